@@ -67,7 +67,7 @@ from comingle.utils.records import write_text
 from comingle.utils.terminal import printable
 
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.2, 5.0
-_HEARTBEAT_SECONDS, _LOOK_SECONDS = 7.0, 0.5
+_HEARTBEAT_SECONDS, _CHECK_SECONDS = 7.0, 0.5
 _KEY_IN_USE_SECONDS = 4.0 * HEARTBEAT_MIN_INTERVAL
 """Time after which another client with the same key counts as alive.
 
@@ -122,19 +122,22 @@ class FleetConnection:
 
         Args:
             server: Address, certificates and key for the connection.
-            node_id_file: File that stores the node ID. After a crash the next process reads the ID to deactivate the
-                old node, so it need not wait for that node's heartbeats to time out.
+            node_id_file: File that stores the ID of this client's node, which the next process deactivates if this one
+                is killed.
             say: Called with each line to show the user.
         """
         self._server, self._node_id_file, self._say = server, node_id_file, say
-        self._private, self._public = _read_key(server.key) if server.key else generate_key_pairs()
+        if server.key is not None:
+            self._private_key, self._public_key = _read_key(server.key)
+        else:
+            self._private_key, self._public_key = generate_key_pairs()
         self._http = self._connect()
         self._node = Node()  # replaced by the node that the server activates
         self._app_digests: dict[int, str] = {}  # of the app bundles that the server announces, by run ID
-        self._reachable_since = time.monotonic()  # no request or response was lost since then
+        self._last_lost_at = time.monotonic()  # when a request or response was lost last, or activation began
         self.closed = threading.Event()
         """Set once this client has closed the connection."""
-        self.lost = threading.Event()
+        self.deactivated = threading.Event()
         """Set once the server does not know this client any more."""
 
     @property
@@ -151,33 +154,45 @@ class FleetConnection:
         Raises:
             RunError: The key is not registered, or another active client uses it.
         """
-        public = public_key_to_bytes(self._public)
-        self._reachable_since = time.monotonic()
+        self._last_lost_at = time.monotonic()
         self._deactivate_previous()
-        while True:
-            try:
-                if self._server.key is None:
-                    self._register(public)
-                request = ActivateNodeRequest(public_key=public, heartbeat_interval=HEARTBEAT_MIN_INTERVAL)
-                self._node = Node(node_id=self._call("ActivateNode", request).node_id)
-                break
-            except httpx.HTTPStatusError as error:
-                status = error.response.status_code
-                if status in _NOT_AUTHENTICATED and (why := self._why_not_authenticated(error)):
-                    raise RunError(f"{self._server.address}: {why}") from None
-                # The key may be in use by this client's own node, if an earlier activation succeeded but its response
-                # was lost. The server drops such a node after some time. `_call` resets `_reachable_since` at each lost
-                # response, so this client waits for that time after the last lost response before it gives up.
-                is_in_use = time.monotonic() > self._reachable_since + _KEY_IN_USE_SECONDS
-                if status in _KEY_IN_USE and is_in_use:
-                    raise RunError(f"{self._server.address}: another client uses the key {self._server.key}") from None
-                if status not in _NOT_RETRIED_BY_CALL:  # `_call` has retried other statuses, and given up
-                    raise
-            time.sleep(1.0)
-        write_text(self._node_id_file, str(self.node_id))
-        self.lost.clear()  # set again once the server does not know this node any more
+        node_id = None
+        while node_id is None:
+            node_id = self._try_to_activate()
+            if node_id is None:
+                time.sleep(1.0)
+        self._node = Node(node_id=node_id)
+        write_text(self._node_id_file, str(node_id))
+        self.deactivated.clear()
         self._app_digests.clear()  # a restarted server has other runs
         threading.Thread(target=self._keep_alive, args=(self._node,), daemon=True).start()
+
+    def _try_to_activate(self) -> int | None:
+        """Return the ID of a new node, or None if activation has to be tried again.
+
+        Raises:
+            RunError: The key is not registered, or another active client uses it.
+        """
+        public_key = public_key_to_bytes(self._public_key)
+        try:
+            if self._server.key is None:
+                self._register(public_key)
+            request = ActivateNodeRequest(public_key=public_key, heartbeat_interval=HEARTBEAT_MIN_INTERVAL)
+            return self._call("ActivateNode", request).node_id
+        except httpx.HTTPStatusError as error:
+            status = error.response.status_code
+            if status not in _NOT_RETRIED_BY_CALL:  # `_call` has retried it, and given up
+                raise
+            if status in _NOT_AUTHENTICATED:
+                reason = self._why_not_authenticated(error)
+                if reason:
+                    raise RunError(f"{self._server.address}: {reason}") from None
+            # The key may be in use by this client's own node, whose activation succeeded but whose response was lost.
+            # The server drops such a node after some time.
+            is_in_use_by_another = time.monotonic() > self._last_lost_at + _KEY_IN_USE_SECONDS
+            if status in _KEY_IN_USE and is_in_use_by_another:
+                raise RunError(f"{self._server.address}: another client uses the key {self._server.key}") from None
+            return None
 
     def receive(self) -> tuple[Message, ObjectTree] | None:
         """Return the next message without its content, and the IDs of its objects; None if there is no message.
@@ -189,17 +204,17 @@ class FleetConnection:
         response = self._call_active("PullMessages", PullMessagesRequest(node=self._node), once=True)
         if not response.messages_list:
             return None
-        # The server sends one message at a time.
-        return message_from_proto(response.messages_list[0]), response.message_object_trees[0]
+        message, tree = response.messages_list[0], response.message_object_trees[0]  # the server sends one at a time
+        return message_from_proto(message), tree
 
     def digest_of(self, run_id: int) -> str:
         """Return the SHA-256 of a run's app bundle, as announced by the server.
 
-        Clients run only the installed app, whose digest is ``DIGEST``. If the server announces another digest, it is
-        requested a second time, as the first response may have been corrupted on the way.
+        A digest other than ``DIGEST``, that of the installed app, is requested twice, as the first response may have
+        been corrupted on the way.
         """
         request = GetRunRequest(node=self._node, run_id=run_id)
-        for _ in range(2):
+        for _attempt in range(2):
             if self._app_digests.get(run_id) != DIGEST:
                 self._app_digests[run_id] = self._call_active("GetRun", request).run.fab_hash
         return self._app_digests[run_id]
@@ -219,17 +234,17 @@ class FleetConnection:
         """
         run_id, message_id = message.metadata.run_id, message.metadata.message_id
         object_ids = [node.object_id for node in iterate_object_tree(tree)]
-        pull = make_pull_object_fn_protobuf(self._object_call("PullObject"), self._node, run_id)
-        contents = pull_objects(object_ids, pull)
+        pull_object = make_pull_object_fn_protobuf(self._object_call("PullObject"), self._node, run_id)
+        objects = pull_objects(object_ids, pull_object)
         try:
-            whole = inflate_object_from_contents(message_id, contents)
+            full_message = inflate_object_from_contents(message_id, objects)
         except (KeyError, ValueError, TypeError) as error:
             raise ObjectPullError(message_id, f"malformed ({type(error).__name__})") from None
-        if not isinstance(whole, Message):
+        if not isinstance(full_message, Message):
             raise ObjectPullError(message_id, "not a message")
-        whole.metadata.__dict__["_message_id"] = message_id  # not part of the content; a reply needs it
+        full_message.metadata.__dict__["_message_id"] = message_id  # not part of the content; a reply needs it
         self.confirm(message)
-        return whole
+        return full_message
 
     def confirm(self, message: Message) -> None:
         """Confirm that a message has arrived, so that the server drops the content."""
@@ -258,10 +273,10 @@ class FleetConnection:
                 clientapp_runtime_list=[seconds],
             )
             response = self._call_active("PushMessages", request)
-            push = make_push_object_fn_protobuf(
+            push_object = make_push_object_fn_protobuf(
                 self._object_call("PushObject"), self._node, reply.metadata.run_id, response.session_id
             )
-            push_objects(objects, push, object_ids_to_push=set(response.objects_to_push))
+            push_objects(objects, push_object, object_ids_to_push=set(response.objects_to_push))
 
     def close(self) -> None:
         """Close the connection, and deactivate this node if the server can be reached now."""
@@ -274,33 +289,31 @@ class FleetConnection:
 
     def _connect(self) -> FleetHttpClient:
         """Return an HTTP client that signs requests with this client's key; it connects at the first request."""
+        authority = self._server.authority
         client = FleetHttpClient.from_server_address(
             self._server.address,
-            insecure=self._server.authority is None,
-            root_certificates=self._server.authority.read_bytes() if self._server.authority else None,
+            insecure=authority is None,
+            root_certificates=None if authority is None else authority.read_bytes(),
             interceptors=[
                 RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-                NodeAuthHttpInterceptor(self._private, self._public),
+                NodeAuthHttpInterceptor(self._private_key, self._public_key),
             ],
         )
         client._client.follow_redirects = False  # Signed requests must go to the server's address only.
         return client
 
-    def _register(self, public: bytes) -> None:
+    def _register(self, public_key: bytes) -> None:
         """Register this client's generated public key with the server, unless it is registered already."""
         try:
-            self._call("RegisterNode", RegisterNodeFleetRequest(public_key=public))
+            self._call("RegisterNode", RegisterNodeFleetRequest(public_key=public_key))
         except httpx.HTTPStatusError as error:
-            # This process has registered the key before, and then lost the connection.
+            # This process may have registered the key before, and then lost the connection.
             is_registered = "already in use" in error.response.text
             if not is_registered:
                 raise
 
     def _why_not_authenticated(self, error: httpx.HTTPStatusError) -> str:
-        """Return why the server does not authenticate this client, if a retry cannot help; otherwise an empty string.
-
-        The key may be unknown, or a clock wrong, as clients sign the time. Any other response with this status means
-        that the request was corrupted on the way.
+        """Return why the server does not authenticate this client; an empty string if a retry may help.
 
         Args:
             error: The response, with status 401.
@@ -311,7 +324,7 @@ class FleetConnection:
             return ""
         if "clock" in detail:  # the server's text says to set the clocks
             return printable(detail)[:400]
-        if detail != UNKNOWN_KEY:
+        if detail != UNKNOWN_KEY:  # The request was corrupted on the way.
             return ""
         if self._server.key is None:
             return "the server accepts only registered keys; give --key FILE"
@@ -326,9 +339,8 @@ class FleetConnection:
     def _call(self, method: str, request: Any, *, once: bool = False) -> Any:
         """Call the Fleet API; retry with growing pauses, up to 5 s, until the server responds.
 
-        Without a connection it retries without limit, and says so once. A response with an error status is retried up
-        to 100 times, as it may come from a gateway, unless its status is one of the server's final refusals
-        (:data:`_NOT_RETRIED_BY_CALL`).
+        Without a connection it retries without limit. A response with an error status is retried up to 100 times, as it
+        may come from a gateway, unless it is a final refusal of the server (:data:`_NOT_RETRIED_BY_CALL`).
 
         Args:
             method: Name of the Fleet API's method.
@@ -346,17 +358,20 @@ class FleetConnection:
             try:
                 return getattr(self._http, method)(request)
             except httpx.HTTPStatusError as error:
+                status = error.response.status_code
                 num_rejections += 1
-                if error.response.status_code in _NOT_RETRIED_BY_CALL or num_rejections >= _MAX_REJECTIONS:
+                if status in _NOT_RETRIED_BY_CALL or num_rejections >= _MAX_REJECTIONS:
                     raise
-                if once and error.response.status_code >= 500:  # A gateway may have passed the request on.
-                    raise MissedMessageError from None
+                may_have_arrived = status >= 500  # A gateway may have passed the request on.
             except (httpx.TransportError, ValueError) as error:  # A ValueError means a corrupted response.
-                self._reachable_since = time.monotonic()  # The lost request may have activated a node.
-                if "CERTIFICATE_VERIFY_FAILED" in str(error) and (problem := self._certificate_problem()):
-                    raise RunError(problem) from None
-                if once and not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-                    raise MissedMessageError from None  # There was a connection, so the request may have arrived.
+                self._last_lost_at = time.monotonic()
+                if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                    problem = self._certificate_problem()
+                    if problem:
+                        raise RunError(problem) from None
+                may_have_arrived = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+            if once and may_have_arrived:
+                raise MissedMessageError
             if not has_shown_line and pause >= _LAST_RETRY_SECONDS:
                 self._say(f"{self._server.address} cannot be reached; retrying")
                 has_shown_line = True
@@ -365,7 +380,10 @@ class FleetConnection:
         raise NotActiveError
 
     def _certificate_problem(self) -> str:
-        return certificate_problem(self._server.address, self._server.authority) if self._server.authority else ""
+        """Return what is wrong with the server's certificate; an empty string if nothing is found."""
+        if self._server.authority is None:
+            return ""
+        return certificate_problem(self._server.address, self._server.authority)
 
     def _call_active(self, method: str, request: Any, *, once: bool = False) -> Any:
         """Call a method of the Fleet API that requires an active node.
@@ -392,10 +410,10 @@ class FleetConnection:
         return lambda request: self._call_active(method, request)
 
     def _keep_alive(self, node: Node) -> None:
-        """Send heartbeats every 7 s, in a thread of their own, until the client closes or gets another node.
+        """Send heartbeats every 7 s until the client closes or gets another node.
 
-        They have their own connection, as the other one is in use by the thread that exchanges messages. If the server
-        does not know the node any more, ``lost`` is set, so that the client reactivates.
+        Runs in a thread of its own, with its own connection. If the server does not know the node any more,
+        ``deactivated`` is set, so that the client activates again.
 
         Args:
             node: The node that the server has activated for this client.
@@ -407,7 +425,7 @@ class FleetConnection:
                 http.SendNodeHeartbeat(request)
             except httpx.HTTPStatusError as error:
                 if error.response.status_code in _NOT_AUTHENTICATED and node is self._node:
-                    self.lost.set()
+                    self.deactivated.set()
             except (httpx.TransportError, ValueError):
                 pass  # The next one may arrive.
             self.closed.wait(_HEARTBEAT_SECONDS)
@@ -451,7 +469,7 @@ class MessageLoop:
         """
         self._connection, self._app, self._say = connection, app, say
         self._node_config = dict(node_config)
-        self._refused: set[int] = set()  # IDs of runs whose app is refused and whose refusal was shown
+        self._refused_runs: set[int] = set()  # IDs of runs whose refusal was shown
 
     def run(self) -> None:
         """Answer messages until the connection is closed.
@@ -463,12 +481,13 @@ class MessageLoop:
             try:
                 self._connection.activate()
                 while not self._connection.closed.is_set():
-                    if not self._step():
+                    has_answered = self._answer_next()
+                    if not has_answered:
                         self._connection.closed.wait(_POLL_SECONDS)
             except NotActiveError:
-                continue  # Reactivate; the server resends a message that was lost.
+                continue  # Activate again; the server resends a message that was lost.
 
-    def _step(self) -> bool:
+    def _answer_next(self) -> bool:
         """Poll for a message and answer it; return False if there was none.
 
         Raises:
@@ -480,28 +499,34 @@ class MessageLoop:
         message, tree = received
         began = time.monotonic()
         try:
-            reply = self._refusal(message) or self._answer_in_thread(self._connection.download(message, tree))
+            reply = self._refusal(message)
+            if reply is None:
+                full_message = self._connection.download(message, tree)
+                reply = self._answer_in_thread(full_message)
             self._connection.send(reply, time.monotonic() - began)
         except (ObjectPullError, ObjectPushError) as error:  # The server has dropped the message, and will resend it.
             self._say(f"run {message.metadata.run_id}: {error}")
         except RunOverError:  # The run has ended, or the request was corrupted so that it names an unknown run.
-            raise NotActiveError from None  # In both cases: activate again; the server resends what it still needs.
+            raise NotActiveError from None  # After the next activation the server resends what it still needs.
         return True
 
     def _answer_in_thread(self, message: Message) -> Message:
         """Run the app in a thread and return its reply; abandon the thread if the server deactivates this node.
 
-        The client can then reactivate at once instead of after a long task. The server resends the task, and the
-        client does not carry it out a second time.
+        The client can then activate again at once instead of after a long task.
 
         Raises:
-            NotActiveError: The node was deactivated while the app was running.
+            NotActiveError: The node was deactivated, or the connection closed, while the app was running.
         """
         replies: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        threading.Thread(target=lambda: replies.put(self._run_app(message)), daemon=True).start()
-        while not (self._connection.lost.is_set() or self._connection.closed.is_set()):
+
+        def answer() -> None:
+            replies.put(self._run_app(message))
+
+        threading.Thread(target=answer, daemon=True).start()
+        while not self._connection.deactivated.is_set() and not self._connection.closed.is_set():
             with suppress(queue.Empty):
-                return replies.get(timeout=_LOOK_SECONDS)
+                return replies.get(timeout=_CHECK_SECONDS)
         raise NotActiveError
 
     def _refusal(self, message: Message) -> Message | None:
@@ -513,12 +538,13 @@ class MessageLoop:
         digest = self._connection.digest_of(run_id)
         if digest == DIGEST:
             return None
-        line = f"run {run_id}: got app {digest[:12] or '(none)'}; allowed: {DIGEST[:12]}, the one installed here"
-        if run_id not in self._refused:
-            self._refused.add(run_id)
-            self._say(f"refused: {line}; the app was not run")
+        announced = digest[:12] or "(none)"
+        reason = f"run {run_id}: got app {announced}; allowed: {DIGEST[:12]}, the one installed here"
+        if run_id not in self._refused_runs:
+            self._refused_runs.add(run_id)
+            self._say(f"refused: {reason}; the app was not run")
         self._connection.confirm(message)  # The server then drops the content, which is not downloaded.
-        return Message(Error(ErrorCode.INVALID_FAB, line), reply_to=message)
+        return Message(Error(ErrorCode.INVALID_FAB, reason), reply_to=message)
 
     def _run_app(self, message: Message) -> Message:
         """Return the app's reply to a message, or an error reply if the app raises."""
