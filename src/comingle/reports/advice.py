@@ -8,12 +8,12 @@ change equally with all seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from comingle.reports.formatting import Table, additive_difference, interval_text
+from comingle.reports.formatting import Table, additive_difference, best_of, interval_text
 from comingle.reports.runs import Gain, gain_over_seeds
 from comingle.reports.tables import sizes
 from comingle.utils.records import MEASURES, measure_of, plural
@@ -58,7 +58,8 @@ class Advice:
     @property
     def intervals(self) -> int:
         """Number of intervals of users' gains."""
-        return sum(map(len, self.methods.values())) + sum(map(len, self.groups.values()))
+        all_gains = [*self.methods.values(), *self.groups.values()]
+        return sum(len(gains_by_user) for gains_by_user in all_gains)
 
     def __str__(self) -> str:
         return paragraph(self)
@@ -69,13 +70,14 @@ class Advice:
         The keys are ``method``, ``together`` (names of the group; None for all users), ``user``, ``change`` (mean over
         seeds), the ends ``low`` and ``high`` of its interval (None with one seed, and if seeds tie), and ``verdict``.
         """
-        trainings = [(method, None, gains) for method, gains in self.methods.items()]
-        trainings += [(self.grouped_by, group, gains) for group, gains in self.groups.items()]
-        return [
-            {"method": method, "together": group, "user": user, **_gain_fields(gain)}
-            for method, group, gains in trainings
-            for user, gain in gains.items()
-        ]
+        records = []
+        for method, gains_by_user in self.methods.items():
+            for user, gain in gains_by_user.items():
+                records.append({"method": method, "together": None, "user": user, **_gain_fields(gain)})
+        for group, gains_by_user in self.groups.items():
+            for user, gain in gains_by_user.items():
+                records.append({"method": self.grouped_by, "together": group, "user": user, **_gain_fields(gain)})
+        return records
 
 
 def _gain_fields(gain: Gain) -> dict[str, Any]:
@@ -89,8 +91,6 @@ def advise_on(
 ) -> Advice:
     """Compare federated methods, and smaller groups of users, with training alone.
 
-    The result is the basis of advice on which users should train together, and with which method.
-
     Args:
         local: Runs of ``local`` with all users.
         methods: Runs of at least one other method with all users and the seeds of ``local``.
@@ -102,36 +102,42 @@ def advise_on(
         The gains, which are changes against ``local``, with their confidence intervals, and each method's traffic.
     """
     first = next(iter(local.values()))
+    users = list(first["users"])
     measure = measure_of(dict(first))
-    # Confidence intervals of users' gains: one for each user with each method, and for each user in each smaller group.
-    # They are counted because all hold at once with 95%, so each is wider the more there are.
-    num_intervals = len(first["users"]) * len(methods) + sum(map(len, groups))
-    # Those of gains of the mean over users: each method against `local`, and each but the best against the best.
+    # Intervals hold simultaneously, so each is wider the more there are: one for each user and method or group, and
+    # for means over users one for each method against ``local`` and for each other method against the best.
+    num_user_intervals = len(users) * len(methods) + sum(len(names) for names in groups)
     num_mean_intervals = 2 * len(methods) - 1
-    means = {name: _mean_gain(name, runs, local, measure, num_mean_intervals) for name, runs in methods.items()}
-    best = _best_method(means, measure)
+
+    gains_by_method = {}
+    mean_gains = {}
+    for name, runs in methods.items():
+        gains_by_method[name] = _gains_of_users(runs, local, users, measure, num_user_intervals)
+        mean_gains[name] = _mean_gain(name, runs, local, measure, num_mean_intervals)
+    best = _best_method(mean_gains, measure)
+    gains_against_best = {}
+    for name, runs in methods.items():
+        if name != best:
+            gains_against_best[name] = _mean_gain(name, runs, methods[best], measure, num_mean_intervals)
+    gains_by_group = {}
+    for names, runs in groups.items():
+        gains_by_group[names] = _gains_of_users(runs, local, names, measure, num_user_intervals)
+
+    rounds_of_stopped = {}
+    for name, runs in {"local": local, **methods}.items():
+        has_stopped = any("planned_rounds" in metrics for metrics in runs.values())  # as the privacy budget was spent
+        if has_stopped:
+            rounds_of_stopped[name] = min(metrics["rounds"] for metrics in runs.values())
     return Advice(
         measure=measure,
         seeds=tuple(local),
         rounds=max(metrics.get("planned_rounds", metrics["rounds"]) for metrics in local.values()),
-        # Metrics have "planned_rounds" only if the privacy budget was spent before all of them.
-        stopped={
-            name: min(metrics["rounds"] for metrics in runs.values())
-            for name, runs in {"local": local, **methods}.items()
-            if any("planned_rounds" in metrics for metrics in runs.values())
-        },
+        stopped=rounds_of_stopped,
         grouped_by=grouped_by,
-        methods={
-            name: _gains_of_users(runs, local, list(first["users"]), measure, num_intervals)
-            for name, runs in methods.items()
-        },
-        means=means,
-        against_best={
-            name: _mean_gain(name, runs, methods[best], measure, num_mean_intervals)
-            for name, runs in methods.items()
-            if name != best
-        },
-        groups={names: _gains_of_users(runs, local, names, measure, num_intervals) for names, runs in groups.items()},
+        methods=gains_by_method,
+        means=mean_gains,
+        against_best=gains_against_best,
+        groups=gains_by_group,
         upload_bytes={name: _mean_bytes(runs, "upload") for name, runs in methods.items()},
         download_bytes={name: _mean_bytes(runs, "download") for name, runs in methods.items()},
     )
@@ -152,19 +158,23 @@ def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str,
         measure: Name of the measure of the results, such as "perplexity".
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
-    key, gains = f"test_{measure}", {}
+    key = f"test_{measure}"
+    gains = {}
     for user in users:
-        pairs = [(runs[seed]["users"][user][key], local[seed]["users"][user][key]) for seed in local]
-        if (gain := _gain_of_user(user, pairs, measure, num_intervals)) is not None:
-            gains[user] = gain
+        differences = []  # one per seed
+        for seed, local_run in local.items():
+            result, local_result = runs[seed]["users"][user][key], local_run["users"][user][key]
+            differences.append(additive_difference(result, local_result, measure))
+        finite = [difference for difference in differences if difference is not None]
+        if len(finite) == len(differences):
+            gains[user] = gain_over_seeds(user, measure, finite, num_intervals=num_intervals)
     return gains
 
 
 def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals: int) -> Gain:
     """Return a method's mean change over users against other runs, paired by seed.
 
-    The mean of log ratios, or of differences of accuracies, gives each user the same weight. Users whose change is
-    undefined are left out.
+    Users whose change is not finite are left out.
 
     Args:
         name: The method, which takes the place of a user in the result.
@@ -173,36 +183,21 @@ def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals:
         measure: Name of the measure of the results, such as "perplexity".
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
-    key, means = f"test_{measure}", []  # one mean per seed
+    key = f"test_{measure}"
+    mean_differences = []  # one per seed
     for seed, other_run in others.items():
-        users = other_run["users"]
-        differences = [additive_difference(runs[seed]["users"][user][key], users[user][key], measure) for user in users]
-        means.append(fmean(value for value in differences if value is not None))
-    return gain_over_seeds(name, measure, means, num_intervals=num_intervals)
+        differences = []  # one per user
+        for user, other_results in other_run["users"].items():
+            result = runs[seed]["users"][user][key]
+            differences.append(additive_difference(result, other_results[key], measure))
+        mean_differences.append(fmean(difference for difference in differences if difference is not None))
+    return gain_over_seeds(name, measure, mean_differences, num_intervals=num_intervals)
 
 
-def _gain_of_user(
-    user: str, pairs: Sequence[tuple[float | None, float | None]], measure: str, num_intervals: int
-) -> Gain | None:
-    """Return a user's mean change against ``local`` over seeds; None if a result is not finite.
-
-    Args:
-        user: The user.
-        pairs: The user's result and its result of ``local``, for each seed.
-        measure: Name of the measure of the results, such as "perplexity".
-        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
-    """
-    differences = [additive_difference(value, baseline, measure) for value, baseline in pairs]
-    finite = [difference for difference in differences if difference is not None]
-    if len(finite) < len(pairs):
-        return None
-    return gain_over_seeds(user, measure, finite, num_intervals=num_intervals)
-
-
-def _best_method(means: Mapping[str, Gain], measure: str) -> str:
+def _best_method(mean_gains: Mapping[str, Gain], measure: str) -> str:
     """Return the method with the best mean over users."""
-    sign = 1 if MEASURES[measure] == "lower" else -1
-    return min(means, key=lambda name: sign * means[name].change.mean)
+    min_or_max = best_of(measure)
+    return min_or_max(mean_gains, key=lambda name: mean_gains[name].change.mean)
 
 
 # -------------------------------------------------------------------- choice of a method
@@ -214,84 +209,84 @@ def method_to_take(advice: Advice) -> str | None:
     A method gains if the interval of its mean change over users against ``local`` excludes 0 on the better side. None
     if no method does.
     """
-    # ``against_best`` compares each method but the best with the best; HARMED means shown to be worse than the best.
-    best = next(name for name in advice.means if name not in advice.against_best)
-    not_worse = [name for name, gain in advice.against_best.items() if gain.verdict != HARMED]
-    gaining = [name for name in (best, *not_worse) if advice.means[name].verdict == GAINED]
-    return min(gaining, key=lambda name: (advice.upload_bytes[name], name != best), default=None)  # the best of equals
+    best = _best_of_advice(advice)
+    candidates = [best]
+    for name, gain_against_best in advice.against_best.items():
+        if gain_against_best.verdict != HARMED:
+            candidates.append(name)
+    gaining = [name for name in candidates if advice.means[name].verdict == GAINED]
+    # The best is the first candidate, so it is preferred to others that upload as much.
+    return min(gaining, key=lambda name: advice.upload_bytes[name], default=None)
+
+
+def _best_of_advice(advice: Advice) -> str:
+    """Return the method with the best mean: the only one that is not compared with the best."""
+    return next(name for name in advice.means if name not in advice.against_best)
 
 
 def harmed_by_all(advice: Advice) -> list[str]:
     """Return the users that every method is shown to harm."""
-    return _users_by_verdict(advice, lambda verdicts: verdicts == {HARMED})
+    return [user for user, verdicts in _verdicts_by_user(advice).items() if verdicts == {HARMED}]
 
 
 def undecided(advice: Advice) -> list[str]:
     """Return the users for which no method is shown to gain, without those that every method harms."""
-    return _users_by_verdict(advice, lambda verdicts: GAINED not in verdicts and verdicts != {HARMED})
+    return [
+        user for user, verdicts in _verdicts_by_user(advice).items() if GAINED not in verdicts and verdicts != {HARMED}
+    ]
 
 
-def _users_by_verdict(advice: Advice, wanted: Callable[[set[str]], bool]) -> list[str]:
-    """Return the users whose verdicts over all methods meet a condition.
-
-    Args:
-        advice: Gains of each user with each method against ``local``.
-        wanted: The condition; called with the set of a user's verdicts.
-    """
-    users = dict.fromkeys(user for gains in advice.methods.values() for user in gains)
-    verdicts = {user: {gains[user].verdict for gains in advice.methods.values() if user in gains} for user in users}
-    return [user for user in users if wanted(verdicts[user])]
+def _verdicts_by_user(advice: Advice) -> dict[str, set[str]]:
+    """Return the different verdicts on each user over all methods: ``{"ann": {"gained", "level"}}``."""
+    verdicts_by_user: dict[str, set[str]] = {}
+    for gains in advice.methods.values():
+        for user, gain in gains.items():
+            verdicts_by_user.setdefault(user, set()).add(gain.verdict)
+    return verdicts_by_user
 
 
 def partners(advice: Advice, user: str) -> dict[str, list[str]]:
     """Return a user's partners in groups of two, by the verdict on this user's gain in the pair.
 
     Args:
-        advice: Gains of each user with each method against ``local``.
+        advice: Gains of each user in each smaller group against ``local``.
         user: The user.
 
     Returns:
-        Lists of the other user of each pair, by :data:`GAINED`, :data:`LEVEL` and :data:`HARMED`, and by the verdicts
-        of single seeds that occur.
+        The partners by verdict, such as ``{"gained": ["bob"], "level": [], "harmed": ["cem"]}``.
     """
-    by_verdict: dict[str, list[str]] = {GAINED: [], LEVEL: [], HARMED: []}
+    partners_by_verdict: dict[str, list[str]] = {GAINED: [], LEVEL: [], HARMED: []}
     for names, gains in advice.groups.items():
         if len(names) == 2 and user in gains:
-            other = next(name for name in names if name != user)
-            by_verdict.setdefault(gains[user].verdict, []).append(other)
-    return by_verdict
+            partner = next(name for name in names if name != user)
+            partners_by_verdict.setdefault(gains[user].verdict, []).append(partner)
+    return partners_by_verdict
 
 
 # -------------------------------------------------------------------- text and tables
 
 
 def paragraph(advice: Advice) -> str:
-    """Return the advice in a few sentences, which name only changes whose confidence intervals exclude 0.
-
-    They name the method to take, users that all methods harm or none is shown to help, pairs of users, and limits of
-    the evidence: number of intervals, rounds, seeds, and methods that stopped early. With one seed there are no
-    intervals, so only the limits remain.
-    """
-    sentences = [_method_sentence(advice)]
+    """Return the advice in a few sentences, which name only changes whose confidence intervals exclude 0."""
+    sentences = []
     if len(advice.seeds) < 2:
-        sentences = ["With one seed there are no intervals, so nothing is shown; give at least two seeds."]
+        sentences.append("With one seed there are no intervals, so nothing is shown; give at least two seeds.")
     else:
-        if harmed := harmed_by_all(advice):
+        sentences.append(_method_sentence(advice))
+        harmed = harmed_by_all(advice)
+        if harmed:
             sentences.append(f"Every method tried harms {_joined_names(harmed)}: train alone.")
-        if level := undecided(advice):
-            sentences.append(f"No method is shown to help {_joined_names(level)}.")
+        not_helped = undecided(advice)
+        if not_helped:
+            sentences.append(f"No method is shown to help {_joined_names(not_helped)}.")
         sentences += _pair_sentences(advice)
         sentences.append(
             f"The {advice.intervals} intervals of users have a joint confidence of 95%, and so have those of means."
         )
-    seeds = ", ".join(map(str, advice.seeds))
-    sentences.append(
-        f"These are results of runs of {plural(advice.rounds, 'round')} with seeds {seeds}; longer ones may differ."
-    )
-    sentences += [
-        f"{name}: the privacy budget was spent after {done} of {advice.rounds} rounds."
-        for name, done in advice.stopped.items()
-    ]
+    rounds, seeds = plural(advice.rounds, "round"), ", ".join(map(str, advice.seeds))
+    sentences.append(f"These are results of runs of {rounds} with seeds {seeds}; longer ones may differ.")
+    for name, last_round in advice.stopped.items():
+        sentences.append(f"{name}: the privacy budget was spent after {last_round} of {advice.rounds} rounds.")
     return " ".join(sentences)
 
 
@@ -300,32 +295,32 @@ def _method_sentence(advice: Advice) -> str:
     chosen = method_to_take(advice)
     if chosen is None:
         return "No method is shown to beat local training on average over users; take local, which sends nothing."
-    gain = advice.means[chosen]
-    # ``against_best`` compares each method but the best with the best.
-    best = next(name for name in advice.means if name not in advice.against_best)
+    gain_text = _gain_text(advice.means[chosen])
     (upload,) = sizes([advice.upload_bytes[chosen]])
-    text = f"Take {chosen}: {_gain_text(gain)} on average over users; each user uploads {upload} per round."
+    text = f"Take {chosen}: {gain_text} on average over users; each user uploads {upload} per round."
+    best = _best_of_advice(advice)
     if chosen != best:
-        text += f" {best} has the best mean, but is not shown to be better."
-    elif not_worse := [name for name, other in advice.against_best.items() if other.verdict != HARMED]:
+        return f"{text} {best} has the best mean, but is not shown to be better."
+    not_worse = [name for name, gain in advice.against_best.items() if gain.verdict != HARMED]
+    if not_worse:
         text += f" It is not shown to be better than {_joined_names(not_worse)}."
     return text
 
 
 def _pair_sentences(advice: Advice) -> list[str]:
-    """Return a sentence for each user that gains or is harmed when it trains in a pair, with the names of its partners.
+    """Return a sentence for each user that gains or is harmed in pairs, such as "In pairs (fedavg) ann gains from bob".
 
-    If smaller groups of users have trained and no user gains or is harmed in a pair, return one sentence that says so.
+    If smaller groups of users have trained without such effects, return one sentence that says so.
     """
     users = dict.fromkeys(user for gains in advice.groups.values() for user in gains)
     sentences = []
     for user in users:
-        by_verdict = partners(advice, user)
-        effects = [
-            f"{verb} {_joined_names(by_verdict[verdict])}"
-            for verdict, verb in ((GAINED, "gains from"), (HARMED, "is harmed by"))
-            if by_verdict[verdict]
-        ]
+        partners_by_verdict = partners(advice, user)
+        effects = []
+        if partners_by_verdict[GAINED]:
+            effects.append(f"gains from {_joined_names(partners_by_verdict[GAINED])}")
+        if partners_by_verdict[HARMED]:
+            effects.append(f"is harmed by {_joined_names(partners_by_verdict[HARMED])}")
         if effects:
             sentences.append(f"In pairs ({advice.grouped_by}) {printable(user)} {' and '.join(effects)}.")
     if advice.groups and not sentences:
@@ -350,31 +345,32 @@ def _interval_text(gain: Gain) -> str:
 
 
 def cell(gain: Gain | None) -> str:
-    """Return the text of a gain in a table: mean, interval and verdict."""
+    """Return the text of a gain in a table: mean, interval and verdict, such as "-9.7 (-12.0 to -7.4) gained"."""
     if gain is None:
         return "not finite"
-    # The title of the table has the unit of all changes but those of losses, which are written as factors.
-    mean = gain.text if gain.measure == "loss" else f"{gain.change.mean:+z.1f}"
+    mean = f"{gain.change.mean:+z.1f}"  # the title of the table has the unit
+    if gain.measure == "loss":
+        mean = gain.text  # a factor, such as "×0.9"
     return f"{mean}{_interval_text(gain)} {gain.verdict}"
 
 
 def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a table of gains against training alone.
 
-    The table has a row for each method with all users, then one for each smaller group of users that trained together.
-    The first column ("together") names the method and the group. A column for each user, their mean, and the bytes per
-    user and round follow.
+    There is a row for each method with all users, then one for each smaller group, which has only gains of users.
     """
     users = list(dict.fromkeys(user for gains in advice.methods.values() for user in gains))
-    uploads, downloads = (sizes(list(counts.values())) for counts in (advice.upload_bytes, advice.download_bytes))
-    rows = [
-        [name, *(cell(gains.get(user)) for user in users), cell(advice.means[name]), uploads[i], downloads[i]]
-        for i, (name, gains) in enumerate(advice.methods.items())
-    ]
+    header = ["together", *users, "mean", "sent / round", "received / round"]
+    uploads = sizes(list(advice.upload_bytes.values()))
+    downloads = sizes(list(advice.download_bytes.values()))
+    rows = []
+    for (name, gains), upload, download in zip(advice.methods.items(), uploads, downloads, strict=True):
+        user_cells = [cell(gains.get(user)) for user in users]
+        rows.append([name, *user_cells, cell(advice.means[name]), upload, download])
     for names, gains in advice.groups.items():
-        label = f"{advice.grouped_by}: {_joined_names(names)}"
-        rows.append([label, *(cell(gains[user]) if user in gains else "" for user in users), "", "", ""])
-    return ["together", *users, "mean", "sent / round", "received / round"], rows
+        user_cells = [cell(gains[user]) if user in gains else "" for user in users]
+        rows.append([f"{advice.grouped_by}: {_joined_names(names)}", *user_cells, "", "", ""])
+    return header, rows
 
 
 def render_advice(advice: Advice) -> Table:
@@ -382,11 +378,12 @@ def render_advice(advice: Advice) -> Table:
     units = {"perplexity": "per cent of perplexity", "loss": "as a factor of test loss"}
     unit = units.get(advice.measure, f"in test {advice.measure}")
     title = f"change against local, {unit} ({MEASURES[advice.measure]} is better)"
-    title += "; joint confidence of intervals: 95%" if len(advice.seeds) > 1 else ""
-    head, rows = rows_of(advice)
+    if len(advice.seeds) > 1:
+        title += "; joint confidence of intervals: 95%"
+    header, rows = rows_of(advice)
     table = Table(title=title, title_justify="left", box=None)
-    for name in head:
+    for name in header:
         table.add_column(words(name), no_wrap=name == "together")
     for row in rows:
-        table.add_row(*map(words, row))
+        table.add_row(*(words(text) for text in row))
     return table

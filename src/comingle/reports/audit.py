@@ -191,26 +191,25 @@ def exposure(rank: int, references: int) -> float:
 
 
 def conclusions(audit: Audit) -> list[str]:
-    """Return sentences on what the audit shows and what it does not show.
+    """Return sentences on what the audit shows and what it does not show."""
+    if audit.inversions:  # the users have samples
+        sentences = [_inversion_sentence(inversion) for inversion in audit.inversions]
+        sentences.append("No other attacks were run; canaries need users with text or conversations.")
+        return sentences
 
-    Audits of users with samples have reconstructed inputs (inversions). Others have bounds on epsilon, membership
-    inference without and with reference models ("shadowed"), exposures of canaries, and recoveries of tokens.
-    """
-    if audit.inversions:
-        return [
-            *map(_inversion_sentence, audit.inversions),
-            "No other attacks were run; canaries need users with text or conversations.",
-        ]
     sentences = [_proof_sentence(proof, audit) for proof in audit.proofs]
-    sentences += [_membership_sentence(audit), *(_shadowed_sentence(audit, view) for view in VIEWS if audit.shadowed)]
-    sentences += [_exposure_sentence(audit), *map(_recovery_sentence, audit.recoveries)]
+    sentences.append(_membership_sentence(audit))
+    if audit.shadowed:
+        sentences += [_shadowed_sentence(audit, view) for view in VIEWS]
+    sentences.append(_exposure_sentence(audit))
+    sentences += [_recovery_sentence(recovery) for recovery in audit.recoveries]
     if audit.kind == "conversations":
         sentences.append("The attack that recovers tokens from one upload was not run: it needs users with text.")
-    also = f", the reference models in {audit.shadows} more" if audit.shadowed else ""
     runs = f"{plural(audit.trials, 'run')} of {plural(audit.rounds, 'round')}"
+    reference_runs = f", the reference models in {audit.shadows} more" if audit.shadowed else ""
     sentences.append(
-        f"The canaries were trained in {runs} of their own{also}, not in the audited run; longer runs may leak more. "
-        "A failed attack says nothing about better attacks."
+        f"The canaries were trained in {runs} of their own{reference_runs}, not in the audited run; longer runs may "
+        "leak more. A failed attack says nothing about better attacks."
     )
     return sentences
 
@@ -222,42 +221,45 @@ def _proof_sentence(proof: Proof, audit: Audit) -> str:
         proof: The bound.
         audit: Results of all attacks on one run.
     """
-    who = {"server": "The server", "users": "A recipient of the shared model"}[proof.view]
-    guessed = f"{proof.correct} of {proof.guesses} guesses right"
-    is_of_examples = audit.privacy is not None and protects_examples(audit.privacy["mechanism"])
-    replaced = "the replacement of one example" if is_of_examples else f"the replacement of the {audit.data}"
-    guarantee = (
-        "the run gives no guarantee here"
-        if proof.upper is None
-        else f"the accountant guarantees at most {proof.upper:.2f} for {replaced}"
-    )
+    attacker = {"server": "The server", "users": "A recipient of the shared model"}[proof.view]
+    guesses = f"{proof.correct} of {proof.guesses} guesses right"
+    if proof.upper is None:
+        guarantee = "the run gives no guarantee here"
+    else:
+        protects_one_example = audit.privacy is not None and protects_examples(audit.privacy["mechanism"])
+        protected = "one example" if protects_one_example else f"the {audit.data}"
+        guarantee = f"the accountant guarantees at most {proof.upper:.2f} for the replacement of {protected}"
     if proof.contradicts:
         return (
-            f"{who} learns more than the accountant allows: epsilon is at least {proof.epsilon:.2f} ({guessed}), and "
-            f"{guarantee}. The accountant or this audit is wrong: please report it."
+            f"{attacker} learns more than the accountant allows: epsilon is at least {proof.epsilon:.2f} ({guesses}), "
+            f"and {guarantee}. The accountant or this audit is wrong: please report it."
         )
     if proof.epsilon == 0:
-        return f"{who} is not shown to learn which users have a canary ({guessed}), which proves nothing; {guarantee}."
+        return (
+            f"{attacker} is not shown to learn which users have a canary ({guesses}), which proves nothing; "
+            f"{guarantee}."
+        )
     return (
-        f"{who} can infer whether a canary was in a user's {audit.data}: epsilon is at least {proof.epsilon:.2f} with "
-        f"{audit.confidence:.0%} ({guessed}, at most {proof.provable:.2f} could be proven this way); {guarantee}."
+        f"{attacker} can infer whether a canary was in a user's {audit.data}: epsilon is at least {proof.epsilon:.2f} "
+        f"with {audit.confidence:.0%} ({guesses}, at most {proof.provable:.2f} could be proven this way); {guarantee}."
     )
 
 
 def _membership_sentence(audit: Audit) -> str:
     """Return the sentence on membership inference from the final shared model.
 
-    Training windows (or conversations) count as distinguishable from held-out ones if the confidence interval of the
-    mean AUC over users is above 0.5, the AUC of guessing.
+    Training windows count as distinguishable from held-out ones if the confidence interval of the mean AUC over users
+    is above 0.5, the AUC of guessing.
     """
-    values = [result.auc for result in audit.members]
-    if not values:
+    aucs = [result.auc for result in audit.members]
+    if not aucs:
         return "Membership inference was not run."
-    mean, bounds = fmean(values), interval(values)
+    mean, bounds = fmean(aucs), interval(aucs)
     if bounds is None:  # a single user
         return f"Training {audit.unit_plural}: AUC {mean:.2f} for one user, so there is no interval and no conclusion."
     auc_text = f"AUC {mean:.2f} on average over users ({bounds_text(bounds)})"
-    if bounds[0] > 0.5:
+    low, _ = bounds
+    if low > 0.5:
         return (
             f"Training {audit.unit_plural} can be distinguished from held-out ones of the same user with the final "
             f"shared model: {auc_text}. Other differences between training and test data contribute to this."
@@ -271,41 +273,41 @@ def _membership_sentence(audit: Audit) -> str:
 def _shadowed_sentence(audit: Audit, view: str) -> str:
     """Return the sentence on membership inference with reference models, for one attacker.
 
-    Membership counts as inferable if the interval of the mean AUC over users is above 0.5.
+    Membership counts as inferable if the interval of the mean AUC over users is above 0.5, the AUC of guessing.
 
     Args:
         audit: Results of all attacks on one run.
-        view: The attacker, a key of :data:`VIEWS`.
+        view: The attacker, "server" or "users".
     """
     source = {"server": "a user's uploads", "users": "what other users receive"}[view]
-    values = [result.auc for result in audit.shadowed if result.view == view]
-    bounds = interval(values)
+    aucs = [result.auc for result in audit.shadowed if result.view == view]
+    bounds = interval(aucs)
     if bounds is None:  # fewer than two users
         return f"With reference models: too few observations of {source} for a conclusion."
-    auc_text = f"AUC {fmean(values):.2f} on average over users ({bounds_text(bounds)})"
-    which = f"With reference models, membership of {audit.unit_plural} in the training data"
-    if bounds[0] > 0.5:
-        return f"{which} can be inferred from {source}: {auc_text}."
-    return f"{which} is not shown to be inferable from {source}: {auc_text}."
+    auc_text = f"AUC {fmean(aucs):.2f} on average over users ({bounds_text(bounds)})"
+    membership = f"With reference models, membership of {audit.unit_plural} in the training data"
+    low, _ = bounds
+    if low > 0.5:
+        return f"{membership} can be inferred from {source}: {auc_text}."
+    return f"{membership} is not shown to be inferable from {source}: {auc_text}."
 
 
 def _recovery_sentence(recovery: Recovery) -> str:
     """Return the sentence on tokens that the server recovers from one upload of each user.
 
-    Tokens count as recovered if the interval over users of the difference to guessing common tokens is above 0.
-
-    Args:
-        recovery: For each user the number of different tokens in its upload, the share of them that the attack
-            recovers, and that of guesses; ``what`` names the kind of upload.
+    Tokens count as recovered if the attack finds more than guessing common tokens does: the interval of the difference
+    over users is above 0.
     """
-    pairs = zip(recovery.recovered, recovery.guesses, strict=True)
-    bounds = interval([found - guess for found, guess in pairs])
+    differences = [found - guess for found, guess in zip(recovery.recovered, recovery.guesses, strict=True)]
+    bounds = interval(differences)
     shares = (
         f"{_mean_percent(recovery.recovered)} of {fmean(recovery.tokens):.0f} different tokens; "
         f"guessing common ones gives {_mean_percent(recovery.guesses)}"
     )
-    if bounds is not None and bounds[0] > 0:
-        return f"The server recovers tokens from the upload of {recovery.what}: {shares}."
+    if bounds is not None:
+        low, _ = bounds
+        if low > 0:
+            return f"The server recovers tokens from the upload of {recovery.what}: {shares}."
     return (
         f"This attack recovers no more tokens from the upload of {recovery.what} than guessing does; others may: "
         f"{shares}."
@@ -323,14 +325,16 @@ def _exposure_sentence(audit: Audit) -> str:
     Canaries count as memorised if the interval of the mean exposure of inserted canaries is above that of canaries that
     were not inserted.
     """
-    # ``most`` is the largest possible exposure.
     exposures = (
         f"exposure {mean_text(audit.inserted)} of {audit.most:.0f} bits if it was trained on, "
         f"{mean_text(audit.absent)} if not"
     )
-    inserted, absent = interval(audit.inserted), interval(audit.absent)  # ends of the 95% intervals; None if unknown
-    if inserted and absent and inserted[0] > absent[1]:
-        return f"The model that other users receive has memorised a canary of one user: {exposures}."
+    inserted_interval, absent_interval = interval(audit.inserted), interval(audit.absent)
+    if inserted_interval and absent_interval:
+        inserted_low, _ = inserted_interval
+        _, absent_high = absent_interval
+        if inserted_low > absent_high:
+            return f"The model that other users receive has memorised a canary of one user: {exposures}."
     return f"The model that other users receive is not shown to have memorised a canary of one user: {exposures}."
 
 
@@ -342,23 +346,19 @@ def _inversion_sentence(inversion: Inversion) -> str:
     """Return the sentence on inputs that were reconstructed from one upload of each user.
 
     An input counts as reconstructed if its relative error is below :data:`_MAX_RELATIVE_ERROR`.
-
-    Args:
-        inversion: For each user the relative error of the reconstruction, and that of the mean input as a guess;
-            ``what`` names the kind of upload.
     """
-    num_users = sum(error < _MAX_RELATIVE_ERROR for error in inversion.errors)
+    num_reconstructed = sum(error < _MAX_RELATIVE_ERROR for error in inversion.errors)
     errors_text = (
         f"relative error {mean_text(inversion.errors, 3)}; the mean input has {mean_text(inversion.guesses, 3)}"
     )
-    if num_users:
-        count = f"{num_users} of {len(inversion.errors)} users"
-        return f"The server reconstructs an input from the upload of {inversion.what} for {count}: {errors_text}."
-    return f"This attack reconstructs no input from the upload of {inversion.what}; others may: {errors_text}."
+    if num_reconstructed == 0:
+        return f"This attack reconstructs no input from the upload of {inversion.what}; others may: {errors_text}."
+    users = f"{num_reconstructed} of {len(inversion.errors)} users"
+    return f"The server reconstructs an input from the upload of {inversion.what} for {users}: {errors_text}."
 
 
 def mean_text(values: Sequence[float], digits: int = 1) -> str:
-    """Return a mean and its 95% interval as text; "unknown" without values.
+    """Return a mean and its 95% interval as text, such as "0.6 (0.5 to 0.7)"; "unknown" without values.
 
     Args:
         values: The values.
@@ -366,57 +366,67 @@ def mean_text(values: Sequence[float], digits: int = 1) -> str:
     """
     if not values:
         return "unknown"
+    mean = f"{fmean(values):.{digits}f}"
     bounds = interval(values)
-    return f"{fmean(values):.{digits}f}" + (f" ({bounds_text(bounds, digits)})" if bounds is not None else "")
+    if bounds is None:  # a single value
+        return mean
+    return f"{mean} ({bounds_text(bounds, digits)})"
 
 
 def bounds_text(bounds: tuple[float, float], digits: int = 2) -> str:
-    """Return an interval as text."""
-    return f"{bounds[0]:.{digits}f} to {bounds[1]:.{digits}f}"
+    """Return an interval as text, such as "0.52 to 0.71"."""
+    low, high = bounds
+    return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
 def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of lower bounds on epsilon that attackers' guesses prove.
 
-    Beside each bound are the number of correct guesses, the bound if all guesses had been correct, and the upper bound
-    of the privacy accountant. A guess is whether a canary was among a user's training data.
+    A guess is whether a canary was among a user's training data.
     """
-    head = ["attacker", "correct guesses", "epsilon at least", "with all guesses correct", "accountant: at most"]
-    rows = [
-        [
-            VIEWS[proof.view],
-            f"{proof.correct} of {proof.guesses}",
-            f"{proof.epsilon:.2f}",
-            f"{proof.provable:.2f}",
-            "no accountant" if proof.upper is None else f"{proof.upper:.2f}",
-        ]
-        for proof in audit.proofs
-    ]
-    return head, rows
+    header = ["attacker", "correct guesses", "epsilon at least", "with all guesses correct", "accountant: at most"]
+    rows = []
+    for proof in audit.proofs:
+        rows.append(
+            [
+                VIEWS[proof.view],
+                f"{proof.correct} of {proof.guesses}",
+                f"{proof.epsilon:.2f}",
+                f"{proof.provable:.2f}",
+                "no accountant" if proof.upper is None else f"{proof.upper:.2f}",
+            ]
+        )
+    return header, rows
 
 
 def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of membership inference from the final shared model.
 
     It has a row for each user, and the mean over users. Members are training examples, others are held-out examples.
-    "found" is the share of members found at a false-positive rate of 1%. A rate of 1% needs at least 100 others.
     """
-    head = ["user", "members", "others", "AUC", "AUC of loss alone", "found at 1% false alarms"]
-    rows = [
-        [
-            printable(result.user),
-            str(result.members),
-            str(result.others),
-            f"{result.auc:.2f}",
-            f"{result.auc_of_loss:.2f}",
-            "fewer than 100 others" if result.found is None else f"{result.found:.2f}",
-        ]
-        for result in audit.members
-    ]
-    found = [result.found for result in audit.members if result.found is not None]
-    columns = ([result.auc for result in audit.members], [result.auc_of_loss for result in audit.members], found)
-    rows.append(["mean", "", "", *map(_mean_and_interval, columns)])
-    return head, rows
+    header = ["user", "members", "others", "AUC", "AUC of loss alone", "found at 1% false alarms"]
+    rows = []
+    for result in audit.members:
+        rows.append(
+            [
+                printable(result.user),
+                str(result.members),
+                str(result.others),
+                f"{result.auc:.2f}",
+                f"{result.auc_of_loss:.2f}",
+                _found_text(result.found),
+            ]
+        )
+    auc = _mean_and_interval([result.auc for result in audit.members])
+    auc_of_loss = _mean_and_interval([result.auc_of_loss for result in audit.members])
+    found = _mean_and_interval([result.found for result in audit.members if result.found is not None])
+    rows.append(["mean", "", "", auc, auc_of_loss, found])
+    return header, rows
+
+
+def _found_text(found: float | None) -> str:
+    """Return the share of members found at 1% false positives as text; None if there are too few other examples."""
+    return "fewer than 100 others" if found is None else f"{found:.2f}"
 
 
 def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
@@ -424,92 +434,90 @@ def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
     The relative error of the reconstruction is beside that of a guess without an attack: the mean input.
     """
-    rows = [
-        [result.what, str(len(result.errors)), mean_text(result.errors, 3), mean_text(result.guesses, 3)]
-        for result in audit.inversions
-    ]
-    return ["upload of", "users", "relative error", "of the mean input"], rows
+    header = ["upload of", "users", "relative error", "of the mean input"]
+    rows = []
+    for inversion in audit.inversions:
+        num_users = str(len(inversion.errors))
+        rows.append([inversion.what, num_users, mean_text(inversion.errors, 3), mean_text(inversion.guesses, 3)])
+    return header, rows
 
 
 def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of membership inference with reference models.
 
-    The table has a row for each attacker and user, and each attacker's mean over users. Members are training examples,
-    others are held-out examples. "found" is the share of members found at a false-positive rate of 1%. A rate of 1%
-    needs at least 100 others.
+    It has a row for each attacker and user, and each attacker's mean over users. Members are training examples, others
+    are held-out examples.
     """
-    head = ["user", "attacker", "members", "others", "AUC", "AUC without references", "found at 1% false alarms"]
+    header = ["user", "attacker", "members", "others", "AUC", "AUC without references", "found at 1% false alarms"]
     rows = []
     for view in VIEWS:
-        of_view = [result for result in audit.shadowed if result.view == view]
-        for result in of_view:
-            found_text = "fewer than 100 others" if result.found is None else f"{result.found:.2f}"
-            counts = [str(result.members), str(result.others)]
+        results = [result for result in audit.shadowed if result.view == view]
+        if not results:
+            continue
+        for result in results:
             rows.append(
-                [printable(result.user), view, *counts, f"{result.auc:.2f}", f"{result.auc_of_scores:.2f}", found_text]
+                [
+                    printable(result.user),
+                    view,
+                    str(result.members),
+                    str(result.others),
+                    f"{result.auc:.2f}",
+                    f"{result.auc_of_scores:.2f}",
+                    _found_text(result.found),
+                ]
             )
-        found = [result.found for result in of_view if result.found is not None]
-        columns = ([result.auc for result in of_view], [result.auc_of_scores for result in of_view], found)
-        rows += [["mean", view, "", "", *map(_mean_and_interval, columns)]] if of_view else []
-    return head, rows
+        auc = _mean_and_interval([result.auc for result in results])
+        auc_of_scores = _mean_and_interval([result.auc_of_scores for result in results])
+        found = _mean_and_interval([result.found for result in results if result.found is not None])
+        rows.append(["mean", view, "", "", auc, auc_of_scores, found])
+    return header, rows
 
 
 def recovery_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of tokens that the server recovers from one upload of each user.
 
-    There are two attacks, with a row each: on the upload after one step on a single short window, and on the upload
-    after one round of the run. The mean share of recovered tokens over users is beside the share that guesses of the
-    most common tokens reach without the upload.
+    Shares are means over users; "guessing" takes the most common tokens, without the upload.
     """
-    rows = [
-        [
-            result.what,
-            str(len(result.tokens)),  # number of users: the list has one entry per user
-            f"{fmean(result.tokens):.0f}",
-            mean_text(result.recovered, 2),
-            mean_text(result.guesses, 2),
-        ]
-        for result in audit.recoveries
-    ]
-    return ["upload of", "users", "different tokens", "share recovered", "by guessing common ones"], rows
+    header = ["upload of", "users", "different tokens", "share recovered", "by guessing common ones"]
+    rows = []
+    for recovery in audit.recoveries:
+        num_users = str(len(recovery.tokens))
+        num_tokens = f"{fmean(recovery.tokens):.0f}"
+        share, share_guessed = mean_text(recovery.recovered, 2), mean_text(recovery.guesses, 2)
+        rows.append([recovery.what, num_users, num_tokens, share, share_guessed])
+    return header, rows
 
 
 def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """Return the header and the rows of each table of an audit by its title, which names the intervals' confidence.
-
-    For users with samples it is the table of reconstructed inputs (inversions); otherwise tables of canaries,
-    membership inference, and tokens recovered from uploads, as far as these attacks were run.
-    """
-    if audit.inversions:
+    """Return the header and the rows of each table of an audit by its title, which names the intervals' confidence."""
+    if audit.inversions:  # the users have samples
         return {"inputs out of one upload; 95%": inversion_rows(audit)}
     runs = f"{plural(audit.trials, 'run')}, {plural(audit.rounds, 'round')}"
     canaries = f"canaries: {runs}; {audit.confidence:.0%}, delta {audit.delta:g}"
     members = f"training {audit.unit_plural}, by the final shared model; 95%"
     sections = {canaries: proof_rows(audit), members: member_rows(audit)}
     if audit.shadowed:
-        sections[f"training {audit.unit_plural}, with reference models: {audit.shadows} runs; 95%"] = shadow_rows(audit)
+        shadowed = f"training {audit.unit_plural}, with reference models: {audit.shadows} runs; 95%"
+        sections[shadowed] = shadow_rows(audit)
     if audit.recoveries:
         sections["tokens out of one upload; 95%"] = recovery_rows(audit)
     return sections
 
 
 def _mean_and_interval(values: Sequence[float]) -> str:
-    """Return a mean with its interval as text; empty without values."""
-    if not values:
-        return ""
-    bounds = interval(values)
-    return f"{fmean(values):.2f}" + (f" ({bounds_text(bounds)})" if bounds is not None else "")
+    """Return a mean with its interval as text, such as "0.60 (0.52 to 0.68)"; empty without values."""
+    return mean_text(values, digits=2) if values else ""
 
 
 def render_audit(audit: Audit) -> list[Table]:
     """Return the tables of an audit's results for the terminal."""
     tables = []
-    for title, (head, rows) in _sections(audit).items():
+    for title, (header, rows) in _sections(audit).items():
         table = Table(title=title, title_justify="left", box=None)
-        for name in head:
+        for name in header:
             table.add_column(name, no_wrap=name == "user")
         for row in rows:
-            table.add_row(*map(words, row))
+            table.add_row(*(words(cell) for cell in row))
         tables.append(table)
     return tables
 
@@ -517,9 +525,13 @@ def render_audit(audit: Audit) -> list[Table]:
 def markdown(audit: Audit) -> str:
     """Return the page of an audit as Markdown: its conclusions in sentences, then the tables."""
     lines = [f"# What leaks: {printable(audit.run)}", "", f"{audit.method}, {audit.users} users.", ""]
-    lines += [f"- {sentence}" for sentence in conclusions(audit)]
-    for head, rows in _sections(audit).values():
-        lines += ["", _markdown_row(head), _markdown_row(["---"] * len(head)), *map(_markdown_row, rows)]
+    for sentence in conclusions(audit):
+        lines.append(f"- {sentence}")
+    for header, rows in _sections(audit).values():
+        rule = ["---"] * len(header)
+        lines.append("")
+        for cells in (header, rule, *rows):
+            lines.append(_markdown_row(cells))
     return "\n".join(lines) + "\n"
 
 

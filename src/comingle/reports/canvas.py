@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,9 +84,10 @@ def styles(methods: Sequence[str]) -> list[Style]:
     chosen: list[Style] = []
     num_others = 0
     for number, method in enumerate(methods):
-        colour, line = _FIXED_COLOURS.get(method), "-"
         has_occurred = method in methods[:number]  # a method can occur again with other settings
-        if colour is None or has_occurred:
+        if method in _FIXED_COLOURS and not has_occurred:
+            colour, line = _FIXED_COLOURS[method], "-"
+        else:
             turn, position = divmod(num_others, len(free_colours))
             colour, line = free_colours[position], _LINE_STYLES[turn % len(_LINE_STYLES)]
             num_others += 1
@@ -117,7 +117,11 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 def expert_css() -> list[tuple[str, Colour]]:
     """Return the class name (g1, g2, s1 ...) and the background colour of each expert."""
-    return [(f"{role[0]}{n + 1}", colour) for role, kinds in _EXPERT_COLOURS.items() for n, colour in enumerate(kinds)]
+    classes = []
+    for role, colours in _EXPERT_COLOURS.items():
+        for number, colour in enumerate(colours, 1):
+            classes.append((f"{role[0]}{number}", colour))
+    return classes
 
 
 def expert_class(name: str) -> str:
@@ -161,8 +165,9 @@ def draw(rows: int, columns: int, size: tuple[float, float], paint: Callable[[Fi
         size: Width and height of each of the axes, in inches.
         paint: Called with the figure and its axes, row by row.
     """
+    width, height = size
     with mpl.rc_context(SETTINGS):
-        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
         FigureCanvasAgg(figure)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         paint(figure, axes)
@@ -204,45 +209,43 @@ class Panels:
 
     def figure(self) -> Figure:
         """Return all panels in one picture with the legend; only the panels at the left and the bottom have labels."""
+        num_panels = len(self.paint)
+        num_rows = math.ceil(num_panels / self.columns)
 
         def paint(figure: Figure, axes: list[Axes]) -> None:
-            """Fill all panels, label the outer ones and add the legend."""
-            # The last row of the grid can have more axes than panels are left.
-            for number, (axis, fill) in enumerate(zip(axes, self.paint, strict=False)):
-                is_lowest = number + self.columns >= len(self.paint)
+            """Paint all panels, label the outer ones and add the legend."""
+            for number, paint_panel in enumerate(self.paint):
+                is_lowest = number + self.columns >= num_panels
                 is_leftmost = number % self.columns == 0
-                axis.set_xlabel(self.below if is_lowest else "")
-                axis.set_ylabel(self.left if is_leftmost else "")
-                if fill is None:
-                    axis.set_axis_off()
+                axes[number].set_xlabel(self.below if is_lowest else "")
+                axes[number].set_ylabel(self.left if is_leftmost else "")
+                if paint_panel is None:
+                    axes[number].set_axis_off()
                 else:
-                    fill(axis)
-            for axis in axes[len(self.paint) :]:
+                    paint_panel(axes[number])
+            for axis in axes[num_panels:]:  # the last row may not be full
                 axis.set_axis_off()
             if self.keys:
                 legend_above(figure, [mark for mark, _ in self.keys], [label for _, label in self.keys])
             if self.note:
                 figure.supxlabel(self.note, fontsize="small", color=MUTED.light)
 
-        rows = -(-len(self.paint) // self.columns)  # rounded up
-        return draw(rows, self.columns, self.size, paint)
+        return draw(num_rows, self.columns, self.size, paint)
 
     def parts(self) -> list[Figure]:
         """Return a picture for each panel, with axis labels but without the legend; empty places are left out."""
-        return [draw(1, 1, self.size, partial(self._draw_panel, fill)) for fill in self.paint if fill]
+        return [self._part(paint_panel) for paint_panel in self.paint if paint_panel is not None]
 
-    def _draw_panel(self, fill: Callable[[Axes], None], _figure: Figure, axes: list[Axes]) -> None:
-        """Fill the only panel of a figure and label its axes; called by :func:`draw` for each panel of :meth:`parts`.
+    def _part(self, paint_panel: Callable[[Axes], None]) -> Figure:
+        """Return a picture of one panel with axis labels."""
 
-        Args:
-            fill: Draws the panel's content on its axes.
-            _figure: The figure, not used.
-            axes: The figure's axes, of which there is one.
-        """
-        (axis,) = axes
-        axis.set_xlabel(self.below)
-        axis.set_ylabel(self.left)
-        fill(axis)
+        def paint(_: Figure, axes: list[Axes]) -> None:
+            (axis,) = axes
+            axis.set_xlabel(self.below)
+            axis.set_ylabel(self.left)
+            paint_panel(axis)
+
+        return draw(1, 1, self.size, paint)
 
 
 def draw_key(mark: Line2D | Patch) -> Figure:
@@ -262,9 +265,11 @@ def draw_key(mark: Line2D | Patch) -> Figure:
 
 
 def short(name: str, most: int = 26) -> str:
-    """Shorten a name to ``most`` characters by cutting its middle."""
+    """Shorten a name to ``most`` characters by cutting its middle: "specia…list 2"."""
+    if len(name) <= most:
+        return name
     half = (most - 1) // 2
-    return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
+    return f"{name[:half]}…{name[-half:]}"
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
@@ -278,12 +283,12 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     Returns:
         The paths of both files.
     """
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    png_path, svg_path = folder / f"{name}.png", folder / f"{name}.svg"
     with mpl.rc_context(SETTINGS):
-        figure.savefig(paths[0], dpi=160, facecolor=PAPER.light)
+        figure.savefig(png_path, dpi=160, facecolor=PAPER.light)
         # Without a date, so that equal figures are equal files.
-        figure.savefig(paths[1], facecolor=PAPER.light, metadata={"Date": None})
-    return paths
+        figure.savefig(svg_path, facecolor=PAPER.light, metadata={"Date": None})
+    return [png_path, svg_path]
 
 
 def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> str:
@@ -305,18 +310,26 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", text)  # ids and references to them
     text = re.sub("#[0-9a-f]{6}", lambda colour: variables.get(colour[0], colour[0]), text)
-    width, height = (float(re.search(rf'{side}="([\d.]+)pt"', text)[1]) for side in ("width", "height"))  # type: ignore[index]
-    # The smallest text decides how far the SVG may shrink. It may grow to 1.45 pixels per point.
+
+    width, height = _size_in_points(text, "width"), _size_in_points(text, "height")
     font_sizes = [float(size) for size in re.findall(r"<text[^>]*font(?:-size)?:[^;\">]*?([\d.]+)px", text)]
-    least_width = width * SMALLEST / min(font_sizes) if font_sizes else 0.0
-    sides = f"min-width:{math.ceil(least_width)}px;max-width:{max(least_width, width * 1.45):.0f}px"
+    min_width = width * SMALLEST / min(font_sizes) if font_sizes else 0.0
+    max_width = max(min_width, width * 1.45)
+    style = f"min-width:{math.ceil(min_width)}px;max-width:{max_width:.0f}px"
     role = f'role="img" aria-label="{label}"' if label else 'aria-hidden="true"'
-    opening = f'<svg {role} viewBox="0 0 {width} {height}" style="{sides}"'
+    opening = f'<svg {role} viewBox="0 0 {width} {height}" style="{style}"'
     return re.sub(r"<svg [^>]*>", f'{opening} xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)
 
 
+def _size_in_points(svg_text: str, attribute: str) -> float:
+    """Return the value of the first attribute ``width="12.5pt"`` or ``height="12.5pt"``."""
+    match = re.search(rf'{attribute}="([\d.]+)pt"', svg_text)
+    assert match is not None
+    return float(match[1])
+
+
 def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str], **options: Any) -> None:
-    """Add a legend above all axes, with as many columns as fit.
+    """Add a legend above all axes, with as many columns as fit, at most 5.
 
     Args:
         figure: The figure.
@@ -324,11 +337,12 @@ def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str], 
         labels: Their labels.
         options: Further options of matplotlib's legend.
     """
-    # In points: about 5.6 for a character, and 44 for the mark before a label and the gap behind it.
-    widest = 5.6 * max(map(len, labels)) + 44
+    letter_points, mark_points = 5.6, 44
+    widest_label = letter_points * max(len(label) for label in labels) + mark_points
     figure_points = 72 * figure.get_figwidth()  # an inch has 72 points
-    columns = max(1, min(len(labels), 5, int(figure_points // widest)))
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, **options)
+    num_fitting = int(figure_points // widest_label)
+    num_columns = max(1, min(len(labels), 5, num_fitting))
+    figure.legend(handles, labels, loc="outside upper left", ncols=num_columns, **options)
 
 
 def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float, str]]) -> None:
@@ -343,18 +357,31 @@ def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float
     """
     figure.draw_without_rendering()  # computes the layout
     points_per_pixel = 72 / figure.dpi
-    pixels = [axis.transData.transform(point[:2]) for point in points]
-    places = [(float(x) * points_per_pixel, float(y) * points_per_pixel) for x, y in pixels]
-    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in places]  # boxes of the points, and of labels so far
+    places = []  # of the points, in typographic points
+    for data_x, data_y, _ in points:
+        x_pixels, y_pixels = axis.transData.transform((data_x, data_y))
+        places.append((float(x_pixels) * points_per_pixel, float(y_pixels) * points_per_pixel))
+    taken_boxes = [(x - 4, y - 4, x + 4, y + 4) for x, y in places]  # left, bottom, right, top
     for (x, y), (data_x, data_y, text) in zip(places, points, strict=True):
-        width = 5.6 * len(text)  # mean width of a letter, in points
-        # Offsets of the label: right above, right below, left above, left below.
-        sides = [(8.0, 5.0), (8.0, -13.0), (-8.0 - width, 5.0), (-8.0 - width, -13.0)]
-        boxes = [(x + right, y + up, x + right + width, y + up + 10) for right, up in sides]
-        free = [number for number, box in enumerate(boxes) if not any(_overlaps(box, other) for other in taken)]
-        chosen = free[0] if free else 0  # 0 is right above
-        taken.append(boxes[chosen])
-        axis.annotate(text, (data_x, data_y), textcoords="offset points", xytext=sides[chosen], fontsize=9)
+        width, height = 5.6 * len(text), 10  # 5.6 is the mean width of a letter
+        right_above, right_below = (8.0, 5.0), (8.0, -13.0)
+        left_above, left_below = (-8.0 - width, 5.0), (-8.0 - width, -13.0)
+        chosen_offset = right_above
+        for offset in (right_above, right_below, left_above, left_below):
+            box = _label_box(x, y, offset, width, height)
+            if not any(_overlaps(box, taken) for taken in taken_boxes):
+                chosen_offset = offset
+                break
+        taken_boxes.append(_label_box(x, y, chosen_offset, width, height))
+        axis.annotate(text, (data_x, data_y), textcoords="offset points", xytext=chosen_offset, fontsize=9)
+
+
+def _label_box(
+    x: float, y: float, offset: tuple[float, float], width: float, height: float
+) -> tuple[float, float, float, float]:
+    """Return left, bottom, right and top of a label at an offset from a point."""
+    right, up = offset
+    return x + right, y + up, x + right + width, y + up + height
 
 
 def _overlaps(box: tuple[float, ...], other: tuple[float, ...]) -> bool:

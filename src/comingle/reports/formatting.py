@@ -37,13 +37,17 @@ TOLERANCE = 0.1
 def best_first(scores: Mapping[str, float | None], measure: str) -> list[str]:
     """Sort users by score, best first; users without a finite score come last."""
     sign = 1 if MEASURES[measure] == "lower" else -1
-    sort_keys = {name: math.inf if score is None else sign * score for name, score in scores.items()}
-    return sorted(scores, key=sort_keys.__getitem__)
+
+    def sort_key(user: str) -> float:
+        score = scores[user]
+        return math.inf if score is None else sign * score
+
+    return sorted(scores, key=sort_key)
 
 
-def at_share(ordered: Sequence[str], share: float) -> str:
+def at_share(best_to_worst: Sequence[str], share: float) -> str:
     """Return the user at a quantile, from the best (0) to the worst (1), rounded to the nearest user."""
-    return ordered[math.floor(share * (len(ordered) - 1) + 0.5)]
+    return best_to_worst[math.floor(share * (len(best_to_worst) - 1) + 0.5)]
 
 
 def typical_budget(counts: Sequence[int]) -> int | None:
@@ -57,13 +61,15 @@ def is_unequal(count: int, typical: int | None) -> bool:
 
     A method that trains nothing is never unequal.
     """
-    return bool(count) and typical is not None and abs(count - typical) > TOLERANCE * typical
+    if count == 0 or typical is None:
+        return False
+    return abs(count - typical) > TOLERANCE * typical
 
 
 def parameter_count_note(counts: Sequence[int]) -> str:
     """Return the note that explains the mark † of methods with unequal numbers of trained parameters.
 
-    It is empty if no method is marked, that is, if none differs from the median method by more than :data:`TOLERANCE`.
+    It is empty if no method is marked.
 
     Args:
         counts: Number of trained parameters of each method.
@@ -75,10 +81,13 @@ def parameter_count_note(counts: Sequence[int]) -> str:
 
 
 def rule(measure: str) -> str:
-    """Return the unit of a measure, if it has one, and its better direction, as text."""
+    """Return the unit of a measure, if it has one, and its better direction: "per cent, higher is better"."""
     better = f"{MEASURES[measure]} is better"
-    unit = {**dict.fromkeys(SHARES, "per cent, "), "rouge1": "from 0 to 1, "}
-    return unit.get(measure, "") + better
+    if measure in SHARES:
+        return f"per cent, {better}"
+    if measure == "rouge1":
+        return f"from 0 to 1, {better}"
+    return better
 
 
 def axis_label(measure: str) -> str:
@@ -88,8 +97,11 @@ def axis_label(measure: str) -> str:
 
 def tick(value: float, measure: str) -> str:
     """Return the tick label of a value."""
-    value = 100 * value if measure in SHARES else value
-    return f"{value:,.2f}".rstrip("0").removesuffix(".") if value >= 10 else f"{value:g}"
+    if measure in SHARES:
+        value = 100 * value
+    if value < 10:
+        return f"{value:g}"
+    return f"{value:,.2f}".rstrip("0").removesuffix(".")
 
 
 def sparse_tick(value: float, measure: str) -> str:
@@ -116,8 +128,8 @@ _LONG_END = 1e6
 def change(value: float, baseline: float, measure: str) -> float | None:
     """Return the change of a result against a baseline; None if it is undefined.
 
-    Accuracies and ROUGE-1 differ by percentage points, perplexities by per cent of the baseline. Losses of regressions
-    span many orders of magnitude, so they differ by ``log10(value / baseline)``.
+    It is in percentage points for accuracies and ROUGE-1, in per cent of the baseline for perplexities, and
+    ``log10(value / baseline)`` for losses, which span many orders of magnitude.
 
     Args:
         value: The result.
@@ -128,14 +140,16 @@ def change(value: float, baseline: float, measure: str) -> float | None:
         return 100 * (value - baseline)
     if measure == "loss":
         return math.log10(value / baseline) if value > 0 and baseline > 0 else None
-    return 100 * (value / baseline - 1) if baseline else None
+    if baseline == 0:
+        return None
+    return 100 * (value / baseline - 1)
 
 
 def additive_difference(value: float | None, baseline: float | None, measure: str) -> float | None:
-    """Return a difference to a baseline on a scale on which means over users and seeds make sense.
+    """Return a difference to a baseline whose mean over users and seeds makes sense.
 
-    This is the log ratio of perplexities and losses, whose mean is the log ratio of geometric means, and the difference
-    of accuracies and ROUGE-1. :func:`as_change` converts a mean of such differences to the unit of :func:`change`.
+    It is ``value - baseline`` for accuracies and ROUGE-1, and ``log(value / baseline)`` for perplexities and losses.
+    :func:`as_change` converts a mean of such differences to the unit of :func:`change`.
 
     Args:
         value: The result.
@@ -156,16 +170,16 @@ def as_change(mean: float, measure: str) -> float:
     """Convert a mean of :func:`additive_difference` to the unit of :func:`change`."""
     if measure in _POINTS:
         return 100 * mean
-    return mean / math.log(10) if measure == "loss" else 100 * math.expm1(min(mean, _LARGEST_EXPONENT))
+    if measure == "loss":
+        return mean / math.log(10)
+    return 100 * math.expm1(min(mean, _LARGEST_EXPONENT))
 
 
 def within_limits(end: float, measure: str) -> float:
-    """Return the nearest change that the measure allows, for an end of an interval.
-
-    Shares and ROUGE-1 change by -100 to 100 points. Changes of other measures are returned unchanged.
+    """Limit an end of an interval to -100 to 100 points for shares and ROUGE-1; return others unchanged.
 
     Args:
-        end: An end, in per cent or percentage points, for losses a logarithm to base 10 (see :func:`change`).
+        end: An end, in the unit of :func:`change`.
         measure: Name of the measure of the results, such as "perplexity".
     """
     return max(-100.0, min(100.0, end)) if measure in _POINTS else end
@@ -193,7 +207,9 @@ def negligible_change(measure: str) -> float:
 
 def negligible_change_text(measure: str) -> str:
     """Return :func:`negligible_change` in words."""
-    return "a factor of 1.01" if measure == "loss" else "1 point" if measure in _POINTS else "1%"
+    if measure == "loss":
+        return "a factor of 1.01"
+    return "1 point" if measure in _POINTS else "1%"
 
 
 def factor_text(factor: float) -> str:
@@ -215,25 +231,37 @@ def change_text(difference: float, measure: str) -> str:
     """Return a change as text, with its unit; never "-0.0"."""
     if measure == "loss":
         return factor_text(10**difference)
-    return f"{difference:+z.1f}\u00a0points" if measure in _POINTS else f"{difference:+z.1f}%"
+    unit = "\u00a0points" if measure in _POINTS else "%"
+    return f"{difference:+z.1f}{unit}"
 
 
 def interval_text(bounds: tuple[float, float], measure: str) -> str:
-    """Return the confidence interval of a change as text: factors for losses, else signed numbers.
+    """Return the confidence interval of a change as text: "-12.0 to -7.4", or factors for losses: "×0.8 to ×0.95".
 
-    Signed numbers have one decimal, or two if the interval is narrower than 1, and up to four where an end that is not
-    0 would be shown as 0.
+    Signed numbers have more digits if the interval is narrower than 1, or if an end that is not 0 would be shown as 0.
 
     Args:
-        bounds: Both ends: per cent or percentage points, for losses logarithms to base 10 (see :func:`change`).
+        bounds: Both ends, in the unit of :func:`change`.
         measure: Name of the measure of the results, such as "perplexity".
     """
-    if measure == "loss":  # powers of ten; an end that is too large for a float is limited
-        return " to ".join(factor_text(10 ** min(end, _LARGEST_EXPONENT / math.log(10))) for end in bounds)
-    digits = 1 if bounds[1] - bounds[0] >= 1 else 2
-    while digits < 4 and any(end and not round(end, digits) for end in bounds):
+    low, high = bounds
+    if measure == "loss":
+        largest = _LARGEST_EXPONENT / math.log(10)  # larger powers of ten are not finite floats
+        return f"{factor_text(10 ** min(low, largest))} to {factor_text(10 ** min(high, largest))}"
+    digits = 1 if high - low >= 1 else 2
+    while digits < 4 and (_rounds_to_zero(low, digits) or _rounds_to_zero(high, digits)):
         digits += 1
-    return " to ".join(f"{end:+z.{digits}f}" if abs(end) < _LONG_END else f"{end:+.1e}" for end in bounds)
+    return f"{_end_text(low, digits)} to {_end_text(high, digits)}"
+
+
+def _rounds_to_zero(end: float, digits: int) -> bool:
+    """Return whether an end of an interval that is not 0 would be printed as 0."""
+    return end != 0 and round(end, digits) == 0
+
+
+def _end_text(end: float, digits: int) -> str:
+    """Return an end of an interval as text, with an exponent from :data:`_LONG_END` on."""
+    return f"{end:+z.{digits}f}" if abs(end) < _LONG_END else f"{end:+.1e}"
 
 
 def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
@@ -247,8 +275,8 @@ def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
     unit = "multiple" if measure == "loss" else _POINTS.get(measure, "%")
     if short:
         return f"change against {baseline}, {unit}"
-    left, right = ("better", "worse") if MEASURES[measure] == "lower" else ("worse", "better")
-    directions = f"(left: {left}, right: {right})"
+    lower_is_better = MEASURES[measure] == "lower"
+    directions = "(left: better, right: worse)" if lower_is_better else "(left: worse, right: better)"
     if measure == "loss":
         return f"test loss as a multiple of that of {baseline} {directions}"
     return f"change of test {measure} against {baseline}, {unit} {directions}"
@@ -264,7 +292,8 @@ def markdown_line(cells: Sequence[str]) -> str:
     >>> markdown_line(["a|b", "_x_"])
     '| a\\|b | \\_x\\_ |'
     """
-    return "| " + " | ".join(_MARKDOWN.sub(r"\\\g<0>", cell) for cell in cells) + " |"
+    escaped = [_MARKDOWN.sub(r"\\\g<0>", cell) for cell in cells]
+    return f"| {' | '.join(escaped)} |"
 
 
 class Table(table.Table):
@@ -294,21 +323,24 @@ def _full_width_text(console: Console, text: TextType | None, style: str) -> Ite
 
 def html_of(parts: Iterable[table.Table | Text]) -> str:
     """Return tables and notes as one HTML fragment for a notebook, without scripts, all text escaped."""
-    inner = "".join(_html_table(part) if isinstance(part, table.Table) else _html_note(part) for part in parts)
-    return f"<div>{inner}</div>"
+    fragments = []
+    for part in parts:
+        fragments.append(_html_table(part) if isinstance(part, table.Table) else _html_note(part))
+    return f"<div>{''.join(fragments)}</div>"
 
 
 def _html_table(source: table.Table) -> str:
     """Return a table of rich as HTML with its title and caption."""
-    head = "".join(_html_cell("th", column, column.header) for column in source.columns)
+    columns = source.columns
+    head = "".join(_html_cell("th", column, column.header) for column in columns)
     body = ""
-    # rich stores cells by column; these are the rows.
-    for row in zip(*(column.cells for column in source.columns), strict=False):
-        cells = "".join(_html_cell("td", column, cell) for column, cell in zip(source.columns, row, strict=True))
+    cells_of_columns = [column.cells for column in columns]  # rich stores cells by column
+    for row in zip(*cells_of_columns, strict=False):
+        cells = "".join(_html_cell("td", column, cell) for column, cell in zip(columns, row, strict=True))
         body += f"<tr>{cells}</tr>"
     foot = ""
     if source.show_footer:
-        cells = "".join(_html_cell("td", column, column.footer) for column in source.columns)
+        cells = "".join(_html_cell("td", column, column.footer) for column in columns)
         foot = f"<tfoot><tr>{cells}</tr></tfoot>"
     return (
         f"{_html_note(source.title)}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table>"
