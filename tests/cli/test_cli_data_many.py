@@ -61,7 +61,7 @@ def test_a_task_is_summarised_too(comingle: Any, tmp_path: Path) -> None:
 
 def test_a_distribution_is_that_of_each_column() -> None:
     counts = {f"u{i}": [i, 100 - i] for i in range(25)}
-    rows = choose_rows(counts, by=0)
+    rows = choose_rows(counts, sort_column=0)
     assert rows[:3] == [("least of 25", ["0", "76"]), ("median of 25", ["12", "88"]), ("most of 25", ["24", "100"])]
     assert [name for name, _ in rows[3:]] == ["u0", "u1", "u2", "u22", "u23", "u24"]
-    assert len(choose_rows(dict(list(counts.items())[:24]), by=0)) == 24
+    assert len(choose_rows(dict(list(counts.items())[:24]), sort_column=0)) == 24

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -85,8 +85,8 @@ def launch(count: int, folder: Path) -> None:
         KeyboardInterrupt: The processes were interrupted.
         SystemExit: A process failed and has printed the reason.
     """
-    # The children watch this pipe. The system closes it when this process ends, even if it is killed, and they then end
-    # too.
+    # The system closes the write end when this process ends, even if it is killed. The children watch the read end, and
+    # then end too.
     read_end, write_end = os.pipe()
     with tempfile.TemporaryDirectory(prefix="comingle-") as temporary_folder:
         rendezvous_file = Path(temporary_folder) / "meeting"
@@ -95,17 +95,16 @@ def launch(count: int, folder: Path) -> None:
         try:
             _wait_for_processes(children)
         except KeyboardInterrupt:
-            _stop_processes(children, signal.SIGINT)
+            _stop_processes(children, first_signal=signal.SIGINT)
             raise
         finally:
-            ended_by_itself = [child.poll() is not None for child in children]
-            _stop_processes(children, signal.SIGTERM)
+            ended_by_themselves = [child for child in children if child.poll() is not None]
+            _stop_processes(children, first_signal=signal.SIGTERM)
             os.close(write_end)
-    # A process that had to be stopped is not the cause of the failure: it was waiting for a process that had failed.
-    # Its exit code would be that of the signal, so LOST replaces it.
-    codes = [
-        child.returncode if has_ended else LOST for child, has_ended in zip(children, ended_by_itself, strict=True)
-    ]
+    codes = []
+    for child in children:
+        # A process that had to be stopped was waiting for one that had failed, so it is not the cause.
+        codes.append(child.returncode if child in ended_by_themselves else LOST)
     _raise_failure(codes, folder)
 
 
@@ -115,13 +114,18 @@ def _start_process(rank: int, count: int, rendezvous_file: Path, parent_pipe: in
     Args:
         rank: Number of the process, from 0.
         count: Number of processes.
-        rendezvous_file: File through which the processes find each other; passed as the variable :data:`MEETING`.
-        parent_pipe: Read end of a pipe whose write end closes when this process ends; the new process then ends, too.
-            Its file descriptor is passed as the variable :data:`PARENT`.
+        rendezvous_file: File through which the processes find each other.
+        parent_pipe: Read end of a pipe. When its write end closes, the new process ends.
     """
-    ranks = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
-    environment = {**os.environ, **{key: str(value) for key, value in ranks.items()}}
-    environment |= {MEETING: str(rendezvous_file), PARENT: str(parent_pipe)}
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        MEETING: str(rendezvous_file),
+        PARENT: str(parent_pipe),
+    }
     if sys.platform.startswith("linux"):
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no traffic leaves this machine
     command = [sys.executable, "-m", "comingle", *sys.argv[1:]]
@@ -129,25 +133,29 @@ def _start_process(rank: int, count: int, rendezvous_file: Path, parent_pipe: in
 
 
 def _wait_for_processes(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all processes have ended, or until the grace period after the first failure is over.
+    """Wait until all processes have ended, but after the first failure only :data:`_GRACE_SECONDS` longer.
 
-    In that period the others notice the failure and end by themselves.
+    In that time the others notice the failure and end by themselves.
     """
-    deadline = float("inf")
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        if deadline == float("inf") and any(child.returncode for child in children):
-            deadline = time.monotonic() + _GRACE_SECONDS
+    deadline: float | None = None
+    while any(child.poll() is None for child in children):
+        if deadline is None:
+            has_failure = any(child.returncode for child in children)
+            if has_failure:
+                deadline = time.monotonic() + _GRACE_SECONDS
+        elif time.monotonic() >= deadline:
+            return
         time.sleep(_POLL_SECONDS)
 
 
-def _stop_processes(children: Sequence[subprocess.Popen[bytes]], first_signal: signal.Signals) -> None:
-    """Stop the processes that still run: with the given signal, then with SIGTERM, then with SIGKILL.
+def _stop_processes(children: Sequence[subprocess.Popen[bytes]], *, first_signal: signal.Signals) -> None:
+    """Stop the processes that still run: with ``first_signal``, then with SIGTERM, then with SIGKILL.
 
-    After each signal they have some seconds to end before the next, stronger one.
+    After each signal they have :data:`_SIGNAL_SECONDS` to end.
 
     Args:
-        children: The processes. No signal is sent to those that have ended.
-        first_signal: The first signal, SIGINT or SIGTERM.
+        children: The processes.
+        first_signal: SIGINT after Ctrl-C, else SIGTERM.
     """
     if first_signal is signal.SIGINT:
         # On Ctrl-C the terminal has already sent SIGINT to all processes, so they first have time to end.
@@ -181,17 +189,24 @@ def _raise_failure(codes: Sequence[int], folder: Path) -> None:
     """
     for rank, code in enumerate(codes):
         if code < 0:
-            name = signal.Signals(-code).name
-            memory = ", possibly for lack of memory" if name == "SIGKILL" else ""
-            newest = list_checkpoints(folder)[-1:]
-            where = newest[0].name if newest else "the beginning"
-            hint = f"run the same command with --resume to continue from {where}"
-            raise RunError(f"process {rank} of {len(codes)} was killed by {name}{memory}; {hint}")
+            signal_name = signal.Signals(-code).name
+            cause = signal_name
+            if signal_name == "SIGKILL":
+                cause += ", possibly for lack of memory"
+            checkpoints = list_checkpoints(folder)
+            newest = checkpoints[-1].name if checkpoints else "the beginning"
+            raise RunError(
+                f"process {rank} of {len(codes)} was killed by {cause}; run the same command with --resume to continue "
+                f"from {newest}"
+            )
     if _INTERRUPTED in codes:
         raise KeyboardInterrupt
-    if failed := [code for code in codes if code not in (0, LOST)]:
-        raise SystemExit(_BUG if _BUG in failed else failed[0])  # a bug must not look like a mistake of the user
-    if any(codes):  # all that failed have LOST, so none of them is the cause
+    failures = [code for code in codes if code not in (0, LOST)]
+    if _BUG in failures:  # must not look like a mistake of the user
+        raise SystemExit(_BUG)
+    if failures:
+        raise SystemExit(failures[0])
+    if LOST in codes:  # no process has another exit code, so the cause is unknown
         raise RunError(f"{folder}: the processes lost their connection; run the same command with --resume to continue")
 
 
@@ -201,17 +216,19 @@ T = TypeVar("T")
 def warn_overlaps(run_data: RunData) -> None:
     """Warn of users whose validation or test text also occurs in their training text.
 
-    Print a line for each of the first few such users, and one with the number of the others.
+    Print a line for each of the first :data:`MAX_LISTED_USERS` such users, and one with the number of the others.
     """
-    overlaps = run_data.overlaps()  # one per such user, with numbers of repeated and of all held-out documents
-    noun = run_data.documents  # "documents" or "conversations"
-    lines = [
-        f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
-        f"{overlap.test} of {overlap.test_documents} test {noun} are {REPEATED}"
-        for overlap in overlaps[:MAX_LISTED_USERS]
-    ]
-    if more := len(overlaps) - len(lines):
-        lines.append(f"the same is true of {noun} of {more} more users")
+    overlaps = run_data.overlaps()  # one for each such user
+    documents = run_data.documents  # the word "documents" or "conversations"
+    lines = []
+    for overlap in overlaps[:MAX_LISTED_USERS]:
+        lines.append(
+            f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
+            f"{overlap.test} of {overlap.test_documents} test {documents} are {REPEATED}"
+        )
+    num_others = len(overlaps) - len(lines)
+    if num_others:
+        lines.append(f"the same is true of {documents} of {num_others} more users")
     for line in lines:
         errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
 
@@ -250,31 +267,36 @@ def train_here(
     """
     is_first = place is None or place.leads
     try:
-        # ``ranks`` is the group of all processes of the run; None for a single process.
-        with nullcontext() if place is None else joined(place) as ranks:
-            # Each process must do all these steps. ``ranks.run_in_all`` raises in all processes if one of them fails,
-            # as the others would wait for it forever.
-            in_each_process = _call if ranks is None else ranks.run_in_all
-            recipe = in_each_process(lambda: read_recipe(path, sets, seed))
+        all_processes = nullcontext() if place is None else joined(place)
+        with all_processes as ranks:  # None for a single process
+            # If a step fails in one process, ``run_in_all`` raises in all: else the others would wait for it forever.
+            run_step = _call if ranks is None else ranks.run_in_all
+            recipe = run_step(lambda: read_recipe(path, sets, seed))
             folder = out or default_folder(path, recipe.method.name, recipe.seed)
             if ranks is not None and ranks.has_opened(folder):  # torchrun has restarted failed processes of this run
                 resume, force = True, False
-            recipe = in_each_process(partial(with_bos_of_run, folder, recipe, resume=resume))
-            size, resumed = 1 if place is None else place.size, folder if resume else None
-            notes: list[str] = []
-            recipe = in_each_process(partial(within_memory, recipe, notes.append, resumed=resumed, processes=size))
-            in_each_process(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
+            recipe = run_step(partial(with_bos_of_run, folder, recipe, resume=resume))
+            lines: list[str] = []
+            resumed_folder = folder if resume else None
+            num_processes = 1 if place is None else place.size
+            recipe = run_step(
+                partial(within_memory, recipe, lines.append, resumed=resumed_folder, processes=num_processes)
+            )
+            run_step(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
+            lines.append(default_method_note(recipe))  # empty if the recipe names its method
+
             with reporting(quiet=quiet or not is_first) as reporter:
 
                 def progress_observers(clients: Clients) -> list[Observer]:
                     return [reporter.watch(clients)]
 
-                for note in filter(None, (*notes, default_method_note(recipe))):
-                    reporter.say(note)
+                for line in lines:
+                    if line:
+                        reporter.say(line)
                 with reporter.waiting(loading(recipe)):
                     # A resumed run keeps the date of its start, which templates of conversations may contain.
                     given = Given(date=recorded_date(folder) if resume else "")
-                    method = in_each_process(lambda: check_and_set_up(recipe))
+                    method = run_step(lambda: check_and_set_up(recipe))
                     if ranks is None:
                         run_data = prepare(recipe, given=given, method=method)
                     else:  # the processes share the reading of the data among them
@@ -288,8 +310,8 @@ def train_here(
                 )
         return (folder, run) if is_first else None
     except RankLostError:  # another process has ended
-        has_parent = PARENT in os.environ  # `comingle run --processes` has started all processes
-        if has_parent:
+        was_started_by_comingle = PARENT in os.environ  # by `comingle run --processes`
+        if was_started_by_comingle:
             raise SystemExit(LOST) from None  # the parent reports which process has ended, and why
         raise
 
@@ -317,30 +339,33 @@ LISTED_USERS = 24
 
 
 def choose_rows(
-    counts: Mapping[str, Sequence[int]], by: int, *, all_users: bool = False
+    counts_by_user: Mapping[str, Sequence[int]], sort_column: int, *, all_users: bool = False
 ) -> list[tuple[str, list[str]]]:
     """Return the rows of a table of users' counts: one per user, or a summary of many users.
 
-    Up to 24 users (:data:`LISTED_USERS`) have one row each. For more, the rows are the minimum, median and maximum of
-    each column, then the three users with the smallest counts and the three with the largest counts in column ``by``.
+    For more than :data:`LISTED_USERS` users, the rows are the minimum, median and maximum of each column, then the
+    users with the smallest and with the largest counts in one column, three of each.
 
     Args:
-        counts: Each user's counts, one per column, by the user's name.
-        by: Number of the column, from 0, whose counts decide which users are listed.
+        counts_by_user: Each user's counts, one per column.
+        sort_column: Number of the column, from 0, whose counts decide which users are listed.
         all_users: Return a row for each user, however many there are.
 
     Returns:
-        A pair (name, cells) for each row.
+        The first cell and the other cells of each row, such as ``("ann", ["1,200", "40"])``.
     """
-    rows = {name: [f"{number:,}" for number in numbers] for name, numbers in counts.items()}
-    if all_users or len(rows) <= LISTED_USERS:
-        return list(rows.items())
-    sorted_columns = [sorted(column) for column in zip(*counts.values(), strict=True)]
-    summary_rows = []
-    for word, position in {"least": 0, "median": (len(rows) - 1) // 2, "most": -1}.items():
-        summary_rows.append((f"{word} of {len(rows):,}", [f"{column[position]:,}" for column in sorted_columns]))
-    order = sorted(rows, key=lambda name: counts[name][by])
-    return summary_rows + [(name, rows[name]) for name in (*order[:_NUM_EXTREMES], *order[-_NUM_EXTREMES:])]
+    row_by_user = {user: [f"{count:,}" for count in counts] for user, counts in counts_by_user.items()}
+    num_users = len(row_by_user)
+    if all_users or num_users <= LISTED_USERS:
+        return list(row_by_user.items())
+    sorted_columns = [sorted(column) for column in zip(*counts_by_user.values(), strict=True)]
+    rows = []
+    for word, position in {"least": 0, "median": (num_users - 1) // 2, "most": num_users - 1}.items():
+        rows.append((f"{word} of {num_users:,}", [f"{column[position]:,}" for column in sorted_columns]))
+    by_count = sorted(row_by_user, key=lambda user: counts_by_user[user][sort_column])
+    for user in by_count[:_NUM_EXTREMES] + by_count[-_NUM_EXTREMES:]:
+        rows.append((user, row_by_user[user]))
+    return rows
 
 
 def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[RenderableType]:
@@ -351,69 +376,69 @@ def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[Rende
         run_data: Its data.
         all_users: List all users, not only 24.
     """
-    stays_in_file = run_data.users.sizes is not None  # a large population, of which only the sizes are in memory
-    if stays_in_file:
-        return _preview_population(f"{recipe.base}: {run_data.kind.name}", run_data, all_users)
+    title = f"{recipe.base}: {run_data.kind.name}"
+    is_in_file = run_data.users.sizes is not None  # a large population, of which only the sizes are in memory
+    if is_in_file:
+        return _preview_population(title, run_data, all_users)
     for user_class, preview_users in _PREVIEWS.items():  # for text, conversations and samples
         if issubclass(run_data.kind.user, user_class):
             return preview_users(recipe, run_data, all_users)
-    title = f"{recipe.base}: {run_data.kind.name}"  # a kind of data that a plugin has registered
-    return [_count_table(title, run_data, all_users)]
+    return [_count_table(title, run_data, all_users)]  # a kind of data that a plugin has registered
 
 
 def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of the amounts of data of users that are stored in a file, and excerpts of the listed users' data.
 
-    Of more than 24 users only the three with the least and the three with the most training data are listed, below the
-    minimum, median and maximum of each column. The rows are those that :func:`choose_rows` would return, but they are
-    made from an array, as there may be millions of users.
+    The rows are those of :func:`choose_rows`, made from an array, as there may be millions of users.
 
     Args:
         title: Title of the table.
         run_data: The data.
         all_users: List all users.
     """
-    users, sizes = run_data.users, run_data.users.sizes
+    users = run_data.users
+    sizes = users.sizes  # (users, splits)
     assert sizes is not None
+    is_text = issubclass(run_data.kind.user, UserData)
+    unit = "tokens" if is_text else run_data.kind.name
     table = Table("user", title=words(title, "table.title"), title_justify="left", box=None)
-    has_text = issubclass(run_data.kind.user, UserData)
-    unit = "tokens" if has_text else run_data.kind.name
-    skip_reason = "too little text" if has_text else f"too few {run_data.kind.name}"
     for split in SPLITS:
         table.add_column(f"{split} {unit}", justify="right")
-    listed: Sequence[int] = range(len(users))  # indices of the users who have a row
-    if len(users) > LISTED_USERS and not all_users:
+
+    if all_users or len(users) <= LISTED_USERS:
+        listed: Sequence[int] = range(len(users))
+    else:
         for word, rank in {"least": 0, "median": (len(users) - 1) // 2, "most": len(users) - 1}.items():
             cells = [f"{np.partition(sizes[:, column], rank)[rank]:,}" for column in range(len(SPLITS))]
             table.add_row(f"{word} of {len(users):,}", *cells)
-        order = np.argsort(sizes[:, 0], kind="stable")  # by amount of training data
-        listed = [int(index) for index in (*order[:_NUM_EXTREMES], *order[-_NUM_EXTREMES:])]
+        by_train_size = np.argsort(sizes[:, 0], kind="stable")
+        listed = [*by_train_size[:_NUM_EXTREMES].tolist(), *by_train_size[-_NUM_EXTREMES:].tolist()]
     for index in listed:
         table.add_row(words(users.names[index]), *(f"{size:,}" for size in sizes[index].tolist()))
-    with_excerpts = listed if len(listed) <= LISTED_USERS else ()
+
     lines = []
-    for index in with_excerpts:
-        lines += excerpt_lines(users.names[index], _excerpts_of_user(run_data, users[index]))
+    if len(listed) <= LISTED_USERS:
+        for index in listed:
+            lines += excerpt_lines(users.names[index], _excerpts_of_user(run_data, users[index]))
+    skip_reason = "too little text" if is_text else f"too few {run_data.kind.name}"
     return [table, *skipped_lines(run_data, skip_reason, all_users), *lines]
 
 
 def _excerpts_of_user(run_data: RunData, user: Any) -> dict[str, str | Text]:
-    """Return an excerpt of a user's training data and one of the test data.
+    """Return the beginning of a user's text, or its first conversation, in the splits ``train`` and ``test``.
 
-    An excerpt is the beginning of a text, or the first conversation.
+    Empty splits are left out, and both if the base has no tokenizer.
 
     Args:
-        run_data: The data, with the base, whose tokenizer decodes tokens.
+        run_data: The data, with the base.
         user: A user with tokens (:class:`UserData`) or with conversations (:class:`UserAnswers`).
-
-    Returns:
-        The excerpts by split, ``train`` and ``test``, without empty splits; nothing if the base has no tokenizer.
     """
     if run_data.base is None or run_data.base.tokenizer is None:
         return {}
     decode: Any = run_data.base.tokenizer.decode
     excerpts: dict[str, str | Text] = {}
-    for split, tokens_or_conversations in {"train": user.train, "test": user.test}.items():
+    for split in ("train", "test"):
+        tokens_or_conversations = getattr(user, split)
         if not len(tokens_or_conversations):
             continue
         if isinstance(tokens_or_conversations, Tensor):
@@ -434,16 +459,20 @@ def _render_conversation(conversations: Answers, decode: Callable[[list[int]], s
         conversations: A user's conversations of one split.
         decode: Converts tokens to text.
     """
-    row = conversations.windows[0]  # (window,): tokens without a loss are encoded as negative numbers
+    window = conversations.windows[0]  # tokens without a loss are encoded as negative numbers
     tokens = conversations.tokens(0).tolist()  # all tokens as they are, without padding
+    tokens_with_loss = [(token, bool(window[position] >= 0)) for position, token in enumerate(tokens)]
     rendered = Text()
-    for has_loss, positions in groupby(range(len(tokens)), key=lambda position: bool(row[position] >= 0)):
-        text = decode([tokens[position] for position in positions])
+    for has_loss, turn in groupby(tokens_with_loss, key=lambda pair: pair[1]):
+        text = decode([token for token, _ in turn])
         if len(text) > _EXCERPT_CHARACTERS:
             half = _EXCERPT_CHARACTERS // 2
             text = f"{text[:half]} ... {text[-half:]}"
         line = printable(text.replace("\n", "\\n"))
-        rendered.append(f"[[{line}]]" if has_loss else line, style="bold green" if has_loss else "")
+        if has_loss:
+            rendered.append(f"[[{line}]]", style="bold green")
+        else:
+            rendered.append(line, style="")
     rendered.truncate(_CONVERSATION_CHARACTERS)
     return rendered
 
@@ -456,29 +485,33 @@ def _preview_text(recipe: Recipe, run_data: RunData, all_users: bool) -> list[Re
         run_data: Its data.
         all_users: List all users; otherwise many users are summarised.
     """
-    summaries = [summarise(text, user) for text, user in zip(run_data.texts, run_data.users, strict=True)]
     title = words(f"{recipe.base}: documents and tokens", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
     for split in SPLITS:
         table.add_column(f"{split} docs", justify="right")
         table.add_column(f"{split} tokens", justify="right")
-    counts = {}
+    summaries = [summarise(text, user) for text, user in zip(run_data.texts, run_data.users, strict=True)]
+    counts_by_user: dict[str, list[int]] = {}
     for summary in summaries:
-        counts_of_splits = [(summary["documents"][split], summary["tokens"][split]) for split in SPLITS]
-        counts[summary["user"]] = [count for pair in counts_of_splits for count in pair]
-    rows = choose_rows(counts, by=1, all_users=all_users)  # by tokens to train on
+        counts = []
+        for split in SPLITS:
+            counts += [summary["documents"][split], summary["tokens"][split]]
+        counts_by_user[summary["user"]] = counts
+    train_tokens_column = 1
+    rows = choose_rows(counts_by_user, train_tokens_column, all_users=all_users)
     for name, cells in rows:
         table.add_row(words(name), *cells)
+
     listed = {name for name, _ in rows}
-    shown = [summary for summary in summaries if summary["user"] in listed]
-    lines = [line for summary in shown for line in excerpt_lines(summary["user"], summary["samples"])]
+    lines = []
+    for summary in summaries:
+        if summary["user"] in listed:
+            lines += excerpt_lines(summary["user"], summary["samples"])
     return [table, *skipped_lines(run_data, "too little text", all_users), *lines]
 
 
 def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of numbers and lengths of conversations, skipped users, and the listed users' first conversations.
-
-    Conversations are shown only if the kind of data has documents (``run_data.texts``).
 
     Args:
         recipe: The recipe.
@@ -489,28 +522,32 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
     table = Table("user", title=title, title_justify="left", box=None)
     for name in _CONVERSATION_COLUMNS:
         table.add_column(name, justify="right")
-    counts = {user.name: _conversation_counts(user) for user in run_data.users}
-    rows = choose_rows(counts, by=0, all_users=all_users)  # by conversations to train on
+    counts_by_user = {user.name: _conversation_counts(user) for user in run_data.users}
+    train_column = 0
+    rows = choose_rows(counts_by_user, train_column, all_users=all_users)
     for name, cells in rows:
         table.add_row(words(name), *cells)
-    listed = dict(rows)
-    shown = [user for user in run_data.users if user.name in listed] if run_data.texts else []
-    lines = [line for user in shown for line in excerpt_lines(user.name, _excerpts_of_user(run_data, user))]
-    legend = [words(_LEGEND)] if lines else []
-    return [table, *skipped_lines(run_data, "too few conversations", all_users), *legend, *lines]
+
+    listed = {name for name, _ in rows}
+    lines: list[RenderableType] = []
+    if run_data.texts:  # the kind of data has documents
+        for user in run_data.users:
+            if user.name in listed:
+                lines += excerpt_lines(user.name, _excerpts_of_user(run_data, user))
+    if lines:
+        lines.insert(0, words(_LEGEND))
+    return [table, *skipped_lines(run_data, "too few conversations", all_users), *lines]
 
 
 def _conversation_counts(user: UserAnswers) -> list[int]:
-    """Return a user's counts for the columns :data:`_CONVERSATION_COLUMNS`.
-
-    These are the numbers of conversations in the train, valid and test split, the mean and largest number of tokens of
-    a conversation, and the number of tokens of the longest response in any split.
-    """
+    """Return a user's counts for the columns :data:`_CONVERSATION_COLUMNS`: ``[20, 2, 5, 140, 512, 96]``."""
     splits = (user.train, user.valid, user.test)
-    lengths = [len(split.tokens(index)) for split in splits for index in range(len(split))]
-    lengths = lengths or [0]  # a user without conversations has a mean and a largest length of 0
+    num_tokens = [len(split.tokens(index)) for split in splits for index in range(len(split))]
+    if not num_tokens:  # a user without conversations
+        num_tokens = [0]
+    mean_tokens = round(sum(num_tokens) / len(num_tokens))
     longest_response = user.test.limit  # of all splits, so it is the same number in each of them
-    return [*map(len, splits), round(sum(lengths) / len(lengths)), max(lengths), longest_response]
+    return [len(user.train), len(user.valid), len(user.test), mean_tokens, max(num_tokens), longest_response]
 
 
 def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
@@ -537,35 +574,36 @@ _MAX_CLASS_COLUMNS = 12
 
 
 def _count_table(title: str, run_data: RunData, all_users: bool, *, classes: Sequence[str] = ()) -> Table:
-    """Return a table of the users' numbers of samples in each split and of each class.
-
-    The table also has the users' clusters if they are known.
+    """Return a table of the users' numbers of samples in each split and of each class, and of their true clusters.
 
     Args:
         title: Title of the table.
         run_data: The data.
         all_users: List all users; otherwise many users are summarised (:func:`choose_rows`), without clusters.
-        classes: Names of the classes. A class has a column with its samples in all splits, unless there are too many
-            classes.
+        classes: Names of the classes; more than :data:`_MAX_CLASS_COLUMNS` have no columns.
     """
-    classes = classes if len(classes) <= _MAX_CLASS_COLUMNS else ()
-    clusters = {user.name: getattr(user, "cluster", None) for user in run_data.users}
-    has_clusters = any(cluster is not None for cluster in clusters.values())
-    table = Table("user", *(["cluster"] if has_clusters else []), title=words(title), title_justify="left", box=None)
+    if len(classes) > _MAX_CLASS_COLUMNS:
+        classes = ()
+    cluster_by_user = {user.name: getattr(user, "cluster", None) for user in run_data.users}
+    has_clusters = any(cluster is not None for cluster in cluster_by_user.values())
+    first_headings = ["user", "cluster"] if has_clusters else ["user"]
+    table = Table(*first_headings, title=words(title), title_justify="left", box=None)
     for name in (*SPLITS, *classes):
         table.add_column(words(name), justify="right")
 
-    def counts_of(user: Any) -> list[int]:
-        """Return a user's number of samples in each split, then that of each class."""
+    counts_by_user: dict[str, list[int]] = {}
+    for user in run_data.users:
         splits = [getattr(user, split) for split in SPLITS]
-        of_class = [sum(int((split.targets == index).sum()) for split in splits) for index in range(len(classes))]
-        return [*map(len, splits), *of_class]
-
-    counts = {user.name: counts_of(user) for user in run_data.users}
-    for name, cells in choose_rows(counts, by=0, all_users=all_users):
-        cluster = clusters.get(name)
-        cluster_cells = ["-" if cluster is None else str(cluster)] if has_clusters else []
-        table.add_row(words(name), *cluster_cells, *cells)
+        counts = [len(split) for split in splits]
+        for index in range(len(classes)):
+            counts.append(sum(int((split.targets == index).sum()) for split in splits))
+        counts_by_user[user.name] = counts
+    train_column = 0
+    for name, cells in choose_rows(counts_by_user, train_column, all_users=all_users):
+        if has_clusters:
+            cluster = cluster_by_user.get(name)  # None for the rows of the summary
+            cells = ["-" if cluster is None else str(cluster), *cells]
+        table.add_row(words(name), *cells)
     return table
 
 
@@ -580,18 +618,20 @@ def skipped_lines(run_data: RunData, reason: str, all_users: bool) -> list[Rende
     """Return a line with the number of users skipped for lack of data, and a line for each of the first 24 of them.
 
     Args:
-        run_data: The data. ``run_data.skipped`` has, for each skipped user, a text on the data that the user lacks.
+        run_data: The data; ``run_data.skipped`` has a text such as "no test text" for each skipped user.
         reason: The reason for which users were skipped, such as "too little text".
         all_users: Return a line for every skipped user.
 
     Returns:
         The lines; none if no user was skipped.
     """
-    if not run_data.skipped:
+    skipped = list(run_data.skipped.items())
+    if not skipped:
         return []
-    listed = islice(run_data.skipped.items(), None if all_users else LISTED_USERS)
-    heading = f"skipped users with {reason}: {len(run_data.skipped):,}"
-    return [words(heading), *(words(f"  {name}: {detail}") for name, detail in listed)]
+    lines: list[RenderableType] = [words(f"skipped users with {reason}: {len(skipped):,}")]
+    for name, detail in skipped if all_users else skipped[:LISTED_USERS]:
+        lines.append(words(f"  {name}: {detail}"))
+    return lines
 
 
 def excerpt_lines(name: str, excerpts: Mapping[str, str | Text]) -> list[RenderableType]:
@@ -599,7 +639,7 @@ def excerpt_lines(name: str, excerpts: Mapping[str, str | Text]) -> list[Rendera
 
     Args:
         name: Name of the user.
-        excerpts: Excerpts by split. Control characters are escaped in strings; a rich ``Text`` has been escaped.
+        excerpts: Excerpts by split; control characters are escaped in strings, and have been escaped in a ``Text``.
     """
     lines = []
     for split, excerpt in excerpts.items():
@@ -624,23 +664,22 @@ def summarise(text: UserText, data: UserData) -> Summary:
 
     Args:
         text: The user's documents in each split, in full.
-        data: The user's tokens in each split, after ``data.max_train_tokens`` and so on have limited their number.
-
-    Returns:
-        ``user``, the name; ``documents``, ``characters`` and ``tokens``, each a count by split; ``samples``, the
-        beginning of the first document of ``train`` and of ``test``, with white space collapsed, if there is one.
+        data: The user's tokens in each split, of which the recipe may limit the number.
     """
-    documents = {split: getattr(text, split) for split in SPLITS}
-    return {
-        "user": text.name,
-        "documents": {split: len(documents[split]) for split in SPLITS},
-        "characters": {split: sum(map(len, documents[split])) for split in SPLITS},
-        "tokens": {split: len(getattr(data, split)) for split in SPLITS},
-        "samples": {split: shorten(documents[split][0]) for split in ("train", "test") if documents[split]},
-    }
+    summary: Summary = {"user": text.name, "documents": {}, "characters": {}, "tokens": {}, "samples": {}}
+    for split in SPLITS:
+        documents = getattr(text, split)
+        summary["documents"][split] = len(documents)
+        summary["characters"][split] = sum(len(document) for document in documents)
+        summary["tokens"][split] = len(getattr(data, split))
+        if documents and split in ("train", "test"):
+            summary["samples"][split] = shorten(documents[0])
+    return summary
 
 
 def shorten(document: str) -> str:
     """Return the beginning of a document on one line."""
     line = " ".join(document.split())
-    return line if len(line) <= _EXCERPT_CHARACTERS else line[: _EXCERPT_CHARACTERS - 1] + "…"
+    if len(line) <= _EXCERPT_CHARACTERS:
+        return line
+    return line[: _EXCERPT_CHARACTERS - 1] + "…"
