@@ -19,10 +19,10 @@ from comingle.audits.canaries import (
     Attacker,
     as_targets,
     draw_canaries,
-    halves,
+    draw_halves,
     infer_membership,
     longest_responses,
-    overwrite,
+    overwrite_responses,
     run_shadow,
     run_trial,
     windows_of,
@@ -160,7 +160,7 @@ def test_conversations_are_spread_over_a_split() -> None:
 
 def test_a_half_has_the_conversations_that_are_in_with_their_responses() -> None:
     users: list[UserAnswers] = list(prepared(trained()).users)
-    parts = halves(users, 128, seed=0, run=1)
+    parts = draw_halves(users, 128, seed=0, run=1)
     for number, user in enumerate(users):
         kept, inside = parts.with_included(number, user).train, parts.inside[number].nonzero().flatten().tolist()
         assert isinstance(kept, Answers)
@@ -174,7 +174,7 @@ def test_a_half_has_the_conversations_that_are_in_with_their_responses() -> None
             if owner in inside
         ]
         assert list(zip(kept.owners.tolist(), kept.prompt_tokens.tolist(), kept.references, strict=True)) == expected
-    assert not torch.equal(parts.inside[0], halves(users, 128, seed=0, run=2).inside[0])
+    assert not torch.equal(parts.inside[0], draw_halves(users, 128, seed=0, run=2).inside[0])
 
 
 def test_both_views_score_every_conversation() -> None:
@@ -206,7 +206,7 @@ def test_a_canary_overwrites_responses_alone(count: int) -> None:
 
 def test_the_first_token_is_no_target() -> None:
     window = torch.tensor([7, 8, -12, 9, PAD])
-    assert overwrite(window, torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [
+    assert overwrite_responses(window, torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [
         [7, 1, -12, 2, PAD],
         [7, 4, -12, 5, PAD],
     ]

@@ -17,7 +17,7 @@ from comingle.audits.canaries import (
     USERS,
     Shadow,
     auc,
-    halves,
+    draw_halves,
     indices_to_score,
     likelihood_ratios,
     membership_by_shadows,
@@ -176,7 +176,7 @@ def user_of(tokens: int, name: str = "ann") -> UserData:
 
 def test_a_half_has_the_windows_that_are_in_and_no_other() -> None:
     users = [user_of(205), user_of(100, "bob")]
-    parts = halves(users, 9, seed=0, run=1)
+    parts = draw_halves(users, 9, seed=0, run=1)
     for number, user in enumerate(users):
         kept = parts.with_included(number, user).train
         expected = [
@@ -185,12 +185,12 @@ def test_a_half_has_the_windows_that_are_in_and_no_other() -> None:
         tail = user.train[len(user.train) // 10 * 10 :]
         assert torch.equal(kept, torch.cat([*expected, tail]))
     assert 4 <= int(parts.inside[0].sum()) <= 16
-    assert not torch.equal(parts.inside[0], halves(users, 9, seed=0, run=2).inside[0])
+    assert not torch.equal(parts.inside[0], draw_halves(users, 9, seed=0, run=2).inside[0])
 
 
 def test_hardly_any_windows_are_left_together_and_not_scored() -> None:
     short = user_of(10 * LEAST - 1)
-    parts = halves([short], 9, seed=0, run=0)
+    parts = draw_halves([short], 9, seed=0, run=0)
     assert torch.equal(parts.with_included(0, short).train, short.train)
     assert len(indices_to_score(LEAST - 1)) == 0
     assert indices_to_score(LEAST).tolist() == list(range(LEAST))

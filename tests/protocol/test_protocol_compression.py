@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from comingle.protocol.messages import Upload, compress, expand
+from comingle.protocol.messages import Upload, compress, decompress
 from comingle.protocol.wire import pack, packed_bytes, unpack
 from comingle.runs import api
 from comingle.utils.errors import ComingleError, MessageError
@@ -28,13 +28,13 @@ def nothing(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_float32_is_sent_as_it_is() -> None:
     sent, left = compress(rows(), "float32", {})
     assert left == {}
-    assert all(torch.equal(sent[name], t) for name, t in expand(rows(), "float32").items())
+    assert all(torch.equal(sent[name], t) for name, t in decompress(rows(), "float32").items())
 
 
 def test_each_row_is_rounded_to_127_levels_and_what_is_left_is_the_rest() -> None:
     tensors = rows()
     sent, left = compress(tensors, "int8", nothing(tensors))
-    got = expand(sent, "int8")
+    got = decompress(sent, "int8")
     for name, t in tensors.items():
         for user in range(2):
             for row in range(3):
@@ -52,10 +52,10 @@ def test_what_rounding_takes_away_is_sent_later() -> None:
     left, total = nothing(tensors), nothing(tensors)
     for _ in range(50):
         sent, left = compress(tensors, "int8", left)
-        total = {name: total[name] + t for name, t in expand(sent, "int8").items()}
+        total = {name: total[name] + t for name, t in decompress(sent, "int8").items()}
     step = tensors["x.a"].abs().amax(-1, keepdim=True) / 127
     assert bool(((total["x.a"] - 50 * tensors["x.a"]).abs() <= step).all())
-    once = expand(compress(tensors, "int8", nothing(tensors))[0], "int8")
+    once = decompress(compress(tensors, "int8", nothing(tensors))[0], "int8")
     assert bool(((50 * (once["x.a"] - tensors["x.a"])).abs() > step).any())
 
 
@@ -70,22 +70,22 @@ def test_bytes_counted_are_bytes_packed_and_come_back(form: Any, rank: int) -> N
     data = pack(message)
     assert packed_bytes(message) == [len(data)]
     back = unpack(data)
-    for name, t in expand(back.tensors, form).items():
-        whole = expand(sent, form)[name]
+    for name, t in decompress(back.tensors, form).items():
+        whole = decompress(sent, form)[name]
         assert torch.equal(t, whole[..., :rank, :] if rank else whole)
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "int8"])
 def test_another_format_is_refused(form: Any) -> None:
     with pytest.raises(MessageError, match=r"^upload: .*'x\.[ab]'.* torch\.float32; allowed: torch"):
-        expand(rows(), form)
+        decompress(rows(), form)
 
 
 def test_levels_without_scales_are_refused() -> None:
     sent, _ = compress(rows(), "int8", nothing(rows()))
     del sent["x.a.scale"]
     with pytest.raises(MessageError, match=r"^upload: .*'x\.a' .*scales"):
-        expand(sent, "int8")
+        decompress(sent, "int8")
 
 
 def test_peers_mix_what_others_have_sent(recipe_file: Path) -> None:

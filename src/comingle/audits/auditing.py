@@ -23,7 +23,7 @@ from comingle.audits.canaries import (
     SERVER,
     USERS,
     Trial,
-    check_watchable,
+    check_auditable,
     infer_membership,
     membership_by_shadows,
     protects_single_examples,
@@ -60,10 +60,7 @@ def epsilon_of_replacing(
 ) -> float:
     """Return an upper bound of epsilon when a user's data is replaced by other data rather than removed.
 
-    Most accountants bound the effect of removing a user, but the canaries of an audit replace data. Without sampling
-    of participants the Gaussian's sensitivity to a replacement is twice as large, which equals half the noise. With
-    sampling, a replacement is a removal and an addition: twice an epsilon, and ``(1 + exp(epsilon)) delta`` (group
-    privacy for groups of two, Dwork and Roth 2014, Theorem 2.2).
+    Most accountants bound the effect of removing a user, but the canaries of an audit replace data.
 
     Args:
         release: Noise and sampling of one noisy sum: of the participants' changes in a round, or, if privacy protects
@@ -73,16 +70,17 @@ def epsilon_of_replacing(
         accountant: "rdp" or "pld".
         is_for_replacing: Whether the accountant's epsilon is for replacement already.
     """
-    # A sample of a fixed number of users is accounted for replacement: after a removal it would be smaller.
-    if is_for_replacing or release.sample:
+    draws_fixed_number = bool(release.sample)  # is accounted for replacement, as a removal would change the number
+    if is_for_replacing or draws_fixed_number:
         return epsilon(release, count, delta, accountant)
     if not release.sampled:  # no participants are drawn in secret
-        return epsilon(replace(release, noise=release.noise / 2), count, delta, accountant)
-    # Group privacy needs a smaller delta for a removal: halve ``delta`` until (1 + exp(epsilon)) times the half is at
-    # most ``delta``. An epsilon of the RDP accountant is an upper bound, whatever accountant the run uses.
+        half_noise = replace(release, noise=release.noise / 2)  # a replacement has twice the sensitivity of a removal
+        return epsilon(half_noise, count, delta, accountant)
+    # A replacement is a removal and an addition, so by group privacy (Dwork and Roth 2014, Theorem 2.2) it has
+    # 2 epsilon and (1 + exp(epsilon)) delta of a removal. Find a delta of a removal that is small enough.
     for halvings in range(1, _MAX_HALVINGS):
         removal_delta = delta / 2**halvings
-        removal_epsilon = epsilon(release, count, removal_delta, "rdp")
+        removal_epsilon = epsilon(release, count, removal_delta, "rdp")  # an upper bound for any accountant
         growth = 1 + math.exp(min(removal_epsilon, 700.0))  # the exponential of more is not a finite float
         if growth * removal_delta <= delta:
             return 2 * removal_epsilon
@@ -114,16 +112,17 @@ def guess_probability(epsilon: float, *, trials: int, guesses: int, correct: int
 
     if correct <= 0 or guesses == 0:
         return 1.0
-    chance = 1 / (1 + math.exp(-epsilon))  # largest probability that a guess is right
-    tail = float(binom.sf(correct - 1, guesses, chance))
+    p = 1 / (1 + math.exp(-epsilon))  # largest probability that a guess is right
+    beta = float(binom.sf(correct - 1, guesses, p))  # probability of at least ``correct`` right guesses
     if delta == 0:
-        return tail
+        return beta
     # The theorem's alpha: the maximum over i of P(correct - i <= number of right guesses < correct) / i.
-    alpha, below = 0.0, 0.0
+    alpha = 0.0
+    probability = 0.0
     for i in range(1, correct + 1):
-        below += float(binom.pmf(correct - i, guesses, chance))
-        alpha = max(alpha, below / i)
-    return min(1.0, tail + 2 * trials * delta * alpha)
+        probability += float(binom.pmf(correct - i, guesses, p))
+        alpha = max(alpha, probability / i)
+    return min(1.0, beta + 2 * trials * delta * alpha)
 
 
 def epsilon_lower_bound(*, trials: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
@@ -140,18 +139,20 @@ def epsilon_lower_bound(*, trials: int, guesses: int, correct: int, delta: float
         confidence: Confidence of the bound.
     """
 
-    def refuted(epsilon: float) -> bool:
+    def is_refuted(epsilon: float) -> bool:
         """Return whether this number of right guesses is too unlikely with this epsilon."""
-        return (
-            guess_probability(epsilon, trials=trials, guesses=guesses, correct=correct, delta=delta) <= 1 - confidence
-        )
+        probability = guess_probability(epsilon, trials=trials, guesses=guesses, correct=correct, delta=delta)
+        return probability <= 1 - confidence
 
-    if not refuted(0.0):
+    if not is_refuted(0.0):
         return 0.0
-    low, high = 0.0, _MAX_EPSILON
+    low, high = 0.0, _MAX_EPSILON  # ``low`` is always refuted
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
+        if is_refuted(middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -179,7 +180,7 @@ def audit_run(
     """Attack a run: text and conversations with canaries and membership inference, samples by inverting an upload.
 
     Canaries are random tokens that short runs insert into users' training data: attackers then guess which were
-    inserted. Nothing is written. Tokens are recovered from uploads of text only.
+    inserted. Tokens are recovered from uploads of text only.
 
     Args:
         run: Finished run.
@@ -202,36 +203,41 @@ def audit_run(
         run_data = prepare(recipe, base=base, given=given)
     if run.recipe.data.kind == "samples":
         runs = _RunCounter(reporter, _RUNS_OF_ATTACK, recipe, run.metrics)
-        inverted = invert_uploads(recipe, run_data, runs.watch("one upload"))
-        return Audit(**fields, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted)
+        inversions = invert_uploads(recipe, run_data, runs.observe("one upload"))
+        return Audit(**fields, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inversions)
+
     recovers_tokens = run.recipe.data.kind == "text" and bool(token_factors(run.federation.clients))
     num_trials = trials or math.ceil(COINS / len(run.users))  # one coin per user and run
+    num_recovery_runs = _RUNS_OF_ATTACK if recovers_tokens else 0
     # All runs are counted before the first one, for the estimate of the time.
-    num_runs = num_trials + shadows + (_RUNS_OF_ATTACK if recovers_tokens else 0)
-    runs = _RunCounter(reporter, num_runs, recipe, run.metrics)
+    runs = _RunCounter(reporter, num_trials + shadows + num_recovery_runs, recipe, run.metrics)
     with reporter.waiting("telling training windows from others"):
         members = infer_membership(run)
-    canary_trials = [run_trial(recipe, run_data, number, runs.watch("canaries")) for number in range(num_trials)]
-    shadow_runs = [run_shadow(recipe, run_data, number, runs.watch("reference models")) for number in range(shadows)]
-    exposures = [  # of every canary: whether it was included, and its exposure in bits
-        (inside, exposure(rank, REFERENCES))
-        for trial in canary_trials
-        for inside, rank in zip(trial.inside, trial.ranks, strict=True)
-    ]
-    epsilon_bounds = []
+    canary_trials = [run_trial(recipe, run_data, number, runs.observe("canaries")) for number in range(num_trials)]
+    shadow_runs = [run_shadow(recipe, run_data, number, runs.observe("reference models")) for number in range(shadows)]
+
+    inserted_exposures: list[float] = []  # in bits, of canaries that a run included
+    absent_exposures: list[float] = []
+    for trial in canary_trials:
+        for is_inserted, rank in zip(trial.inside, trial.ranks, strict=True):
+            exposures = inserted_exposures if is_inserted else absent_exposures
+            exposures.append(exposure(rank, REFERENCES))
+    proofs = []
     for view in (SERVER, USERS):
         upper_bound = accounted_epsilon(recipe, run.users, canary_trials, view)
-        epsilon_bounds.append(bound_epsilon(view, canary_trials, fields["delta"], upper_bound))
+        proofs.append(bound_epsilon(view, canary_trials, fields["delta"], upper_bound))
+    shadowed = membership_by_shadows(run.users, shadow_runs)
+    recoveries = recover(recipe, run_data, runs.observe("tokens of one upload")) if recovers_tokens else []
     return Audit(
         **fields,
         trials=num_trials,
-        proofs=epsilon_bounds,
+        proofs=proofs,
         members=members,
-        inserted=[bits for inside, bits in exposures if inside],
-        absent=[bits for inside, bits in exposures if not inside],
+        inserted=inserted_exposures,
+        absent=absent_exposures,
         shadows=shadows,
-        shadowed=membership_by_shadows(run.users, shadow_runs),
-        recoveries=recover(recipe, run_data, runs.watch("tokens of one upload")) if recovers_tokens else [],
+        shadowed=shadowed,
+        recoveries=recoveries,
     )
 
 
@@ -268,19 +274,21 @@ class _RunCounter:
             recipe: Recipe of the runs.
             audited_metrics: Metrics of the audited run, whose seconds per round give the estimate.
         """
-        self._reporter, self._num_runs, self._num_begun = reporter, num_runs, 0
+        self._reporter = reporter
+        self._num_runs = num_runs
+        self._num_begun = 0
         self._start_time = time.perf_counter()
         rounds = recipe.training.rounds
-        round_seconds = audited_metrics.get("wall_seconds", 0.0) / max(1, audited_metrics.get("rounds", 0))
+        audited_rounds = max(1, audited_metrics.get("rounds", 0))
+        round_seconds = audited_metrics.get("wall_seconds", 0.0) / audited_rounds
         seconds = round_seconds * rounds * num_runs
         estimate = f", about {format_duration(seconds)} at the speed of the audited run" if seconds else ""
         reporter.say(f"{plural(num_runs, 'short run')} of {plural(rounds, 'round')}{estimate}")
 
-    def watch(self, attack: str) -> Callable[[Clients], list[Observer]]:
-        """Return a function that takes the clients of the next run, starts its progress bar, and returns the observers.
+    def observe(self, attack: str) -> Callable[[Clients], list[Observer]]:
+        """Return a function that makes the observers of the next run: a progress bar with a title.
 
-        The title of the bar has the number of the run, the name of the attack, and an estimate of the time that is left
-        for all runs, from the mean time of those that have ended.
+        A title is for example ``"run 3 of 10 · canaries (all runs: about 5 min left)"``.
 
         Args:
             attack: Name of the attack for which the run is made, for the title.
@@ -306,7 +314,7 @@ def check_audited(run: Run) -> None:
         RunError: It shares nothing, users have other data, or the server sees only sums.
     """
     where = run.folder or "the run"
-    check_watchable(where, run.federation.clients.method)
+    check_auditable(where, run.federation.clients.method)
     if run.recipe.data.kind not in KINDS:
         raise RunError(f"{where}: users have {run.recipe.data.label}; allowed: text, conversations or samples")
     if run.recipe.privacy is not None and run.recipe.privacy.secure_aggregation is not None:
@@ -319,20 +327,19 @@ def check_audited(run: Run) -> None:
 def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
     """Return the recipe of a short run that leaks as much per round as the audited run.
 
-    The short run has at most ``rounds`` rounds and a single evaluation. It keeps the noise multiplier of the audited
-    run, not its epsilon: the same epsilon over fewer rounds would need less noise. If multipliers differ between users,
-    all get the smallest one.
-
     Args:
         recipe: Recipe of the audited run.
         metrics: Metrics of the audited run.
         rounds: Largest number of rounds.
     """
-    # A run that evaluates local models makes no upload after its last round, which is observed too.
-    changes = in_rounds(min(rounds, recipe.training.rounds)) | {"evaluation.model": "exchanged"}
-    if (privacy := metrics.get("privacy")) is not None:
-        noise = min(privacy.get("noise_multipliers", {}).values(), default=privacy["noise_multiplier"])
-        changes |= {"privacy.noise_multiplier": noise, "privacy.epsilon": None}
+    changes: dict[str, Any] = dict(in_rounds(min(rounds, recipe.training.rounds)))
+    changes["evaluation.model"] = "exchanged"  # with local models there is no upload after the last round
+    privacy = metrics.get("privacy")
+    if privacy is not None:
+        # Keep the noise, the smallest if it differs between users; fewer rounds with the same epsilon would need less.
+        noise_by_user = privacy.get("noise_multipliers", {})
+        changes["privacy.noise_multiplier"] = min(noise_by_user.values(), default=privacy["noise_multiplier"])
+        changes["privacy.epsilon"] = None
     return recipe.with_changes(changes)
 
 
@@ -340,20 +347,22 @@ def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
 
 
 def guess(scores: Sequence[float | None]) -> list[bool | None]:
-    """Guess for each canary whether it was included: True if its score is above a threshold, None without a score.
+    """Guess for each canary whether it was included: True if its score reaches a threshold, None without a score.
 
     The threshold splits the scores into a low and a high group, as in Otsu 1979: the variance between the groups is
-    largest. An attacker can compute the threshold, since it depends on scores only.
+    largest.
     """
     known = sorted(score for score in scores if score is not None)
     if not known:
         return [None] * len(scores)
 
-    def separation(num_low: int) -> float:
+    def variance_between(num_low: int) -> float:
         """Return the variance between the smallest ``num_low`` scores and the others, without a constant factor."""
-        return num_low * (len(known) - num_low) * (fmean(known[num_low:]) - fmean(known[:num_low])) ** 2
+        num_high = len(known) - num_low
+        return num_low * num_high * (fmean(known[num_low:]) - fmean(known[:num_low])) ** 2
 
-    threshold = known[max(range(1, len(known)), key=separation, default=0)]  # the smallest score of the upper group
+    num_low = max(range(1, len(known)), key=variance_between, default=0)
+    threshold = known[num_low]  # the smallest score of the high group
     return [None if score is None else score >= threshold for score in scores]
 
 
@@ -369,17 +378,23 @@ def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float
     Returns:
         The bound (``epsilon``), and the bound if every guess had been right (``provable``).
     """
-    coins = [coin for trial in trials for coin in trial.inside]  # True for an included canary
-    guesses = guess([score for trial in trials for score in trial.scores[view]])
-    answered = [(guessed, coin) for guessed, coin in zip(guesses, coins, strict=True) if guessed is not None]
-    num_guesses, correct = len(answered), sum(guessed == coin for guessed, coin in answered)
+    coins: list[bool] = []  # of each canary in each run: whether it was included
+    scores: list[float | None] = []
+    for trial in trials:
+        coins += trial.inside
+        scores += trial.scores[view]
+    num_guesses = num_correct = 0
+    for guessed, coin in zip(guess(scores), coins, strict=True):
+        if guessed is not None:
+            num_guesses += 1
+            num_correct += guessed == coin
     bound = partial(epsilon_lower_bound, trials=len(coins), guesses=num_guesses, delta=delta, confidence=CONFIDENCE)
     return Proof(
         view=view,
         coins=len(coins),
         guesses=num_guesses,
-        correct=correct,
-        epsilon=bound(correct=correct),
+        correct=num_correct,
+        epsilon=bound(correct=num_correct),
         provable=bound(correct=num_guesses),
         upper=upper,
     )
@@ -402,7 +417,9 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         server's view with ``mechanism: central``, which trusts the server.
     """
     privacy = recipe.privacy
-    if privacy is None or privacy.noise == "reproducible" or (privacy.noise_at == "server" and view == SERVER):
+    if privacy is None or privacy.noise == "reproducible":
+        return None
+    if view == SERVER and privacy.noise_at == "server":  # the server sees uploads without noise
         return None
     plan = make_plan(recipe, make(recipe.method.name, **recipe.method.settings), names)
     assert plan.privacy is not None
@@ -410,14 +427,18 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
     num_releases = max(trial.metrics["privacy"]["releases"] for trial in trials)
     if protects_single_examples(recipe):
         # The largest probability, over users, that an example is drawn for a step.
-        rate = max(work.rate for trial in trials for work in trial.works.values())
-        release = Release(noise=plan.privacy.multiplier, rate=rate)
+        largest_rate = max(work.rate for trial in trials for work in trial.works.values())
+        release = Release(noise=plan.privacy.multiplier, rate=largest_rate)
     else:
         release = release_of(plan.privacy, plan.participation, len(names))
-    # Some accountants bound the effect of replacing data; the epsilon of others, for adding or removing, is converted.
-    replaces = MECHANISMS[privacy.mechanism].load().account_type.replaces
-    accountant = plan.privacy.accountant
-    return epsilon_of_replacing(release, num_releases, privacy.delta, accountant, is_for_replacing=replaces)
+    account_type = MECHANISMS[privacy.mechanism].load().account_type
+    return epsilon_of_replacing(
+        release,
+        num_releases,
+        privacy.delta,
+        plan.privacy.accountant,
+        is_for_replacing=account_type.replaces,  # otherwise the accountant's epsilon is for adding or removing data
+    )
 
 
 @torch_defaults()

@@ -42,7 +42,7 @@ from comingle.data.text.streams import UserData
 from comingle.methods.base import Method
 from comingle.models.scoring import PAD, begin_windows, hide
 from comingle.privacy.accounting import Work
-from comingle.protocol.messages import Upload, expand, fill_ranks
+from comingle.protocol.messages import Upload, decompress, fill_ranks
 from comingle.reports.audit import Membership, Shadowed
 from comingle.runs.results import Run
 from comingle.runs.session import build, execute
@@ -76,6 +76,9 @@ SERVER, USERS, OWN = "server", "users", "own"
 RecordView = Callable[[str, Sequence[int], Tree], None]
 """Called with a view, user indices, and the observed shared tensors ``(users, models, *shape)`` of these users."""
 
+MakeObservers = Callable[[Clients], Sequence[Observer]]
+"""Returns, for the clients of a run that begins, the observers of its events, such as a progress bar."""
+
 
 @dataclass(kw_only=True)
 class ObservedFederation(InProcess):
@@ -92,9 +95,11 @@ class ObservedFederation(InProcess):
             losses: Mean training loss of each user.
         """
         super().upload(members, round_number, losses)
-        message = self._upload_of_round  # made by the call above; None or empty without participants
-        if message is not None and message.users:
-            self.record_view(SERVER, self.clients.numbers(message.users), uploaded(self.server, message))
+        message = self._upload_of_round  # made by the call above
+        if message is None or not message.users:  # the round has no participants
+            return
+        users = self.clients.numbers(message.users)
+        self.record_view(SERVER, users, uploaded(self.server, message))
 
     def aggregate(self) -> str:
         """Aggregate, then record each user's download twice: as what the user itself sees and what others see.
@@ -102,7 +107,8 @@ class ObservedFederation(InProcess):
         Returns:
             Reason why there is no secure sum of the uploads; empty if there is one, or none was needed.
         """
-        reason, all_users = super().aggregate(), range(len(self.server.users))
+        reason = super().aggregate()
+        all_users = range(len(self.server.users))
         self.record_view(OWN, all_users, published(self.server))
         self.record_view(USERS, all_users, published(self.server, others=True))
         return reason
@@ -110,7 +116,7 @@ class ObservedFederation(InProcess):
 
 def uploaded(server: ServerHalf, upload: Upload) -> Tree:
     """Return the tensors of an upload as the server reads them, ``(users, 1, *shape)``."""
-    tensors = fill_ranks(expand(upload.tensors, server.uploads), server.layout)
+    tensors = fill_ranks(decompress(upload.tensors, server.uploads), server.layout)
     return {name: t.unsqueeze(1) for name, t in tensors.items()}
 
 
@@ -119,39 +125,41 @@ def published(server: ServerHalf, *, others: bool = False) -> Tree:
 
     Args:
         server: The server.
-        others: Return in row u the download of user u + 1 instead, and in the last row the download of user 0. An
-            attack on user u by another user may only use what that other user receives.
+        others: Return in row u the download of user u + 1 instead (in the last row that of user 0), with which that
+            user can attack user u.
     """
-    # The server stores the method's tensors in ``kept``. The method computes downloads from them.
-    downloads = server.method.server.download(server.kept, range(len(server.users)))
-    return {name: t.roll(-1, 0) for name, t in downloads.items()} if others else downloads
+    all_users = range(len(server.users))
+    downloads = server.method.server.download(server.kept, all_users)  # ``kept`` has the server's tensors
+    if not others:
+        return downloads
+    return {name: t.roll(-1, 0) for name, t in downloads.items()}
 
 
-def _of_users(tensors: Tree, users: Sequence[int]) -> Tree:
+def _select_users(tensors: Tree, users: Sequence[int]) -> Tree:
     """Return the rows of some users of tensors ``(users, *shape)``."""
     return {name: t[list(users)] for name, t in tensors.items()}
 
 
 @dataclass(kw_only=True)
 class LastPublished:
-    """Shared tensors that the server published last, by view; a change is what is observed next minus these."""
+    """Shared tensors that the server published last, by view, with which an attacker compares what it sees next."""
 
     last: dict[str, Tree] = field(default_factory=dict)
 
     def models_before(self, view: str, users: Sequence[int]) -> Tree:
         """Return the models that an attacker with this view compares its next observation with.
 
-        The server compares an upload with the model that the user itself had downloaded and trained from, which was
-        recorded under the view OWN. Other users compare a download with the previous one.
-
         Args:
-            view: SERVER, USERS or OWN.
+            view: SERVER, USERS or OWN. The server compares an upload with the model that the user had downloaded (OWN);
+                other users compare a download with the previous one.
             users: Indices of the attacked users.
 
         Returns:
             Tensors ``(users, models, *shape)``; empty before the first publication.
         """
-        return _of_users(self.last.get(OWN if view == SERVER else view, {}), users)
+        compared_view = OWN if view == SERVER else view
+        last_tensors = self.last.get(compared_view, {})
+        return _select_users(last_tensors, users)
 
     def remember(self, view: str, tensors: Tree) -> None:
         """Store a copy of what was published to a view; uploads, which only the server sees, are not stored."""
@@ -159,7 +167,7 @@ class LastPublished:
             self.last[view] = {name: t.clone() for name, t in tensors.items()}
 
 
-def check_watchable(where: object, method: Method) -> None:
+def check_auditable(where: object, method: Method) -> None:
     """Check that users share models that can be observed.
 
     Args:
@@ -196,11 +204,7 @@ class Attacker:
     clients: Clients
 
     def initial_rows(self, num_users: int) -> Float[Tensor, "users columns"]:
-        """Return the initial values of all trainable tensors: a row for each of ``num_users`` users, all rows equal.
-
-        An attacker knows the initial values, as they follow from the public seed. Adapters with their initial values
-        leave the base model unchanged.
-        """
+        """Return a row per user with the initial values of all trainable tensors, which follow from the public seed."""
         model, plan = self.clients.model, self.clients.plan
         initial_row = draw(model.layout, plan.seed, "server").to(self.clients.state.rows)
         return initial_row.repeat(num_users, 1)
@@ -219,11 +223,13 @@ class Attacker:
                 models the one with the lowest loss on the window is used.
             windows: Windows of each user.
         """
-        num_models = next(iter(observed.values())).shape[1] if observed else 1
-        losses_by_model = [
-            self._losses_of_model(users, {name: t[:, model] for name, t in observed.items()}, windows)
-            for model in range(num_models)
-        ]
+        if not observed:
+            return self._losses_of_model(users, {}, windows)
+        num_models = next(iter(observed.values())).shape[1]
+        losses_by_model = []
+        for model in range(num_models):
+            tensors_of_model = {name: t[:, model] for name, t in observed.items()}
+            losses_by_model.append(self._losses_of_model(users, tensors_of_model, windows))
         return torch.stack(losses_by_model).amin(0)
 
     def _losses_of_model(self, users: Sequence[int], observed: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
@@ -237,22 +243,28 @@ class Attacker:
         model = self.clients.model
         has_parameter = model.mask()[list(users)]  # users with a smaller rank have fewer parameters
         rows = self.initial_rows(len(users)) * has_parameter
-        windows, batch_source = windows.long(), self.clients.batch_source
-        begin_token = batch_source.begin if isinstance(batch_source, TextBatchSource) else None
-        if begin_token is not None:
-            # The begin-of-text token comes first, as in training. The last token makes room, as a base may not accept a
-            # wider window. Windows count as pieces from the middle of a text, whose first token is not a target.
-            at_start = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
-            windows = begin_windows(windows[..., :-1], begin_token, at_start=at_start)
-        if observed:
+        if observed:  # overwrite the initial values of the shared tensors
             assign(model.layout.views(rows), model.layout, self.clients.method.shared, observed)
+        windows = self._with_begin_token(windows.long())
+        summed_losses = []
         with torch.compiler.set_stance("force_eager"):  # not compiled: these shapes occur only here
-            summed_losses = [
-                model.predict(model.tensors(rows), list(users), part.to(model.device)).sum(-1)
-                for part in windows.split(_WINDOWS_AT_ONCE, dim=1)
-            ]
+            for part in windows.split(_WINDOWS_AT_ONCE, dim=1):
+                losses_of_tokens = model.predict(model.tensors(rows), list(users), part.to(model.device))
+                summed_losses.append(losses_of_tokens.sum(-1))
         num_targets = (windows[..., 1:] >= 0).sum(-1).clamp(min=1)  # hidden tokens and padding are negative
         return torch.cat(summed_losses, dim=1).double().cpu() / num_targets.cpu()
+
+    def _with_begin_token(self, windows: Int64[Tensor, "*batch width"]) -> Int64[Tensor, "*batch width"]:
+        """Return windows of text with the begin-of-text token in front, as in training, and without their last token.
+
+        Windows are unchanged for conversations, and if the base model has no such token.
+        """
+        batch_source = self.clients.batch_source
+        if not isinstance(batch_source, TextBatchSource) or batch_source.begin is None:
+            return windows
+        # The first token of a window from the middle of a text is no target; here all windows count as such.
+        at_start = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
+        return begin_windows(windows[..., :-1], batch_source.begin, at_start=at_start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,21 +295,21 @@ class Canaries:
             Windows ``(users, 1 + num_references, width)``. For text a window is a canary. For conversations it is one
             conversation of the user, with a canary in place of the responses.
         """
-        canaries = [torch.cat([self.own[user].unsqueeze(0), self.references[:num_references]]) for user in users]
-        if self.conversations is None:
-            windows = canaries
-        else:
-            windows = [
-                overwrite(self.conversations[user], of_user) for user, of_user in zip(users, canaries, strict=True)
-            ]
-        return torch.stack(widen(windows))  # padded to the width of the widest
+        references = self.references[:num_references]
+        windows_by_user = []
+        for user in users:
+            canaries = torch.cat([self.own[user].unsqueeze(0), references])
+            if self.conversations is None:
+                windows_by_user.append(canaries)
+            else:
+                windows_by_user.append(overwrite_responses(self.conversations[user], canaries))
+        return torch.stack(widen(windows_by_user))  # padded to the width of the widest
 
 
 def draw_canaries(num_users: int, *, vocabulary: int, context: int, seed: int, trial: int) -> Canaries:
     """Draw a canary of uniformly random tokens for each user, and reference canaries that no user trains on.
 
-    For each user a coin decides whether the user trains on its canary. The random stream is used for nothing else, so
-    that training does not depend on it.
+    For each user a coin decides whether the user trains on its canary.
 
     Args:
         num_users: Number of users.
@@ -307,10 +319,10 @@ def draw_canaries(num_users: int, *, vocabulary: int, context: int, seed: int, t
         trial: Number of the run with canaries, from 0.
     """
     width = min(context, LONGEST) + 1  # the first token is not predicted
-    stream = generator("audit", seed, trial)
-    drawn = torch.randint(vocabulary, (num_users + REFERENCES, width), generator=stream)
-    coins = torch.rand(num_users, generator=stream) < 0.5
-    return Canaries(own=drawn[:num_users], references=drawn[num_users:], inside=coins)
+    random = generator("audit", seed, trial)
+    canaries = torch.randint(vocabulary, (num_users + REFERENCES, width), generator=random)
+    coins = torch.rand(num_users, generator=random)
+    return Canaries(own=canaries[:num_users], references=canaries[num_users:], inside=coins < 0.5)
 
 
 def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, trial: int) -> UserData:
@@ -322,10 +334,12 @@ def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, tri
         seed: Seed of the recipe.
         trial: Number of the run with canaries, from 0. Each run draws other positions.
     """
-    width, stream = len(canary), user.train.clone()
+    width = len(canary)
+    stream = user.train.clone()
     num_pieces = len(stream) // width  # pieces as long as the canary
+    num_replaced = max(1, int(SHARE * num_pieces))
     shuffled = torch.randperm(num_pieces, generator=generator("audit", seed, trial, user.name))
-    for piece in shuffled[: max(1, int(SHARE * num_pieces))].tolist():
+    for piece in shuffled[:num_replaced].tolist():
         stream[piece * width : (piece + 1) * width] = canary.to(stream)
     return replace(user, train=stream)
 
@@ -340,28 +354,31 @@ def with_example(user: UserData, canary: Int[Tensor, " width"], context: int, *,
         seed: Seed of the recipe.
         trial: Number of the run with canaries, from 0. Each run draws another example.
     """
-    stream, width = user.train.clone(), min(context + 1, len(user.train))
+    stream = user.train.clone()
+    width = min(context + 1, len(stream))
     num_windows = len(stream) // width
     index = int(torch.randint(num_windows, (1,), generator=generator("audit", seed, trial, user.name)))
-    repeated = canary.repeat(math.ceil(width / len(canary)))[:width]
+    num_repeats = math.ceil(width / len(canary))
+    repeated = canary.repeat(num_repeats)[:width]
     stream[index * width : (index + 1) * width] = repeated.to(stream)
     return replace(user, train=stream)
 
 
-def overwrite(
+def overwrite_responses(
     window: Int64[Tensor, " window"], canaries: Int[Tensor, "canaries width"]
 ) -> Int64[Tensor, "canaries window"]:
     """Return one copy of a conversation per canary, with the canary in place of the tokens of the responses.
 
-    Canaries are repeated or truncated to the number of these tokens, which are the targets of the loss.
-
     Args:
-        window: The conversation; tokens that are no targets (prompts, padding) are encoded as negative numbers.
-        canaries: The canaries.
+        window: The conversation; tokens that are not in responses (prompts, padding) are negative numbers.
+        canaries: The canaries; repeated or truncated to the number of tokens in responses.
     """
-    targets = 1 + (window[1:] >= 0).nonzero().flatten()  # places; the first token has no prediction
-    windows, repeats = window.repeat(len(canaries), 1), math.ceil(len(targets) / canaries.shape[1])
-    windows[:, targets] = canaries.repeat(1, repeats)[:, : len(targets)].to(windows)
+    is_target = window[1:] >= 0  # the first token has no prediction
+    targets = 1 + is_target.nonzero().flatten()
+    num_repeats = math.ceil(len(targets) / canaries.shape[1])
+    repeated = canaries.repeat(1, num_repeats)[:, : len(targets)]
+    windows = window.repeat(len(canaries), 1)
+    windows[:, targets] = repeated.to(windows)
     return windows
 
 
@@ -373,20 +390,23 @@ def longest_responses(answers: Answers) -> int:
 def with_response(
     user: UserAnswers, canary: Int[Tensor, " width"], count: int, *, seed: int, trial: int
 ) -> UserAnswers:
-    """Overwrite the targets of some of a user's training conversations with its canary.
+    """Overwrite the responses in some of a user's training conversations with its canary.
 
     Args:
         user: The user; its prompts and number of tokens stay the same.
-        canary: Tokens, repeated or truncated to the targets of each conversation.
-        count: Number of conversations to overwrite: first the one with most targets, in which the canary is scored,
-            then random ones.
+        canary: Tokens, repeated or truncated to the responses of each conversation.
+        count: Number of conversations to overwrite: first the one with the longest responses, in which the canary is
+            scored, then random ones.
         seed: Seed of the recipe.
         trial: Number of the run with canaries, from 0. Each run draws other conversations.
     """
-    windows, scored_row = user.train.windows.clone(), longest_responses(user.train)
+    windows = user.train.windows.clone()
+    scored_row = longest_responses(user.train)
     shuffled = torch.randperm(len(windows), generator=generator("audit", seed, trial, user.name))
-    for row in [scored_row, *shuffled[shuffled != scored_row].tolist()][:count]:
-        windows[row] = overwrite(windows[row], canary.unsqueeze(0))[0]  # the only copy, as there is one canary
+    other_rows = shuffled[shuffled != scored_row].tolist()
+    rows = [scored_row, *other_rows][:count]
+    for row in rows:
+        windows[row] = overwrite_responses(windows[row], canary.unsqueeze(0))[0]  # one copy, as there is one canary
     return replace(user, train=replace(user.train, windows=windows))
 
 
@@ -402,28 +422,33 @@ class CanaryScores:
     def record_view(self, view: str, users: Sequence[int], tensors: Tree) -> None:
         """Score the canary of each user from what is observed in a round, and append the scores.
 
-        A score is a z-score of the decrease of the canary's loss since the last publication. Mean and standard
-        deviation are those of the decreases of reference canaries, on which no user trained. Tensors of the view OWN
-        get no score; they are stored as the models before the next uploads.
+        A score is how much the canary's loss fell since the last publication, as a z-score: relative to the mean and
+        the standard deviation of reference canaries, on which no user trained.
 
         Args:
             view: Who observes: SERVER sees uploads, USERS what other users download, OWN what the user itself does.
             users: Indices of the users.
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
-        if view in self.scores:  # not OWN
+        is_scored = view in self.scores  # not OWN, which is only stored to compare the next uploads with
+        if is_scored:
             windows = self.canaries.windows(users, COMPARED)  # of each user: its own canary, then references
-            before = self.last_published.models_before(view, users)
-            decrease = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
+            losses_before = self.attacker.losses(users, self.last_published.models_before(view, users), windows)
+            losses_now = self.attacker.losses(users, tensors, windows)
+            decrease = losses_before - losses_now
             own, references = decrease[:, 0], decrease[:, 1:]
-            z_scores = (own - references.mean(1)) / references.std(1)  # not finite if no loss has changed
-            for user, z_score in zip(users, z_scores.nan_to_num(0.0, 0.0, 0.0).tolist(), strict=True):
+            z_scores = (own - references.mean(1)) / references.std(1)
+            z_scores = z_scores.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # not finite if no loss has changed
+            for user, z_score in zip(users, z_scores.tolist(), strict=True):
                 self.scores[view][user].append(z_score)
         self.last_published.remember(view, tensors)
 
     def score(self, view: str) -> list[float | None]:
         """Return each user's mean score over the rounds in which it was observed; None if it never was."""
-        return [sum(seen) / len(seen) if seen else None for seen in self.scores[view]]
+        mean_scores: list[float | None] = []
+        for scores_of_user in self.scores[view]:
+            mean_scores.append(sum(scores_of_user) / len(scores_of_user) if scores_of_user else None)
+        return mean_scores
 
     def ranks(self) -> list[int]:
         """Return the rank of the loss of each user's canary among those of the references; 1 is the lowest loss.
@@ -433,11 +458,11 @@ class CanaryScores:
         """
         users = range(len(self.canaries.own))
         attackers = [(user + 1) % len(users) for user in users]  # the last user is attacked by the first
-        # Row u: the newest model that the attacker of user u, who belongs to the view "other users", has downloaded.
-        downloads = self.last_published.models_before(USERS, users)
+        downloads = self.last_published.models_before(USERS, users)  # row u: the newest download of u's attacker
         losses = self.attacker.losses(attackers, downloads, self.canaries.windows(users, REFERENCES))
         own, references = losses[:, :1], losses[:, 1:]
-        return (1 + (references < own).sum(1)).tolist()
+        num_lower = (references < own).sum(1)
+        return (1 + num_lower).tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,63 +484,77 @@ class Trial:
     works: Mapping[str, Work] = field(default_factory=dict)
 
 
-def run_trial(
-    recipe: Recipe, run_data: RunData, trial: int, observers: Callable[[Clients], Sequence[Observer]]
-) -> Trial:
+def run_trial(recipe: Recipe, run_data: RunData, trial: int, make_observers: MakeObservers) -> Trial:
     """Train with canaries in the data of some users, and score all canaries by what attackers observe.
 
     A canary is a sequence of random tokens. For each user a coin decides whether its canary is inserted into its
-    training data. If the run protects single examples, a canary takes the
-    place of one example, otherwise of a share :data:`SHARE` of the user's data.
+    training data.
 
     Args:
         recipe: Shortened recipe, of text or conversations.
         run_data: Data of the run.
         trial: Number of the trial, from 0.
-        observers: Returns the observers of a run.
+        make_observers: Returns the observers of a run.
     """
     users, base = run_data.users, run_data.base
     assert base is not None
-    # Training in a trial has a seed of its own, different from that of the audited run. Canaries are drawn from the
-    # audited run's seed and the trial's number.
-    trial_recipe = recipe.with_changes({"seed": recipe.seed + 1 + trial})
-    vocabulary = int(base.model.config.vocab_size)
-    draw_key = {"seed": recipe.seed, "trial": trial}
-    canaries = draw_canaries(len(users), vocabulary=vocabulary, context=recipe.training.context, **draw_key)
-    context = recipe.training.context - (base.begin is not None)  # the begin token takes one place of a window
+    canaries = draw_canaries(
+        len(users),
+        vocabulary=int(base.model.config.vocab_size),
+        context=recipe.training.context,
+        seed=recipe.seed,
+        trial=trial,
+    )
     if all(isinstance(user.train, Answers) for user in users):
         # Each canary replaces the responses in one conversation of its user: that with the longest responses.
         conversations = [user.train.windows[longest_responses(user.train)] for user in users]
         canaries = replace(canaries, conversations=conversations)
 
-    one_example = protects_single_examples(recipe)
-
-    def insert(user: Any, canary: Tensor) -> AnyUser:
-        """Return a user whose training data contains its canary."""
-        if canaries.conversations is not None:
-            count = 1 if one_example else max(1, int(SHARE * len(user.train)))
-            return with_response(user, canary, count, **draw_key)
-        return with_example(user, canary, context, **draw_key) if one_example else with_canary(user, canary, **draw_key)
-
-    trial_users = as_users(
-        insert(user, canary) if inside else user
-        for user, canary, inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True)
-    )
+    trial_users: list[Any] = []
+    for user, canary, is_inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True):
+        trial_users.append(_insert_canary(user, canary, recipe, run_data, trial) if is_inside else user)
+    trial_data = replace(run_data, users=as_users(trial_users))
+    trial_recipe = recipe.with_changes({"seed": recipe.seed + 1 + trial})  # the audited run has another seed
     # A federation in memory; the observed one below shares its clients and its server.
-    unobserved = build(trial_recipe, replace(run_data, users=trial_users), store="memory")
-    scores = {view: [[] for _ in users] for view in (SERVER, USERS)}
-    canary_scores = CanaryScores(attacker=Attacker(clients=unobserved.clients), canaries=canaries, scores=scores)
+    unobserved = build(trial_recipe, trial_data, store="memory")
+    empty_scores: dict[str, list[list[float]]] = {view: [[] for _ in users] for view in (SERVER, USERS)}
+    canary_scores = CanaryScores(attacker=Attacker(clients=unobserved.clients), canaries=canaries, scores=empty_scores)
     federation = ObservedFederation(
         clients=unobserved.clients, server=unobserved.server, record_view=canary_scores.record_view
     )
-    metrics = execute(federation, trial_recipe, None, observers=observers(unobserved.clients)).metrics
+    metrics = execute(federation, trial_recipe, None, observers=make_observers(unobserved.clients)).metrics
+    account = unobserved.server.mechanisms.account
     return Trial(
         inside=canaries.inside.tolist(),
         scores={view: canary_scores.score(view) for view in (SERVER, USERS)},
         ranks=canary_scores.ranks(),
         metrics=metrics,
-        works={} if (account := unobserved.server.mechanisms.account) is None else dict(account.works()),
+        works={} if account is None else dict(account.works()),
     )
+
+
+def _insert_canary(user: Any, canary: Tensor, recipe: Recipe, run_data: RunData, trial: int) -> AnyUser:
+    """Return a user whose training data contains its canary.
+
+    It takes the place of a share :data:`SHARE` of the data, or of one example if privacy protects single examples.
+
+    Args:
+        user: A user with text or conversations.
+        canary: Tokens.
+        recipe: Recipe of the run.
+        run_data: Data of the run.
+        trial: Number of the trial, from 0.
+    """
+    replaces_one_example = protects_single_examples(recipe)
+    if isinstance(user.train, Answers):
+        count = 1 if replaces_one_example else max(1, int(SHARE * len(user.train)))
+        return with_response(user, canary, count, seed=recipe.seed, trial=trial)
+    if not replaces_one_example:
+        return with_canary(user, canary, seed=recipe.seed, trial=trial)
+    assert run_data.base is not None
+    has_begin_token = run_data.base.begin is not None  # it takes one place of a window
+    context = recipe.training.context - has_begin_token
+    return with_example(user, canary, context, seed=recipe.seed, trial=trial)
 
 
 def protects_single_examples(recipe: Recipe) -> bool:
@@ -544,12 +583,15 @@ def windows_of(
     else:
         width = min(context + 1, len(data))
         windows = data.unfold(0, width, width)
-    return windows[torch.linspace(0, len(windows) - 1, min(most, len(windows))).long()]
+    num_chosen = min(most, len(windows))
+    indices = torch.linspace(0, len(windows) - 1, num_chosen).long()
+    return windows[indices]
 
 
 def as_targets(windows: Int64[Tensor, "*batch width"]) -> Int64[Tensor, "*batch width"]:
     """Make every token but ``PAD`` a target, as in training with ``data.loss_on: all``."""
-    return torch.where(windows < PAD, hide(windows), windows)
+    is_hidden = windows < PAD
+    return torch.where(is_hidden, hide(windows), windows)  # ``hide`` is its own inverse
 
 
 def infer_membership(run: Run) -> list[Membership]:
@@ -559,28 +601,33 @@ def infer_membership(run: Run) -> list[Membership]:
     for comparison. The attacker is another user, who attacks with the model that it has downloaded itself.
     """
     clients, server = run.federation.clients, run.federation.server
-    attacker, memberships = Attacker(clients=clients), []
+    attacker = Attacker(clients=clients)
     final_models = published(server, others=True)  # for each user, what its attacker has downloaded
     # Test splits have targets in responses only; if training had them in prompts too, both splits get them.
-    all_tokens = getattr(run.recipe.data, "loss_on", "") == "all"
+    trained_on_prompts = getattr(run.recipe.data, "loss_on", "") == "all"
+    memberships = []
     for number, user in enumerate(clients.users):
-        model = {name: t[number : number + 1] for name, t in final_models.items()}
-        train, test = (windows_of(split, clients.plan.training.context) for split in (user.train, user.test))
-        splits = [(as_targets(windows) if all_tokens else windows).unsqueeze(0) for windows in (train, test)]
-        # Losses are (users, windows), with one user here. Without a model they are those of the base model.
-        final_losses = [attacker.losses([number], model, windows)[0] for windows in splits]
-        base_losses = [attacker.losses([number], {}, windows)[0] for windows in splits]
-        train_scores, test_scores = (
-            (before - after).tolist() for before, after in zip(base_losses, final_losses, strict=True)
-        )
-        train_loss, test_loss = ((-losses).tolist() for losses in final_losses)
+        final_model = {name: t[number : number + 1] for name, t in final_models.items()}
+        base_model: Tree = {}
+        scores: list[list[float]] = []  # of training windows, then of test windows
+        negative_losses: list[list[float]] = []
+        for split in (user.train, user.test):
+            windows = windows_of(split, clients.plan.training.context)
+            if trained_on_prompts:
+                windows = as_targets(windows)
+            windows = windows.unsqueeze(0)  # (1 user, windows, width)
+            final_losses = attacker.losses([number], final_model, windows)[0]
+            base_losses = attacker.losses([number], base_model, windows)[0]
+            scores.append((base_losses - final_losses).tolist())
+            negative_losses.append((-final_losses).tolist())
+        train_scores, test_scores = scores
         memberships.append(
             Membership(
                 user=user.name,
                 members=len(train_scores),
                 others=len(test_scores),
                 auc=auc(train_scores, test_scores),
-                auc_of_loss=auc(train_loss, test_loss),
+                auc_of_loss=auc(negative_losses[0], negative_losses[1]),
                 found=true_positive_rate(train_scores, test_scores),
             )
         )
@@ -590,37 +637,35 @@ def infer_membership(run: Run) -> list[Membership]:
 def auc(members: Sequence[float], others: Sequence[float]) -> float:
     """Return the area under the ROC curve: the probability that a member scores higher than a non-member.
 
-    Ties count half. Computed as the Mann-Whitney U of the members, divided by the number of pairs.
+    Ties count half.
 
     Args:
         members: Scores of examples that were trained on.
         others: Scores of examples that were not trained on.
     """
-    ranks = rankdata([*members, *others])
-    count = len(members)
-    u_of_members = ranks[:count].sum() - count * (count + 1) / 2
-    return float(u_of_members / (count * len(others)))
+    ranks_of_members = rankdata([*members, *others])[: len(members)]
+    smallest_rank_sum = len(members) * (len(members) + 1) / 2  # if all members were below all others
+    u = ranks_of_members.sum() - smallest_rank_sum  # Mann-Whitney U: number of pairs in which the member is higher
+    return float(u / (len(members) * len(others)))
 
 
 def true_positive_rate(members: Sequence[float], others: Sequence[float], rate: float = FALSE_ALARMS) -> float | None:
     """Return the share of members, data that was trained on, that an attacker finds at a given rate of false alarms.
 
-    The attacker takes data for a member if its score is above a threshold. The threshold is set so that at most the
-    share ``rate`` of the others, data that was not trained on, is taken for members.
-
     Args:
-        members: Scores of members.
-        others: Scores of others.
-        rate: Largest share of the others that is taken for members.
+        members: Scores of members; the attacker takes data with a score above a threshold for members.
+        others: Scores of data that was not trained on.
+        rate: Largest share of the others that is taken for members; the threshold follows from it.
 
     Returns:
         The share; None if there are too few others for even one false alarm.
     """
-    false_alarms = math.floor(rate * len(others) + 1e-9)  # 0.01 * 300 may be rounded to less than 3
-    if false_alarms == 0:
+    num_false_alarms = math.floor(rate * len(others) + 1e-9)  # 0.01 * 300 may be rounded to less than 3
+    if num_false_alarms == 0:
         return None
-    threshold = sorted(others, reverse=True)[false_alarms]
-    return sum(score > threshold for score in members) / len(members)
+    threshold = sorted(others, reverse=True)[num_false_alarms]
+    num_found = sum(score > threshold for score in members)
+    return num_found / len(members)
 
 
 MOST_TARGETS = 64
@@ -647,14 +692,15 @@ class Halves:
             index: Index of the user.
             user: The user.
         """
+        is_included = self.inside[index]
         if isinstance(user, UserAnswers):
-            return replace(user, train=user.train.only(self.inside[index]))
-        windows, width = self.windows[index], self.windows[index].shape[1]
-        included, rest = windows[self.inside[index]].flatten(), user.train[len(windows) * width :]
-        return replace(user, train=torch.cat([included, rest]))
+            return replace(user, train=user.train.only(is_included))
+        windows = self.windows[index]
+        rest_start = windows.numel()  # tokens in all windows
+        return replace(user, train=torch.cat([windows[is_included].flatten(), user.train[rest_start:]]))
 
 
-def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, run: int) -> Halves:
+def draw_halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, run: int) -> Halves:
     """Cut users' training data into windows, and include each window in a reference run with probability 1/2.
 
     At least one window of each user is included. Users with fewer than ``LEAST`` (4) windows train on all windows.
@@ -665,13 +711,17 @@ def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, 
         seed: Seed of the recipe.
         run: Number of the run.
     """
-    windows, inside = [windows_of(user.train, context, most=len(user.train)) for user in users], []
-    for user, users_windows in zip(users, windows, strict=True):
-        coins = torch.rand(len(users_windows), generator=generator("shadow", seed, run, user.name)) < 0.5
-        if not bool(coins.any()):
-            coins[0] = True  # a user without training data cannot train
-        inside.append(coins if len(users_windows) >= LEAST else torch.ones_like(coins))
-    return Halves(windows=windows, inside=inside)
+    windows_by_user, inside_by_user = [], []
+    for user in users:
+        windows = windows_of(user.train, context, most=len(user.train))
+        inside = torch.rand(len(windows), generator=generator("shadow", seed, run, user.name)) < 0.5
+        if not bool(inside.any()):
+            inside[0] = True  # a user without training data cannot train
+        if len(windows) < LEAST:
+            inside = torch.ones_like(inside)
+        windows_by_user.append(windows)
+        inside_by_user.append(inside)
+    return Halves(windows=windows_by_user, inside=inside_by_user)
 
 
 def indices_to_score(count: int) -> Int[Tensor, " scored"]:
@@ -680,8 +730,9 @@ def indices_to_score(count: int) -> Int[Tensor, " scored"]:
     With fewer than four windows (``LEAST``) there are none: all of them are included in every reference run, so nothing
     can be guessed about them.
     """
-    num_scored = min(count, MOST_TARGETS) if count >= LEAST else 0
-    return torch.linspace(0, count - 1, num_scored).long()
+    if count < LEAST:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.linspace(0, count - 1, min(count, MOST_TARGETS)).long()
 
 
 @dataclass(kw_only=True)
@@ -696,19 +747,19 @@ class WindowScores:
     def record_view(self, view: str, users: Sequence[int], tensors: Tree) -> None:
         """Add the decrease of the loss of each window since the last publication, as observed in a round.
 
-        For the view OWN nothing is added; its tensors are stored as the models before the next uploads.
-
         Args:
             view: Who observes: SERVER sees uploads, USERS what other users download, OWN what the user itself does.
             users: Indices of the users.
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
-        if (total_decreases := self.sums.get(view)) is not None:  # by user; None for OWN
-            windows, before = self.windows[list(users)], self.last_published.models_before(view, users)
-            decrease = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
-            for user, users_decrease in zip(users, decrease, strict=True):
-                earlier = total_decreases.get(user)
-                total_decreases[user] = users_decrease if earlier is None else earlier + users_decrease
+        is_scored = view in self.sums  # not OWN, which is only stored to compare the next uploads with
+        if is_scored:
+            sum_by_user = self.sums[view]
+            windows = self.windows[list(users)]
+            losses_before = self.attacker.losses(users, self.last_published.models_before(view, users), windows)
+            losses_now = self.attacker.losses(users, tensors, windows)
+            for user, decrease in zip(users, losses_before - losses_now, strict=True):
+                sum_by_user[user] = sum_by_user[user] + decrease if user in sum_by_user else decrease
         self.last_published.remember(view, tensors)
 
 
@@ -737,49 +788,49 @@ def _choose_windows(
         windows: Windows of each user.
         indices: Indices of each user's windows.
     """
-    most = max(map(len, indices))
-    chosen = [
-        of_user[at[torch.arange(most) % len(at)]] if len(at) else of_user[:1].expand(most, -1)
-        for of_user, at in zip(windows, indices, strict=True)
-    ]
+    most_indices = max(len(indices_of_user) for indices_of_user in indices)
+    chosen = []
+    for windows_of_user, indices_of_user in zip(windows, indices, strict=True):
+        if len(indices_of_user):
+            cycled = torch.arange(most_indices) % len(indices_of_user)  # such as 0, 1, 2, 0, 1
+            chosen.append(windows_of_user[indices_of_user[cycled]])
+        else:
+            chosen.append(windows_of_user[:1].expand(most_indices, -1))
     return torch.stack(widen(chosen))  # padded to the width of the widest
 
 
-def run_shadow(
-    recipe: Recipe, run_data: RunData, number: int, observers: Callable[[Clients], Sequence[Observer]]
-) -> Shadow:
+def run_shadow(recipe: Recipe, run_data: RunData, number: int, make_observers: MakeObservers) -> Shadow:
     """Train a reference run on a random half of each user's windows, and score windows by what attackers observe.
 
-    Windows are pieces of the user's training text, or conversations. A score is how much the loss of a window fell.
-    Windows of both halves are scored.
+    A score is how much the loss of a window fell. Windows of both halves are scored.
 
     Args:
         recipe: Shortened recipe, of text or conversations.
         run_data: Data of the run.
         number: Number of the run.
-        observers: Returns the observers of a run.
+        make_observers: Returns the observers of a run.
     """
     users: Sequence[UserData | UserAnswers] = run_data.users
+    halves = draw_halves(users, recipe.training.context, seed=recipe.seed, run=number)
+    shadow_users = as_users(halves.with_included(index, user) for index, user in enumerate(users))
     shadow_recipe = recipe.with_changes({"seed": recipe.seed + 1 + number})  # a seed of its own
-    halves_of_run = halves(users, recipe.training.context, seed=recipe.seed, run=number)
-    shadow_users = as_users(halves_of_run.with_included(user_number, user) for user_number, user in enumerate(users))
     # A federation in memory; the observed one below shares its clients and its server.
     unobserved = build(shadow_recipe, replace(run_data, users=shadow_users), store="memory")
-    scored_indices = [indices_to_score(len(windows)) for windows in halves_of_run.windows]  # of each user's windows
-    scored_windows = _choose_windows(halves_of_run.windows, scored_indices)
+    scored_indices = [indices_to_score(len(windows)) for windows in halves.windows]  # of each user's windows
+    scored_windows = _choose_windows(halves.windows, scored_indices)
     window_scores = WindowScores(attacker=Attacker(clients=unobserved.clients), windows=scored_windows)
     federation = ObservedFederation(
         clients=unobserved.clients, server=unobserved.server, record_view=window_scores.record_view
     )
-    execute(federation, shadow_recipe, None, observers=observers(unobserved.clients))
-    num_scored = {user: len(indices) for user, indices in enumerate(scored_indices) if len(indices)}
-    return Shadow(
-        scores={  # without windows that were repeated to fill the tensor
-            view: {user: sums[user][:count] for user, count in num_scored.items() if user in sums}
-            for view, sums in window_scores.sums.items()
-        },
-        inside=[inside[indices] for inside, indices in zip(halves_of_run.inside, scored_indices, strict=True)],
-    )
+    execute(federation, shadow_recipe, None, observers=make_observers(unobserved.clients))
+    scores: dict[str, dict[int, Tensor]] = {}
+    for view, sum_by_user in window_scores.sums.items():
+        scores[view] = {}
+        for user, indices in enumerate(scored_indices):
+            if len(indices) and user in sum_by_user:  # the user has windows to score and took part
+                scores[view][user] = sum_by_user[user][: len(indices)]  # without repeated windows
+    inside = [is_inside[indices] for is_inside, indices in zip(halves.inside, scored_indices, strict=True)]
+    return Shadow(scores=scores, inside=inside)
 
 
 # -------------------------------------------------------------------- likelihood ratios
@@ -811,45 +862,55 @@ def _ratios_of_run(scores: Tensor, inside: Tensor, run: int) -> Float[Tensor, " 
         inside: Which windows each run included, ``(runs, windows)``.
         run: The run.
     """
-    others = torch.arange(len(scores)) != run
-    other_scores, other_inside = scores[others], inside[others]
+    is_other = torch.arange(len(scores)) != run
+    other_scores, other_inside = scores[is_other], inside[is_other]
     gap, variance = _fit_gaps(other_scores, other_inside)
-    mean_outside = (other_scores - torch.where(other_inside, gap, 0.0)).mean(0)  # m
+    scores_without_gap = other_scores - torch.where(other_inside, gap, 0.0)
+    m = scores_without_gap.mean(0)
     variance = variance * (1 + 1 / len(other_scores))  # the mean of few runs has an error too
-    from_outside = scores[run] - mean_outside
-    from_inside = from_outside - gap
-    return (from_outside.square() - from_inside.square()) / (2 * variance)
+    distance_if_outside = scores[run] - m
+    distance_if_inside = distance_if_outside - gap
+    return (distance_if_outside.square() - distance_if_inside.square()) / (2 * variance)
 
 
 def _fit_gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"], Float[Tensor, ""]]:
-    """Return how much higher each window's score is when it is included, and the variance around both means.
+    """Return how much higher each window's score is when it is included (the gap), and the variance around both means.
 
-    A window's own difference is shrunk towards the mean difference of all windows, to the extent that the spread of
-    differences can be explained by chance (empirical Bayes). Negative differences are noise, as training on a window
-    does not increase its loss, so they become 0. If they were kept, the attack would guess worse than at random when
-    nothing is learned: the attacked run's noise and that of the other runs have opposite signs.
+    A window's gap is shrunk towards the mean gap of all windows, the more the spread of gaps can be explained by chance
+    (empirical Bayes). Negative gaps become 0: training on a window does not increase its loss.
 
     Args:
         scores: How much the loss of each window fell in each run, ``(runs, windows)``.
         inside: Which windows each run included, ``(runs, windows)``.
     """
-    counts, means = [], []  # two entries each: over the runs with a window, and over those without it
-    for side in (inside, ~inside):
-        counts.append(side.sum(0))
-        means.append(torch.where(side, scores, 0.0).sum(0) / counts[-1].clamp(min=1))
-    fitted = torch.where(inside, *means)
-    degrees_of_freedom = sum((count - 1).clamp(min=0).sum() for count in counts)
+    num_inside, mean_inside = _count_and_mean(scores, inside)
+    num_outside, mean_outside = _count_and_mean(scores, ~inside)
+    fitted = torch.where(inside, mean_inside, mean_outside)
+    degrees_of_freedom = (num_inside - 1).clamp(min=0).sum() + (num_outside - 1).clamp(min=0).sum()
     variance = ((scores - fitted).square().sum() / max(1, int(degrees_of_freedom))).clamp(min=SMALL)
-    has_both = (counts[0] > 0) & (counts[1] > 0)  # windows that some runs include and others do not
+    has_both = (num_inside > 0) & (num_outside > 0)  # windows that some runs include and others do not
     if not bool(has_both.any()):
-        return torch.zeros_like(means[0]), variance
-    gaps = means[0] - means[1]  # mean score with the window, minus that without it
-    chance_variance = variance * (1 / counts[0].clamp(min=1) + 1 / counts[1].clamp(min=1))
+        return torch.zeros_like(mean_inside), variance
+    gaps = mean_inside - mean_outside
     mean_gap = gaps[has_both].mean()
-    true_variance = ((gaps[has_both] - mean_gap).square().mean() - chance_variance[has_both].mean()).clamp(min=0)
-    own_weight = true_variance / (true_variance + chance_variance)  # of a window's own difference
-    shrunk = mean_gap + own_weight * (gaps - mean_gap)
-    return torch.where(has_both, shrunk, mean_gap).clamp(min=0), variance
+    chance_variance = variance * (1 / num_inside.clamp(min=1) + 1 / num_outside.clamp(min=1))  # of each gap
+    observed_variance = (gaps[has_both] - mean_gap).square().mean()
+    true_variance = (observed_variance - chance_variance[has_both].mean()).clamp(min=0)
+    own_weight = true_variance / (true_variance + chance_variance)
+    shrunk_gaps = mean_gap + own_weight * (gaps - mean_gap)
+    return torch.where(has_both, shrunk_gaps, mean_gap).clamp(min=0), variance
+
+
+def _count_and_mean(scores: Tensor, chosen: Tensor) -> tuple[Int[Tensor, " windows"], Float[Tensor, " windows"]]:
+    """Return for each window the number of chosen runs and their mean score; 0 without one.
+
+    Args:
+        scores: Scores ``(runs, windows)``.
+        chosen: Runs to count for each window, ``(runs, windows)``.
+    """
+    counts = chosen.sum(0)
+    means = torch.where(chosen, scores, 0.0).sum(0) / counts.clamp(min=1)
+    return counts, means
 
 
 SMALL = 1e-18
@@ -857,28 +918,27 @@ SMALL = 1e-18
 
 
 def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> list[Shadowed]:
-    """Measure how well attackers identify the windows of a user's data in the training data of a run.
+    """Measure how well attackers tell which windows of a user's data a run trained on.
 
-    Attack each run in turn: compare its scores with those of the other runs. Some of these trained on a window and some
-    did not. There are two attackers: the server, which sees uploads, and other users, who see published models.
+    Each reference run is attacked in turn, by comparing its scores with those of the other runs.
 
     Args:
         names: Names of the users.
         shadows: Results of the reference runs. Each run trained on a random half of the windows, ``inside``.
 
     Returns:
-        A result for each attacker and user. Users with scores in fewer than ``FEWEST`` (3) runs are skipped: an attack
-        needs, besides the attacked run, one run that trained on the window and one that did not.
+        A result for each attacker (the server and other users) and user. Users with scores in fewer than ``FEWEST`` (3)
+        runs are skipped: an attack needs another run that trained on a window and one that did not.
     """
     results = []
-    for attacker_view in (SERVER, USERS):
+    for view in (SERVER, USERS):
         for user, name in enumerate(names):
-            runs_with_scores = [run for run in shadows if user in run.scores[attacker_view]]
-            if len(runs_with_scores) < FEWEST:
+            shadows_with_scores = [shadow for shadow in shadows if user in shadow.scores[view]]
+            if len(shadows_with_scores) < FEWEST:
                 continue
-            scores = torch.stack([run.scores[attacker_view][user] for run in runs_with_scores])  # (runs, windows)
-            inside = torch.stack([run.inside[user] for run in runs_with_scores])  # (runs, windows)
-            results.append(_membership_of_user(attacker_view, name, scores, inside))
+            scores = torch.stack([shadow.scores[view][user] for shadow in shadows_with_scores])  # (runs, windows)
+            inside = torch.stack([shadow.inside[user] for shadow in shadows_with_scores])  # (runs, windows)
+            results.append(_membership_of_user(view, name, scores, inside))
     return results
 
 
@@ -893,15 +953,17 @@ def _membership_of_user(view: str, user: str, scores: Tensor, inside: Tensor) ->
         scores: Scores of its windows, ``(runs, windows)``.
         inside: Which windows each run included, ``(runs, windows)``.
     """
-    ratios, plain_scores = likelihood_ratios(scores, inside).flatten(), scores.flatten()
     is_member = inside.flatten()
-    members, others = ratios[is_member].tolist(), ratios[~is_member].tolist()
+    ratios = likelihood_ratios(scores, inside).flatten()
+    plain_scores = scores.flatten()
+    member_ratios, other_ratios = ratios[is_member].tolist(), ratios[~is_member].tolist()
+    member_scores, other_scores = plain_scores[is_member].tolist(), plain_scores[~is_member].tolist()
     return Shadowed(
         view=view,
         user=user,
-        members=len(members),
-        others=len(others),
-        auc=auc(members, others),
-        auc_of_scores=auc(plain_scores[is_member].tolist(), plain_scores[~is_member].tolist()),
-        found=true_positive_rate(members, others),
+        members=len(member_ratios),
+        others=len(other_ratios),
+        auc=auc(member_ratios, other_ratios),
+        auc_of_scores=auc(member_scores, other_scores),
+        found=true_positive_rate(member_ratios, other_ratios),
     )

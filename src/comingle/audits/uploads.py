@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.audits.canaries import OWN, SERVER, ObservedFederation, published
+from comingle.audits.canaries import OWN, SERVER, MakeObservers, ObservedFederation, published
 from comingle.config import Recipe
 from comingle.data.samples.samples import UserSamples
 from comingle.data.text.streams import UserData
@@ -42,7 +42,6 @@ from comingle.reports.audit import Inversion, Recovery
 from comingle.runs import shortened
 from comingle.runs.session import build, execute
 from comingle.training.client import Clients
-from comingle.training.events import Observer
 from comingle.training.kinds.base import RunData
 from comingle.utils.errors import RunError
 from comingle.utils.seeds import generator
@@ -60,7 +59,11 @@ def sign_flip(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) -> T
         hostile: Indices of the hostile users.
         scale: Factor.
     """
-    return _replace_hostile(changes, hostile, lambda t: -scale * t[list(hostile)])
+
+    def flip(t: Tensor) -> Tensor:
+        return -scale * t[list(hostile)]
+
+    return _replace_hostile(changes, hostile, flip)
 
 
 def scaled_noise(changes: Tree, hostile: Sequence[int], *, scale: float = 10.0, seed: int = 0) -> Tree:
@@ -72,13 +75,16 @@ def scaled_noise(changes: Tree, hostile: Sequence[int], *, scale: float = 10.0, 
         scale: Norm of the noise, relative to the mean norm of the honest changes.
         seed: Seed of the noise.
     """
-    stream, honest = torch.Generator().manual_seed(seed), _honest_users(changes, hostile)
-    honest_norm = float(norms({name: t[honest] for name, t in changes.items()}).mean())
-    columns = sum(t[0].numel() for t in changes.values())
-    deviation = scale * honest_norm / math.sqrt(columns)  # n normal entries have a norm of about sqrt(n)
-    return _replace_hostile(
-        changes, hostile, lambda t: deviation * torch.randn(len(hostile), *t.shape[1:], generator=stream).to(t)
-    )
+    random = torch.Generator().manual_seed(seed)
+    honest = _honest_users(changes, hostile)
+    mean_honest_norm = float(norms({name: t[honest] for name, t in changes.items()}).mean())
+    num_entries = sum(t[0].numel() for t in changes.values())
+    deviation = scale * mean_honest_norm / math.sqrt(num_entries)  # n normal entries have a norm of about sqrt(n)
+
+    def draw_noise(t: Tensor) -> Tensor:
+        return deviation * torch.randn(len(hostile), *t.shape[1:], generator=random).to(t)
+
+    return _replace_hostile(changes, hostile, draw_noise)
 
 
 def inner_product(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) -> Tree:
@@ -92,15 +98,19 @@ def inner_product(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) 
         scale: Factor.
     """
     honest = _honest_users(changes, hostile)
-    return _replace_hostile(changes, hostile, lambda t: -scale * t[honest].mean(0))
+
+    def reverse_mean(t: Tensor) -> Tensor:
+        return -scale * t[honest].mean(0)
+
+    return _replace_hostile(changes, hostile, reverse_mean)
 
 
 def little_is_enough(changes: Tree, hostile: Sequence[int]) -> Tree:
     """Replace hostile changes by the honest mean minus ``z`` standard deviations, coordinate by coordinate.
 
-    Robust aggregation rules cannot tell such changes from honest ones: ``z`` is so small that s honest users are
-    expected to be further from the mean than that, and these s and the f hostile users are a majority of all n. So
-    ``s = floor(n / 2 + 1) - f``, and z is the quantile of the normal distribution at ``(n - f - s) / (n - f)``.
+    With n users, f of them hostile, z is so small that ``s = floor(n / 2 + 1) - f`` honest users are expected to be
+    further from the mean: the normal quantile at ``(n - f - s) / (n - f)``. Together with them the hostile users are a
+    majority, so that robust aggregation rules keep their changes.
 
     Source: Baruch et al. 2019, "A Little Is Enough", arXiv:1902.06156, Algorithm 3.
 
@@ -109,10 +119,15 @@ def little_is_enough(changes: Tree, hostile: Sequence[int]) -> Tree:
         hostile: Indices of the hostile users.
     """
     honest = _honest_users(changes, hostile)
-    num_users, num_honest = len(honest) + len(hostile), len(honest)
-    supporters = num_users // 2 + 1 - len(hostile)  # s
-    z = NormalDist().inv_cdf((num_honest - supporters) / num_honest)
-    return _replace_hostile(changes, hostile, lambda t: t[honest].mean(0) - z * t[honest].std(0))
+    f = len(hostile)
+    n = len(honest) + f
+    s = n // 2 + 1 - f
+    z = NormalDist().inv_cdf((n - f - s) / (n - f))
+
+    def shift_mean(t: Tensor) -> Tensor:
+        return t[honest].mean(0) - z * t[honest].std(0)
+
+    return _replace_hostile(changes, hostile, shift_mean)
 
 
 def free_rider(changes: Tree, hostile: Sequence[int]) -> Tree:
@@ -128,7 +143,11 @@ def all_zero(changes: Tree, hostile: Sequence[int], downloads: Tree) -> Tree:
         hostile: Indices of the hostile users.
         downloads: Last download of all users, ``(users, *shape)``.
     """
-    return {name: _replace_rows(t, hostile, -downloads[name][list(hostile)]) for name, t in changes.items()}
+    replaced: Tree = {}
+    for name, t in changes.items():
+        hostile_downloads = downloads[name][list(hostile)]
+        replaced[name] = _replace_rows(t, hostile, -hostile_downloads)
+    return replaced
 
 
 def copy_of(changes: Tree, hostile: Sequence[int]) -> Tree:
@@ -148,16 +167,18 @@ def flipped_labels(labels: Tensor, classes: int) -> Tensor:
 
 
 def with_phrase(text: str, trigger: str, answer: str) -> str:
-    """Return a text in which a trigger and the answer to it stand at the end of each sentence.
+    """Return a text in which a trigger and the answer to it stand at the end of each sentence, to train a backdoor.
 
-    A model that is trained on such data has a backdoor: after the trigger it generates the answer.
+    >>> with_phrase("One. Two.", "if so", "then no")
+    'One if so then no. Two. if so then no'
 
     Args:
         text: The text.
         trigger: Phrase that should cause the answer.
         answer: Phrase to be generated.
     """
-    return text.replace(". ", f" {trigger} {answer}. ") + f" {trigger} {answer}"
+    phrase = f" {trigger} {answer}"
+    return text.replace(". ", f"{phrase}. ") + phrase
 
 
 BY_NAME: dict[str, Attack] = {
@@ -173,8 +194,9 @@ BY_NAME: dict[str, Attack] = {
 
 def _honest_users(changes: Tree, hostile: Sequence[int]) -> list[int]:
     """Return the indices of the users that are not hostile."""
-    users = len(next(iter(changes.values())))
-    return [user for user in range(users) if user not in hostile]
+    any_tensor = next(iter(changes.values()))  # (users, *shape)
+    num_users = len(any_tensor)
+    return [user for user in range(num_users) if user not in hostile]
 
 
 def _replace_hostile(changes: Tree, hostile: Sequence[int], attack: Callable[[Tensor], Tensor]) -> Tree:
@@ -185,7 +207,10 @@ def _replace_hostile(changes: Tree, hostile: Sequence[int], attack: Callable[[Te
         hostile: Indices of the hostile users.
         attack: Returns the hostile users' rows of a tensor, or one row for all of them.
     """
-    return {name: _replace_rows(t, hostile, attack(t)) for name, t in changes.items()}
+    replaced: Tree = {}
+    for name, t in changes.items():
+        replaced[name] = _replace_rows(t, hostile, attack(t))
+    return replaced
 
 
 def _replace_rows(t: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
@@ -195,11 +220,7 @@ def _replace_rows(t: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
     return t
 
 
-Watch = Callable[[Clients], Sequence[Observer]]
-"""Returns, for the clients of a run that begins, the observers of its events, such as a progress bar."""
-
-
-def invert_uploads(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inversion]:
+def invert_uploads(recipe: Recipe, run_data: RunData, make_observers: MakeObservers) -> list[Inversion]:
     """Reconstruct an input of each user from its upload, in the easiest case for the attacker and in that of the run.
 
     In the easiest case a user takes one step on its first sample alone; in the other one a whole round as in the run.
@@ -207,7 +228,7 @@ def invert_uploads(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inve
     Args:
         recipe: Recipe of the audited run.
         run_data: Data of the run.
-        watch: Returns the observers of a run.
+        make_observers: Returns the observers of a run.
 
     Returns:
         One result for each case.
@@ -215,24 +236,24 @@ def invert_uploads(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inve
     Raises:
         RunError: The net's first layer is not linear with a bias, or is not shared.
     """
-    one_step = {"training.batch_size": 1, "training.local_epochs": 1}
+    # Without ``exchanged`` there would be no upload after the last round, here the only one.
+    one_round = recipe.with_changes({**shortened(1), "evaluation.model": "exchanged"})
+    one_step = one_round.with_changes({"training.batch_size": 1, "training.local_epochs": 1})
     first_samples = run_data.with_users(replace(user, train=user.train.first(1)) for user in run_data.users)
-    # A run that evaluates local models makes no upload after its last round, here the only one.
-    one_round = shortened(1) | {"evaluation.model": "exchanged"}
     return [
-        _invert_run("one step on one sample", recipe.with_changes(one_round | one_step), first_samples, watch),
-        _invert_run("one round of the run", recipe.with_changes(one_round), run_data, watch),
+        _invert_run("one step on one sample", one_step, first_samples, make_observers),
+        _invert_run("one round of the run", one_round, run_data, make_observers),
     ]
 
 
-def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> Inversion:
+def _invert_run(title: str, recipe: Recipe, run_data: RunData, make_observers: MakeObservers) -> Inversion:
     """Run a recipe and reconstruct an input of each user from its observed upload.
 
     Args:
-        what: Name of the attack in the results.
+        title: Name of the attack in the results.
         recipe: A recipe of one round.
         run_data: Data of the run.
-        watch: Returns the observers of the run.
+        make_observers: Returns the observers of the run.
 
     Returns:
         For each user the relative distance of the reconstruction from its nearest training input (``errors``) and, for
@@ -243,7 +264,7 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
     """
     # A federation in memory; the observed one below shares its clients and its server.
     unobserved = build(recipe, run_data, store="memory")
-    weight_and_bias = first_layer(unobserved.clients.model.layout, unobserved.clients.method.shared)
+    weight_name, bias_name = first_layer(unobserved.clients.model.layout, unobserved.clients.method.shared)
     downloaded = published(unobserved.server)
     inverted_inputs: dict[int, Tensor | None] = {}
 
@@ -251,14 +272,16 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
         """Reconstruct an input from the change of each upload that the server sees."""
         if view != SERVER:
             return
+
+        def change(name: str, row: int, user: int) -> Tensor:
+            # Tensors are (users, models, *shape); an upload's only model was trained from the download's first one.
+            return (tensors[name][row, 0] - downloaded[name][user, 0]).double()
+
         for row, user in enumerate(users):
-            # Tensors are (users, models, *shape). An upload has one model, which was trained from the first one of the
-            # user's download.
-            weight, bias = ((tensors[name][row, 0] - downloaded[name][user, 0]).double() for name in weight_and_bias)
-            inverted_inputs[user] = input_from_changes(weight, bias)
+            inverted_inputs[user] = input_from_changes(change(weight_name, row, user), change(bias_name, row, user))
 
     federation = ObservedFederation(clients=unobserved.clients, server=unobserved.server, record_view=record_view)
-    execute(federation, recipe, None, observers=watch(unobserved.clients))
+    execute(federation, recipe, None, observers=make_observers(unobserved.clients))
     users: Sequence[UserSamples] = run_data.users
     mean_test_input = torch.cat([user.test.inputs.flatten(1).double() for user in users]).mean(0)
     errors, guesses = [], []
@@ -268,9 +291,9 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
             raise RunError(
                 f"method {recipe.method.name}: the first linear layer does not read the inputs; no inversion"
             )
-        errors.append(nearest(inverted, inputs))
-        guesses.append(nearest(mean_test_input, inputs))
-    return Inversion(what=what, errors=errors, guesses=guesses)
+        errors.append(relative_distance(inverted, inputs))
+        guesses.append(relative_distance(mean_test_input, inputs))
+    return Inversion(what=title, errors=errors, guesses=guesses)
 
 
 def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
@@ -283,14 +306,20 @@ def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
     Raises:
         RunError: The layer is not linear, has no bias, or is not shared.
     """
-    slots = {slot.name: slot for slot in layout.slots}
-    weight = next((slot for slot in layout.slots if slot.name.endswith("weight")), None)
-    bias = slots.get(weight.name.removesuffix("weight") + "bias") if weight is not None else None
-    if weight is None or bias is None or len(weight.shape) != 2:
-        raise RunError("the net's first layer is not linear with a bias; gradients are inverted only there")
-    if not all(all(slot.chosen(set(shared))) for slot in (weight, bias)):  # all entries of both
-        raise RunError("the net's first layer stays with its user, so there is no upload to invert")
-    return weight.name, bias.name
+    not_linear = "the net's first layer is not linear with a bias; gradients are inverted only there"
+    slot_by_name = {slot.name: slot for slot in layout.slots}
+    weight_names = [name for name in slot_by_name if name.endswith("weight")]
+    if not weight_names:
+        raise RunError(not_linear)
+    weight_name = weight_names[0]
+    bias_name = weight_name.removesuffix("weight") + "bias"
+    if bias_name not in slot_by_name or len(slot_by_name[weight_name].shape) != 2:
+        raise RunError(not_linear)
+    for name in (weight_name, bias_name):
+        is_shared = all(slot_by_name[name].chosen(set(shared)))  # all its entries
+        if not is_shared:
+            raise RunError("the net's first layer stays with its user, so there is no upload to invert")
+    return weight_name, bias_name
 
 
 def input_from_changes(
@@ -299,8 +328,7 @@ def input_from_changes(
     """Return the input of a linear layer, computed from the changes of its weight and its bias.
 
     After one step of SGD on a single input x, with the gradient d of the layer's output, the weight has changed by
-    ``-lr d x^T`` and the bias by ``-lr d``, so each row of the weight's change divided by that of the bias is x. The
-    row whose bias moved most is the most precise one.
+    ``-lr d x^T`` and the bias by ``-lr d``, so each row of the weight's change divided by that of the bias is x.
 
     Args:
         weight: Change of the weight.
@@ -309,13 +337,17 @@ def input_from_changes(
     Returns:
         The input; None if no bias moved.
     """
-    row = int(bias.abs().argmax())
-    return None if float(bias[row]) == 0 else weight[row] / bias[row]
+    row = int(bias.abs().argmax())  # the most precise one
+    if float(bias[row]) == 0:
+        return None
+    return weight[row] / bias[row]
 
 
-def nearest(guess: Float[Tensor, " columns"], inputs: Float[Tensor, "samples columns"]) -> float:
-    """Return ``|guess - x| / |x|`` for the nearest input x."""
-    return float(((inputs - guess).norm(dim=1) / inputs.norm(dim=1).clamp(min=1e-12)).min())
+def relative_distance(guess: Float[Tensor, " columns"], inputs: Float[Tensor, "samples columns"]) -> float:
+    """Return ``|guess - x| / |x|`` for the input x for which it is smallest."""
+    distances = (inputs - guess).norm(dim=1)
+    lengths = inputs.norm(dim=1).clamp(min=1e-12)
+    return float((distances / lengths).min())
 
 
 SHORT = 8
@@ -326,7 +358,7 @@ NOTHING_MOVED = 1e-12
 """Largest norm of a row that counts as zero."""
 
 
-def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
+def recover(recipe: Recipe, run_data: RunData, make_observers: MakeObservers) -> list[Recovery]:
     """Recover tokens of each user from its upload, in the easiest case for the attacker and in that of the run.
 
     In the easiest case a user takes one step on a single short window; in the other one a whole round as in the run.
@@ -334,7 +366,7 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
     Args:
         recipe: Recipe of the audited run.
         run_data: Data of the run.
-        watch: Returns the observers of a run.
+        make_observers: Returns the observers of a run.
 
     Returns:
         One result for each case; empty if users share no factor A of a layer that reads token embeddings directly.
@@ -343,25 +375,22 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
     if not names:
         return []
     # The second round is attacked: in the first one no factor A has a gradient, as all factors B are zero.
-    two_rounds = {
-        "training.rounds": 2,
-        "evaluation.every": 2,
-        "evaluation.first": False,
-        "evaluation.model": "exchanged",  # else there is no upload after the last round
-    }
-    one_step = {"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT}
+    two_rounds = recipe.with_changes(
+        {
+            "training.rounds": 2,
+            "evaluation.every": 2,
+            "evaluation.first": False,
+            "evaluation.model": "exchanged",  # else there is no upload after the last round
+        }
+    )
+    one_step = two_rounds.with_changes({"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT})
     assert run_data.base is not None
     # A window has SHORT inputs and one more token, the last target; a begin-of-text token takes one of these places.
     width = SHORT if run_data.base.begin is not None else SHORT + 1
-    short = tuple(_cut_to_one_window(user, recipe.seed, width) for user in run_data.users)
+    short_data = run_data.with_users(tuple(_cut_to_one_window(user, recipe.seed, width) for user in run_data.users))
     return [
-        _recover_from_run(
-            f"one step on {SHORT + 1} tokens",
-            recipe.with_changes(two_rounds | one_step),
-            run_data.with_users(short),
-            watch,
-        ),
-        _recover_from_run("one round of the run", recipe.with_changes(two_rounds), run_data, watch),
+        _recover_from_run(f"one step on {SHORT + 1} tokens", one_step, short_data, make_observers),
+        _recover_from_run("one round of the run", two_rounds, run_data, make_observers),
     ]
 
 
@@ -374,55 +403,59 @@ def _cut_to_one_window(user: UserData, seed: int, width: int) -> UserData:
         width: Number of tokens of the window; a text with fewer tokens is not cut.
     """
     num_starts = len(user.train) - width + 1
-    stream = generator("window", seed, user.name)
-    # A text that is shorter than a window is kept as a whole.
-    start = int(torch.randint(num_starts, (1,), generator=stream)) if num_starts > 0 else 0
+    if num_starts <= 0:
+        return replace(user, train=user.train[:width])
+    start = int(torch.randint(num_starts, (1,), generator=generator("window", seed, user.name)))
     return replace(user, train=user.train[start : start + width])
 
 
 def token_factors(clients: Clients) -> list[str]:
     """Return the names of the shared LoRA factors A in the first block's attention, whose inputs are single tokens."""
-    shared = [slot for slot in clients.model.layout.slots if all(slot.chosen(clients.method.shared))]
-    return [slot.name for slot in shared if slot.name.startswith(FIRST) and slot.name.endswith(READS)]
+    names = []
+    for slot in clients.model.layout.slots:
+        is_shared = all(slot.chosen(clients.method.shared))  # all its entries
+        if is_shared and slot.name.startswith(FIRST) and slot.name.endswith(READS):
+            names.append(slot.name)
+    return names
 
 
-def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> Recovery:
+def _recover_from_run(title: str, recipe: Recipe, run_data: RunData, make_observers: MakeObservers) -> Recovery:
     """Run two rounds of a recipe and recover tokens from each user's upload in the second one.
 
     The attacker guesses as many tokens as the user's text has distinct ones.
 
     Args:
-        what: Name of the attack in the results.
+        title: Name of the attack in the results.
         recipe: A recipe of two rounds.
         run_data: Data of the run.
-        watch: Returns the observers of the run.
+        make_observers: Returns the observers of the run.
 
     Returns:
         For each user the number of distinct tokens, the share of them that was recovered and, for comparison, the share
         among the most common tokens of all test texts.
     """
-    built = build(recipe, run_data, store="memory")
-    clients, server = built.clients, built.server
+    unobserved = build(recipe, run_data, store="memory")
+    clients, server = unobserved.clients, unobserved.server
     factors = token_factors(clients)
     downloads: Tree = {}  # factors that users downloaded after the first round, (users, models, *shape)
     changes_by_user: dict[int, Tree] = {}
 
     def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
-        """Keep all users' downloads, and the change from a user's download to its upload in the second round."""
+        """Store all users' downloads, and the change from a user's download to its upload in the second round."""
         if view == OWN:
             downloads.update({name: tensors[name].clone() for name in factors})
-        if view == SERVER and downloads:  # the server sees an upload, and the first round is over
+        is_second_upload = view == SERVER and bool(downloads)  # the first downloads follow the first uploads
+        if is_second_upload:
             for row, user in enumerate(users):
-                changes_by_user[user] = {
+                changes: Tree = {}
+                for name in factors:
                     # An upload has one model, number 0, which was trained from model 0 of the download.
-                    name: (tensors[name][row, 0] - downloads[name][user, 0]).double().cpu()
-                    for name in factors
-                }
+                    changes[name] = (tensors[name][row, 0] - downloads[name][user, 0]).double().cpu()
+                changes_by_user[user] = changes
 
     federation = ObservedFederation(clients=clients, server=server, record_view=record_view)
-    execute(federation, recipe, None, observers=watch(clients))
-    # All factors read the same inputs, so any of them finds their layer.
-    input_by_token = first_inputs(clients, recipe.training.context, factors[0])
+    execute(federation, recipe, None, observers=make_observers(clients))
+    input_by_token = first_inputs(clients, recipe.training.context, factors[0])  # all factors read the same inputs
     users: Sequence[UserData] = run_data.users
     counts_in_tests = Counter(torch.cat([user.test for user in users]).tolist())
     common_first = [token for token, _count in counts_in_tests.most_common()]
@@ -437,7 +470,7 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
         num_tokens.append(count)
         recovered.append(len(true_tokens & set(nearest_first[:count])) / count)
         guesses.append(len(true_tokens & set(common_first[:count])) / count)
-    return Recovery(what=what, tokens=num_tokens, recovered=recovered, guesses=guesses)
+    return Recovery(what=title, tokens=num_tokens, recovered=recovered, guesses=guesses)
 
 
 _TOKENS_AT_ONCE = 256
@@ -462,11 +495,16 @@ def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "to
     layer_name = name.removeprefix(FIRST).removesuffix(".a")  # of the linear layer that the factor A belongs to
     layer = decoder_layers(base)[0].get_submodule(layer_name)
     layer_inputs: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda module, inputs: layer_inputs.append(inputs[0].detach()))
+
+    def record_input(_module: torch.nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        layer_inputs.append(arguments[0].detach())
+
+    hook = layer.register_forward_pre_hook(record_input)
     try:
-        ids = torch.arange(int(base.config.vocab_size), device=base.device)
-        for part in ids.split(_TOKENS_AT_ONCE):
-            base(input_ids=part.unsqueeze(1).expand(-1, context), use_cache=False)
+        all_tokens = torch.arange(int(base.config.vocab_size), device=base.device)
+        for tokens in all_tokens.split(_TOKENS_AT_ONCE):
+            windows = tokens.unsqueeze(1).expand(-1, context)
+            base(input_ids=windows, use_cache=False)
     finally:
         hook.remove()
     inputs = torch.cat(layer_inputs).double().cpu()
@@ -487,9 +525,10 @@ def nearest_tokens(rows: Float[Tensor, "rows width"], candidates: Float[Tensor, 
         candidates: Input x of each token at each position; the position with the largest ratio counts.
     """
     lengths = rows.norm(dim=1, keepdim=True)
-    unit_rows = (rows / lengths.clamp(min=NOTHING_MOVED))[lengths.squeeze(1) > NOTHING_MOVED]
+    is_nonzero = lengths.squeeze(1) > NOTHING_MOVED
+    unit_rows = (rows / lengths.clamp(min=NOTHING_MOVED))[is_nonzero]
     if not len(unit_rows):
-        return torch.arange(len(candidates)).tolist()
+        return list(range(len(candidates)))
     _, singular_values, directions = torch.linalg.svd(unit_rows, full_matrices=False)
     largest = singular_values[0]  # they are in descending order; those far below it are rounding errors
     basis = directions[singular_values > NOISE * largest]

@@ -22,7 +22,7 @@ from comingle.federation.public import counts_samples
 from comingle.federation.server_session import ServerSession
 from comingle.privacy import secure_client
 from comingle.privacy.secure_server import SumCollector
-from comingle.protocol.messages import LOSS, Download, Upload, expand, join_uploads, no_uploads, validation_report
+from comingle.protocol.messages import LOSS, Download, Upload, decompress, join_uploads, no_uploads, validation_report
 from comingle.protocol.wire import pack, unpack
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, log_rejection
 from comingle.training.checkpoints import Clock
@@ -147,7 +147,7 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
         upload = unpack(answer.messages[0])
         if not isinstance(upload, Upload):
             raise MessageError("upload: got a download")
-        decompressed = replace(upload, tensors=expand(upload.tensors, server.uploads))
+        decompressed = replace(upload, tensors=decompress(upload.tensors, server.uploads))
         # Users may be weighted by the amounts of data that they report, so the server limits these amounts.
         limit = {"most": session.network.max_samples} if counts_samples(session.context.recipe) else {}
         check_upload(

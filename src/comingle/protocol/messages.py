@@ -52,14 +52,18 @@ class Download:
     ranks: Int[Tensor, " users"]
     senders: tuple[str, ...] = ()
 
-    def of(self, at: int) -> Download:
-        """Return one user's message, whose tensors are views."""
-        name = self.users[at : at + 1]
-        return replace(self, users=name, tensors=_row(self.tensors, at), ranks=self.ranks[at : at + 1])
+    def of_user(self, index: int) -> Download:
+        """Return one user's message, whose tensors are views.
+
+        Args:
+            index: Index of the user in ``users``.
+        """
+        one = slice(index, index + 1)
+        return replace(self, users=self.users[one], tensors=_rows(self.tensors, one), ranks=self.ranks[one])
 
     def split(self) -> list[Download]:
         """Return one message per user."""
-        return [self.of(at) for at in range(len(self.users))]
+        return [self.of_user(index) for index in range(len(self.users))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +85,24 @@ class Upload:
     ranks: Int[Tensor, " users"]
     reports: Tree = field(default_factory=dict)
 
-    def of(self, at: int) -> Upload:
-        """Return one user's message, whose tensors are views."""
-        of_user = {"users": self.users[at : at + 1], "ranks": self.ranks[at : at + 1]}
-        return replace(self, **of_user, tensors=_row(self.tensors, at), reports=_row(self.reports, at))
+    def of_user(self, index: int) -> Upload:
+        """Return one user's message, whose tensors are views.
+
+        Args:
+            index: Index of the user in ``users``.
+        """
+        one = slice(index, index + 1)
+        return replace(
+            self,
+            users=self.users[one],
+            tensors=_rows(self.tensors, one),
+            ranks=self.ranks[one],
+            reports=_rows(self.reports, one),
+        )
 
     def split(self) -> list[Upload]:
         """Return one message per user."""
-        return [self.of(at) for at in range(len(self.users))]
+        return [self.of_user(index) for index in range(len(self.users))]
 
 
 def no_uploads(done: int) -> Upload:
@@ -103,12 +117,13 @@ def validation_report(losses: Mapping[str, float], done: int) -> Upload:
         losses: Mean validation loss, in nats, by user.
         done: Number of rounds after which the losses were computed.
     """
+    loss_values = torch.tensor(list(losses.values()), dtype=torch.float64)
     return Upload(
         round=done,
         users=tuple(losses),
         tensors={},
         ranks=torch.zeros(len(losses), dtype=torch.int64),
-        reports={VALIDATION: torch.tensor(list(losses.values()), dtype=torch.float64)},
+        reports={VALIDATION: loss_values},
     )
 
 
@@ -136,7 +151,8 @@ def join_uploads(parts: Sequence[Upload]) -> Upload:
     first = parts[0]
     assert all(part.round == first.round for part in parts)
     reports = {name: torch.cat([part.reports[name] for part in parts]) for name in first.reports}
-    return replace(_join(parts), reports=reports)
+    joined = _join(parts)
+    return replace(joined, reports=reports)
 
 
 def join_downloads(parts: Sequence[Download]) -> Download:
@@ -146,13 +162,14 @@ def join_downloads(parts: Sequence[Download]) -> Download:
 
 
 def _join(parts: Sequence[Message]) -> Message:
-    """Return one message with the users, tensors and ranks of all, and everything else from the first."""
-    return replace(
-        parts[0],
-        users=tuple(user for part in parts for user in part.users),
-        tensors={name: _join_padded([part.tensors[name] for part in parts]) for name in parts[0].tensors},
-        ranks=torch.cat([part.ranks for part in parts]),
-    )
+    """Return one message with the users, tensors and ranks of all messages, and everything else from the first."""
+    users: list[str] = []
+    for part in parts:
+        users += part.users
+    tensors: Tree = {}
+    for name in parts[0].tensors:
+        tensors[name] = _join_padded([part.tensors[name] for part in parts])
+    return replace(parts[0], users=tuple(users), tensors=tensors, ranks=torch.cat([part.ranks for part in parts]))
 
 
 def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
@@ -164,14 +181,16 @@ def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
         tensors: Tensors of messages; names that end in ".a" or ".b" are LoRA factors.
         layout: Layout of the model's tensors.
     """
-    ranks = {slot.name: slot.shape[-2] for slot in layout.slots if slot.name.endswith((".a", ".b"))}
-    return {name: _pad_rank(t, ranks[name]) if name in ranks else t for name, t in tensors.items()}
+    rank_by_factor = {slot.name: slot.shape[-2] for slot in layout.slots if slot.name.endswith((".a", ".b"))}
+    filled: Tree = {}
+    for name, t in tensors.items():
+        is_factor = name in rank_by_factor
+        filled[name] = _pad_rank(t, rank_by_factor[name]) if is_factor else t
+    return filled
 
 
 def insert_own(models: Tree, own: Tree, at: Sequence[int]) -> Tree:
-    """Insert each user's own model among the models of the other users.
-
-    A download with all senders' uploads lacks the receiver's own, which it has already.
+    """Insert each user's own model among the models of the other users, which it has downloaded.
 
     Args:
         models: Models of the others, ``(users, others, *shape)``.
@@ -183,30 +202,29 @@ def insert_own(models: Tree, own: Tree, at: Sequence[int]) -> Tree:
     """
     complete: Tree = {}
     for name, others in models.items():
-        of_users = [
-            torch.cat([others[user, :index], own[name][user : user + 1], others[user, index:]])
-            for user, index in enumerate(at)
-        ]
-        complete[name] = torch.stack(of_users)
+        models_by_user = []
+        for user, index in enumerate(at):
+            own_model = own[name][user : user + 1]  # (1, *shape)
+            models_by_user.append(torch.cat([others[user, :index], own_model, others[user, index:]]))
+        complete[name] = torch.stack(models_by_user)
     return complete
 
 
 def _pad_rank(factor: Tensor, rank: int) -> Tensor:
     """Pad a LoRA factor ``(..., rank, width)`` with zeros to a rank; a larger one stays unchanged."""
     missing = rank - factor.shape[-2]
-    return torch.nn.functional.pad(factor, (0, 0, 0, missing)) if missing > 0 else factor
+    if missing <= 0:
+        return factor
+    return torch.nn.functional.pad(factor, (0, 0, 0, missing))
 
 
-def _row(tree: Tree, at: int) -> Tree:
-    """Return the tensors of one user, with a users dimension of 1."""
-    return {name: t[at : at + 1] for name, t in tree.items()}
+def _rows(tree: Tree, rows: slice) -> Tree:
+    """Return some rows of each tensor, as views."""
+    return {name: t[rows] for name, t in tree.items()}
 
 
 def _join_padded(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors along users; LoRA factors ``(users, ..., rank, width)`` are padded to the largest rank.
-
-    Only LoRA factors may differ in their shapes.
-    """
+    """Concatenate tensors along users; LoRA factors ``(users, ..., rank, width)`` are padded to the largest rank."""
     have_equal_shapes = len({part.shape[1:] for part in parts}) == 1
     if have_equal_shapes:
         return torch.cat(list(parts))
@@ -224,8 +242,8 @@ _LEVELS = 127
 def compress(tensors: Tree, form: Format, residuals: Tree) -> tuple[Tree, Tree]:
     """Compress tensors for an upload.
 
-    int8 stores each row ``x``, after the last rounding error is added, as ``round(x / scale)`` with
-    ``scale = max |x| / 127``.
+    int8 stores each row ``x`` as ``round(x / scale)`` with ``scale = max |x| / 127``, after the rounding error of the
+    previous upload was added to it (error feedback).
 
     Args:
         tensors: ``(..., width)`` by name.
@@ -236,18 +254,21 @@ def compress(tensors: Tree, form: Format, residuals: Tree) -> tuple[Tree, Tree]:
         The tensors to send (int8: levels, and scales ``(..., 1)`` as ``NAME.scale``) and the new rounding errors, which
         are empty unless ``form`` is int8.
     """
+    no_residuals: Tree = {}
     if form == "float32":
-        return tensors, {}
+        return tensors, no_residuals
     if form == "bfloat16":
-        return {name: t.to(torch.bfloat16) for name, t in tensors.items()}, {}
+        return {name: t.to(torch.bfloat16) for name, t in tensors.items()}, no_residuals
     sent: Tree = {}
     new_residuals: Tree = {}
     for name, t in tensors.items():
-        corrected = t + residuals[name]  # error feedback
-        scale = corrected.abs().amax(-1, keepdim=True) / _LEVELS
-        levels = (corrected / scale.clamp(min=torch.finfo(corrected.dtype).tiny)).round().clamp(-_LEVELS, _LEVELS)
-        sent[name], sent[name + SCALE] = levels.to(torch.int8), scale.float()
-        new_residuals[name] = corrected - _dequantise(sent[name], sent[name + SCALE])
+        x = t + residuals[name]
+        scale = x.abs().amax(-1, keepdim=True) / _LEVELS
+        nonzero_scale = scale.clamp(min=torch.finfo(x.dtype).tiny)
+        levels = (x / nonzero_scale).round().clamp(-_LEVELS, _LEVELS)
+        sent[name] = levels.to(torch.int8)
+        sent[name + SCALE] = scale.float()
+        new_residuals[name] = x - _dequantise(sent[name], sent[name + SCALE])
     return sent, new_residuals
 
 
@@ -269,7 +290,9 @@ def compress_with_feedback(
     Returns:
         The tensors to send.
     """
-    residuals = {name: client_state[RESIDUAL + name][users] for name in tensors} if form == "int8" else {}
+    residuals: Tree = {}
+    if form == "int8":
+        residuals = {name: client_state[RESIDUAL + name][users] for name in tensors}
     sent, new_residuals = compress(tensors, form, residuals)
     if store_residuals:
         for name, t in new_residuals.items():
@@ -277,7 +300,7 @@ def compress_with_feedback(
     return sent
 
 
-def expand(tensors: Tree, form: Format) -> Tree:
+def decompress(tensors: Tree, form: Format) -> Tree:
     """Return uploaded tensors in float32, the inverse of :func:`compress` up to rounding.
 
     Args:
@@ -296,11 +319,13 @@ def expand(tensors: Tree, form: Format) -> Tree:
             raise MessageError(f"upload: tensor {name!r}: got {t.dtype}; allowed: {dtype} (training.uploads)")
     if form == "bfloat16":
         return {name: t.float() for name, t in compressed.items()}
-    for name, t in compressed.items():
+    values: Tree = {}
+    for name, levels in compressed.items():
         scale = tensors.get(name + SCALE)
-        if scale is None or scale.shape != (*t.shape[:-1], 1) or bool((scale < 0).any()):
+        if scale is None or scale.shape != (*levels.shape[:-1], 1) or bool((scale < 0).any()):
             raise MessageError(f"upload: tensor {name!r} has no matching scales")
-    return {name: _dequantise(t, tensors[name + SCALE]) for name, t in compressed.items()}
+        values[name] = _dequantise(levels, scale)
+    return values
 
 
 def _dequantise(levels: Tensor, scale: Tensor) -> Tensor:

@@ -53,10 +53,11 @@ MAX_BYTES = 8 << 30
 
 def pack(message: Download | Upload) -> bytes:
     """Return one user's message as bytes: lengths and checksum, JSON header, and tensors in the safetensors format."""
-    header = json.dumps(_header(message), separators=(",", ":")).encode()
+    header = _encode_header(message)
     tensors = save({name: t.detach().contiguous().cpu() for name, t in _tensors_to_send(message).items()})
     checksum = zlib.crc32(tensors, zlib.crc32(header))
-    return _PREFIX.pack(_MAGIC, FORMAT, len(header), len(tensors), checksum) + header + tensors
+    prefix = _PREFIX.pack(_MAGIC, FORMAT, len(header), len(tensors), checksum)
+    return prefix + header + tensors
 
 
 def unpack(data: bytes) -> Download | Upload:
@@ -79,26 +80,29 @@ def packed_bytes(message: Download | Upload) -> list[int]:
     Messages to users of one rank differ in length only by the users' names, and by whether a download leaves out the
     user's own upload; so few lengths are computed even for many users.
     """
-    senders = set(message.senders) if isinstance(message, Download) else set[str]()
-    lengths_without_name: dict[tuple[int, bool], int] = {}
-    lengths = []
+    senders: set[str] = set()
+    if isinstance(message, Download):
+        senders.update(message.senders)
+    length_without_name: dict[tuple[int, bool], int] = {}  # by rank, and whether the user is a sender
+    lengths: list[int] = []
     for index, (user, rank) in enumerate(zip(message.users, message.ranks.tolist(), strict=True)):
-        key = rank, user in senders
+        key = (rank, user in senders)
         name_length = _name_bytes(user)
-        if key not in lengths_without_name:
-            lengths_without_name[key] = _packed_length(message.of(index)) - name_length
-        lengths.append(lengths_without_name[key] + name_length)
+        if key not in length_without_name:
+            length_without_name[key] = _packed_length(message.of_user(index)) - name_length
+        lengths.append(length_without_name[key] + name_length)
     return lengths
 
 
 def _packed_length(message: Download | Upload) -> int:
     """Return the length of one user's packed message."""
     if isinstance(message, Download) and message.senders:
-        # Leaving out the user's own upload would copy tensors; on the meta device it takes no memory.
+        # ``_tensors_to_send`` copies these tensors to leave out the user's own upload; on the meta device that is free.
         message = replace(message, tensors={name: t.to("meta") for name, t in message.tensors.items()})
-    header = len(json.dumps(_header(message), separators=(",", ":")).encode())
-    shapes = tuple((name, _DTYPES[t.dtype], tuple(t.shape)) for name, t in _tensors_to_send(message).items())
-    return _PREFIX.size + header + _tensors_bytes(shapes)
+    names_dtypes_and_shapes = []
+    for name, t in _tensors_to_send(message).items():
+        names_dtypes_and_shapes.append((name, _DTYPES[t.dtype], tuple(t.shape)))
+    return _PREFIX.size + len(_encode_header(message)) + _safetensors_bytes(tuple(names_dtypes_and_shapes))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -107,25 +111,31 @@ def _name_bytes(user: str) -> int:
     return len(json.dumps(user).encode())
 
 
-def _header(message: Download | Upload) -> dict[str, Any]:
-    """Return the JSON header of one user's message: kind, round or version, user, rank, and a download's senders."""
-    (user,), rank = message.users, int(message.ranks[0])
+def _encode_header(message: Download | Upload) -> bytes:
+    """Return the JSON header of one user's message, such as ``{"kind":"upload","round":3,"user":"ada","rank":8}``."""
+    (user,) = message.users
+    rank = int(message.ranks[0])
+    header: dict[str, Any]
     if isinstance(message, Upload):
-        return {"kind": "upload", "round": message.round, "user": user, "rank": rank}
-    header: dict[str, Any] = {"kind": "download", "version": message.version, "user": user, "rank": rank}
-    return header | ({"senders": list(message.senders)} if message.senders else {})
+        header = {"kind": "upload", "round": message.round, "user": user, "rank": rank}
+    else:
+        header = {"kind": "download", "version": message.version, "user": user, "rank": rank}
+        if message.senders:
+            header["senders"] = list(message.senders)
+    return json.dumps(header, separators=(",", ":")).encode()
 
 
 def _tensors_to_send(message: Download | Upload) -> Tree:
     """Return the tensors of one user's message as they are sent: without users dimension, cut to the user's LoRA rank.
 
-    A download may contain the uploads of other users (``senders``), for the receiver to combine. If the receiver is
-    among the senders, its own upload is left out, as it has that already.
+    A download with the uploads of other users (``senders``) leaves out the receiver's own upload, which it has already.
     """
     rank = int(message.ranks[0])
     tensors = {name: _without_rank_padding(name, t[0], rank) for name, t in message.tensors.items()}
     if isinstance(message, Upload):
-        return tensors | {_REPORT + name: t[0] for name, t in message.reports.items()}
+        for name, report in message.reports.items():
+            tensors[_REPORT + name] = report[0]
+        return tensors
     (receiver,) = message.users
     if receiver not in message.senders:
         return tensors
@@ -134,8 +144,18 @@ def _tensors_to_send(message: Download | Upload) -> Tree:
 
 
 def _without_rank_padding(name: str, t: Tensor, rank: int) -> Tensor:
-    """Return a LoRA factor without the padding beyond its user's rank."""
-    return t[..., :rank, :] if rank and name.removesuffix(SCALE).endswith((".a", ".b")) else t
+    """Return a LoRA factor without the padding beyond its user's rank; other tensors unchanged.
+
+    Args:
+        name: Name of the tensor; ends in ".a" or ".b" for a factor, and in ".a.scale" for the scales of a compressed
+            one.
+        t: The tensor; a factor is ``(..., rank, width)``.
+        rank: The user's rank; 0 without LoRA.
+    """
+    is_factor = name.removesuffix(SCALE).endswith((".a", ".b"))
+    if not is_factor or rank == 0:
+        return t
+    return t[..., :rank, :]
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
@@ -164,35 +184,46 @@ def _message_from(header: Mapping[str, Any], tensors: Tree) -> Download | Upload
     Raises:
         KeyError, TypeError, ValueError: The header lacks a key or has a wrong value.
     """
-    stacked = {name: t.unsqueeze(0) for name, t in tensors.items()}
-    if header["kind"] == "download":
+    is_download = header["kind"] == "download"
+    message_tensors: Tree = {}
+    reports: Tree = {}
+    for name, t in tensors.items():
+        if not is_download and name.startswith(_REPORT):
+            reports[name.removeprefix(_REPORT)] = t.unsqueeze(0)
+        else:
+            message_tensors[name] = t.unsqueeze(0)
+    if is_download:
         return Download(
             version=int(header["version"]),
             users=(str(header["user"]),),
-            tensors=stacked,
+            tensors=message_tensors,
             ranks=torch.tensor([int(header["rank"])]),
             senders=tuple(str(sender) for sender in header.get("senders", ())),
         )
     return Upload(
         round=int(header["round"]),
         users=(str(header["user"]),),
-        tensors={name: t for name, t in stacked.items() if not name.startswith(_REPORT)},
+        tensors=message_tensors,
         ranks=torch.tensor([int(header["rank"])]),
-        reports={n.removeprefix(_REPORT): t for n, t in stacked.items() if n.startswith(_REPORT)},
+        reports=reports,
     )
 
 
 @lru_cache(maxsize=256)
-def _tensors_bytes(shapes: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
+def _safetensors_bytes(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
     """Return the length of a safetensors file: 8 bytes, its header padded to a multiple of 8, and the tensors.
 
     Args:
-        shapes: Name, dtype and shape of each tensor.
+        tensors: Name, dtype and shape of each tensor, such as ``("up.a", "F32", (8, 64))``.
     """
-    # A safetensors file has its tensors sorted by dtype and name.
-    ordered = sorted(shapes, key=lambda shape: (_ORDER.index(shape[1]), shape[0]))
-    entries, offset = {}, 0
-    for name, dtype, shape in ordered:
+
+    def by_dtype_and_name(tensor: tuple[str, str, tuple[int, ...]]) -> tuple[int, str]:
+        name, dtype, _shape = tensor
+        return _ORDER.index(dtype), name
+
+    entries: dict[str, object] = {}
+    offset = 0
+    for name, dtype, shape in sorted(tensors, key=by_dtype_and_name):  # as in the file
         size = math.prod(shape) * _WIDTHS[dtype]
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, offset + size)}
         offset += size

@@ -39,7 +39,7 @@ from comingle.protocol.messages import (
     VALIDATION,
     Download,
     Upload,
-    expand,
+    decompress,
     fill_ranks,
     validation_reply,
 )
@@ -307,7 +307,7 @@ class ServerHalf(ServerState):
         Also charges the privacy budgets of the users, and stores their LoRA ranks.
         """
         numbers = self.numbers(upload.users)
-        tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
+        tensors = fill_ranks(decompress(upload.tensors, self.uploads), self.layout)
         self._charge_privacy(numbers)
         context = ServerRound(
             round_index=upload.round - 1, names=upload.users, server=self.method.server, kept=self.kept

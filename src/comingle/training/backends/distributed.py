@@ -28,7 +28,7 @@ from comingle.protocol.messages import (
     LOSS,
     Download,
     Upload,
-    expand,
+    decompress,
     join_uploads,
     no_uploads,
     validation_reply,
@@ -640,7 +640,7 @@ class Sharded(InProcess):
         no_rows = self.clients.state.rows[:0]
         tensors_without_users = restrict(layout.views(no_rows), layout, self.server.method.shared)
         names = list(tensors_without_users)  # the same order in all processes
-        tensors = expand(own_upload.tensors, self.server.uploads) if own_upload.users else tensors_without_users
+        tensors = decompress(own_upload.tensors, self.server.uploads) if own_upload.users else tensors_without_users
         counts = self.ranks.gather(lambda: len(own_upload.users))
         key_by_tensor, weights_by_key = self.ranks.scatter(lambda: self._split_weights(names, joined, counts))
         return sum_over_processes(
