@@ -23,8 +23,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
-from typing import Any, cast
+from inspect import Parameter, signature
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -93,82 +93,103 @@ class RoutedMLP(nn.Module):
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Return the mixture of each user's experts; the rows of ``x`` are ordered by user.
 
-        With ``mix="output"`` the experts' outputs are mixed, ``sum_j p_j MLP_j(x)``, by the fastest code that supports
-        the input: a kernel for generation, fused kernels (C++ or Triton), or PyTorch. With ``mix="linear"`` experts are
-        mixed in each linear layer instead, a different function.
+        ``mix="linear"`` mixes the experts in each linear layer. ``mix="output"`` mixes their outputs,
+        ``sum_j p_j MLP_j(x)``, by the first code that supports the input: the kernel for generation, other native code
+        (C++ or Triton), PyTorch.
         """
-        a_down, _ = self.factors["down"]
-        users, rank = a_down.shape[0], a_down.shape[-2]
+        a_down, _b_down = self.factors["down"]
+        users, _experts, rank, _width = a_down.shape
         tokens = x.reshape(users, -1, x.shape[-1])
-        if self.mix == "output" and self._fits_decoding(x, users):
-            return self._mix_rows(tokens).view(x.shape)
+        if self.mix == "linear":
+            return self._mix_linears(tokens, self.router(tokens)).view(x.shape)
+        if self._generation_kernel_supports(x, users):
+            return self._mix_in_generation(tokens).view(x.shape)
         backend = expert_mlp.backend_for(tokens, self.act, rank)
-        if self.mix == "output" and backend is not None:
+        if backend is not None:
             return self._mix_natively(backend, tokens).view(x.shape)
-        gates = self.router(tokens)
-        mixed = self._mix_linears(tokens, gates) if self.mix == "linear" else self._mix_outputs(tokens, gates)
-        return mixed.view(x.shape)
+        return self._mix_outputs(tokens, self.router(tokens)).view(x.shape)
 
-    def _fits_decoding(self, x: Float[Tensor, "*batch width"], users: int) -> bool:
-        """Return whether the native kernels for decoding support this MLP and its input ``x`` of ``users`` users."""
-        if self.act not in expert_mlp.ACTIVATION_CODES or not expert_mlp.fits_rows(x, users):
+    def _generation_kernel_supports(self, x: Float[Tensor, "*batch width"], users: int) -> bool:
+        """Return whether the native kernel for generation supports the activation, the input and the base's weights.
+
+        Args:
+            x: The MLP's input.
+            users: Number of users whose rows ``x`` has.
+        """
+        if self.act not in expert_mlp.ACTIVATION_CODES:
             return False
-        weights = [base_weight(linear)[0] for linear in (*self.first.values(), self.last)]  # without biases
-        return all(expert_mlp.fits_weight(weight, x) for weight in weights)
+        if not expert_mlp.fits_rows(x, users):
+            return False
+        for linear in (*self.first.values(), self.last):
+            weight, _bias = base_weight(linear)
+            if not expert_mlp.fits_weight(weight, x):
+                return False
+        return True
 
-    def _mix_rows(self, x: Tokens) -> Tokens:
-        """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, in the native kernel for generation.
-
-        In generation a pass has one token (a row) of each of a few texts, and no gradients.
+    def _mix_in_generation(self, x: Tokens) -> Tokens:
+        """Return ``sum_j p_j MLP_j(x)`` from the native kernel for generation, which computes no gradients.
 
         Args:
             x: The MLP's input.
         """
-        a_and_b = {name: (a.to(x.dtype), b.to(x.dtype)) for name, (a, b) in self.factors.items()}
-        first = [(base_weight(linear), a_and_b[name]) for name, linear in self.first.items()]
-        return expert_mlp.experts(
-            self.act, self.scale, x, self.router(x), first, (base_weight(self.last), a_and_b["down"])
-        )
+        factors = {name: (a.to(x.dtype), b.to(x.dtype)) for name, (a, b) in self.factors.items()}
+        first = [(base_weight(linear), factors[name]) for name, linear in self.first.items()]
+        last = (base_weight(self.last), factors["down"])
+        gates = self.router(x)
+        return expert_mlp.experts(self.act, self.scale, x, gates, first, last)
 
     def _mix_outputs(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
-        """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, with PyTorch.
+        """Return ``sum_j p_j MLP_j(x)``, computed with PyTorch.
 
         Args:
             x: The MLP's input.
             gates: The experts' probabilities p_j.
         """
-        names = ["gate", "up"] if "gate" in self.first else ["up"]
-        # Autograd functions need flat arguments: A and B of each linear, then the base's weight and bias of each.
-        factors = [factor.to(x.dtype) for name in [*names, "down"] for factor in self.factors[name]]
-        linears = [*(self.first[name] for name in names), self.last]
-        weights = [t for linear in linears for t in base_weight(linear)]
-        return cast(Tensor, _Mixture.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
+        first_names = ["gate", "up"] if "gate" in self.first else ["up"]
+        # Autograd functions take flat arguments: A and B of each linear, then weight and bias of each linear.
+        factors, weights_and_biases = [], []
+        for name in [*first_names, "down"]:
+            a, b = self.factors[name]
+            factors += [a.to(x.dtype), b.to(x.dtype)]
+            linear = self.last if name == "down" else self.first[name]
+            weights_and_biases += base_weight(linear)
+        num_first = len(first_names)
+        mixed = _Mixture.apply(self.act, self.scale, x, gates, num_first, *factors, *weights_and_biases)
+        return cast(Tensor, mixed)
 
     def _mix_natively(self, backend: object, x: Tokens) -> Tokens:
-        """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, with native code (C++ or Triton); compute the gates first.
+        """Return ``sum_j p_j MLP_j(x)``, computed with native code (C++ or Triton).
 
-        The first layers' factors A and the router's weight read the same input, so one product computes all of them.
+        One product of ``x`` with several matrices, one below the other, gives ``z = A x`` of all first layers and the
+        router's logits.
 
         Args:
             backend: An object with ``forward`` and ``backward`` like :mod:`~comingle.models.kernels.expert_mlp`.
             x: The MLP's input.
         """
-        names = [*self.first, "down"]
-        a, b = zip(*((f.to(x.dtype).contiguous() for f in self.factors[name]) for name in names), strict=True)
-        router_weight = [] if self.router.weight is None else [self.router.weight.to(x.dtype)]
-        a_first = [factor.flatten(1, 2) for factor in a[:-1]]  # (users, experts * rank, width)
-        same_x, products = _InputProducts.apply(x, torch.cat([*a_first, *router_weight], 1))
-        # The products with A, and those with the router's weight.
-        z, logits = products.tensor_split([sum(factor.shape[1] for factor in a_first)], -1)
-        # Without a weight the gates are equal: an expanded row, but native code needs contiguous memory.
-        gates = (self.router.choose(logits.float(), x) if router_weight else self.router(x)).contiguous()
-        weights = [t for linear in (*self.first.values(), self.last) for t in base_weight(linear)]
-        # `same_x` equals x. The mixture's gradient of `same_x` goes to _InputProducts, which adds the gradient through
-        # the products in place. If x needs no gradient, the mixture reads x itself and computes no gradient for it.
+        a_first, b_first, weights_and_biases = [], [], []
+        for name, linear in self.first.items():
+            a, b = self.factors[name]
+            a_first.append(a.to(x.dtype).flatten(1, 2))  # (users, experts * rank, width)
+            b_first.append(b.to(x.dtype).contiguous())
+            weights_and_biases += base_weight(linear)
+        a_last, b_last = (factor.to(x.dtype).contiguous() for factor in self.factors["down"])
+        weights_and_biases += base_weight(self.last)
+
+        router_weight = self.router.weight
+        matrices = a_first if router_weight is None else [*a_first, router_weight.to(x.dtype)]
+        same_x, products = _InputProducts.apply(x, torch.cat(matrices, 1))
+        z_width = sum(a.shape[1] for a in a_first)
+        z, logits = products.tensor_split([z_width], -1)
+        # A router without a weight gives all experts the same gate.
+        gates = self.router(x) if router_weight is None else self.router.choose(logits.float(), x)
+        # `same_x` equals x, but sends the mixture's gradient through _InputProducts.backward, which adds its own to it.
         mixture_input = same_x if x.requires_grad else x
-        num_first = len(names) - 1
-        tensors = (*b[:-1], a[-1], b[-1], *weights)  # autograd functions need flat arguments
-        mixed = _NativeMixture.apply(backend, self.act, self.scale, mixture_input, z, gates, num_first, *tensors)
+        num_first = len(self.first)
+        tensors = (*b_first, a_last, b_last, *weights_and_biases)  # autograd functions take flat arguments
+        mixed = _NativeMixture.apply(
+            backend, self.act, self.scale, mixture_input, z, gates.contiguous(), num_first, *tensors
+        )
         return cast(Tensor, mixed)
 
     def _mix_linears(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
@@ -178,26 +199,28 @@ class RoutedMLP(nn.Module):
             x: The MLP's input.
             gates: The experts' probabilities.
         """
-        pre = {name: self._mix_linear(linear, name, x, gates) for name, linear in self.first.items()}
-        hidden, _ = self.act(pre["gate"] if "gate" in pre else pre["up"])  # value and derivative
-        if "gate" in pre:
-            hidden = hidden * pre["up"]
+        pre_activations = {name: self._mix_linear(linear, name, x, gates) for name, linear in self.first.items()}
+        if "gate" in self.first:
+            activated, _derivative = self.act(pre_activations["gate"])
+            hidden = activated * pre_activations["up"]
+        else:
+            hidden, _derivative = self.act(pre_activations["up"])
         return self._mix_linear(self.last, "down", hidden, gates)
 
     def _mix_linear(self, linear: nn.Module, name: str, x: Tokens, gates: Tensor) -> Float[Tensor, "users n d_out"]:
-        """Return ``W x + s B_cat (p * (A_cat x))``: one LoRA whose ranks are those of all experts one after another.
+        """Return ``W x + s B_cat (p * (A_cat x))``, where A_cat and B_cat concatenate all experts' factors.
 
         Args:
             linear: The base's linear layer with weight W.
             name: Its key in ``factors``: "gate", "up" or "down".
             x: Input of the layer.
-            gates: The probabilities p of the experts, ``(users, n, experts)``.
+            gates: The experts' probabilities, ``(users, n, experts)``.
         """
-        a, b = (f.to(x.dtype) for f in self.factors[name])
+        a, b = (factor.to(x.dtype) for factor in self.factors[name])
+        a_cat, b_cat = a.flatten(1, 2), b.flatten(1, 2)  # (users, experts * rank, ...)
         rank = a.shape[-2]
-        # All ranks of an expert have its probability: (users, n, experts * rank).
-        rank_gates = gates.to(x.dtype).repeat_interleave(rank, dim=-1)
-        return linear(x) + low_rank(x, a.flatten(1, 2), b.flatten(1, 2), self.scale, gates=rank_gates)
+        p = gates.to(x.dtype).repeat_interleave(rank, dim=-1)  # each expert's probability, once per rank
+        return linear(x) + low_rank(x, a_cat, b_cat, self.scale, gates=p)
 
 
 class _Mixture(torch.autograd.Function):
@@ -208,9 +231,10 @@ class _Mixture(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, act: Any, scale: float, x: Tokens, gates: Tensor, num_first: int, *rest: Any) -> Tokens:
-        """Return the mixture's output ``W2 (sum_j p_j h_j) + b2 + s sum_j p_j B2_j A2_j h_j``.
+        """Return the mixture's output ``y = W2 (sum_j p_j h_j) + b2 + s sum_j p_j B2_j A2_j h_j``.
 
-        h_j are the hidden activations of expert j, p_j its probability, s the LoRA scale, and layer 2 the last one.
+        h_j are the hidden activations of expert j, p_j its probability, s the LoRA scale; W2, b2, A2_j and B2_j belong
+        to the last layer.
 
         Args:
             ctx: Autograd context.
@@ -222,20 +246,23 @@ class _Mixture(torch.autograd.Function):
             *rest: (A, B) of each first layer and of the last, then (W, b) of the same layers.
         """
         (a_first, b_first, a_last, b_last), bases = _split_arguments(rest, num_first)
-        u, experts, rank = a_last.shape[:3]
+        *first_bases, (weight_last, bias_last) = bases
+        users, experts, rank, _ = a_last.shape
         n = x.shape[1]
-        # z are the products of x with A of the first layers. One product for all these layers and experts:
-        # (u, n, num_first * experts * rank) -> (num_first, u * experts, n, rank)
-        z = torch.bmm(x, _join_factors(a_first).mT).mul_(scale)
-        z = z.view(u, n, num_first, experts, rank).permute(2, 0, 3, 1, 4).reshape(num_first, u * experts, n, rank)
-        products = [F.linear(x, *base) for base in bases[:-1]]
-        loras = [torch.bmm(z[i], b.flatten(0, 1)).view(u, experts, n, -1) for i, b in enumerate(b_first)]
+        # z = s A_j x of all first layers and experts, from one product with all A below one another.
+        z = torch.bmm(x, _join_factors(a_first).mT).mul_(scale)  # (users, n, num_first * experts * rank)
+        z = z.view(users, n, num_first, experts, rank).permute(2, 0, 3, 1, 4)
+        z = z.reshape(num_first, users * experts, n, rank)
+        products = [F.linear(x, weight, bias) for weight, bias in first_bases]  # W x + b
+        loras = [torch.bmm(z[i], b.flatten(0, 1)).view(users, experts, n, -1) for i, b in enumerate(b_first)]
         keeps_slopes = any(ctx.needs_input_grad)  # for the backward pass
-        h, slopes, mixed = expert_mlp.activate(act, products, loras, gates, keeps_slopes)
-        z_last = torch.bmm(h.flatten(0, 1), a_last.flatten(0, 1).mT).view(u, experts, n, rank).mul_(scale)  # s A_j h_j
-        gated = gates.mT.unsqueeze(-1).to(x.dtype) * z_last  # p_j s A_j h_j
-        gated = gated.transpose(1, 2).reshape(u, n, experts * rank)
-        y = F.linear(mixed, *bases[-1]).baddbmm_(gated, b_last.flatten(1, 2))
+        h, slopes, mixed = expert_mlp.activate(act, products, loras, gates, keeps_slopes)  # mixed: sum_j p_j h_j
+        z_last = torch.bmm(h.flatten(0, 1), a_last.flatten(0, 1).mT)
+        z_last = z_last.view(users, experts, n, rank).mul_(scale)  # s A2_j h_j
+        gated = gates.mT.unsqueeze(-1).to(x.dtype) * z_last  # p_j s A2_j h_j
+        gated = gated.transpose(1, 2).reshape(users, n, experts * rank)
+        y = F.linear(mixed, weight_last, bias_last)
+        y = y.baddbmm_(gated, b_last.flatten(1, 2))  # add sum_j B2_j gated_j
         ctx.num_first, ctx.scale = num_first, scale
         ctx.save_for_backward(x, gates, z, h, z_last, gated, *slopes, *rest)
         return y
@@ -244,72 +271,77 @@ class _Mixture(torch.autograd.Function):
     def backward(ctx: Context, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
         """Return the gradients of ``x``, of the gates and of the LoRA factors; the base's weights are frozen.
 
-        With the output's gradient ``dy``, B_j and A_j of the last layer, and ``z_last_j = s A_j h_j``::
+        With the output's gradient ``dy``, A2_j and B2_j of the last layer, and ``z_last_j = s A2_j h_j``::
 
             d_mixed    = dy W2                          through the base, for all experts
-            d_gated_j  = dy B_j                         of p_j z_last_j
+            d_gated_j  = dy B2_j                        of p_j z_last_j
             d_z_last_j = s p_j d_gated_j
-            d_h_j      = p_j d_mixed + d_z_last_j A_j
+            d_h_j      = p_j d_mixed + d_z_last_j A2_j
             d_gates_j  = <d_mixed, h_j> + <d_gated_j, z_last_j>
 
-        From d_h_j follow the gradients of the layers that read the MLP's input (gate and up, or up alone). Each of them
-        is a product with the base's weight plus one LoRA per expert, whose products with A are ``z``.
+        Each first layer is ``W x + b + B_j z_j`` with ``z_j = s A_j x``.
         """
         num_first, scale = ctx.num_first, ctx.scale
         x, gates, z, h, z_last, gated, *saved = ctx.saved_tensors
         slopes, rest = saved[:num_first], saved[num_first:]
         (a_first, b_first, a_last, b_last), bases = _split_arguments(rest, num_first)
-        u, experts, n, _ = h.shape
+        *first_bases, (weight_last, _) = bases
+        users, experts, n, _ = h.shape
         rank = a_last.shape[2]
-        wants_grad = ctx.needs_input_grad[5:]  # (A, B) pairs in order, then base weights (never True)
+        wants_factor = ctx.needs_input_grad[5:]  # A and B of each first layer, A and B of the last, ...
 
-        d_mixed = dy @ bases[-1][0]
-        d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT).view(u, n, experts, rank).transpose(1, 2)
-        d_z_last = (gates.mT.unsqueeze(-1).to(x.dtype) * d_gated).mul_(scale).reshape(u * experts, n, rank)
+        d_mixed = dy @ weight_last
+        d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT).view(users, n, experts, rank).transpose(1, 2)
+        d_z_last = (gates.mT.unsqueeze(-1).to(x.dtype) * d_gated).mul_(scale).reshape(users * experts, n, rank)
         d_h = torch.bmm(d_z_last, a_last.flatten(0, 1)).view_as(h)  # activate_backward adds p_j d_mixed
         d_loras, d_bases, d_gates = expert_mlp.activate_backward(h, slopes, gates, d_mixed, d_h)
         d_gates = d_gates + (d_gated * z_last).sum(-1).mT
 
-        grads: list[Tensor | None] = []
+        d_a_first: list[Tensor | None] = [None] * num_first
+        d_b_first: list[Tensor | None] = [None] * num_first
         d_z, d_x = [], None
-        for i in range(num_first):
+        for i, (weight, _) in enumerate(first_bases):
             d_lora = d_loras[i].flatten(0, 1)
-            d_z.append(torch.bmm(d_lora, b_first[i].flatten(0, 1).mT).view(u, experts, n, rank))
-            product = d_bases[i] @ bases[i][0]
-            d_x = product if d_x is None else d_x.add_(product)
-            wants_b = wants_grad[2 * i + 1]
-            d_b = torch.bmm(contiguous_transpose(z[i]), d_lora).view_as(b_first[i]) if wants_b else None
-            grads += [None, d_b]  # A's gradient follows below, for all first layers at once
-        # (u, num_first, experts, n, rank) -> (u, n, num_first * experts * rank)
-        flat = torch.stack(d_z, 1).permute(0, 3, 1, 2, 4).reshape(u, n, num_first * experts * rank).mul_(scale)
-        d_x = cast(Tensor, d_x).baddbmm_(flat, _join_factors(a_first))
-        if wants_grad[0]:
-            d_a = torch.bmm(contiguous_transpose(flat), x).view(u, num_first, experts, rank, -1)
-            grads[0 : 2 * num_first : 2] = d_a.unbind(1)
-        wants_a, wants_b = wants_grad[2 * num_first : 2 * num_first + 2]
-        d_a_last = torch.bmm(contiguous_transpose(d_z_last), h.flatten(0, 1)).view_as(a_last) if wants_a else None
-        d_b_last = torch.bmm(contiguous_transpose(gated), dy).view_as(b_last) if wants_b else None
-        no_grads = [None] * (2 * num_first + 2)  # of (W, b) of all layers
-        return None, None, d_x, d_gates.to(gates.dtype), None, *grads, d_a_last, d_b_last, *no_grads
+            d_z.append(torch.bmm(d_lora, b_first[i].flatten(0, 1).mT).view(users, experts, n, rank))
+            d_x_of_base = d_bases[i] @ weight
+            d_x = d_x_of_base if d_x is None else d_x.add_(d_x_of_base)
+            if wants_factor[2 * i + 1]:
+                d_b_first[i] = torch.bmm(contiguous_transpose(z[i]), d_lora).view_as(b_first[i])
+        # (users, num_first, experts, n, rank) -> (users, n, num_first * experts * rank)
+        d_z_joined = torch.stack(d_z, 1).permute(0, 3, 1, 2, 4).reshape(users, n, num_first * experts * rank)
+        d_z_joined = d_z_joined.mul_(scale)
+        d_x = cast(Tensor, d_x).baddbmm_(d_z_joined, _join_factors(a_first))
+        if wants_factor[0]:  # one product for A of all first layers
+            d_a_joined = torch.bmm(contiguous_transpose(d_z_joined), x)
+            d_a_first = list(d_a_joined.view(users, num_first, experts, rank, -1).unbind(1))
+
+        wants_a_last, wants_b_last = wants_factor[2 * num_first : 2 * num_first + 2]
+        d_a_last, d_b_last = None, None
+        if wants_a_last:
+            d_a_last = torch.bmm(contiguous_transpose(d_z_last), h.flatten(0, 1)).view_as(a_last)
+        if wants_b_last:
+            d_b_last = torch.bmm(contiguous_transpose(gated), dy).view_as(b_last)
+
+        d_first = [d for pair in zip(d_a_first, d_b_first, strict=True) for d in pair]
+        no_grads = [None] * (2 * num_first + 2)  # weights and biases of the base
+        # In the order of the arguments of `forward`: act, scale, x, gates, num_first, *rest.
+        return None, None, d_x, d_gates.to(gates.dtype), None, *d_first, d_a_last, d_b_last, *no_grads
 
 
 class _InputProducts(torch.autograd.Function):
-    """The mixture's input, and its product with all narrow matrices that read it: A of the first layers, the router.
-
-    This replaces several narrow products by one. The backward pass accumulates its gradient into the input's gradient.
-    """
+    """The product of the mixture's input with A of the first layers and the router's weight, as one matrix."""
 
     @staticmethod
     def forward(ctx: Context, x: Tokens, matrix: Float[Tensor, "users columns width"]) -> tuple[Tokens, Tensor]:
-        """Return ``x`` itself, and its product with each user's ``matrix``, ``(users, n, columns)``.
+        """Return ``x`` and its product with each user's ``matrix``, ``(users, n, columns)``.
 
-        The mixture reads the returned ``x``. So :meth:`backward` gets the mixture's gradient of ``x``, and adds the
-        gradient through the product in place.
+        The caller passes the returned ``x`` to the mixture. Then :meth:`backward` gets the mixture's gradient of ``x``
+        as ``d_x``, and adds the product's gradient to it in place, which saves memory.
 
         Args:
             ctx: Autograd context.
             x: The mixture's input.
-            matrix: Narrow matrices that read the input, one below the other.
+            matrix: A of the first layers and the router's weight, one below the other.
         """
         ctx.save_for_backward(x, matrix)
         return x.view_as(x), torch.bmm(x, matrix.mT)
@@ -320,8 +352,8 @@ class _InputProducts(torch.autograd.Function):
 
         Args:
             ctx: Autograd context.
-            d_x: Gradient of the first output of :meth:`forward`, which is ``x`` itself; overwritten with the result.
-            d_products: Gradient of the products.
+            d_x: Gradient of the ``x`` that :meth:`forward` returned; overwritten with the result.
+            d_products: Gradient of the product.
         """
         x, matrix = ctx.saved_tensors
         wants_x, wants_matrix = ctx.needs_input_grad
@@ -332,10 +364,7 @@ class _InputProducts(torch.autograd.Function):
 
 
 class _NativeMixture(torch.autograd.Function):
-    """The expert mixture after :class:`_InputProducts`; native code computes all tensors of the hidden width.
-
-    Of those only the base's products are saved for the backward pass.
-    """
+    """The expert mixture of :class:`_Mixture`, with the hidden activations computed by native code."""
 
     @staticmethod
     def forward(
@@ -365,9 +394,12 @@ class _NativeMixture(torch.autograd.Function):
             *rest: B of each first layer, A and B of the last, then (W, b) of the same layers.
         """
         b_first, (a_last, b_last), weights, biases = _split_native_arguments(rest, num_first)
-        products = [F.linear(x, weight) for weight in weights[:-1]]
-        mixed, z_last, gated = backend.forward(act, scale, products, biases[:-1], z, gates, b_first, a_last)
-        y = F.linear(mixed, weights[-1], biases[-1]).baddbmm_(gated, b_last.flatten(1, 2))
+        *weights_first, weight_last = weights
+        *biases_first, bias_last = biases
+        products = [F.linear(x, weight) for weight in weights_first]
+        # mixed = sum_j p_j h_j, z_last = s A2_j h_j, gated = p_j s A2_j h_j
+        mixed, z_last, gated = backend.forward(act, scale, products, biases_first, z, gates, b_first, a_last)
+        y = F.linear(mixed, weight_last, bias_last).baddbmm_(gated, b_last.flatten(1, 2))
         ctx.backend, ctx.act, ctx.scale, ctx.num_first = backend, act, scale, num_first
         ctx.save_for_backward(z, gates, z_last, gated, *products, *rest)
         return y
@@ -376,8 +408,8 @@ class _NativeMixture(torch.autograd.Function):
     def backward(ctx: Context, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
         """Return the gradients of ``x``, ``z``, the gates and the LoRA factors.
 
-        z are the products of ``x`` with the factors A of the first layers. :class:`_InputProducts` computes z, and adds
-        to the gradient of ``x`` the part through z. The gradient of ``x`` here is the part through the base's weights.
+        The gradient of ``x`` is the part through the base's weights; :class:`_InputProducts` adds the part through
+        ``z``.
 
         Args:
             ctx: Autograd context.
@@ -387,30 +419,34 @@ class _NativeMixture(torch.autograd.Function):
         z, gates, z_last, gated, *saved = ctx.saved_tensors
         products, rest = saved[:num_first], saved[num_first:]
         b_first, (a_last, b_last), weights, biases = _split_native_arguments(rest, num_first)
+        *weights_first, weight_last = weights
+        *biases_first, _ = biases
         # Arguments of `forward` by index: 3 is x, and from 7 on follow the factors and the frozen base weights.
         wants_x, wants_factors = ctx.needs_input_grad[3], any(ctx.needs_input_grad[7:])
-        d_mixed = dy @ weights[-1]
+        d_mixed = dy @ weight_last
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT)
-        # Native code computes all gradients that need tensors of the hidden width.
-        forward_tensors = (ctx.act, ctx.scale, products, biases[:-1], z, gates, b_first, a_last, z_last)
-        gradients = ctx.backend.backward(*forward_tensors, d_mixed, d_gated, wants_factors)
-        d_bases, d_z, d_gates, d_b, d_a_last = gradients
+        inputs_and_results = (products, biases_first, z, gates, b_first, a_last, z_last)  # of `backend.forward`
+        d_products, d_z, d_gates, d_b_first, d_a_last = ctx.backend.backward(
+            ctx.act, ctx.scale, *inputs_and_results, d_mixed, d_gated, wants_factors
+        )
         d_x = None
         if wants_x:
-            d_x = d_bases[0] @ weights[0]
-            for d_base, weight in zip(d_bases[1:], weights[1:-1], strict=True):
-                d_x += d_base @ weight
-        grads: list[Tensor | None] = [None] * (num_first + 2)
+            d_x = d_products[0] @ weights_first[0]
+            for d_product, weight in zip(d_products[1:], weights_first[1:], strict=True):
+                d_x += d_product @ weight
+        d_factors: list[Tensor | None] = [None] * (num_first + 2)
         if wants_factors:
-            grads = [*d_b, d_a_last, torch.bmm(contiguous_transpose(gated), dy).view_as(b_last)]
-        no_grads = [None] * (2 * num_first + 2)  # of (W, b) of all layers
-        return None, None, None, d_x, d_z, d_gates, None, *grads, *no_grads
+            d_b_last = torch.bmm(contiguous_transpose(gated), dy).view_as(b_last)
+            d_factors = [*d_b_first, d_a_last, d_b_last]
+        no_grads = [None] * (2 * num_first + 2)  # weights and biases of the base
+        # In the order of the arguments of `forward`: backend, act, scale, x, z, gates, num_first, *rest.
+        return None, None, None, d_x, d_z, d_gates, None, *d_factors, *no_grads
 
 
 def _split_native_arguments(
     rest: Sequence[Any], num_first: int
 ) -> tuple[Sequence[Tensor], tuple[Tensor, Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
-    """Split the arguments of :class:`_NativeMixture` after ``num_first``, which autograd requires to be flat.
+    """Split the last arguments of :class:`_NativeMixture`, the tensors, which autograd requires to be flat.
 
     Args:
         rest: B of each first layer, A and B of the last, then weight and bias of the same layers.
@@ -419,20 +455,26 @@ def _split_native_arguments(
     Returns:
         B of the first layers, (A, B) of the last, weights of all layers, biases of all layers.
     """
-    b_first, (a_last, b_last), bases = rest[:num_first], rest[num_first : num_first + 2], rest[num_first + 2 :]
-    return b_first, (a_last, b_last), bases[::2], bases[1::2]
+    b_first = rest[:num_first]
+    a_last, b_last, *weights_and_biases = rest[num_first:]
+    weights, biases = weights_and_biases[::2], weights_and_biases[1::2]
+    return b_first, (a_last, b_last), weights, biases
 
 
 def _join_factors(factors: Sequence[Tensor]) -> Float[Tensor, "users columns width"]:
-    """Concatenate all experts' factors of several linear layers to one matrix per user."""
-    flat = [f.flatten(1, 2) for f in factors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+    """Return A of all experts and several linear layers as one matrix per user.
+
+    Args:
+        factors: A of each linear layer, ``(users, experts, rank, width)``.
+    """
+    matrices = [a.flatten(1, 2) for a in factors]  # (users, experts * rank, width)
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
 
 
 def _split_arguments(
     rest: Sequence[Any], num_first: int
 ) -> tuple[tuple[Any, Any, Tensor, Tensor], list[tuple[Tensor, Tensor | None]]]:
-    """Split the arguments of :class:`_Mixture` after ``num_first``, which autograd requires to be flat.
+    """Split the last arguments of :class:`_Mixture`, the tensors, which autograd requires to be flat.
 
     Args:
         rest: A and B of each first layer and of the last, then weight and bias of the same layers.
@@ -441,48 +483,56 @@ def _split_arguments(
     Returns:
         (A of the first layers, B of the first layers, A of the last, B of the last), and (W, b) of each layer.
     """
-    factors, weights = rest[: 2 * num_first + 2], rest[2 * num_first + 2 :]
-    bases = list(zip(weights[::2], weights[1::2], strict=True))
-    *first, a_last, b_last = factors
-    return (first[::2], first[1::2], a_last, b_last), bases
+    num_factors = 2 * num_first + 2  # A and B of each layer
+    *factors_first, a_last, b_last = rest[:num_factors]
+    a_first, b_first = factors_first[::2], factors_first[1::2]
+    weights_and_biases = rest[num_factors:]
+    bases = list(zip(weights_and_biases[::2], weights_and_biases[1::2], strict=True))
+    return (a_first, b_first, a_last, b_last), bases
 
 
 logger = logging.getLogger("comingle")
 
-Linear = tuple[str, nn.Module, tuple[int, ...], tuple[str, ...]]
-"""A linear layer that gets a LoRA: name, module, leading dimensions of the factors, roles along the expert axis."""
+
+class LoraTarget(NamedTuple):
+    """A linear layer that gets a LoRA: for example ``("layers.0.q_proj", module, (8,), ("attention",))``."""
+
+    name: str
+    linear: nn.Module
+    leading: tuple[int, ...]
+    """Leading dimensions of the factors: ``(rank,)`` in attention, ``(experts, rank)`` in an MLP."""
+    roles: tuple[str, ...]
+    """``("attention",)`` in attention; in an MLP the role of each expert, "generalist" or "specialist"."""
 
 
-def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None:
-    """Check that LoRA ranks are not larger than the weights: log a warning, or raise an error if they are far larger.
-
-    A rank above min(d_in, d_out), the full rank of a weight, changes no result, but the excess is trained and uploaded.
-    A rank above d_in + d_out of every weight is an error: such factors are larger than the weights.
+def check_ranks(ranks: Int[Tensor, " users"], targets: Sequence[LoraTarget]) -> None:
+    """Warn about a LoRA rank above the full rank of a weight, ``min(d_in, d_out)``.
 
     Args:
         ranks: LoRA rank of each user.
-        linears: All linear layers that get a LoRA: name, module, leading dimensions of the factors, and roles.
+        targets: The linear layers that get a LoRA.
 
     Raises:
-        RecipeError: The largest rank exceeds d_in + d_out of the largest weight.
+        RecipeError: A rank exceeds ``d_in + d_out`` of every weight.
     """
-    shapes = {name: tuple(weight_shape(linear)) for name, linear, _, _ in linears}
+    largest_rank = int(ranks.max())
     user = int(ranks.argmax())
-    rank = int(ranks[user])
-    suffix = f" for user {user + 1} of {len(ranks)}" if len(ranks.unique()) > 1 else ""
-    largest = max(shapes, key=lambda name: sum(shapes[name]))
-    d_out, d_in = shapes[largest]
-    if rank > d_in + d_out:
+    user_note = f" for user {user + 1} of {len(ranks)}" if len(ranks.unique()) > 1 else ""
+    shapes = {target.name: tuple(weight_shape(target.linear)) for target in targets}
+    largest_weight = max(shapes, key=lambda name: sum(shapes[name]))
+    d_out, d_in = shapes[largest_weight]
+    if largest_rank > d_in + d_out:
         raise RecipeError(
-            f"adapters.rank: got {rank}{suffix}; the largest weight, {largest}, maps {d_in} to {d_out}, so its updates "
-            f"have a rank of at most {min(d_in, d_out)}; allowed: up to {d_in + d_out}"
+            f"adapters.rank: got {largest_rank}{user_note}; the largest weight, {largest_weight}, maps {d_in} to "
+            f"{d_out}, so its updates have a rank of at most {min(d_in, d_out)}; allowed: up to {d_in + d_out}"
         )
-    too_small = {name: shape for name, shape in shapes.items() if rank > min(shape)}
-    if too_small:
-        first, (d_out, d_in) = next(iter(too_small.items()))
+    exceeded = [name for name, shape in shapes.items() if largest_rank > min(shape)]
+    if exceeded:
+        example = exceeded[0]
+        d_out, d_in = shapes[example]
         logger.warning(
             "adapters.rank: %d%s exceeds the full rank of %d of %d weights (%s maps %d to %d); the excess is unused",
-            rank, suffix, len(too_small), len(shapes), first, d_in, d_out,
+            largest_rank, user_note, len(exceeded), len(shapes), example, d_in, d_out,
         )  # fmt: skip
 
 
@@ -498,51 +548,53 @@ def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> Non
     Raises:
         BaseModelError: The outputs differ, so the MLP computes more than act, gate, up and down.
     """
-    _require_one_input(original, family)
-    shapes = {name: weight_shape(linear) for name, linear in [*mlp.first.items(), ("down", mlp.last)]}
-    up, _ = base_weight(mlp.first["up"])  # without the bias
-    # Zero factors A and B of one user with one expert of rank 1.
-    mlp.factors = {
-        name: (up.new_zeros(1, 1, 1, d_in), up.new_zeros(1, 1, 1, d_out)) for name, (d_out, d_in) in shapes.items()
-    }
-    mlp.router.present = torch.ones(1, 1, dtype=torch.bool, device=up.device)
-    x = torch.linspace(-1, 1, 4 * up.shape[1], dtype=up.dtype, device=up.device).view(1, 4, -1)
+    _raise_unless_one_input(original, family)
+    up, _bias = base_weight(mlp.first["up"])
+    users, experts, rank = 1, 1, 1
+    for name, linear in [*mlp.first.items(), ("down", mlp.last)]:
+        d_out, d_in = weight_shape(linear)
+        mlp.factors[name] = (up.new_zeros(users, experts, rank, d_in), up.new_zeros(users, experts, rank, d_out))
+    mlp.router.present = torch.ones(users, experts, dtype=torch.bool, device=up.device)
+    tokens, width = 4, up.shape[1]
+    x = torch.linspace(-1, 1, tokens * width, dtype=up.dtype, device=up.device).view(1, tokens, width)
     expected, got = original(x), mlp(x)
     error = (got - expected).double().norm() / expected.double().norm()
-    if error > (0.05 if up.dtype in SHORT else 1e-4):  # rounding errors are far smaller, also in 16-bit dtypes
+    tolerance = 0.05 if up.dtype in SHORT else 1e-4  # far above rounding errors; SHORT are the 16-bit dtypes
+    if error > tolerance:
         raise BaseModelError(
             f"{family}: its MLP does more than act, gate, up and down (with adapters at zero the output differs by "
             f"{error:.1%}), so comingle cannot adapt it"
         )
 
 
-def _require_one_input(original: nn.Module, family: str) -> None:
-    """Raise an error if an MLP takes more than one input; Bloom's, for example, also gets the residual that it adds.
+def _raise_unless_one_input(original: nn.Module, family: str) -> None:
+    """Raise an error unless an MLP's ``forward`` has one required argument; Bloom's, for example, has two.
 
     Args:
         original: The MLP of the base model.
         family: Class of the base model, for the message.
 
     Raises:
-        BaseModelError: The MLP's ``forward`` needs no argument or several.
+        BaseModelError: ``forward`` has no required argument or several.
     """
-    needed = [
-        p.name
-        for p in signature(original.forward).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    required = [
+        parameter.name
+        for parameter in signature(original.forward).parameters.values()
+        if parameter.default is Parameter.empty
+        and parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     ]
-    if len(needed) != 1:
+    if len(required) != 1:
         raise BaseModelError(
-            f"{family}: its MLP ({type(original).__name__}) is called with {', '.join(needed) or 'nothing'}; comingle "
-            "can only adapt MLPs of one input"
+            f"{family}: its MLP ({type(original).__name__}) is called with {', '.join(required) or 'nothing'}; "
+            "comingle can only adapt MLPs of one input"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCounts:
-    """Numbers of experts of each MLP: ``generalists`` is equal for all users, ``specialists`` has one number per user.
+    """Number of experts per MLP: ``generalists`` of all users, ``specialists`` of each user, such as ``(1, 3, 0)``.
 
-    Generalists come first on the expert axis. Users with fewer specialists than others are padded and masked.
+    Generalists come first on the expert axis. Users with fewer specialists than others are padded.
     """
 
     generalists: int
@@ -550,7 +602,7 @@ class ExpertCounts:
 
     @property
     def width(self) -> int:
-        """The largest number of experts of a user, which is the size of the expert axis."""
+        """Size of the expert axis: the largest number of experts of a user."""
         return self.generalists + max(self.specialists)
 
     @property
@@ -559,9 +611,9 @@ class ExpertCounts:
         return (GENERALIST,) * self.generalists + (SPECIALIST,) * max(self.specialists)
 
     def present(self) -> Bool[Tensor, "users experts"]:
-        """Return True where a user has an expert."""
-        counts = self.generalists + torch.tensor(self.specialists)
-        return torch.arange(self.width) < counts.unsqueeze(1)
+        """Return True where a user has an expert, False for padding."""
+        experts_per_user = self.generalists + torch.tensor(self.specialists)
+        return torch.arange(self.width) < experts_per_user.unsqueeze(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -587,7 +639,11 @@ class Adapters:
     experts: dict[str, RoutedMLP]
 
     def only(self, users: Sequence[int]) -> Adapters:
-        """Return the adapters of some users, renumbered from 0; the modules keep their width."""
+        """Return the adapters of some users, who are then numbered from 0.
+
+        Args:
+            users: Indices of the users, such as ``[4, 7]``.
+        """
         rows = list(users)
         return replace(self, present=self.present[rows], ranks=self.ranks[rows], scales=self.scales[rows])
 
@@ -599,14 +655,20 @@ class Adapters:
         Args:
             roles: Roles of the experts to leave out.
         """
-        # All trainable tensors of MLPs have the same roles along the expert axis, so the first tensor tells them.
-        expert_roles = next(slot.roles for slot in self.layout.slots if slot.roles != (ATTENTION,))
-        keep = [i for i, role in enumerate(expert_roles) if role not in roles]
-        return replace(self, present=self.present[:, keep])
+        # All tensors of MLPs have the same expert axis, so read its roles from the first of them.
+        first_mlp_slot = next(slot for slot in self.layout.slots if slot.roles != (ATTENTION,))
+        kept_experts = [expert for expert, role in enumerate(first_mlp_slot.roles) if role not in roles]
+        return replace(self, present=self.present[:, kept_experts])
 
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
-        """Assign ``tensors`` (leading dimension ``len(users)``) to the modules for the next forward passes."""
-        self.assign(*self.prepare(tensors, users))
+        """Assign tensors of some users to the modules for the next forward passes.
+
+        Args:
+            tensors: The users' tensors by name, with a leading user axis.
+            users: Indices of the users, in the order of that axis.
+        """
+        rescaled, present = self.prepare(tensors, users)
+        self.assign(rescaled, present)
 
     def prepare(self, tensors: Tree, users: Sequence[int]) -> tuple[Tree, Bool[Tensor, "users experts"]]:
         """Return the arguments of :meth:`assign`: tensors rescaled to the modules' scale, and the users' experts.
@@ -615,9 +677,11 @@ class Adapters:
             tensors: The users' tensors by name, with a leading user axis.
             users: Indices of the users, in the order of that axis.
         """
-        if bool((self.scales != self.scale).any()):
+        scales_differ = bool((self.scales != self.scale).any())
+        if scales_differ:
             tensors = self._rescale_factors(tensors, users)
-        return tensors, self.present[list(users)].to(next(iter(tensors.values())).device)
+        device = next(iter(tensors.values())).device
+        return tensors, self.present[list(users)].to(device)
 
     def assign(self, tensors: Tree, present: Bool[Tensor, "users experts"]) -> None:
         """Assign tensors of some users to the modules for the next forward passes.
@@ -629,74 +693,82 @@ class Adapters:
         for name, lora in self.attention.items():
             lora.factors = factors_of(tensors, name, lora.scale)
         for name, mlp in self.experts.items():
-            mlp.factors = {k: factors_of(tensors, f"{name}.{k}", mlp.scale) for k in (*mlp.first, "down")}
+            linears = (*mlp.first, "down")
+            mlp.factors = {linear: factors_of(tensors, f"{name}.{linear}", mlp.scale) for linear in linears}
             mlp.router.weight = tensors.get(f"{name}.router")  # None averages the experts
-            # A of "up" reads the same hidden states as the router; some methods' gates compare a token with it.
-            mlp.router.keys = mlp.factors["up"][0]
+            a_up, _b_up = mlp.factors["up"]
+            mlp.router.keys = a_up  # some methods' gates compare a token with the experts' A
             mlp.router.present = present
-            mlp.router.penalty = None  # remove that of the last pass: this one may have no router
+            mlp.router.penalty = None  # the last pass's
 
     def _rescale_factors(self, tensors: Tree, users: Sequence[int]) -> Tree:
-        """Return the tensors with A multiplied by the ratio of each user's LoRA scale to the modules' common scale.
+        """Return the tensors with each user's A multiplied by the user's LoRA scale divided by the modules' scale.
 
-        Users with a smaller rank have a larger scale ``alpha / sqrt(rank)``, but the modules multiply all users by one
-        number.
+        The modules multiply by one scale for all users, but a user's own scale, ``alpha / sqrt(rank)``, depends on the
+        user's rank.
 
         Args:
             tensors: The users' tensors by name, with a leading user axis.
             users: Indices of the users, in the order of that axis.
         """
         ratios = (self.scales / self.scale)[list(users)]
-        factors_a = {name: t for name, t in tensors.items() if name.endswith(".a")}
-        rescaled = {name: t * ratios.to(t).view(-1, *[1] * (t.dim() - 1)) for name, t in factors_a.items()}
-        return tensors | rescaled
+        rescaled = dict(tensors)
+        for name, tensor in tensors.items():
+            if name.endswith(".a"):
+                ratio_per_user = ratios.to(tensor).view(-1, *[1] * (tensor.dim() - 1))
+                rescaled[name] = tensor * ratio_per_user
+        return rescaled
 
     def penalties(self) -> Tensor | float:
         """Return each user's load-balancing penalty of the last pass, averaged over blocks; 0.0 without a penalty."""
-        by_block = [mlp.router.penalty for mlp in self.experts.values() if mlp.router.penalty is not None]
-        return torch.stack(by_block).mean(0) if by_block else 0.0
+        penalties = [mlp.router.penalty for mlp in self.experts.values() if mlp.router.penalty is not None]
+        return torch.stack(penalties).mean(0) if penalties else 0.0
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
         """Return True where a user has a parameter, False for padding and for the router of a user with one expert.
 
         Args:
-            ranks: Replaces the users' ranks, for methods that change them.
+            ranks: LoRA rank of each user; :attr:`ranks` by default.
         """
         ranks = self.ranks if ranks is None else ranks
-        return torch.cat([self._slot_mask(slot, ranks).flatten(1) for slot in self.layout.slots], 1)
+        masks = [self._slot_mask(slot, ranks).flatten(1) for slot in self.layout.slots]
+        return torch.cat(masks, 1)
 
     def _slot_mask(self, slot: Slot, ranks: Int[Tensor, " users"]) -> Bool[Tensor, "users ..."]:
-        """Return True where a user has an entry of one trainable tensor, ``(users, *slot.shape)``.
+        """Return the mask of one trainable tensor, ``(users, *slot.shape)``: False for padding.
 
-        Tensors of all users have the same shape, with padding for users with fewer experts or a smaller rank. A user
-        with a single expert has no router.
+        Users with fewer experts or a smaller rank than others are padded. A user with a single expert has no router.
 
         Args:
             slot: Name, shape and roles of the tensor.
             ranks: LoRA rank of each user.
         """
         users = len(ranks)
+        full_shape = (users, *slot.shape)
         if slot.name.endswith(".router"):
-            return self._routed_rows(slot.shape[0]).unsqueeze(-1).expand(users, *slot.shape)
-        if slot.roles[0] == RESIDUAL:  # a frozen change of the weight beside the LoRA; its rank is the same for all
-            has_experts = len(slot.shape) > 2  # (experts, rank, width)
-            present = self.present if has_experts else torch.ones(users, dtype=torch.bool)
-            return present.view(*present.shape, 1, 1).expand(users, *slot.shape)
-        within_rank = torch.arange(slot.shape[-2]) < ranks.unsqueeze(1)  # (users, rank)
-        if slot.roles == (ATTENTION,):  # attention has one LoRA, without experts
-            return within_rank.unsqueeze(-1).expand(users, *slot.shape)
-        of_experts = self.present.unsqueeze(-1) & within_rank.unsqueeze(1)  # (users, experts, rank)
-        return of_experts.unsqueeze(-1).expand(users, *slot.shape)
+            num_rows, _width = slot.shape
+            return self._router_row_mask(num_rows).unsqueeze(-1).expand(full_shape)
+        if slot.roles[0] == RESIDUAL:  # all users have the same rank of the residual
+            if len(slot.shape) == 2:  # (rank, width), without experts
+                return torch.ones(users, dtype=torch.bool).view(users, 1, 1).expand(full_shape)
+            return self.present.view(*self.present.shape, 1, 1).expand(full_shape)
+        largest_rank = slot.shape[-2]
+        has_rank = torch.arange(largest_rank) < ranks.unsqueeze(1)  # (users, rank)
+        if slot.roles == (ATTENTION,):  # (rank, width), without experts
+            return has_rank.unsqueeze(-1).expand(full_shape)
+        has_rank_of_expert = self.present.unsqueeze(-1) & has_rank.unsqueeze(1)  # (users, experts, rank)
+        return has_rank_of_expert.unsqueeze(-1).expand(full_shape)
 
-    def _routed_rows(self, num_rows: int) -> Bool[Tensor, "users rows"]:
+    def _router_row_mask(self, num_rows: int) -> Bool[Tensor, "users rows"]:
         """Return True where a user has a row of a router's weight; a user with a single expert has none.
 
         Args:
-            num_rows: Number of rows. A softmax router has one per expert. A method's own gating may have fewer, which
-                belong to the last experts. It may also have more, which do not belong to single experts.
+            num_rows: Number of rows. Up to the number of experts, each row belongs to one of the last experts; more
+                rows belong to no single expert.
         """
         has_several = self.present.sum(1, keepdim=True) > 1  # (users, 1)
-        if num_rows > self.present.shape[1]:
+        num_experts = self.present.shape[1]
+        if num_rows > num_experts:
             return has_several
         return (self.present & has_several)[:, -num_rows:]
 
@@ -712,10 +784,11 @@ def ranks_of(settings: AdaptersSection, users: int) -> Int[Tensor, " users"]:
         RecipeError: The recipe has a list of ranks whose length is not the number of users.
     """
     assert not isinstance(settings.rank, dict), "Recipe.for_users was not called"
-    ranks = (settings.rank,) * users if isinstance(settings.rank, int) else settings.rank
-    if len(ranks) != users:
-        raise RecipeError(f"adapters.rank: {len(ranks)} numbers for {users} users; give one, or one per user")
-    return torch.tensor(ranks)
+    if isinstance(settings.rank, int):
+        return torch.tensor((settings.rank,) * users)
+    if len(settings.rank) != users:
+        raise RecipeError(f"adapters.rank: {len(settings.rank)} numbers for {users} users; give one, or one per user")
+    return torch.tensor(settings.rank)
 
 
 def inject(
@@ -745,39 +818,48 @@ def inject(
         RecipeError: The ranks do not fit the number of users, or one is absurdly large (:func:`check_ranks`).
     """
     targets = find_targets(model, settings.targets)
-    ranks = ranks_of(settings, len(counts.specialists))
-    rank, act = int(ranks.max()), activation_name(model, targets)
+    ranks = ranks_of(settings, users=len(counts.specialists))
+    largest_rank, act = int(ranks.max()), activation_name(model, targets)
     # The modules apply one scale, that of the largest rank. For users with a smaller rank, Adapters.bind multiplies A.
-    scale = lora_scale(settings.alpha, rank)
+    scale = lora_scale(settings.alpha, largest_rank)
     attention: dict[str, LoraLinear] = {}
     experts: dict[str, RoutedMLP] = {}
     for i, layer in enumerate(decoder_layers(model)):
         for name in targets.attention:
-            attention[f"layers.{i}.{name}"] = lora = LoraLinear(layer.get_submodule(name), scale=scale)
+            lora = LoraLinear(layer.get_submodule(name), scale=scale)
             layer.set_submodule(name, lora)
-        experts[f"layers.{i}.mlp"] = mlp = _routed_mlp(layer, targets, act, scale, settings, counts)
+            attention[f"layers.{i}.{name}"] = lora
+        mlp = _create_routed_mlp(layer, targets, act, scale, settings, counts)
         mlp.router.gating = gating
-        # Compare the first layer only, as all are alike; without an MLP module or on the meta device there is nothing
-        # to compare with.
-        if targets.mlp and i == 0 and not next(layer.parameters()).is_meta:
+        has_mlp_module = bool(targets.mlp)
+        has_values = not next(layer.parameters()).is_meta
+        if i == 0 and has_mlp_module and has_values:  # other layers are like the first
             check_same_function(layer.get_submodule(targets.mlp), mlp, type(model).__name__)
         _replace_mlp(layer, targets, mlp)
-    linears: list[Linear] = [(name, lora.linear, (rank,), (ATTENTION,)) for name, lora in attention.items()]
+        experts[f"layers.{i}.mlp"] = mlp
+
+    lora_targets = [LoraTarget(name, lora.linear, (largest_rank,), (ATTENTION,)) for name, lora in attention.items()]
     for name, mlp in experts.items():
         for key, linear in [*mlp.first.items(), ("down", mlp.last)]:
-            linears.append((f"{name}.{key}", linear, (counts.width, rank), counts.roles))
-    check_ranks(ranks, linears)
-    # All A, then all B, then all routers: the columns that a phase trains are contiguous.
-    slots = [_a_slot(*linear) for linear in linears] + [_b_slot(*linear) for linear in linears]
+            leading = (counts.width, largest_rank)
+            lora_targets.append(LoraTarget(f"{name}.{key}", linear, leading, counts.roles))
+    check_ranks(ranks, lora_targets)
+
+    # All A, then all B, then all routers, so that the columns that a phase trains are contiguous.
+    slots = [*map(_a_slot, lora_targets), *map(_b_slot, lora_targets)]
     if routed and counts.width > 1:
-        slots += [_router_slot(name, mlp, counts.width, rank) for name, mlp in experts.items()]
+        slots += [_router_slot(name, mlp, counts.width, largest_rank) for name, mlp in experts.items()]
     if residual is not None:
-        # Factors of attention lead with (rank,), those of experts with (experts, rank).
-        adapted = [(name, linear, counts.width if len(lead) > 1 else 0) for name, linear, lead, _ in linears]
-        slots += residual_slots(adapted, residual)
+        linears = []
+        for target in lora_targets:
+            num_experts = 0 if target.roles == (ATTENTION,) else counts.width  # 0: without an expert axis
+            linears.append((target.name, target.linear, num_experts))
+        slots += residual_slots(linears, residual)
+    slots = [replace(slot, part=_slot_part(slot.name, experts)) for slot in slots]
+
     scales = settings.alpha / ranks.double().sqrt()
     return Adapters(
-        layout=Layout(slots=tuple(replace(slot, part=_slot_part(slot.name, experts)) for slot in slots)),
+        layout=Layout(slots=tuple(slots)),
         present=counts.present(),
         ranks=ranks,
         scales=scales,
@@ -787,10 +869,10 @@ def inject(
     )
 
 
-def _routed_mlp(
+def _create_routed_mlp(
     layer: nn.Module, targets: TargetsSection, act: str, scale: float, settings: AdaptersSection, counts: ExpertCounts
 ) -> RoutedMLP:
-    """Return the expert mixture for a decoder layer's MLP; the layer itself is unchanged.
+    """Create the expert mixture for a decoder layer's MLP; the layer itself is unchanged.
 
     Args:
         layer: The decoder layer.
@@ -804,21 +886,23 @@ def _routed_mlp(
     first["up"] = layer.get_submodule(targets.up)
     mlp = RoutedMLP(first=first, last=layer.get_submodule(targets.down), act=act, scale=scale, mix=settings.mix)
     mlp.router.top_k = settings.top_k
-    # Balancing towards expert 0 only makes sense if it is the only generalist.
-    mlp.router.balance = "uniform" if settings.balance == "generalist" and counts.generalists != 1 else settings.balance
+    mlp.router.balance = settings.balance
+    if settings.balance == "generalist" and counts.generalists != 1:  # "generalist" balances towards expert 0 alone
+        mlp.router.balance = "uniform"
     return mlp
 
 
 def _slot_part(name: str, experts: dict[str, RoutedMLP]) -> str:
-    """Return "head" for tensors of the last MLP, as for the last layer of a net, else "body"."""
-    return "head" if name.startswith(f"{list(experts)[-1]}.") else "body"
+    """Return "head" for tensors of the last MLP, such as "layers.11.mlp.up.a", else "body"."""
+    last_mlp = list(experts)[-1]
+    return "head" if name.startswith(f"{last_mlp}.") else "body"
 
 
 def _replace_mlp(layer: nn.Module, targets: TargetsSection, mlp: RoutedMLP) -> None:
-    """Put the mixture into a decoder layer, in place.
+    """Replace the MLP of a decoder layer by the mixture, in place.
 
-    It replaces the MLP module. If the layer itself holds the MLP's linears (OPT), the mixture replaces ``up``, and
-    ``down`` and the activation become identities, because the mixture contains both.
+    If the layer itself holds the MLP's linears, as in OPT, the mixture replaces ``up``; ``down`` and the activation
+    become identities.
 
     Args:
         layer: The decoder layer.
@@ -833,43 +917,31 @@ def _replace_mlp(layer: nn.Module, targets: TargetsSection, mlp: RoutedMLP) -> N
         return
     leaves = [name for name, child in layer.named_children() if not list(child.children())]
     activations = [name for name in leaves if "activation" in name and not name.endswith("norm")]
-    if not activations:  # the layer calls a function, which would apply to the mixture's output again
+    if not activations:  # an activation function in the layer's `forward` cannot be removed
         raise BaseModelError(f"adapters.targets.mlp: '' needs a layer with an activation module; got {sorted(leaves)}")
     layer.set_submodule(targets.up, mlp)
     for name in (targets.down, *activations):
         layer.set_submodule(name, nn.Identity())
 
 
-def _a_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[str, ...]) -> Slot:
-    """Return name, shape, roles and initialiser of a linear's LoRA factor A, ``(*lead, d_in)``.
-
-    Args:
-        name: Name of the linear.
-        linear: The base's linear.
-        lead: Leading dimensions: ``(rank,)`` in attention, ``(experts, rank)`` in an MLP.
-        roles: ``("attention",)`` in attention; in an MLP "generalist" or "specialist" for each expert.
-    """
-    width = weight_shape(linear)[1]
-    return Slot(name=f"{name}.a", shape=(*lead, width), roles=roles, init=init_a, factor="a")
+def _a_slot(target: LoraTarget) -> Slot:
+    """Return the description of a linear's LoRA factor A, ``(*leading, d_in)``."""
+    _d_out, d_in = weight_shape(target.linear)
+    shape = (*target.leading, d_in)
+    return Slot(name=f"{target.name}.a", shape=shape, roles=target.roles, init=init_a, factor="a")
 
 
-def _b_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[str, ...]) -> Slot:
-    """Return name, shape, roles and initialiser of a linear's LoRA factor B, ``(*lead, d_out)``, which starts at zero.
-
-    Args:
-        name: Name of the linear.
-        linear: The base's linear.
-        lead: Leading dimensions: ``(rank,)`` in attention, ``(experts, rank)`` in an MLP.
-        roles: ``("attention",)`` in attention; in an MLP "generalist" or "specialist" for each expert.
-    """
-    width = weight_shape(linear)[0]
-    return Slot(name=f"{name}.b", shape=(*lead, width), roles=roles, init=init_zero, factor="b")
+def _b_slot(target: LoraTarget) -> Slot:
+    """Return the description of a linear's LoRA factor B, ``(*leading, d_out)``, which starts at zero."""
+    d_out, _d_in = weight_shape(target.linear)
+    shape = (*target.leading, d_out)
+    return Slot(name=f"{target.name}.b", shape=shape, roles=target.roles, init=init_zero, factor="b")
 
 
 def _router_slot(name: str, mlp: RoutedMLP, experts: int, rank: int) -> Slot:
-    """Return name, shape, roles and initialiser of a router's weight ``(rows, width)``.
+    """Return the description of a router's weight, ``(rows, width)``.
 
-    A router has one row per expert, unless the method's own gating defines the rows and their initial values.
+    A router has one row per expert, unless the method's gating defines the rows and their initial values.
 
     Args:
         name: Name of the MLP.
@@ -877,6 +949,7 @@ def _router_slot(name: str, mlp: RoutedMLP, experts: int, rank: int) -> Slot:
         experts: Largest number of experts of a user.
         rank: Largest LoRA rank of a user.
     """
-    width, gating = weight_shape(mlp.first["up"])[1], mlp.router.gating  # the router reads the MLP's input
+    _d_out, width = weight_shape(mlp.first["up"])
+    gating = mlp.router.gating
     rows, init = (experts, init_router) if gating is None else gating.start(experts, rank, width)
     return Slot(name=f"{name}.router", shape=(rows, width), roles=(ROUTER,) * rows, init=init)
