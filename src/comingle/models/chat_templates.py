@@ -161,17 +161,22 @@ class ChatTemplate:
     def source(self) -> str | dict[str, str]:
         """The Jinja template to write beside an exported model; a dict by name if the tokenizer has several templates.
 
-        Other programs should build the same prompts as :meth:`prompt`. So two things are written into the template: a
-        fixed date, and the text that begins a response if the tokenizer's template ignores ``add_generation_prompt``.
+        The template has a fixed date, and writes the text that begins a response where the tokenizer's own ignores
+        ``add_generation_prompt``. So other programs build the same prompts as :meth:`prompt`.
         """
         if not self.own:
             return self._plain
-        own: Any = self.tokenizer.chat_template
-        own = self._with_date if self.dated and isinstance(own, str) else own
-        if not (header := self._response_header):  # the template writes it already
-            return own
-        prompt = f"{{% if add_generation_prompt %}}{{{{ {json.dumps(header, ensure_ascii=False)} }}}}{{% endif %}}"
-        return f"{own}{prompt}" if isinstance(own, str) else {**own, "default": f"{own['default']}{prompt}"}
+        template: Any = self.tokenizer.chat_template
+        if self.dated and isinstance(template, str):
+            template = self._with_date
+        header = self._response_header
+        if not header:  # the template heeds `add_generation_prompt`
+            return template
+        header_literal = json.dumps(header, ensure_ascii=False)
+        write_header = f"{{% if add_generation_prompt %}}{{{{ {header_literal} }}}}{{% endif %}}"
+        if isinstance(template, str):
+            return f"{template}{write_header}"
+        return {**template, "default": f"{template['default']}{write_header}"}
 
     def _apply_template(self, messages: Sequence[Message], add_prompt: bool, *, template: str | None) -> str:
         """Render messages with a Jinja template.
@@ -185,17 +190,20 @@ class ChatTemplate:
             DataError: The template raises an error, say because of the order of roles.
         """
         tools = messages[0].get("tools") if messages else None
+        plain_messages = []
+        for message in messages:  # without "learn" and "tools"
+            plain_messages.append({key: value for key, value in message.items() if key not in _OWN_KEYS})
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    # Without comingle's own keys: "learn", and "tools", which the template gets as an argument.
-                    [{key: value for key, value in message.items() if key not in _OWN_KEYS} for message in messages],
-                    tools=list(tools) if tools else None,
-                    chat_template=template if template or not self.dated else self._with_date,
-                    tokenize=False,
-                    add_generation_prompt=add_prompt,
-                )
+            if template is None and self.dated:
+                template = self._with_date
+            text = self.tokenizer.apply_chat_template(
+                plain_messages,
+                tools=list(tools) if tools else None,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=add_prompt,
             )
+            return str(text)
         except Exception as error:  # templates are programs that may raise any error
             reason = " ".join(str(error).split()) or type(error).__name__
             roles = ", ".join(message["role"] for message in messages)
@@ -205,42 +213,47 @@ class ChatTemplate:
     def _with_date(self) -> str:
         """The tokenizer's template with :attr:`date` as the current date.
 
-        A Jinja macro replaces ``strftime_now``, as transformers does not let callers pass functions to templates.
+        A Jinja macro ``strftime_now`` replaces the function of transformers. It writes, for example, "2026" for "%Y".
         """
-        own = str(self.tokenizer.get_chat_template())
+        template = str(self.tokenizer.get_chat_template())
         if self.date is None:
-            return own
-        values = {f"%{key}": self.date.strftime(f"%{key}") for key in _DIRECTIVES}
-        filters = "".join(f" | replace({key!r}, {value!r})" for key, value in values.items())
-        # The empty expression protects a newline at the template's start: transformers lets Jinja drop the first
-        # newline after a block tag such as endmacro.
-        return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{own}"
+            return template
+        filters = ""
+        for letter in _DIRECTIVES:
+            directive = f"%{letter}"
+            filters += f" | replace({directive!r}, {self.date.strftime(directive)!r})"
+        macro = f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}"
+        # Jinja drops a newline after a block tag such as endmacro; the empty expression keeps the template's.
+        return f"{macro}{{{{ '' }}}}{template}"
 
     def _prompt_text(self, messages: Sequence[Message]) -> str:
         """Return the prompt of the next response as text; it ends with the response's header, such as "<|assistant|>".
 
         Trailing spaces are left to the response, because tokenizers join a space and the next word.
         """
-        # `_response_header` is empty unless the template ignores `add_prompt`.
-        return (self.render(messages, add_prompt=True) + self._response_header).rstrip(" ")
+        text = self.render(messages, add_prompt=True)
+        text += self._response_header  # empty unless the template ignores `add_prompt`
+        return text.rstrip(" ")
 
     @cached_property
     def _response_header(self) -> str:
-        """Text that begins a response, such as "<|assistant|>", if the template's prompts lack it, else empty.
+        """Text that begins a response, such as "<|assistant|>", if the template ignores ``add_prompt``, else empty.
 
-        Some templates ignore ``add_generation_prompt``. The text is then read from a rendered conversation: it stands
-        between a question and the placeholder ``probe`` of its response.
+        It is found in a rendered conversation, between the question and the response.
         """
         question = [{"role": "user", "content": "a"}]
-        probe = _PROBE.format(0)
+        response_text = _PROBE.format(0)
         try:
-            prompt, whole = self.render(question, add_prompt=True), self.render([*question, _response(probe)])
-            ignores_prompt = prompt == self.render(question)
+            without_prompt = self.render(question)
+            with_prompt = self.render(question, add_prompt=True)
+            whole = self.render([*question, _response(response_text)])
         except DataError:
             return ""
-        header, found_probe, _ = whole.removeprefix(prompt).partition(probe)
-        is_usable = found_probe and whole.startswith(prompt) and header.strip()
-        return header if ignores_prompt and is_usable else ""
+        ignores_add_prompt = with_prompt == without_prompt
+        if not ignores_add_prompt or not whole.startswith(without_prompt) or response_text not in whole:
+            return ""
+        header = whole.removeprefix(without_prompt).partition(response_text)[0]
+        return header if header.strip() else ""
 
     # ------------------------------------------------------------ tokens
 
@@ -252,11 +265,11 @@ class ChatTemplate:
         """
         require_characters("".join(message["content"] or "" for message in messages))
         # Special tokens that a message spells out become placeholders, so that they are tokenised as plain text.
-        safe, hidden_texts = self._hide_special_tokens(messages)
-        safe, _ = self._format_calls(safe)  # which calls the template omits matters in training only
-        text = self._prompt_text(safe)
-        self._check_written(safe, text)
-        return tuple(token for token, _, _ in self._tokenize(text, hidden_texts))  # without character offsets
+        prepared, hidden_texts = self._hide_special_tokens(messages)
+        prepared, _omitted_calls = self._format_calls(prepared)
+        text = self._prompt_text(prepared)
+        self._raise_if_omitted(prepared, text)
+        return tuple(token for token, _start, _stop in self._tokenize(text, hidden_texts))
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
         """Tokenise a conversation up to its last response.
@@ -268,46 +281,47 @@ class ChatTemplate:
             RewrittenTurnsError: The template changes earlier turns when a conversation continues.
             DataError: The template rejects the messages or omits one, or no response is to be learnt.
         """
-        return self._encode_prepared(*self._prepare_messages(messages))
+        prepared, hidden_texts, learnt, num_unwritten = self._prepare_messages(messages)
+        return self._encode_prepared(prepared, hidden_texts, learnt, num_unwritten)
 
     def encode_turns(self, messages: Sequence[Message]) -> list[Encoded]:
         """Tokenise a conversation, or each response with its own prompt if the template changes earlier turns.
 
-        Tool calls that the template does not write are counted once for the conversation, on the first result.
+        Only the first result has ``unwritten_calls``, the number for the conversation.
 
         Raises:
             DataError: As in :meth:`encode`.
         """
-        safe, hidden_texts, learnt, unwritten_calls = self._prepare_messages(messages)
+        prepared, hidden_texts, learnt, num_unwritten = self._prepare_messages(messages)
         try:
-            return [self._encode_prepared(safe, hidden_texts, learnt, unwritten_calls)]
+            return [self._encode_prepared(prepared, hidden_texts, learnt, num_unwritten)]
         except RewrittenTurnsError:
-            if len(learnt) < 2:  # to encode this response alone would fail again
+            if len(learnt) == 1:  # separate encoding would do the same
                 raise
-        turns = [self._encode_prepared(safe, hidden_texts, [number], unwritten=0) for number in learnt]
-        return [replace(turns[0], unwritten_calls=unwritten_calls), *turns[1:]]
+        first, *others = [self._encode_prepared(prepared, hidden_texts, [number], unwritten=0) for number in learnt]
+        return [replace(first, unwritten_calls=num_unwritten), *others]
 
     def _prepare_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[str], list[int], int]:
         """Prepare messages for the template: hide the texts of special tokens, and format tool calls.
 
-        A response is learnt unless it is the first message, is excluded by ``learn: False``, or has tool calls that the
-        template does not write.
+        A response is learnt unless it is the first message, has ``learn: False``, or has tool calls that the template
+        does not write.
 
         Returns:
             The messages, the texts of hidden special tokens, the indices of responses to learn, and the number of
             responses whose tool calls the template does not write.
         """
-        safe, hidden_texts = self._hide_special_tokens(messages)
-        safe, unwritten = self._format_calls(safe)
-        learnt = [  # the first message has no prompt
-            number
-            for number, message in enumerate(safe)
-            if number and message["role"] == ASSISTANT and message.get("learn", True) and number not in unwritten
-        ]
+        prepared, hidden_texts = self._hide_special_tokens(messages)
+        prepared, unwritten = self._format_calls(prepared)
+        learnt = []
+        for number, message in enumerate(prepared):
+            is_response = message["role"] == ASSISTANT and number > 0
+            if is_response and message.get("learn", True) and number not in unwritten:
+                learnt.append(number)
         if not learnt:
             why = "the base's chat template does not write its tool calls" if unwritten else "all are excluded"
             raise DataError(f"no response to learn: {why}; allowed: at least one after a message")
-        return safe, hidden_texts, learnt, len(unwritten)
+        return prepared, hidden_texts, learnt, len(unwritten)
 
     def _encode_prepared(
         self, messages: list[Message], hidden_texts: list[str], learnt: Sequence[int], unwritten: int
@@ -324,28 +338,32 @@ class ChatTemplate:
             RewrittenTurnsError: The template changes earlier turns when a conversation continues.
             DataError: The template omits a message.
         """
-        text, places, masked = self._locate_responses(messages[: learnt[-1] + 1], learnt)
-        tokens = self._tokenize_as_prompts(text, hidden_texts, [prompt_end for prompt_end, _, _ in places])
-        responses = [self._span_of(place, tokens) for place in places]
-        references = [
-            self._reference_of(place, span, text, tokens, hidden_texts)
-            for place, span in zip(places, responses, strict=True)
-        ]
-        _, last_stop = responses[-1]
+        last_learnt = learnt[-1]
+        text, places, masked_places = self._locate_responses(messages[: last_learnt + 1], learnt)
+        prompt_ends = [response_start for response_start, _, _ in places]
+        tokens = self._tokenize_as_prompts(text, hidden_texts, prompt_ends)
+        spans = [self._span_of(place, tokens) for place in places]
+        references = []
+        for place, span in zip(places, spans, strict=True):
+            references.append(self._reference_of(place, span, text, tokens, hidden_texts))
+        masked_spans = None
+        if masked_places is not None:
+            masked_spans = tuple(self._span_of(place, tokens) for place in masked_places)
+        _, last_stop = spans[-1]
         return Encoded(
             tokens=tuple(token for token, _, _ in tokens[:last_stop]),
-            responses=tuple(responses),
+            responses=tuple(spans),
             references=tuple(references),
-            masked=None if masked is None else tuple(self._span_of(place, tokens) for place in masked),
+            masked=masked_spans,
             unwritten_calls=unwritten,
         )
 
     def _tokenize_as_prompts(
         self, text: str, hidden_texts: Sequence[str], prompt_ends: Sequence[int]
     ) -> list[TokenPlace]:
-        """Tokenise a rendered text so that each prompt in it has the tokens that it has alone, as in generation.
+        """Tokenise a rendered text so that each prompt in it has the same tokens as the prompt alone in generation.
 
-        A prompt's last token may depend on the text after it. The text is split at the ends of such prompts.
+        A tokenizer may join the end of a prompt and the text after it. The text is split at the ends of such prompts.
 
         Args:
             text: The rendered conversation.
@@ -363,24 +381,27 @@ class ChatTemplate:
     def _span_of(self, place: Place, tokens: Sequence[TokenPlace]) -> Span:
         """Return the indices of a response's tokens, up to its last special token, or all if it has none.
 
+        If only the text that closes the conversation has a special token, such as an end-of-text token, the response
+        ends there.
+
         Args:
             place: Character offsets of the response.
             tokens: Tokens of the conversation, from :meth:`_tokenize`.
         """
-        first_character, end_character, end_of_closing = place
-        begin = bisect_right(tokens, first_character, key=_stop_of)
-        # Text that closes the conversation counts only if the response itself has no special token.
-        for last_character in (end_character, end_of_closing):
+        start_character, end_character, closing_end_character = place
+        begin = bisect_right(tokens, start_character, key=_stop_of)
+        for last_character in (end_character, closing_end_character):
             end = bisect_right(tokens, last_character, key=_stop_of)
-            special = [index for index in range(begin, end) if tokens[index][0] in self._special_tokens]
-            if special:
-                return begin, special[-1] + 1
+            for index in reversed(range(begin, end)):
+                token, _, _ = tokens[index]
+                if token in self._special_tokens:
+                    return begin, index + 1
         return begin, bisect_left(tokens, end_character, key=_start_of)
 
     def _reference_of(
         self, place: Place, span: Span, text: str, tokens: Sequence[TokenPlace], hidden_texts: Sequence[str]
     ) -> str:
-        """Return the text of a response without special tokens at its end, to compare generated texts with it.
+        """Return the text of a response without special tokens, to compare generated texts with it.
 
         Args:
             place: Character offsets of the response.
@@ -389,15 +410,17 @@ class ChatTemplate:
             tokens: Tokens of the conversation, from :meth:`_tokenize`.
             hidden_texts: Texts of special tokens that the text's placeholders stand for.
         """
-        (first, last, _), (start, stop) = place, span
-        ids, num_removed = [token for token, _, _ in tokens[start:stop]], 0
+        start_character, end_character, _ = place
+        start, stop = span
+        ids = [token for token, _, _ in tokens[start:stop]]
         while ids and ids[-1] in self._special_tokens:
             ids.pop()
-            num_removed += 1
-        if any(token in self._special_tokens for token in ids):  # generated texts are shown without them
+        if any(token in self._special_tokens for token in ids):
             return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
-        end_character = _start_of(tokens[stop - num_removed]) if num_removed else last
-        return _restore_special_tokens(text[first:end_character], hidden_texts).strip()
+        first_removed = start + len(ids)
+        if first_removed < stop:
+            end_character = _start_of(tokens[first_removed])
+        return _restore_special_tokens(text[start_character:end_character], hidden_texts).strip()
 
     def ends(self) -> tuple[int, ...]:
         """Return the tokens that end a response: the end-of-text token, then the template's own if it is another.
@@ -405,11 +428,11 @@ class ChatTemplate:
         The template's own token is the last token of an example conversation.
         """
         example = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
-        last = self.encode(example).tokens[-1]
+        last_token = self.encode(example).tokens[-1]
         end_of_text: Any = self.tokenizer.eos_token_id
         ends = [] if end_of_text is None else [end_of_text]
-        if last in self._special_tokens and last not in ends:
-            ends.append(last)
+        if last_token in self._special_tokens and last_token not in ends:
+            ends.append(last_token)
         return tuple(ends)
 
     # ------------------------------------------------------------ places of responses
@@ -424,39 +447,51 @@ class ChatTemplate:
             learnt: Indices of the responses to learn.
 
         Returns:
-            The text, the character offsets of the responses to learn, and those of the other responses. The last are
-            None if a response cannot be found in the text.
+            The text, the places of the responses to learn, and the places of the other responses, which are to be
+            masked; None instead of the latter if one of them cannot be found.
 
         Raises:
             RewrittenTurnsError: The text of an earlier response differs from that in a shorter conversation.
             DataError: The template omits a message.
         """
-        text, final = self._render_final(messages)
-        self._check_written(messages[:-1], text)
-        final_start, _, _ = final
-        if missing := _missing_part(messages[-1]["content"], text[final_start:], thoughts=True):
+        text, last_place = self._render_final(messages)
+        self._raise_if_omitted(messages[:-1], text)
+        last_start, _, _ = last_place
+        missing = _missing_part(messages[-1]["content"], text[last_start:], thoughts=True)
+        if missing:
             raise _omission_error(messages, len(messages) - 1, missing)
-        places, masked, some_unknown = [], [], False
-        for number in (n for n, message in enumerate(messages[:-1]) if message["role"] == ASSISTANT):
+        places, masked_places, masks_all = [], [], True
+        for number, message in enumerate(messages[:-1]):
+            if message["role"] != ASSISTANT:
+                continue
             place = self._locate_earlier(messages, number, text)
             if number in learnt:
-                start, end, _ = place or (0, 0, 0)
-                if place is None or _missing_part(messages[number]["content"], text[start:end], thoughts=True):
+                if place is None or self._is_rewritten(message, place, text):
                     raise RewrittenTurnsError(
                         "the base's chat template rewrites earlier turns when a conversation continues, so responses "
                         "have no fixed position; give conversations of one turn"
                     )
                 places.append(place)
             elif place is not None:
-                masked.append(place)
-            else:
-                # A response that opens the conversation follows no prompt, so its place is never known. That matters
-                # only if it has ``learn: False``: then its tokens must be masked.
-                some_unknown = some_unknown or number > 0 or not messages[number].get("learn", True)
-        return text, [*places, final], None if some_unknown else masked
+                masked_places.append(place)
+            elif number > 0 or not message.get("learn", True):
+                masks_all = False  # not found; a first message needs a mask only if it has ``learn: False``
+        return text, [*places, last_place], masked_places if masks_all else None
+
+    @staticmethod
+    def _is_rewritten(response: Message, place: Place, text: str) -> bool:
+        """Return whether a rendered response lacks a part of the message's content.
+
+        Args:
+            response: The message.
+            place: Character offsets of the response.
+            text: The rendered conversation.
+        """
+        start, end, _ = place
+        return _missing_part(response["content"], text[start:end], thoughts=True) != ""
 
     def _locate_earlier(self, messages: Sequence[Message], number: int, text: str) -> Place | None:
-        """Return where a response that is not the last begins and ends in a rendered conversation.
+        """Return the place of a response that is not the last message in a rendered conversation.
 
         Args:
             messages: The conversation.
@@ -464,25 +499,24 @@ class ChatTemplate:
             text: The rendered conversation.
 
         Returns:
-            Character offsets: the start, the end, and the end once more. A :data:`Place` has two ends, which differ
-            only for the last response, where text that closes the conversation may follow. None if the text does not
-            begin with the response's prompt.
+            Character offsets of start and end, and the end again, as only the last response has closing text; None if
+            the text does not begin with the response's prompt.
         """
-        if not number:  # a response that opens the conversation has no prompt
+        if number == 0:  # without a prompt
             return None
         try:
             prompt = self._prompt_text(messages[:number])
-            # The response ends where the shorter conversation and the whole one begin to differ.
-            end = _common_prefix(self.render(messages[: number + 1]), text)
+            shorter_conversation = self.render(messages[: number + 1])
         except DataError:
             return None
-        return (len(prompt), end, end) if text.startswith(prompt) and len(prompt) < end else None
+        start = len(prompt)
+        end = _common_prefix(shorter_conversation, text)
+        if not text.startswith(prompt) or end <= start:
+            return None
+        return (start, end, end)
 
     def _render_final(self, messages: Sequence[Message]) -> tuple[str, Place]:
         """Render a conversation for training: the prompt of its last response as in generation, then the response.
-
-        Some templates write a conversation differently once it has a response. Then the response is appended to the
-        prompt.
 
         Args:
             messages: The conversation; the last message is a response.
@@ -492,23 +526,24 @@ class ChatTemplate:
             Some templates close a conversation by text that does not belong to the response.
         """
         whole, prompt = self.render(messages), self._prompt_text(messages[:-1])
-        text = whole if whole.startswith(prompt) else prompt + self._response_after_prompt(messages, whole)
+        text = whole
+        if not whole.startswith(prompt):
+            text = prompt + self._response_after_prompt(messages, whole)
+        start, end = len(prompt), len(text)
         try:
-            # Closing text is missing if the conversation continues with another prompt.
-            without_closing = _common_prefix(self.render(messages, add_prompt=True), whole)
-            end = without_closing + len(text) - len(whole)  # the same place in `text`, counted from the end
-        except DataError:  # the template refuses a prompt here, so closing text cannot be told from the response
-            end = len(text)
-        if end <= len(prompt):  # the two renderings differ before the response: no end of it was found
-            end = len(text)
-        return text, (len(prompt), end, len(text))
+            continued = self.render(messages, add_prompt=True)  # has another prompt instead of closing text
+        except DataError:
+            return text, (start, end, len(text))
+        closing_length = len(whole) - _common_prefix(continued, whole)
+        if len(text) - closing_length > start:  # otherwise `continued` and `whole` differ before the response
+            end = len(text) - closing_length
+        return text, (start, end, len(text))
 
     def _response_after_prompt(self, messages: Sequence[Message], whole: str) -> str:
-        """Return the last response with its end token, in a form that can follow the prompt.
+        """Return the last response with its end token, to be appended to a prompt with which ``whole`` does not begin.
 
-        This is for templates whose rendered conversation does not begin with the prompt. Two kinds are supported: some
-        templates open a thought (``<think>``) in the prompt and remove thoughts from responses, and some write the
-        system message in a prompt only.
+        Two kinds of templates are supported: those that open a thought (``<think>``) in the prompt and remove thoughts
+        from responses, and those that write the system message in a prompt only.
 
         Args:
             messages: The conversation; the last message is a response.
@@ -519,10 +554,10 @@ class ChatTemplate:
         """
         question, answer = _PROBE.format(1), _PROBE.format(2)  # placeholders of the last two messages
         probed = [*messages[:-2], {**messages[-2], "content": question}]
-        # The text between question and response, in a conversation and in a prompt.
-        header = self.render([*probed, _response(answer)]).partition(question)[2].partition(answer)[0].rstrip(" ")
+        # The text between question and response, such as "<|assistant|>", in a conversation and in a prompt.
+        after_question = self.render([*probed, _response(answer)]).partition(question)[2]
+        header = after_question.partition(answer)[0].rstrip(" ")
         prompt_header = self._prompt_text(probed).partition(question)[2]
-        # The text from the beginning of the conversation to the response.
         before_response = self.render([*messages[:-1], _response(answer)]).partition(answer)[0].rstrip(" ")
         if not prompt_header.startswith(header) or not whole.startswith(before_response):
             raise RewrittenTurnsError(
@@ -531,23 +566,26 @@ class ChatTemplate:
                 "consistent"
             )
         response = whole[len(before_response) :]
-        if _THINK not in prompt_header.rpartition(_END_THINK)[2]:  # the prompt opens no thought
+        prompt_opens_thought = _THINK in prompt_header.rpartition(_END_THINK)[2]
+        if not prompt_opens_thought:
             return response
-        if response.lstrip().startswith(_THINK):  # the response keeps its thought, whose opening the prompt has already
-            return response.lstrip().removeprefix(_THINK).lstrip("\n")
-        content = messages[-1]["content"].lstrip()
-        # The template removed the thought: insert it again, or an empty one.
-        thought, ended, after = content.removeprefix(_THINK).lstrip("\n").rpartition(_END_THINK)
-        space = after[: len(after) - len(after.lstrip())] if ended else "\n\n"
-        opening = thought if ended else "\n"
-        return f"{opening}{_END_THINK}{space}{response.lstrip()}"
+        response = response.lstrip()
+        if response.startswith(_THINK):  # the prompt has this tag already
+            return response.removeprefix(_THINK).lstrip("\n")
+        # The template removed the thought: insert that of the message, or an empty one.
+        content = messages[-1]["content"].lstrip().removeprefix(_THINK).lstrip("\n")
+        thought, end_tag, answer_text = content.rpartition(_END_THINK)
+        if not end_tag:
+            return f"\n{_END_THINK}\n\n{response}"
+        space = answer_text[: len(answer_text) - len(answer_text.lstrip())]
+        return f"{thought}{_END_THINK}{space}{response}"
 
     # ------------------------------------------------------------ what a template leaves out
 
-    def _check_written(self, messages: Sequence[Message], text: str) -> None:
-        """Check that a rendered text contains all messages and tools, as some templates leave out roles or tools.
+    def _raise_if_omitted(self, messages: Sequence[Message], text: str) -> None:
+        """Raise an error if a rendered text lacks a message or a tool, as some templates leave out roles or tools.
 
-        Thoughts of responses may be missing: many templates remove them from earlier turns.
+        The thoughts of responses may be missing.
 
         Args:
             messages: The conversation.
@@ -558,16 +596,20 @@ class ChatTemplate:
         """
         if not self.own:  # the plain template writes everything
             return
-        flat, omitted = _without_spaces(text), self._omitted_by_role(messages)
+        flat = _without_spaces(text)
+        omitted = self._omitted_by_role(messages)
         for number, message in enumerate(messages):
-            content = message["content"]
-            required = content.rpartition(_END_THINK)[2] if message["role"] == ASSISTANT else content
-            # A short content may stand in the text by chance, so messages omitted by their role are looked up.
-            missing = content if number in omitted else _missing_part(required, flat)
+            required = message["content"]
+            if message["role"] == ASSISTANT:
+                required = required.rpartition(_END_THINK)[2]  # without thoughts
+            # `omitted` also has short messages that the text contains by chance.
+            missing = message["content"] if number in omitted else _missing_part(required, flat)
             if missing.strip():
                 raise _omission_error(messages, number, missing)
-        for tool in (messages[0].get("tools") if messages else None) or ():
-            name = str((tool.get("function") or tool).get("name", ""))
+        tools = messages[0].get("tools") if messages else None
+        for tool in tools or ():
+            function = tool.get("function") or tool
+            name = str(function.get("name", ""))
             if _missing_part(name, flat):
                 raise DataError(
                     f"the base's chat template leaves out the tools ({name}); give a base whose template writes tools, "
@@ -577,28 +619,26 @@ class ChatTemplate:
     def _omitted_by_role(self, messages: Sequence[Message]) -> frozenset[int]:
         """Return the indices of messages that the template omits because of their role.
 
-        Each content is replaced by a placeholder, the conversation is rendered, and missing placeholders are found.
-        Results are cached by the messages' roles and by which messages have text. Tool calls can change a result too,
-        so results for conversations with tool calls are not cached.
+        The conversation is rendered with placeholders as contents, and missing placeholders are found. Results are
+        cached, except for conversations with tool calls, which can change the result.
         """
         key = tuple((message["role"], bool(message["content"].strip())) for message in messages)
         has_calls = any(message.get("tool_calls") for message in messages)
-        if has_calls or key not in self._omitted_by_roles:
-            probed = [
-                {**message, "content": _PROBE.format(number)} if has_text else message
-                for number, (message, (_, has_text)) in enumerate(zip(messages, key, strict=True))
-            ]
-            try:
-                text = self.render(probed, add_prompt=True)
-            except DataError:  # the template checks contents, so placeholders do not work
-                return frozenset()
-            omitted = frozenset(
-                number for number, (_, has_text) in enumerate(key) if has_text and _PROBE.format(number) not in text
-            )
-            if has_calls:
-                return omitted
+        if not has_calls and key in self._omitted_by_roles:
+            return self._omitted_by_roles[key]
+        probed, placeholders = list(messages), dict[int, str]()
+        for number, message in enumerate(messages):
+            if message["content"].strip():
+                placeholders[number] = _PROBE.format(number)
+                probed[number] = {**message, "content": placeholders[number]}
+        try:
+            text = self.render(probed, add_prompt=True)
+        except DataError:  # the template checks contents, so placeholders do not work
+            return frozenset()
+        omitted = frozenset(number for number, placeholder in placeholders.items() if placeholder not in text)
+        if not has_calls:
             self._omitted_by_roles[key] = omitted
-        return self._omitted_by_roles[key]
+        return omitted
 
     @cached_property
     def _omitted_by_roles(self) -> dict[tuple[tuple[str, bool], ...], frozenset[int]]:
@@ -606,38 +646,34 @@ class ChatTemplate:
         return {}
 
     def _format_calls(self, messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
-        """Return the messages with tool calls in the template's format; find calls that the template omits.
+        """Return the messages with the arguments of tool calls in the template's format: as mappings or as JSON.
 
-        Some templates need the arguments of a call as a mapping, others as JSON. Both formats are tried. The result has
-        the format in which the template writes the calls of more messages.
+        Both formats are tried; the result has the format in which the template writes the calls of more messages.
 
         Returns:
-            The messages, and the indices of messages with calls of which the template omits a name or an argument.
+            The messages, and the indices of messages with a call whose name or arguments the template omits.
 
         Raises:
             DataError: The template rejects both formats.
         """
-        calls_tools = [number for number, message in enumerate(messages) if message.get("tool_calls")]
-        if not calls_tools:
+        with_calls = [number for number, message in enumerate(messages) if message.get("tool_calls")]
+        if not with_calls:
             return messages, frozenset()
-        options, refusal = list[tuple[list[Message], frozenset[int]]](), None
-        for as_json in (False, True):
-            formatted = [_with_arguments(message, as_json) for message in messages]
+        best: tuple[list[Message], frozenset[int]] | None = None
+        refusal: DataError | None = None
+        for formatted in (messages, [_with_json_arguments(message) for message in messages]):
             try:
                 rendered = _without_spaces(self.render(formatted))
             except DataError as error:
                 refusal = error
                 continue
-            unwritten = frozenset(number for number in calls_tools if not _contains_calls(messages[number], rendered))
-            options.append((formatted, unwritten))
-        if refusal is not None and not options:
+            unwritten = frozenset(number for number in with_calls if not _contains_calls(messages[number], rendered))
+            if best is None or len(unwritten) < len(best[1]):
+                best = (formatted, unwritten)
+        if best is None:
+            assert refusal is not None
             raise refusal
-
-        def num_unwritten(option: tuple[list[Message], frozenset[int]]) -> int:
-            _, unwritten_of_option = option
-            return len(unwritten_of_option)
-
-        return min(options, key=num_unwritten)
+        return best
 
     # ------------------------------------------------------------ special tokens in messages
 
@@ -661,21 +697,25 @@ class ChatTemplate:
         """
         hidden_texts: list[str] = []
 
-        def placeholder(found: re.Match[str]) -> str:
+        def placeholder_for(found: re.Match[str]) -> str:
+            number = len(hidden_texts)
             hidden_texts.append(found[0])
-            return f"{_OPEN}{len(hidden_texts) - 1}{_CLOSE}"
+            return f"{_OPEN}{number}{_CLOSE}"
 
         def hide(value: object) -> Any:
             """Replace special tokens in all strings of a JSON value."""
             if isinstance(value, str):
-                return self._hidden_pattern.sub(placeholder, value)
+                return self._hidden_pattern.sub(placeholder_for, value)
             if isinstance(value, Mapping):
                 return {key: hide(item) for key, item in value.items()}
-            return [hide(item) for item in value] if isinstance(value, list | tuple) else value
+            if isinstance(value, list | tuple):
+                return [hide(item) for item in value]
+            return value
 
-        safe: list[Message] = [
-            {**hide({**message, "content": message["content"] or ""}), "role": message["role"]} for message in messages
-        ]
+        safe: list[Message] = []
+        for message in messages:
+            hidden = hide({**message, "content": message["content"] or ""})
+            safe.append({**hidden, "role": message["role"]})
         return safe, hidden_texts
 
     def _tokenize(self, text: str, hidden_texts: Sequence[str], cuts: Sequence[int] = ()) -> list[TokenPlace]:
@@ -749,8 +789,10 @@ def _response(content: str) -> Message:
 
 def _common_prefix(first: str, second: str) -> int:
     """Return the length of the longest common prefix of two texts."""
-    pairs = zip(first, second, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(second))
 
 
 def _restore_special_tokens(text: str, hidden_texts: Sequence[str]) -> str:
@@ -764,18 +806,19 @@ def _without_spaces(text: str) -> str:
 
 
 def _missing_part(content: str, text: str, *, thoughts: bool = False) -> str:
-    """Return the first part of a message's content that a rendered text lacks, verbatim and as JSON; else "".
+    """Return the first part of a message's content that a rendered text lacks, or "" if it has all parts.
 
-    White space is ignored, because templates strip and add it.
+    White space is ignored. A part may be rendered verbatim or as JSON.
 
     Args:
         content: The message's content.
         text: The rendered text.
-        thoughts: Look for the thoughts (``<think>...</think>``) and the text around them one by one; otherwise the
-            only part is the whole content.
+        thoughts: Look for thoughts (``<think>...</think>``) and the text around them separately; otherwise the whole
+            content is the only part.
     """
     flat = _without_spaces(text)
-    for part in re.split("</?think>", content) if thoughts else [content]:
+    parts = re.split("</?think>", content) if thoughts else [content]
+    for part in parts:
         as_json = json.dumps(part, ensure_ascii=False)[1:-1]  # without its quotes
         if _without_spaces(part) not in flat and _without_spaces(as_json) not in flat:
             return part
@@ -797,14 +840,9 @@ def _omission_error(messages: Sequence[Message], number: int, missing: str) -> D
     )
 
 
-def _with_arguments(message: Message, as_json: bool) -> Message:
-    """Return a message in one of the two formats of tool calls that templates expect.
-
-    Args:
-        message: The message.
-        as_json: Convert the arguments of tool calls to JSON texts; otherwise the message is returned unchanged.
-    """
-    if not as_json or not message.get("tool_calls"):
+def _with_json_arguments(message: Message) -> Message:
+    """Return a message with the arguments of its tool calls as JSON texts, such as '{"city": "Oslo"}'."""
+    if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
@@ -818,17 +856,20 @@ def _with_arguments(message: Message, as_json: bool) -> Message:
 
 def _contains_calls(message: Message, rendered: str) -> bool:
     """Return whether a rendered text contains the names and arguments of all tool calls of a message."""
-    return not any(
-        _missing_part(text, rendered)
-        for call in message["tool_calls"]
-        for text in (call["function"]["name"], *_strings_of(call["function"].get("arguments")))
-    )
+    for call in message["tool_calls"]:
+        name, arguments = call["function"]["name"], call["function"].get("arguments")
+        if any(_missing_part(text, rendered) for text in (name, *_strings_of(arguments))):
+            return False
+    return True
 
 
 def _strings_of(value: object) -> Iterator[str]:
     """Yield all strings in a JSON value."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
             yield from _strings_of(item)
