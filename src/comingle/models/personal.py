@@ -61,12 +61,14 @@ class Change:
 
     @torch.no_grad()
     def add_to(self, weight: Tensor) -> None:
-        """Add the change in place to a weight in the base's orientation; rounds once, to the weight's dtype."""
-        whole = self.summed()
-        weight.add_((whole.mT if self.transposed else whole).to(weight))
+        """Add the change in place to the base's weight W, which is (d_in, d_out) if ``transposed``."""
+        change = self.summed()
+        if self.transposed:
+            change = change.mT
+        weight.add_(change.to(weight))
 
     def only_expert(self, expert: int) -> Change:
-        """Return the change of a single expert; its share is not renormalised."""
+        """Return the change of a single expert, with the share that it has in the sum."""
         kept = slice(expert, expert + 1)
         return replace(self, a=self.a[kept], b=self.b[kept], shares=self.shares[kept])
 
@@ -78,9 +80,8 @@ class Change:
 def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Change]:
     """Return the change of each adapted linear's weight by one user's adapters, for merging and exports.
 
-    Attention has a single LoRA. An MLP's linears have one for each expert that the user has, weighted by the LoRA scale
-    alone: callers weigh experts against each other (:func:`averaged`). Factors are padded to the largest rank of all
-    users; the padding is removed. Binds the user's tensors to the model's adapters.
+    The share of each expert is the LoRA scale; :func:`averaged` divides it by the number of experts. Binds the user's
+    tensors to the model's adapters.
 
     Args:
         model: The model of all users.
@@ -88,25 +89,26 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
         row: Index of the user among all users.
     """
     model.adapters.bind(tensors, [row])
-    names, changes = _module_names(model.base.model), []
+    module_names = _module_names(model.base.model)
     present = model.adapters.present[row]
+    num_experts = int(present.sum())
+    changes = []
     for name, lora in model.adapters.attention.items():
         layer, shares = _layer_number(name), _constant_shares(1, lora.scale)
-        # Index 0 is the only bound user; the expert axis has size 1.
-        a, b = (_widen(factor[0]).unsqueeze(0) for factor in lora.factors)
-        changes.append(_change_of(names, lora.linear, layer, "", a, b, shares))
+        a, b = (factor[0] for factor in lora.factors)  # of the only bound user, (rank, ...)
+        a, b = _widen(a).unsqueeze(0), _widen(b).unsqueeze(0)  # as one expert, (1, rank, ...)
+        changes.append(_change_of(module_names, lora.linear, layer, "", a, b, shares))
     for name, mlp in model.adapters.experts.items():
-        layer, shares = _layer_number(name), _constant_shares(int(present.sum()), mlp.scale)
+        layer, shares = _layer_number(name), _constant_shares(num_experts, mlp.scale)
         for key, linear in (*mlp.first.items(), ("down", mlp.last)):
-            a, b = (_widen(factor[0])[present.to(factor.device)] for factor in mlp.factors[key])
-            changes.append(_change_of(names, linear, layer, key, a, b, shares))
+            a, b = (factor[0] for factor in mlp.factors[key])  # of the only bound user, (experts, rank, ...)
+            a, b = _widen(a)[present.to(a.device)], _widen(b)[present.to(b.device)]
+            changes.append(_change_of(module_names, linear, layer, key, a, b, shares))
     return _trim_ranks(changes)
 
 
 def averaged(changes: Sequence[Change]) -> list[Change]:
-    """Return the changes with equal weights 1 / E for the E experts of each MLP; those of attention are unchanged.
-
-    Plain weights can hold this average, but no choice of experts for each token.
+    """Return the changes with the shares of the E experts of each MLP divided by E.
 
     Args:
         changes: Changes of the weights of linear layers; those of an MLP have the key "gate", "up" or "down".
@@ -124,32 +126,32 @@ def averaged(changes: Sequence[Change]) -> list[Change]:
 def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
     """Return the change of each adapted linear's weight in a user's client-level mixture.
 
-    The C clusters' adaptors take the place of experts; the shares of a change are the user's mixture weights pi times
-    alpha.
+    The clusters' adaptors are the experts of a change; its shares are the user's mixture weights pi times alpha.
 
     Args:
         model: The users' model.
         tensors: The tensors of one user, ``(1, ...)`` by name.
     """
-    (mixture,) = model.shares(tensors)
-    personal, shares = model.of_one_user(tensors), _widen(mixture)
-    names, changes = _module_names(model.base.model), []
-    for name, layer in personal.layers().items():
-        a, b = layer.get_parameter("a"), layer.get_parameter("b")
-        factors = (_widen(a.detach()), _widen(b.detach()).mT)
-        scaled_shares = layer.alpha * layer.of_mixture(shares)
-        key = ""  # so that `averaged` keeps these shares
-        changes.append(_change_of(names, layer.base, _layer_number(name), key, *factors, scaled_shares))
+    (pi,) = model.shares(tensors)
+    pi = _widen(pi)
+    module_names = _module_names(model.base.model)
+    changes = []
+    for name, adapted in model.of_one_user(tensors).layers().items():
+        a = _widen(adapted.get_parameter("a").detach())
+        b = _widen(adapted.get_parameter("b").detach()).mT
+        shares = adapted.alpha * adapted.of_mixture(pi)
+        key = ""  # not a linear of an MLP's experts, so that `averaged` keeps the shares
+        changes.append(_change_of(module_names, adapted.base, _layer_number(name), key, a, b, shares))
     return changes
 
 
 def _change_of(
-    names: dict[int, str], linear: nn.Module, layer: int, key: str, a: Tensor, b: Tensor, shares: Tensor
+    module_names: dict[int, str], linear: nn.Module, layer: int, key: str, a: Tensor, b: Tensor, shares: Tensor
 ) -> Change:
     """Return the change ``sum_j shares_j B_j A_j`` of one linear of the base, with its tensors on the CPU.
 
     Args:
-        names: Name of each weight's module in the base, by the weight's ``id``.
+        module_names: Name of each weight's module in the base, by the weight's ``id``.
         linear: The linear.
         layer: Number of its decoder layer.
         key: "gate", "up" or "down" for a linear of an MLP, otherwise empty.
@@ -157,15 +159,15 @@ def _change_of(
         b: Factors B, transposed, ``(experts, rank, d_out)``.
         shares: Weight of each expert times the LoRA scale.
     """
-    name = names[id(linear.weight)]
+    name = module_names[id(linear.weight)]
     transposed = not isinstance(linear, nn.Linear)  # GPT-2's Conv1D stores (d_in, d_out)
     a, b, shares = (t.detach().cpu() for t in (a, b, shares))
     return Change(name=name, layer=layer, key=key, transposed=transposed, a=a, b=b, shares=shares.to(a))
 
 
 def _module_names(model: PreTrainedModel) -> dict[int, str]:
-    """Map the ``id`` of each weight to its module's name; copies of the base share the weights."""
-    return {id(p): name.removesuffix(".weight") for name, p in model.named_parameters()}
+    """Map the ``id`` of each weight to its module's name, such as "model.layers.0.mlp.up_proj"."""
+    return {id(weight): name.removesuffix(".weight") for name, weight in model.named_parameters()}
 
 
 def _layer_number(name: str) -> int:
@@ -184,43 +186,43 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def _trim_ranks(changes: Sequence[Change]) -> list[Change]:
-    """Remove the last ranks, which are zero in all changes if the user has a smaller rank than others."""
+    """Remove the last ranks that are zero in all changes: padding of a user with a smaller rank than others."""
     rank = max(_used_rank(change) for change in changes)
     return [replace(change, a=change.a[:, :rank], b=change.b[:, :rank]) for change in changes]
 
 
 def _used_rank(change: Change) -> int:
-    """Return the number of ranks up to the last that is not zero, at least 1."""
-    nonzero_ranks = (change.a.abs().amax((0, 2)) * change.b.abs().amax((0, 2))).nonzero()
-    return int(nonzero_ranks.max()) + 1 if len(nonzero_ranks) else 1
+    """Return the number of ranks up to the last whose rows in A and B are not zero, at least 1."""
+    largest_a = change.a.abs().amax((0, 2))  # of each rank
+    largest_b = change.b.abs().amax((0, 2))
+    nonzero_ranks = (largest_a * largest_b).nonzero()
+    if len(nonzero_ranks) == 0:
+        return 1
+    last = int(nonzero_ranks.max())
+    return last + 1
 
 
 def why_not_merged(model: AdaptedModel, row: int) -> str:
     """Return why a user's model cannot be merged into plain weights of the base, or an empty string if it can.
-
-    A model can be merged if each MLP has one expert, or if experts are averaged in each linear layer, before the
-    nonlinearity.
 
     Args:
         model: The model of all users.
         row: Index of the user among them.
     """
     experts = int(model.adapters.present[row].sum())
-    mlps = model.adapters.experts.values()
     if experts == 1:
         return ""
     if routing.routed(model.adapters):
         return f"{experts} experts are chosen token by token"
-    if any(mlp.mix == "output" for mlp in mlps):
+    if any(mlp.mix == "output" for mlp in model.adapters.experts.values()):
         return f"{experts} experts are averaged after the MLP's nonlinearity"
-    return ""
+    return ""  # experts are averaged in each linear layer
 
 
 def merge_adapters(model: AdaptedModel, tensors: Tree, row: int) -> PreTrainedModel:
-    """Return a copy of the base with ``W + s sum_j p_j B_j A_j`` in place of every adapted weight W.
+    """Return a copy of the base with ``W + s / E sum_j B_j A_j`` in place of every adapted weight W.
 
-    s is the LoRA scale; the sum is over the user's experts j, with equal p_j. Requires that :func:`why_not_merged`
-    returns an empty string.
+    s is the LoRA scale; the sum is over the user's E experts. Requires that :func:`why_not_merged` returns "".
 
     Args:
         model: The model of all users.
@@ -274,7 +276,7 @@ CONVERSATIONS = "conversations"
 def chat_template_of(base: Base, about: ModelInfo | None) -> ChatTemplate | None:
     """Return the chat template of a user's model, or None if it is not for conversations.
 
-    It is the tokenizer's own template. Without one, a model trained on conversations uses comingle's plain template.
+    Without a template of the tokenizer, a model that was trained on conversations has comingle's plain template.
 
     Args:
         base: The base model.
@@ -284,11 +286,13 @@ def chat_template_of(base: Base, about: ModelInfo | None) -> ChatTemplate | None
         return None
     template = ChatTemplate(base.tokenizer, base.date)
     was_trained_on_conversations = about is not None and about.kind == CONVERSATIONS
-    return template if template.own or was_trained_on_conversations else None
+    if template.own or was_trained_on_conversations:
+        return template
+    return None
 
 
 def chat_ends(base: Base) -> tuple[int, ...]:
-    """Return the tokens that end a response, of the tokenizer, the template and the base's generation settings.
+    """Return the tokens that end a response: those of tokenizer, chat template and the base's generation settings.
 
     Raises:
         DataError: The base's template rejects a conversation of one turn, its tokenizer has no end-of-text token, or
@@ -297,13 +301,12 @@ def chat_ends(base: Base) -> tuple[int, ...]:
     assert base.tokenizer is not None
     ends = ChatTemplate(base.tokenizer, base.date).ends()
     base.require_rows(ends, "the end of a response")
-    return tuple(dict.fromkeys([*ends, *base.ends]))
+    without_duplicates = dict.fromkeys([*ends, *base.ends])
+    return tuple(without_duplicates)
 
 
 def turn_end(base: Base, about: ModelInfo | None) -> int | None:
-    """Return the token that ends a response in the model's chat template.
-
-    None if the model has no chat template, or if the template has no end token.
+    """Return the token that ends a response in the model's chat template; None without a template or such a token.
 
     Args:
         base: The base model.
@@ -313,10 +316,10 @@ def turn_end(base: Base, about: ModelInfo | None) -> int | None:
     if template is None:
         return None
     try:
-        # `ends` lists the tokenizer's end-of-text token first, then the template's own end token if it has another.
-        return next(reversed(template.ends()), None)
-    except DataError:  # the template was never used in training, so it is unchecked
+        ends = template.ends()  # the tokenizer's end-of-text token, then the template's own if it is another
+    except DataError:  # the template rejects a conversation of one turn
         return None
+    return ends[-1] if ends else None
 
 
 def generation_of(base: Base, about: ModelInfo | None) -> GenerationConfig:
@@ -328,20 +331,27 @@ def generation_of(base: Base, about: ModelInfo | None) -> GenerationConfig:
     """
     config = copy.deepcopy(base.model.generation_config)
     assert config is not None
-    config_ends = () if config.eos_token_id is None else as_tuple(config.eos_token_id)
+    ends = []
+    if config.eos_token_id is not None:
+        ends += as_tuple(config.eos_token_id)
+    ends += base.ends
     response_end = turn_end(base, about)
-    ends = list(dict.fromkeys([*config_ends, *base.ends, *(() if response_end is None else (response_end,))]))
-    config.eos_token_id = ends[0] if len(ends) == 1 else ends or None  # as configurations write one, several or none
+    if response_end is not None:
+        ends.append(response_end)
+    ends = list(dict.fromkeys(ends))  # without duplicates
+    if len(ends) == 1:
+        config.eos_token_id = ends[0]
+    else:
+        config.eos_token_id = ends or None
     return config
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Personal:
-    """The model of one user.
+    """The model of one user; each method raises an error unless the subclass for the kind of data overrides it.
 
-    It is a :class:`comingle.models.personal.PersonalModel` for language, or a
-    :class:`comingle.training.kinds.samples.PersonalNet` for samples. Both have the methods of this class, so that code
-    which learns the kind from a recipe can call either.
+    Subclasses are :class:`comingle.models.personal.PersonalModel` for language and
+    :class:`comingle.training.kinds.samples.PersonalNet` for samples.
 
     Raises:
         DataError: The method belongs to the other kind.
@@ -412,16 +422,19 @@ class Personal:
         raise self._unsupported("evaluate")
 
     def _unsupported(self, method: str) -> DataError:
-        """Return the error for a method that this kind of model lacks; the message lists the methods that work.
+        """Return the error for a method that this subclass does not override; it lists the methods that it overrides.
 
-        The public methods of :class:`Personal` that the subclass overrides are those that work.
+        Args:
+            method: Name of the method.
         """
-        cls = type(self)
-        overridden = sorted(
-            name for name, default in vars(Personal).items() if callable(default) and getattr(cls, name) is not default
-        )
-        allowed = ", ".join(name for name in overridden if not name.startswith("_"))
-        return DataError(f"user {self.name!r}: a {cls.__name__} has no {method}; allowed: model, {allowed}")
+        subclass = type(self)
+        overridden = []
+        for name, default in vars(Personal).items():
+            is_public_method = callable(default) and not name.startswith("_")
+            if is_public_method and getattr(subclass, name) is not default:
+                overridden.append(name)
+        allowed = ", ".join(sorted(overridden))
+        return DataError(f"user {self.name!r}: a {subclass.__name__} has no {method}; allowed: model, {allowed}")
 
 
 _EXPORT = "comingle.serving.export.exporting:export_personal"
@@ -456,8 +469,7 @@ class PersonalModel(Personal):
     def generating(self) -> Iterator[PreTrainedModel]:
         """Yield a causal language model of transformers whose forward pass is that of the user's model.
 
-        The yielded model is valid only in the context. All users share its weights, and after the context another
-        user's adapters may be set.
+        Use it in the context only: all users share the modules, and another user's adapters may be bound later.
         """
         if isinstance(self.model, AdaptedModel):  # one set of adapters per user
             self.model.adapters.bind(self.tensors, [self.row])
@@ -465,9 +477,9 @@ class PersonalModel(Personal):
         elif isinstance(self.model, EnsembleModel):  # a mixture of several models' predictions
             with self.model.mixed_network(self.tensors, [self.row]) as network:
                 yield network
-        else:  # a mixture of several sets of adaptors in the weights
-            (mixture,) = self.model.shares(self.tensors)  # the tensors are those of one user
-            with self._floral_model.mixing(mixture):
+        else:  # a mixture of several sets of adaptors
+            (pi,) = self.model.shares(self.tensors)
+            with self._floral_model.mixing(pi):
                 yield cast(PreTrainedModel, self._floral_model.model)
 
     @cached_property
@@ -479,8 +491,7 @@ class PersonalModel(Personal):
     def merge(self) -> PreTrainedModel:
         """Return a plain model of the base's architecture with the user's weights, for ``save_pretrained``.
 
-        Its generation settings have the same end tokens as the user's model. In bfloat16 the sums are rounded, so its
-        outputs differ slightly from those of :meth:`generate`.
+        In bfloat16 the merged weights are rounded, so outputs differ slightly from those of :meth:`generate`.
 
         Raises:
             DataError: Several experts are mixed after a nonlinearity, which no weights can represent.
@@ -496,11 +507,12 @@ class PersonalModel(Personal):
             DataError: No weights can hold the user's model.
         """
         if isinstance(self.model, MixedLanguageModel):
-            (mixture,) = self.model.shares(self.tensors)  # the tensors are those of one user
-            return cast(PreTrainedModel, self._floral_model.merge(mixture))
+            (pi,) = self.model.shares(self.tensors)
+            return cast(PreTrainedModel, self._floral_model.merge(pi))
         if isinstance(self.model, EnsembleModel):
             raise DataError(f"user {self.name!r}: {NO_SINGLE_MODEL}")
-        if why := why_not_merged(self.model, self.row):
+        why = why_not_merged(self.model, self.row)
+        if why:
             raise DataError(
                 f"user {self.name!r}: experts cannot be merged into weights, because {why}; "
                 "allowed: models with one expert (such as fedit) and client-level mixtures"
@@ -537,7 +549,6 @@ class PersonalModel(Personal):
             DataError: A token has no row in the base's embedding.
         """
         self.model.base.require_rows(tokens.flatten().tolist(), "the tokens")
-        # Eager, because compiling for a shape that may come only once would not pay off.
         with self.generating() as network, torch.compiler.set_stance("force_eager"):
             return network(input_ids=tokens.to(self.model.base.device), use_cache=False).logits
 
@@ -590,36 +601,52 @@ class PersonalModel(Personal):
             RecipeError: A setting is unknown, not supported or out of range.
             DataError: A prompt is not a text or exceeds the base's limit, or the chat template rejects the messages.
         """
-        tokenizer, is_chat = self._tokenizer, _is_chat(prompt)
+        base, is_chat = self.model.base, _is_chat(prompt)
         prompts: list[Any]
         if is_chat:
-            # A response ends with the template's token too, unless the caller says which tokens end it.
-            if generation_config is None or generation_config.eos_token_id is None:
-                options.setdefault("eos_token_id", list(chat_ends(self.model.base)))
-            prompts = [ChatTemplate(tokenizer, self.model.base.date).prompt(self._checked_messages(prompt))]
+            config_has_ends = generation_config is not None and generation_config.eos_token_id is not None
+            if not config_has_ends:
+                options.setdefault("eos_token_id", list(chat_ends(base)))
+            template = ChatTemplate(self._tokenizer, base.date)
+            prompts = [template.prompt(self._checked_messages(prompt))]
         else:
             prompts = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
-            if wrong := [p for p in prompts if not isinstance(p, str)]:
-                raise DataError(f"user {self.name!r}: prompt: got {wrong[0]!r:.40}; allowed: a text or a list of texts")
-        named = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p}
-        sampling = read_sampling(generation_config, **named, top_k=top_k, stop=stop, seed=seed, **options)
+            for text in prompts:
+                if not isinstance(text, str):
+                    raise DataError(f"user {self.name!r}: prompt: got {text!r:.40}; allowed: a text or a list of texts")
+        sampling = read_sampling(
+            generation_config,
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=stop,
+            seed=seed,
+            **options,
+        )
         with self.generating() as network:
-            texts = continue_texts(network, self.model.base, prompts, sampling)
-        return texts[0] if is_chat or isinstance(prompt, str) else texts
+            texts = continue_texts(network, base, prompts, sampling)
+        is_single = is_chat or isinstance(prompt, str)
+        return texts[0] if is_single else texts
 
     def _checked_messages(self, prompt: Sequence[object]) -> list[Message]:
-        """Return the messages of a conversation after checking their roles and contents.
+        """Return the messages of a conversation; raise an error if one has an unknown role or no text.
 
         Raises:
             DataError: A message is not a mapping with a known role and a text.
         """
         messages: list[Message] = []
         for message in prompt:
-            role, content = (message.get(key) if isinstance(message, Mapping) else None for key in ("role", "content"))
-            if not isinstance(message, Mapping) or role not in ROLES or not isinstance(content, str):
+            is_valid = (
+                isinstance(message, Mapping)
+                and message.get("role") in ROLES
+                and isinstance(message.get("content"), str)
+            )
+            if not is_valid:
                 allowed = f"a mapping with role ({', '.join(ROLES)}) and content"
                 raise DataError(f"user {self.name!r}: message: got {message!r:.60}; allowed: {allowed}")
-            messages.append(message)
+            messages.append(cast(Message, message))
         return messages
 
     @torch_defaults()
@@ -636,14 +663,14 @@ class PersonalModel(Personal):
         """
         if not isinstance(text, str):
             raise DataError(f"user {self.name!r}: perplexity: got {text!r:.40}; allowed: one text")
-        ids = self._tokenize(text).int()
-        self._checked_window(context, len(ids))  # only to report a wrong ``context`` before a text that is too short
-        least = 2 if self.model.base.begin is None else 1  # only a begin-of-text token predicts a text's first token
-        if len(ids) < least:
+        tokens = self._tokenize(text).int()
+        self._window_size(context, len(tokens))  # raises an error if ``context`` is wrong
+        least = 2 if self.model.base.begin is None else 1  # without a begin-of-text token the first is not predicted
+        if len(tokens) < least:
             raise DataError(
-                f"user {self.name!r}: perplexity: got {len(ids)} tokens; allowed: a text of at least {least}"
+                f"user {self.name!r}: perplexity: got {len(tokens)} tokens; allowed: a text of at least {least}"
             )
-        return self.score(ids, context=context).perplexity
+        return self.score(tokens, context=context).perplexity
 
     def _tokenize(self, text: str) -> Int[Tensor, " tokens"]:
         """Tokenize like training and scoring: the spelling of a special token is plain text."""
@@ -657,8 +684,8 @@ class PersonalModel(Personal):
         assert self.model.base.tokenizer is not None
         return self.model.base.tokenizer
 
-    def _checked_window(self, context: int, tokens: int) -> int:
-        """Return the number of inputs per window for scoring a text: ``context``, or fewer if the text is shorter.
+    def _window_size(self, context: int, tokens: int) -> int:
+        """Return the number of input tokens per window for scoring a text: ``context``, or fewer for a shorter text.
 
         Args:
             context: Tokens per window.
@@ -669,11 +696,11 @@ class PersonalModel(Personal):
         """
         if not isinstance(context, int) or isinstance(context, bool) or context < 1:
             raise RecipeError(f"context: got {context!r}; allowed: a whole number from 1")
-        # Each token but the first is predicted from those before it; a begin-of-text token also predicts the first.
-        inputs = tokens - 1 if self.model.base.begin is None else tokens
-        window = min(context, max(1, inputs))
-        check_context_length("context", window, self.model.base.model)
-        return window
+        # The last token is no input, but a begin-of-text token is.
+        num_inputs = tokens - 1 if self.model.base.begin is None else tokens
+        window_size = min(context, max(1, num_inputs))
+        check_context_length("context", window_size, self.model.base.model)
+        return window_size
 
     @torch_defaults()
     def score(self, tokens: Tensor, *, context: int) -> Score:
@@ -687,17 +714,21 @@ class PersonalModel(Personal):
             DataError: A token has no row in the base's embedding or head.
         """
 
-        def losses(_models: object, windows: Tensor) -> Tensor:
-            """Return the losses of one pass; all windows are scored with this user's model."""
-            return self.model.predict(self.tensors, [self.row], windows.to(self.model.base.device))
+        base = self.model.base
 
-        window = self._checked_window(context, len(tokens))
-        begin = self.model.base.begin  # the begin-of-text token, if the base has one
-        for part in (tokens, [] if begin is None else [begin]):
-            self.model.base.require_rows(part, "the text")
-        # One stream and one model, which has number 0. A pass has up to 16 windows.
-        (scored,) = score_streams(losses, [tokens], [0], context=window, batch=16, slots=1, begin=begin)
-        return scored
+        def losses(_models: object, windows: Tensor) -> Tensor:
+            """Return the losses of this user's model, the only one."""
+            return self.model.predict(self.tensors, [self.row], windows.to(base.device))
+
+        window_size = self._window_size(context, len(tokens))
+        base.require_rows(tokens, "the text")
+        if base.begin is not None:
+            base.require_rows([base.begin], "the text")
+        streams, model_of_stream = [tokens], [0]
+        (score,) = score_streams(
+            losses, streams, model_of_stream, context=window_size, batch=16, slots=1, begin=base.begin
+        )
+        return score
 
     @torch_defaults()
     def route(self, text: str | Tensor, *, context: int = 128, begins: bool = True) -> Routing:
@@ -714,25 +745,28 @@ class PersonalModel(Personal):
         model = self.model
         if not isinstance(model, AdaptedModel):
             raise DataError(f"user {self.name!r}: this model has one mixture for all tokens, so none can be routed")
-        if not routing.routed(adapters := model.adapters):
+        adapters = model.adapters
+        if not routing.routed(adapters):
             raise DataError(f"user {self.name!r}: this model has no routers, so tokens cannot be routed")
         tokens = self._tokenize(text) if isinstance(text, str) else torch.as_tensor(text, dtype=torch.int64)
         if not len(tokens):
             raise DataError(f"user {self.name!r}: a text without tokens cannot be routed")
         begin = model.base.begin if begins else None
-        model.base.require_rows([*([] if begin is None else [begin]), *tokens.tolist()], "the text")
-        names = routing.expert_names(adapters, self.row)
+        inputs = tokens.tolist() if begin is None else [begin, *tokens.tolist()]
+        model.base.require_rows(inputs, "the text")
+        expert_names = routing.expert_names(adapters, self.row)
 
-        def gates_of(part: Tensor) -> Tensor:
+        def gates_of(window: Tensor) -> Tensor:
             """Return the user's gates ``(layers, n, experts)`` in one pass over ``n`` tokens."""
             adapters.bind(self.tensors, [self.row])
-            model.backbone(input_ids=part.view(1, -1).to(model.base.device), use_cache=False)
-            # Of the only bound user, without the padding of the expert axis to the largest number of a user.
-            return routing.gates(adapters)[:, 0, :, : len(names)]
+            model.backbone(input_ids=window.view(1, -1).to(model.base.device), use_cache=False)
+            gates_of_users = routing.gates(adapters)  # (layers, users, n, experts), of the only bound user
+            return gates_of_users[:, 0, :, : len(expert_names)]  # without padding of the expert axis
 
         with routing.record_gates(adapters), torch.compiler.set_stance("force_eager"):
             gates = route(gates_of, tokens, context=context, begin=begin)
-        return Routing(tokens=tuple(pieces(self._tokenizer, tokens.tolist())), experts=tuple(names), gates=gates)
+        token_texts = pieces(self._tokenizer, tokens.tolist())
+        return Routing(tokens=tuple(token_texts), experts=tuple(expert_names), gates=gates)
 
 
 def _is_chat(prompt: object) -> bool:

@@ -92,11 +92,12 @@ def gated_pair(shared: nn.Module, local: nn.Module, *, inputs: int, seed: int) -
     Raises:
         RecipeError: The nets are a single layer, so there are no features to share.
     """
-    (shared, _), (local, head) = split_head(shared), split_head(local)  # one head for both: the local one
+    shared_features, _ = split_head(shared)
+    local_features, local_head = split_head(local)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(derive("gate", seed))
         gate = nn.Sequential(nn.Flatten(), nn.Linear(inputs, 2))
-    return GatedPair(shared, local, head, gate)
+    return GatedPair(shared_features, local_features, local_head, gate)
 
 
 def split_head(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
@@ -105,21 +106,21 @@ def split_head(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
     Raises:
         RecipeError: The net is not an ``nn.Sequential`` of several layers.
     """
-    layers = list(net.named_children())
-    if layers and not isinstance(net, nn.Sequential):
+    named_layers = list(net.named_children())
+    if named_layers and not isinstance(net, nn.Sequential):
         kind = type(net).__name__
         raise RecipeError(f"method pfedmoe: net {kind} has no defined last layer; allowed: an nn.Sequential")
-    if not isinstance(net, nn.Sequential) or len(layers) < 2:
+    if not isinstance(net, nn.Sequential) or len(named_layers) < 2:
         raise RecipeError("method pfedmoe: net 'linear' is one layer, without features to share; allowed: deeper nets")
-    return nn.Sequential(OrderedDict(layers[:-1])), layers[-1][1]
+    *named_features, (_, head) = named_layers
+    return nn.Sequential(OrderedDict(named_features)), head
 
 
 def assign_role(slot: Slot) -> Slot:
-    """Return the description of a tensor of a :class:`GatedPair` with the role of the submodule that it belongs to.
+    """Return the slot of a tensor of a :class:`GatedPair` with the role of its submodule.
 
-    For example, tensors of the submodule "own" are "specialist". Running statistics keep the role "statistics". Their
-    field ``factor`` becomes the submodule's name, so that a recipe can address the statistics of one submodule, such as
-    "statistics.own".
+    For example, tensors of "own" get the role "specialist". Running statistics keep the role "statistics" and get the
+    submodule's name as ``factor``, so that a recipe can name "statistics.own".
 
     Args:
         slot: Name, shape and role of the tensor.
@@ -143,15 +144,22 @@ def layout_of(nets: Sequence[nn.Module], *, side_by_side: bool) -> Layout:
     """
     if side_by_side:
         slots = [*_component_slots(nets), _router_slot(len(nets))]
+    elif isinstance(nets[0], FloralModel):
+        slots = _adapted_slots(nets[0])
     else:
-        slots = _adapted_slots(nets[0]) if isinstance(nets[0], FloralModel) else _net_slots(nets[0])
-    return Layout(slots=tuple(sorted(slots, key=lambda slot: _ORDER.index(slot.roles[0]))))
+        slots = _net_slots(nets[0])
+    slots.sort(key=lambda slot: _ORDER.index(slot.roles[0]))
+    return Layout(slots=tuple(slots))
 
 
 def row_of(net: nn.Module, layout: Layout) -> Float[Tensor, " columns"]:
     """Return a net's parameters and running statistics as one flat vector, in the order of the layout's slots."""
-    tensors = _tensors(net)
-    return torch.cat([tensors[slot.name][0].flatten().cpu() for slot in layout.slots])
+    tensors_and_roles = _tensors_and_roles(net)
+    flat = []
+    for slot in layout.slots:
+        tensor, _role = tensors_and_roles[slot.name]
+        flat.append(tensor.flatten().cpu())
+    return torch.cat(flat)
 
 
 def _router_slot(clusters: int) -> Slot:
@@ -159,75 +167,90 @@ def _router_slot(clusters: int) -> Slot:
     return Slot(name=CLIENT_ROUTER, shape=(clusters,), roles=(ROUTER,), init=init_zero)
 
 
-def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
-    """Return a net's parameters and running statistics with their roles, by name; other buffers are not stacked."""
-    by_name = {name: (p.detach(), BASE) for name, p in net.named_parameters()}
-    return by_name | {name: (b, STATISTICS) for name, b in net.named_buffers() if b.is_floating_point()}
+def _tensors_and_roles(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
+    """Map names to ``(parameter, "base")`` and ``(running statistic, "statistics")``; integer buffers are left out."""
+    by_name = {name: (parameter.detach(), BASE) for name, parameter in net.named_parameters()}
+    for name, buffer in net.named_buffers():
+        if buffer.is_floating_point():
+            by_name[name] = (buffer, STATISTICS)
+    return by_name
 
 
 def _net_slots(net: nn.Module) -> list[Slot]:
-    """Return name, shape, role, initial value and part of the net of each tensor of a net without adaptors.
+    """Return the slot of each tensor of a net without adaptors.
 
-    All parameters have the role "base", except in a :class:`GatedPair`, where the role depends on the submodule, such
-    as "specialist" for a user's own feature extractor.
+    Parameters have the role "base", or in a :class:`GatedPair` that of their submodule (:func:`assign_role`).
     """
-    parts, slots = _module_parts(net), []
-    for name, (t, role) in _tensors(net).items():
+    parts = _module_parts(net)
+    slots = []
+    for name, (tensor, role) in _tensors_and_roles(net).items():
         module_name = name.rpartition(".")[0]
-        part = parts[module_name]  # "norm", "head" or "body"
-        slots.append(Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_constant_init(t), part=part))
-    return [assign_role(slot) for slot in slots] if isinstance(net, GatedPair) else slots
+        slot = Slot(
+            name=name,
+            shape=tuple(tensor.shape),
+            roles=(role,),
+            init=_constant_init(tensor),
+            part=parts[module_name],  # "norm", "head" or "body"
+        )
+        slots.append(assign_role(slot) if isinstance(net, GatedPair) else slot)
+    return slots
 
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 def _module_parts(net: nn.Module) -> dict[str, str]:
-    """Map each module to "norm", "head" (the last module with parameters) or "body", by name.
-
-    Placements can treat these parts differently, such as a local head.
-    """
-    head = [name.rpartition(".")[0] for name, _ in net.named_parameters()][-1:]  # empty without parameters
+    """Map each module's name to "norm", "head" (the last module with parameters) or "body"."""
+    modules_with_parameters = [name.rpartition(".")[0] for name, _ in net.named_parameters()]
+    head = modules_with_parameters[-1] if modules_with_parameters else None
     parts = {}
     for name, module in net.named_modules():
-        parts[name] = "norm" if isinstance(module, _NORMS) else "head" if name in head else "body"
+        if isinstance(module, _NORMS):
+            parts[name] = "norm"
+        elif name == head:
+            parts[name] = "head"
+        else:
+            parts[name] = "body"
     return parts
 
 
 def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
-    """Return names, shapes, roles and initial values of the tensors of a mixture of whole models.
+    """Return the slots of a mixture of whole models; each tensor holds all components, ``(components, ...)``.
 
-    A tensor holds all components, ``(components, ...)``. Parameters have the role "adaptor", because servers average
-    each adaptor with its users' mixture weights.
+    Parameters have the role "adaptor", as servers average them with the users' mixture weights.
 
     Args:
         nets: One net per component, all of one architecture.
     """
-    components = [_tensors(net) for net in nets]
+    components = [_tensors_and_roles(net) for net in nets]
     slots = []
     for name, (_, role) in components[0].items():
-        value = torch.stack([tensors[name][0] for tensors in components])
-        new_role = ADAPTOR if role == BASE else role
-        roles = (new_role,) * len(nets)
-        slots.append(Slot(name=name, shape=tuple(value.shape), roles=roles, init=_constant_init(value)))
+        tensors = [tensors_and_roles[name][0] for tensors_and_roles in components]
+        stacked = torch.stack(tensors)
+        component_role = ADAPTOR if role == BASE else role
+        roles = (component_role,) * len(nets)
+        slots.append(Slot(name=name, shape=tuple(stacked.shape), roles=roles, init=_constant_init(stacked)))
     return slots
 
 
 def _adapted_slots(model: FloralModel) -> list[Slot]:
-    """Return name, shape, roles and initialiser of each tensor of a net with adaptors.
+    """Return the slot of each tensor of a net with adaptors.
 
     Tensors have the role "base", "adaptor", "router" or "statistics" (running means and variances of norms).
     """
-    inits, values = initialisers(model), dict(model.named_parameters()) | dict(model.named_buffers())
-    slots, layers = [], model.layers()
+    initialiser_by_name = initialisers(model)  # of adaptors and routers
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    adapted_layers = model.layers()
+    slots = []
     for name, role in roles(model).items():
-        value = values[name].detach()
-        # The leading axis of an adaptor is that of the clusters; a slot names the role of each index of that axis.
-        roles_along_axis = (role,) * (model.num_clusters if role == ADAPTOR else 1)
-        init = inits.get(name, _constant_init(value))  # base tensors keep their values
+        value = tensors[name].detach()
+        # An adaptor has a leading axis of clusters, and a slot gives the role of each index of that axis.
+        roles_along_axis = (role,) * model.num_clusters if role == ADAPTOR else (role,)
+        init = initialiser_by_name.get(name, _constant_init(value))
         factor = ""
-        if role == STATISTICS:  # of an adapted norm, or of a norm of the base
-            factor = "adaptor" if name.rpartition(".")[0] in layers else "base"
+        if role == STATISTICS:
+            module_name = name.rpartition(".")[0]
+            factor = "adaptor" if module_name in adapted_layers else "base"
         slots.append(Slot(name=name, shape=tuple(value.shape), roles=roles_along_axis, init=init, factor=factor))
     return slots
 
@@ -248,7 +271,7 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 
 @dataclass(frozen=True, kw_only=True)
 class StackedModel(Model):
-    """The nets of all users: one module that is called with each user's tensors, which are stacked over users.
+    """One net architecture for all users, whose tensors are stacked: ``(users, ...)`` for each parameter.
 
     Args:
         name: Name of the net.
@@ -287,7 +310,7 @@ class StackedModel(Model):
         return torch.zeros(0, self.layout.columns) if self.others is None else self.others
 
     def only(self, users: Sequence[int]) -> StackedModel:
-        """Return the model of some users, who are all alike."""
+        """Return the model of some users; only their number matters."""
         return replace(self, users=len(users))
 
     @property
@@ -306,27 +329,31 @@ class StackedModel(Model):
         return torch.ones(self.users)
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
-        """Return True for all: every user has every parameter."""
-        return torch.ones(1, self.layout.columns, dtype=torch.bool, device=self.device).expand(self.users, -1)
+        """Return True everywhere, as every user has every parameter; ``ranks`` is ignored."""
+        columns = self.layout.columns
+        return torch.ones(1, columns, dtype=torch.bool, device=self.device).expand(self.users, columns)
 
     @cached_property
     def _is_random(self) -> bool:
         """Whether a training pass of the net may draw random numbers."""
-        classes = {type(m) for m in self.net.modules()}
-        return any(issubclass(c, _RANDOM) or not c.__module__.startswith("torch.nn.") for c in classes)
+        for module_class in {type(module) for module in self.net.modules()}:
+            is_from_torch = module_class.__module__.startswith("torch.nn.")
+            if issubclass(module_class, _RANDOM) or not is_from_torch:
+                return True
+        return False
 
     @contextmanager
     def randomness(self, *key: object) -> Iterator[None]:
-        """Seed torch's random numbers in the context, such as dropout, so that a resumed run draws the same ones.
+        """Seed torch's random numbers in the context, such as those of dropout.
 
         Args:
-            *key: Parts of the seed, which identify the pass: the run's seed, the users and the number of the step.
+            *key: Parts of the seed, such as the run's seed, the users and the number of the step.
         """
         if not self._is_random:
             yield
             return
-        devices = [self.device] if self.device.type == "cuda" else []  # in addition to the CPU
-        with torch.random.fork_rng(devices=devices):
+        gpus = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=gpus):
             torch.manual_seed(derive("dropout", *(str(part) for part in key)))
             yield
 
@@ -343,8 +370,8 @@ class StackedModel(Model):
     ) -> tuple[Float[Tensor, "users batch ..."], float]:
         """Return the loss of every sample, 0 for padding, and 0.0 as the load-balancing penalty.
 
-        For a mixture of losses, the value is ``sum_c pi_c f(w_c)`` with the loss f and the components' weights w_c.
-        Each component's gradient is that of its own loss alone (FLoRAL, eq. 4), as pi weighs it in the aggregation.
+        For a mixture of losses, the value is ``sum_c pi_c f_c`` with the loss f_c of component c. Its gradient is that
+        of ``sum_c f_c`` (FLoRAL, eq. 4), as pi_c weighs the component in the aggregation.
 
         Args:
             tensors: The users' tensors; in training their running statistics change.
@@ -353,19 +380,21 @@ class StackedModel(Model):
             train: Run in training mode.
             shares: Mixture weights of each sample; None for the users' weights.
         """
-        if self.mixture is None or self.mixture.at not in ("losses", "samples"):
+        mixture = self.mixture
+        if mixture is None or mixture.at not in ("losses", "samples"):  # no losses are mixed
             return self._model_losses(tensors, batch, train), 0.0
-        losses = self.component_losses(tensors, users, batch, train=train)
-        if self.mixture.at == "samples":
-            sample_shares = self.shares(tensors).unsqueeze(2) if shares is None else shares
-            return (sample_shares * losses).sum(1), 0.0
-        weights, unweighted = self.shares(tensors).to(losses.dtype), losses.sum(1)
-        mixed = torch.einsum("uc,uc...->u...", weights, losses)
-        # The value is that of the mixture, the gradient that of the unweighted sum.
-        return mixed.detach() + (unweighted - unweighted.detach()), 0.0
+        losses = self.component_losses(tensors, users, batch, train=train)  # (users, clusters, batch, ...)
+        if mixture.at == "samples":
+            if shares is None:
+                shares = self.shares(tensors).unsqueeze(2)
+            return (shares * losses).sum(1), 0.0
+        pi = self.shares(tensors).to(losses.dtype)
+        weighted_sum, plain_sum = torch.einsum("uc,uc...->u...", pi, losses), losses.sum(1)
+        no_value = plain_sum - plain_sum.detach()  # 0 with the gradient of `plain_sum`
+        return weighted_sum.detach() + no_value, 0.0
 
     def _model_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:
-        """Return the loss of every sample under the users' models, whether they are mixtures or not; 0 for padding.
+        """Return the loss of every sample under the users' models; 0 for padding.
 
         Args:
             tensors: The users' tensors; in training their running statistics change.
@@ -373,7 +402,8 @@ class StackedModel(Model):
             train: Run in training mode.
         """
         inputs, targets, present = batch
-        return self.loss(self._outputs(tensors, inputs, train), targets).masked_fill(~present, 0)
+        outputs = self._outputs(tensors, inputs, train)
+        return self.loss(outputs, targets).masked_fill(~present, 0)
 
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
@@ -389,8 +419,9 @@ class StackedModel(Model):
             train: Run in training mode.
         """
         inputs, targets, present = batch
-        outputs = self._components(tensors, inputs, train)
-        targets_per_component = targets.unsqueeze(1).expand(*outputs.shape[:2], *targets.shape[1:])
+        outputs = self._component_outputs(tensors, inputs, train)
+        users, clusters = outputs.shape[:2]
+        targets_per_component = targets.unsqueeze(1).expand(users, clusters, *targets.shape[1:])
         return self.loss(outputs, targets_per_component).masked_fill(~present.unsqueeze(1), 0)
 
     def predict(
@@ -411,10 +442,7 @@ class StackedModel(Model):
         return self.mixture.shares(tensors[CLIENT_ROUTER])
 
     def _outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
-        """Return the outputs of the users' models.
-
-        A user's model is a single net, a mixture of C nets, or a net with a mixture of C adaptor sets. The mixture's
-        settings say whether weights, outputs or predicted probabilities are mixed.
+        """Return the outputs of the users' models: single nets, mixtures of nets, or nets with a mixture of adaptors.
 
         Args:
             tensors: The users' tensors; in training their running statistics change.
@@ -423,24 +451,26 @@ class StackedModel(Model):
         """
         mixture = self.mixture
         if mixture is None:
-            return self._run_alone(train, tensors, inputs)
+            return self._run_single_nets(train, tensors, inputs)
         if mixture.merges_models:  # nets mixed in their weights
             return self._merged_outputs(tensors, inputs, train)
-        shares = self.shares(tensors)
+        pi = self.shares(tensors)
         if mixture.of == "models":  # nets mixed in their outputs
-            outputs = self._components(tensors, inputs, train)
+            outputs = self._component_outputs(tensors, inputs, train)
             if self.mixes_probabilities:
-                return mix_probabilities(outputs, shares)
-            return torch.einsum("uc,uc...->u...", shares, outputs)
-        # Adaptor sets, which the net's own forward pass mixes with the weights pi.
-        return self._run_users(
-            train, lambda user_tensors, x, pi: self._call_user(user_tensors, x, mixture=pi), tensors, inputs, shares
-        )
+                return mix_probabilities(outputs, pi)
+            return torch.einsum("uc,uc...->u...", pi, outputs)
+        # Adaptors, which the net's forward pass mixes.
+        return self._run_users(train, self._call_user_with_mixture, tensors, inputs, pi)
+
+    def _call_user_with_mixture(self, user_tensors: Tree, inputs: Tensor, pi: Tensor) -> Tensor:
+        """Return the outputs of one user's net with adaptors, which are mixed with the weights ``pi``."""
+        return self._call_user(user_tensors, inputs, mixture=pi)
 
     def _merged_outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
-        """Return the outputs of one merged net per user: the mixture ``sum_c pi_c w_c`` of its C components' weights.
+        """Return the outputs of one merged net per user, with the weights ``sum_c pi_c w_c`` of the C components.
 
-        In training only the merged net runs, so its updated running statistics are copied to all components.
+        In training the merged net's new running statistics are copied to all components.
 
         Args:
             tensors: The users' tensors ``(users, clusters, ...)``; in training their running statistics change.
@@ -448,20 +478,23 @@ class StackedModel(Model):
             train: Run in training mode.
         """
         merged = merge_models(tensors, self.shares(tensors))
-        statistics = {s.name: merged[s.name].detach() for s in self.layout.only({STATISTICS}).slots}
-        outputs = self._run_alone(train, merged | statistics, inputs)
-        for name, value in statistics.items() if train else ():
-            tensors[name].copy_(value.unsqueeze(1).expand_as(tensors[name]))  # over (users, clusters, ...)
+        statistic_names = [slot.name for slot in self.layout.only({STATISTICS}).slots]
+        for name in statistic_names:
+            merged[name] = merged[name].detach()  # the pass updates it in place
+        outputs = self._run_single_nets(train, merged, inputs)
+        if train:
+            for name in statistic_names:
+                all_components = tensors[name]  # (users, clusters, ...)
+                all_components.copy_(merged[name].unsqueeze(1).expand_as(all_components))
         return outputs
 
-    def _components(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users clusters batch ..."]:
-        """Return the outputs of each component of the users' mixtures alone.
-
-        A component is a whole model, or the base with one set of adaptors. In training, running statistics in
-        ``tensors`` change.
+    def _component_outputs(
+        self, tensors: Tree, inputs: Tensor, train: bool
+    ) -> Float[Tensor, "users clusters batch ..."]:
+        """Return the outputs of each component of the users' mixtures: a whole model, or the base with one adaptor set.
 
         Args:
-            tensors: The users' tensors.
+            tensors: The users' tensors; in training their running statistics change.
             inputs: Samples ``(users, batch, ...)``.
             train: Run in training mode.
         """
@@ -469,46 +502,46 @@ class StackedModel(Model):
         if self.mixture.of != "models":
             return self._adaptor_set_outputs(tensors, inputs, train)
         models = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
-        over_components = vmap(self._call_user, in_dims=(0, None), randomness="different")
-        return self._run_users(train, over_components, models, inputs)
+        # For one user: tensors have a leading axis of components, inputs have none.
+        call_components = vmap(self._call_user, in_dims=(0, None), randomness="different")
+        return self._run_users(train, call_components, models, inputs)
 
     def _adaptor_set_outputs(
         self, tensors: Tree, inputs: Tensor, train: bool
     ) -> Float[Tensor, "users clusters batch ..."]:
         """Return the outputs of the base with each of the C adaptor sets alone.
 
-        The net's forward pass mixes all adaptor sets, so a one-hot mixture selects one. In training each adaptor set
-        updates a copy stats_c of the user's running statistics, and the user gets the mean ``sum_c pi_c stats_c``.
+        The net's forward pass mixes the adaptor sets with weights; one-hot weights select one set. In training, each
+        set c updates a copy stats_c of the user's running statistics, which then become ``sum_c pi_c stats_c``.
 
         Args:
-            tensors: The users' tensors.
+            tensors: The users' tensors; in training their running statistics change.
             inputs: Samples ``(users, batch, ...)``.
             train: Run in training mode.
         """
         assert self.mixture is not None
         clusters = self.mixture.clusters
-        statistics = {slot.name for slot in self.layout.only({STATISTICS}).slots} if train else set()
-        copies = {name: tensors[name].unsqueeze(1).repeat_interleave(clusters, 1) for name in statistics}
-        # A trained base gets from each component's loss a gradient with the weight pi_c.
-        trained_base = {slot.name for slot in self.layout.only({BASE}).slots if tensors[slot.name].requires_grad}
-        weighted = {name: weigh_gradient(tensors[name], self.shares(tensors).detach()) for name in trained_base}
-        # One user's tensors have a leading component axis only if they are in `copies` or `weighted`. All others, such
-        # as the adaptor sets, are the same for every component.
-        component_axes = {name: 0 if name in statistics | trained_base else None for name in tensors}
-        over_components = vmap(
-            lambda user_tensors, x, pi: self._call_user(user_tensors, x, mixture=pi),
-            in_dims=(component_axes, None, 0),
-            randomness="different",
-        )
+        statistics: Tree = {}  # one copy for each adaptor set, (users, clusters, ...)
+        if train:
+            for slot in self.layout.only({STATISTICS}).slots:
+                statistics[slot.name] = tensors[slot.name].unsqueeze(1).repeat_interleave(clusters, 1)
+        # A trained base, once for each adaptor set, with a gradient weighted by pi_c: (users, clusters, ...).
+        trained_base: Tree = {}
+        for slot in self.layout.only({BASE}).slots:
+            if tensors[slot.name].requires_grad:
+                trained_base[slot.name] = weigh_gradient(tensors[slot.name], self.shares(tensors).detach())
+        per_set = {**statistics, **trained_base}
+        # Of one user's tensors only those in `per_set` have a leading axis of adaptor sets.
+        set_axes = {name: 0 if name in per_set else None for name in tensors}
+        call_sets = vmap(self._call_user_with_mixture, in_dims=(set_axes, None, 0), randomness="different")
         one_hot = torch.eye(clusters, dtype=self.dtype, device=inputs.device)
-        outputs = self._run_users(
-            train,
-            lambda user_tensors, x: over_components(user_tensors, x, one_hot),
-            {**tensors, **copies, **weighted},
-            inputs,
-        )
-        for name, copied in copies.items():
-            tensors[name].copy_(torch.einsum("uc,uc...->u...", self.shares(tensors).detach(), copied))
+
+        def call_user_with_each_set(user_tensors: Tree, user_inputs: Tensor) -> Tensor:
+            return call_sets(user_tensors, user_inputs, one_hot)
+
+        outputs = self._run_users(train, call_user_with_each_set, {**tensors, **per_set}, inputs)
+        for name, stats in statistics.items():
+            tensors[name].copy_(torch.einsum("uc,uc...->u...", self.shares(tensors).detach(), stats))
         return outputs
 
     def _run_users(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
@@ -521,27 +554,30 @@ class StackedModel(Model):
         """
         self.net.train(train)
         tensors, *others = stacked
+        call_users = vmap(call, randomness="different")
         # Both for speed: FusedNorms runs each norm once for all users, channels_last speeds up small convolutions.
         with FusedNorms():
-            return vmap(call, randomness="different")(channels_last(tensors), *others)
+            return call_users(channels_last(tensors), *others)
 
-    def _run_alone(self, train: bool, tensors: Tree, inputs: Tensor) -> Float[Tensor, "users batch ..."]:
-        """Return the outputs of one net per user, without a mixture, computed in the fastest way that supports the net.
+    def _run_single_nets(self, train: bool, tensors: Tree, inputs: Tensor) -> Float[Tensor, "users batch ..."]:
+        """Return the outputs of one net per user, computed in the fastest way that supports the net.
 
         Args:
             train: Run in training mode.
             tensors: One net's tensors per user, ``(users, ...)``.
             inputs: Samples ``(users, batch, ...)``.
         """
-        native_net = self.form  # convolutions of all users at once in C++; None if the net does not support it
+        native_net = self.form  # in C++; None if the net does not support it
         if native_net is not None and native_net.takes(inputs):
             return native_net(tensors, inputs, train=train)
         if not self._can_fold:
             return self._run_users(train, self._call_user, tensors, inputs)  # under vmap, the slowest way
-        # All users' samples as one batch; inside Folded, F.linear multiplies each user's samples by its weights.
         self.net.train(train)
-        with Folded():
-            return self._call_user(tensors, inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
+        users_and_batch = inputs.shape[:2]
+        samples_of_all_users = inputs.flatten(0, 1)
+        with Folded():  # F.linear multiplies each user's samples by the user's weights
+            outputs = self._call_user(tensors, samples_of_all_users)
+        return outputs.unflatten(0, users_and_batch)
 
     @cached_property
     def form(self) -> SideBySideNet | None:
@@ -571,7 +607,9 @@ class StackedModel(Model):
     @torch.no_grad()
     def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
         """Return the gradients, those of adaptors preconditioned (FLoRAL eq. 36)."""
-        return gradients if self._adaptor_pairs is None else precondition(self._adaptor_pairs, tensors, gradients)
+        if self._adaptor_pairs is None:
+            return gradients
+        return precondition(self._adaptor_pairs, tensors, gradients)
 
     @torch.no_grad()
     def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
@@ -584,7 +622,9 @@ class StackedModel(Model):
         Returns:
             New tensors by name. Those of adaptors hold the differences from the mean.
         """
-        return tensors if self._adaptor_pairs is None else centre(self._adaptor_pairs, tensors, shares)
+        if self._adaptor_pairs is None:
+            return tensors
+        return centre(self._adaptor_pairs, tensors, shares)
 
 
 def stack(
@@ -618,10 +658,11 @@ def stack(
     """
     device = device or torch.device("cpu")
     nets = [net.to(device, dtype) for net in nets]
-    whole_models = mixture is not None and mixture.of == "models"
-    layout = layout_of(nets, side_by_side=whole_models)
-    # Further initial models for the server, each a row of values.
-    others = None if whole_models or len(nets) == 1 else torch.stack([row_of(net, layout) for net in nets[1:]])
+    mixes_whole_models = mixture is not None and mixture.of == "models"
+    layout = layout_of(nets, side_by_side=mixes_whole_models)
+    others = None  # the server's further initial models
+    if len(nets) > 1 and not mixes_whole_models:
+        others = torch.stack([row_of(net, layout) for net in nets[1:]])
     return StackedModel(
         name=name,
         net=nets[0].requires_grad_(False),
@@ -640,7 +681,9 @@ def stack(
 def _depends_on_batch(module: nn.Module) -> bool:
     """Return whether a module of torch is a batch norm or another norm that tracks running statistics."""
     norms = nn.modules.batchnorm
-    return isinstance(module, norms._BatchNorm) or (isinstance(module, norms._NormBase) and module.track_running_stats)
+    if isinstance(module, norms._BatchNorm):
+        return True
+    return isinstance(module, norms._NormBase) and module.track_running_stats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -678,7 +721,7 @@ class MixedLanguageModel(StackedModel):
             train: Without effect, as language models always run in evaluation mode.
         """
         inputs, targets = inputs_of(batch), batch[..., 1:]
-        hidden = self._components(tensors, inputs, train)
+        hidden = self._component_outputs(tensors, inputs, train)
         targets_per_component = targets.unsqueeze(1).expand(hidden.shape[:-1])
         return cross_entropy(hidden, self.head, targets_per_component)
 
@@ -700,17 +743,18 @@ class MixedLanguageModel(StackedModel):
             prompts: Token ids, padded on the left with ``PAD``.
             limit: Largest number of new tokens.
         """
-        continued, prompts = [], prompts.to(self.device)
-        # Lengths change with every token, so compiling would not pay off.
-        with torch.compiler.set_stance("force_eager"):
-            for row, user_prompts in enumerate(prompts):
+        continuations = []
+        with torch.compiler.set_stance("force_eager"):  # lengths change with every token
+            for row, user_prompts in enumerate(prompts.to(self.device)):
                 user_tensors = {name: t[row : row + 1] for name, t in tensors.items()}
-                personal = self.of_one_user(user_tensors)
-                (mixture,) = self.shares(user_tensors)
-                with personal.mixing(mixture):
-                    continued.append(continue_greedily(cast(PreTrainedModel, personal.model), user_prompts, limit))
-        width = max(tokens.shape[1] for tokens in continued)
-        return torch.stack([F.pad(tokens, (0, width - tokens.shape[1]), value=PAD) for tokens in continued])
+                user_model = self.of_one_user(user_tensors)
+                (pi,) = self.shares(user_tensors)
+                with user_model.mixing(pi):
+                    network = cast(PreTrainedModel, user_model.model)
+                    continuations.append(continue_greedily(network, user_prompts, limit))
+        longest = max(tokens.shape[1] for tokens in continuations)
+        padded = [F.pad(tokens, (0, longest - tokens.shape[1]), value=PAD) for tokens in continuations]
+        return torch.stack(padded)
 
     def of_one_user(self, tensors: Tree) -> FloralModel:
         """Return one user's causal language model with its adaptors; the base's weights are shared.
@@ -721,14 +765,14 @@ class MixedLanguageModel(StackedModel):
         Returns:
             A wrapper with the adaptors and the router, whose ``model`` is the language model of transformers.
         """
-        base, net = self.base.model, self.net
-        assert isinstance(net, FloralModel)
-        copied = copy_with_tensors(net, tensors, shared=(*base.parameters(), *base.buffers()))
-        # `copied` holds the backbone with adaptors. Put it into a causal language model, in place of its own backbone.
-        network = share_weights(base)
-        setattr(network, network.base_model_prefix, copied.model)
-        copied.model = network
-        return copied
+        base = self.base.model
+        assert isinstance(self.net, FloralModel)
+        wrapper = copy_with_tensors(self.net, tensors, shared=(*base.parameters(), *base.buffers()))
+        # The wrapper's model is a backbone with adaptors: put it into a causal language model.
+        language_model = share_weights(base)
+        setattr(language_model, language_model.base_model_prefix, wrapper.model)
+        wrapper.model = language_model
+        return wrapper
 
     @property
     def base_parameters(self) -> int:
@@ -738,8 +782,7 @@ class MixedLanguageModel(StackedModel):
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
         """Replace the weights of the base, which no user trains, by fake tensors, to estimate memory.
 
-        Fake tensors have a shape and a dtype but no data. The net of this model is changed in place; the output head is
-        replaced in the returned model only.
+        Fake tensors have a shape and a dtype but no data. The net is changed in place, the head in the returned model.
 
         Args:
             fakes: Makes the fake tensors.
@@ -747,10 +790,10 @@ class MixedLanguageModel(StackedModel):
         Returns:
             The model, and the bytes of the replaced weights.
         """
-        size = fakes.size_of(self.base.model)
-        head = self.head.with_tensors(lambda real: fakes.of(real, self.device))  # the head is no part of the net
+        replaced_bytes = fakes.size_of(self.base.model)
+        fake_head = self.head.with_tensors(lambda real: fakes.of(real, self.device))
         fakes.replace(self.net, self.device)
-        return replace(self, head=head), size
+        return replace(self, head=fake_head), replaced_bytes
 
     def _run_users(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
         """Embed the tokens, then call the function for each user; always in evaluation mode, without dropout.
@@ -762,8 +805,8 @@ class MixedLanguageModel(StackedModel):
                 others.
         """
         # Embed first: some families search the token ids for padding, which vmap does not support.
-        tensors, inputs, *rest = stacked
-        return super()._run_users(False, call, tensors, self.embedding(inputs), *rest)
+        tensors, tokens, *others = stacked
+        return super()._run_users(False, call, tensors, self.embedding(tokens), *others)
 
     def _call_user(self, user_tensors: Tree, inputs: Tensor, **options: object) -> Tensor:
         """Return one user's last hidden states for embedded tokens ``(batch, context, width)``."""
@@ -796,8 +839,11 @@ def mix_language_model(
         generator=torch.Generator(),  # values are drawn again for each user; torch's global generator stays untouched
     )
     stacked = stack([net], name=base.name, users=users, mixture=mixture, device=base.device, dtype=base.dtype)
-    # Users train and upload adaptors and routers, so the frozen base's tensors are left out.
-    slots = tuple(s for s in stacked.layout.slots if not {BASE, STATISTICS} & set(s.roles))
-    fields = {**vars(stacked), "layout": Layout(slots=slots)}
+    trained_slots = []  # of adaptors and routers
+    for slot in stacked.layout.slots:
+        is_frozen = BASE in slot.roles or STATISTICS in slot.roles
+        if not is_frozen:
+            trained_slots.append(slot)
+    fields = {**vars(stacked), "layout": Layout(slots=tuple(trained_slots))}
     embedding = network.get_input_embeddings()
     return MixedLanguageModel(**fields, base=base, head=lm_head(base), embedding=embedding)
