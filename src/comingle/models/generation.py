@@ -63,8 +63,14 @@ _Rule = tuple[Callable[[Any], bool], str]
 
 def _integer_rule(least: int, below: float = math.inf) -> _Rule:
     """Return the rule for integers from ``least`` up to, but not including, ``below``."""
-    upto = "" if below == math.inf else f" and below {below:,}"
-    return lambda v: isinstance(v, int) and is_number(v) and least <= v < below, f"a whole number from {least}{upto}"
+    allowed = f"a whole number from {least}"
+    if below != math.inf:
+        allowed += f" and below {below:,}"
+
+    def is_allowed(value: Any) -> bool:
+        return isinstance(value, int) and is_number(value) and least <= value < below
+
+    return is_allowed, allowed
 
 
 def _are_texts(value: object) -> bool:
@@ -102,8 +108,8 @@ _IGNORED_KEYS = {"transformers_version", "bos_token_id", "pad_token_id"}
 def read_sampling(config: object | None = None, **given: object) -> Sampling:
     """Return validated settings from a transformers ``GenerationConfig`` and from keyword arguments, which override it.
 
-    ``do_sample`` switches sampling on or off; without it a ``temperature`` above 0 switches it on. Without a ``config``
-    the default of ``top_p`` is 0.95.
+    Without ``do_sample`` a ``temperature`` above 0 switches sampling on. ``top_p`` is 0.95 unless a config or an
+    argument sets it.
 
     Args:
         config: A ``GenerationConfig``; None for none.
@@ -113,20 +119,23 @@ def read_sampling(config: object | None = None, **given: object) -> Sampling:
         RecipeError: A name is unknown or unsupported, a value is out of range, or settings contradict each other.
     """
     arguments = {key: value for key, value in given.items() if value is not None}
-    values: dict[str, Any] = {**_config_values(config), **arguments}  # of the config and of the arguments
-    for key in [key for key in values if key not in _RULES and key != "do_sample"]:
-        _refuse_unsupported(key, values.pop(key))
+    values: dict[str, Any] = {**_config_values(config), **arguments}
+    unsupported = [key for key in values if key not in _RULES and key != "do_sample"]
+    for key in unsupported:
+        _raise_unless_neutral(key, values.pop(key))
     for key in ("stop", "stop_strings", "eos_token_id"):
-        values |= {key: as_tuple(values[key])} if key in values else {}
+        if key in values:
+            values[key] = as_tuple(values[key])
     for key, value in values.items():
-        _check_value(key, value)
+        _raise_unless_allowed(key, value)
     do_sample = values.pop("do_sample", None)
-    _check_agreement(do_sample, values, arguments)
+    _raise_if_contradictory(do_sample, values, arguments)
     if do_sample is False:
-        values["temperature"] = 0.0
+        values["temperature"] = 0.0  # greedy
     elif do_sample:
         values.setdefault("temperature", 1.0)
-    values = {"top_p": 0.95, **values} if config is None else values
+    if config is None:
+        values.setdefault("top_p", 0.95)
     sampling = Sampling(**values)
     if sampling.min_new_tokens > sampling.max_new_tokens:
         raise RecipeError(
@@ -136,9 +145,9 @@ def read_sampling(config: object | None = None, **given: object) -> Sampling:
 
 
 def _config_values(config: object | None) -> dict[str, Any]:
-    """Return the values of a ``GenerationConfig`` that are not defaults, with ``do_sample`` in any case.
+    """Return ``do_sample`` of a ``GenerationConfig`` and its other values that are not defaults and change the text.
 
-    Values of sampling are left out if the config does not sample, and ``_IGNORED_KEYS``, which change no text, always.
+    For example, ``top_p`` is left out unless the config samples.
     """
     if config is None:
         return {}
@@ -146,13 +155,15 @@ def _config_values(config: object | None) -> dict[str, Any]:
     if to_dict is None:
         raise RecipeError(f"generation_config: got {config!r:.60}; allowed: transformers.GenerationConfig(...)")
     values = {key: value for key, value in to_dict().items() if value is not None and key not in _IGNORED_KEYS}
-    if not values.setdefault("do_sample", False):  # transformers ignores values of sampling here
-        values = {key: value for key, value in values.items() if key not in (*_SAMPLING_ONLY, "temperature")}
+    values.setdefault("do_sample", False)
+    if not values["do_sample"]:
+        for key in (*_SAMPLING_ONLY, "temperature"):
+            values.pop(key, None)
     return values
 
 
-def _refuse_unsupported(key: str, value: object) -> None:
-    """Raise a :class:`RecipeError` for a setting that is not supported, unless its value changes nothing."""
+def _raise_unless_neutral(key: str, value: object) -> None:
+    """Raise an error for a setting that is not supported, unless its value changes nothing, such as ``num_beams=1``."""
     if value in _ACCEPTED_VALUES.get(key, ()):
         return
     allowed = sorted(["do_sample", *_RULES])
@@ -165,35 +176,39 @@ def as_tuple(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _check_value(key: str, value: object) -> None:
-    """Check the value of a generation setting.
+def _raise_unless_allowed(key: str, value: object) -> None:
+    """Raise an error if a generation setting has a value that is not allowed.
 
     Args:
-        key: Name of the setting: a key of ``_RULES``, or "do_sample", which is a boolean.
-        value: Value of the setting. Settings that may be one value or a list are tuples.
+        key: Name of the setting: a key of ``_RULES``, or "do_sample".
+        value: Value of the setting; a tuple if the setting may be one value or a list.
 
     Raises:
         RecipeError: The value is not allowed.
     """
-    rule, allowed = _RULES.get(key, (lambda v: isinstance(v, bool), "True or False"))
-    if not rule(value):
-        got = value[0] if isinstance(value, tuple) and len(value) == 1 else value  # as the user has written it
-        raise RecipeError(f"{key}: got {got!r:.60}; allowed: {allowed}")
+    if key == "do_sample":
+        is_allowed, allowed = isinstance(value, bool), "True or False"
+    else:
+        rule, allowed = _RULES[key]
+        is_allowed = rule(value)
+    if not is_allowed:
+        if isinstance(value, tuple) and len(value) == 1:
+            value = value[0]
+        raise RecipeError(f"{key}: got {value!r:.60}; allowed: {allowed}")
 
 
-def _check_agreement(do_sample: object, values: Mapping[str, object], arguments: Mapping[str, object]) -> None:
-    """Check that the settings do not ask for sampling and for greedy decoding at once.
+def _raise_if_contradictory(do_sample: object, values: Mapping[str, object], arguments: Mapping[str, object]) -> None:
+    """Raise an error if settings ask for sampling and for greedy decoding at once.
 
     Args:
-        do_sample: Setting of that name; None if it is not given.
+        do_sample: The setting ``do_sample``; None if it is not given.
         values: All other settings, of the config and of the arguments.
-        arguments: Settings given by name. Contradictions with a config's values are resolved, not refused.
+        arguments: The settings given as arguments.
 
     Raises:
         RecipeError: ``do_sample`` and the temperature disagree, or a setting of sampling has no effect.
     """
     temperature = values.get("temperature")
-    # do_sample=False of a config wins over a temperature given by name, so below only arguments contradict each other.
     if do_sample and temperature == 0:
         raise RecipeError("temperature: got 0 with do_sample=True; sampling needs a temperature above 0")
     if arguments.get("do_sample") is False and arguments.get("temperature"):
@@ -221,19 +236,25 @@ def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"]
     Returns:
         New tokens on the CPU, padded with ``PAD`` on the right. Tokens after an end of text are meaningless.
     """
-    lengths, positions = (prompts != PAD).sum(1), getattr(network.config, "max_position_embeddings", None)
-    # Number of new tokens for which each prompt has positions; at least 1, as transformers requires.
-    limits = (positions - lengths).clamp(min=1, max=limit) if positions else torch.full_like(lengths, limit)
-    if len(distinct_limits := limits.unique().tolist()) == 1:
+    lengths = (prompts != PAD).sum(1)
+    positions = getattr(network.config, "max_position_embeddings", None)
+    limits = torch.full_like(lengths, limit)  # largest number of new tokens of each prompt
+    if positions:
+        limits = (positions - lengths).clamp(min=1, max=limit)  # transformers requires at least 1
+    distinct_limits = limits.unique().tolist()
+    if len(distinct_limits) == 1:
         return _generate_greedily(network, prompts, distinct_limits[0])
     new_tokens = torch.full((len(prompts), max(distinct_limits)), PAD, dtype=torch.int64)
-    is_last = torch.arange(prompts.shape[1], device=prompts.device) == prompts.shape[1] - 1
+    width = prompts.shape[1]
+    is_last = torch.arange(width, device=prompts.device) == width - 1
     for common_limit in distinct_limits:
-        # Each batch has all rows, as the row index determines the adapters; other prompts are cut to their last token.
-        chosen = limits == common_limit
-        batch = prompts.masked_fill(~(chosen.unsqueeze(1) | is_last), PAD)
-        continued = _generate_greedily(network, batch[:, -int(lengths[chosen].max()) :], common_limit)
-        new_tokens[chosen.cpu(), : continued.shape[1]] = continued[chosen.cpu()]
+        has_limit = limits == common_limit
+        # A row's index determines its user, so keep all rows, but only the last token of prompts with other limits.
+        batch = prompts.masked_fill(~(has_limit.unsqueeze(1) | is_last), PAD)
+        longest = int(lengths[has_limit].max())
+        continued = _generate_greedily(network, batch[:, -longest:], common_limit)
+        rows = has_limit.cpu()
+        new_tokens[rows, : continued.shape[1]] = continued[rows]
     return new_tokens
 
 
@@ -250,18 +271,19 @@ def _generate_greedily(
     Returns:
         New tokens on the CPU; fewer than ``limit`` if all texts have ended.
     """
-    width, config = prompts.shape[1], network.generation_config
+    config = network.generation_config
     generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
     with padded_attention(network):
         tokens = generate(
-            prompts.clamp(min=0),  # any valid token in place of PAD, which the mask excludes
+            prompts.clamp(min=0),  # token 0 instead of PAD, which is negative; the mask excludes it
             attention_mask=(prompts != PAD).long(),
             max_new_tokens=limit,
             use_cache=True,
             do_sample=False,
             pad_token_id=config.pad_token_id if config is not None else None,
         )
-    return tokens[:, width:].cpu()
+    prompt_width = prompts.shape[1]
+    return tokens[:, prompt_width:].cpu()
 
 
 def can_pad(network: PreTrainedModel) -> bool:
@@ -271,23 +293,21 @@ def can_pad(network: PreTrainedModel) -> bool:
 
 @contextmanager
 def padded_attention(network: PreTrainedModel, *, padded: bool = True) -> Iterator[None]:
-    """Prevent NaN from attention over padding in float64, by using "sdpa" instead of "eager" attention.
-
-    transformers' eager attention computes the softmax in float32, in which the mask value (the lowest float64) is
-    infinite.
+    """Use "sdpa" instead of "eager" attention in the context for padded prompts in float64, which become NaN in eager.
 
     Args:
         network: The model.
         padded: Whether a prompt is padded; otherwise nothing changes.
     """
     config: Any = network.base_model.config
-    style = config._attn_implementation
-    if padded and network.dtype == torch.float64 and style == "eager":
+    implementation = config._attn_implementation
+    # Eager attention computes the softmax in float32, in which the mask's value, the lowest float64, is infinite.
+    if padded and network.dtype == torch.float64 and implementation == "eager":
         config._attn_implementation = "sdpa"
     try:
         yield
     finally:
-        config._attn_implementation = style
+        config._attn_implementation = implementation
 
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -330,29 +350,61 @@ def continue_texts(
     encoded = [encode_prompt(tokenizer, prompt, base.begin) for prompt in prompts]
     for ids in encoded:
         base.require_rows(ids, "the prompt")
-    if len({len(ids) for ids in encoded}) > 1 and not can_pad(network):
-        # Prompts of different lengths cannot share a batch: continue one after another.
-        return [text for prompt in prompts for text in continue_texts(network, base, [prompt], sampling)]
-    _require_positions(network, encoded, sampling)
+    needs_padding = len({len(ids) for ids in encoded}) > 1
+    if needs_padding and not can_pad(network):  # continue one prompt after another
+        return [continue_texts(network, base, [prompt], sampling)[0] for prompt in prompts]
+    _raise_unless_positions_suffice(network, encoded, sampling)
+
     width, device = max(map(len, encoded)), next(network.parameters()).device
-    starts = [width - len(ids) for ids in encoded]
-    ends = stop_tokens(network, tokenizer, sampling)
-    pad: Any = tokenizer.pad_token_id
-    if pad is None or pad >= base.rows:
-        # The embedding has no row for it. Attention ignores padding, so any token with a row will do.
-        pad = next((end for end in ends if end < base.rows), 0)
-    ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, encoded, strict=True)], device=device)
-    mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
-    # Last tokens of each text prompt, with which its new tokens are decoded; none for prompts of tokens.
-    contexts = [
-        decodable_suffix(tokenizer, ids) if isinstance(p, str) else [] for ids, p in zip(encoded, prompts, strict=True)
-    ]
-    criterion = _StopCriterion(tokenizer, width, ends, sampling.stop + sampling.stop_strings, contexts)
-    # The length changes with each token, so compiling is not worthwhile.
-    with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=any(starts)):
-        out = _generate_batch(network, ids, mask, starts, ends, pad, sampling, criterion)
-    texts = [added_text(tokenizer, contexts[i], row[width : criterion.ends[i]]) for i, row in enumerate(out.tolist())]
-    return [truncate_at(text, sampling.stop) for text in texts]
+    num_padding = [width - len(ids) for ids in encoded]
+    end_tokens = stop_tokens(network, tokenizer, sampling)
+    pad_token = _pad_token(tokenizer, end_tokens, base.rows)
+    padded = [[pad_token] * count + ids for count, ids in zip(num_padding, encoded, strict=True)]
+    starts = torch.tensor(num_padding, device=device).unsqueeze(1)
+    mask = (torch.arange(width, device=device) >= starts).long()
+
+    contexts = []  # the last tokens of each text, with which its new tokens are decoded
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        contexts.append(decodable_suffix(tokenizer, ids) if isinstance(prompt, str) else [])
+    criterion = _StopCriterion(
+        tokenizer=tokenizer,
+        prompt_width=width,
+        stop_ids=end_tokens,
+        stops=sampling.stop + sampling.stop_strings,
+        contexts=contexts,
+    )
+    # Eager, as the length changes with each token.
+    with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=needs_padding):
+        tokens = _generate_batch(
+            network,
+            torch.tensor(padded, device=device),
+            mask,
+            num_padding=num_padding,
+            end_tokens=end_tokens,
+            pad_token=pad_token,
+            sampling=sampling,
+            criterion=criterion,
+        )
+    texts = []
+    for row, row_tokens in enumerate(tokens.tolist()):
+        new_tokens = row_tokens[width : criterion.ends[row]]
+        text = added_text(tokenizer, contexts[row], new_tokens)
+        texts.append(truncate_at(text, sampling.stop))
+    return texts
+
+
+def _pad_token(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int], rows: int) -> int:
+    """Return the tokenizer's padding token, or another one if the embedding has no row for it.
+
+    Args:
+        tokenizer: The tokenizer.
+        end_tokens: Tokens that end a text.
+        rows: Number of rows of the embedding.
+    """
+    pad_token: Any = tokenizer.pad_token_id
+    if pad_token is not None and pad_token < rows:
+        return pad_token
+    return next((token for token in end_tokens if token < rows), 0)  # any will do, as attention ignores padding
 
 
 def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int]) -> str:
@@ -365,10 +417,12 @@ def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: li
         before: Tokens right before the new ones, as from :func:`decodable_suffix`.
         tokens: The new tokens.
     """
-    old = str(tokenizer.decode(before, skip_special_tokens=True))
-    new = str(tokenizer.decode([*before, *tokens], skip_special_tokens=True))
-    # Some tokenizers decode an incomplete character to several characters, and change the one before it.
-    return new[len(old) :] if new.startswith(old) else str(tokenizer.decode(tokens, skip_special_tokens=True))
+    text_before = str(tokenizer.decode(before, skip_special_tokens=True))
+    whole_text = str(tokenizer.decode([*before, *tokens], skip_special_tokens=True))
+    if whole_text.startswith(text_before):
+        return whole_text[len(text_before) :]
+    # Some tokenizers change the character before an incomplete one.
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def decodable_suffix(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
@@ -394,9 +448,7 @@ def decodable_suffix(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], begin: int | None = None
 ) -> list[int]:
-    """Return the tokens of a prompt (text or tokens); they are at least one, as a model cannot continue nothing.
-
-    An empty prompt becomes the begin-of-text token, or without it the end-of-text token.
+    """Return the tokens of a prompt; an empty one becomes the begin-of-text token, or without it the end-of-text token.
 
     Args:
         tokenizer: The tokenizer.
@@ -408,12 +460,16 @@ def encode_prompt(
     """
     if isinstance(prompt, str):
         require_characters(prompt)
-        prompt = cast(list[int], tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        if begin is not None and list(prompt[:1]) != [begin]:
-            return [begin, *prompt]
-    if len(prompt):
-        return list(prompt)
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        tokens = cast(list[int], tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        if begin is not None and tokens[:1] != [begin]:
+            return [begin, *tokens]
+    else:
+        tokens = list(prompt)
+    if tokens:
+        return tokens
+    start = tokenizer.bos_token_id
+    if start is None:
+        start = tokenizer.eos_token_id
     if start is None:
         raise DataError(
             "an empty prompt: the base's tokenizer has no begin-of-text or end-of-text token to start from; give a text"
@@ -421,8 +477,10 @@ def encode_prompt(
     return [cast(int, start)]
 
 
-def _require_positions(network: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    """Check that the longest prompt and its new tokens fit into the base's maximum number of positions.
+def _raise_unless_positions_suffice(
+    network: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: Sampling
+) -> None:
+    """Raise an error if the longest prompt and its new tokens exceed the base's maximum number of positions.
 
     Args:
         network: The base model.
@@ -432,14 +490,17 @@ def _require_positions(network: PreTrainedModel, encoded: Sequence[Sequence[int]
     Raises:
         DataError: The positions do not suffice; the message names the first of the longest prompts.
     """
-    most, longest = max_positions(network), max(map(len, encoded))
-    if most is not None and longest + sampling.max_new_tokens > most:
-        number = [len(ids) for ids in encoded].index(longest) + 1
-        where = f"prompt {number}" if len(encoded) > 1 else "the prompt"
-        raise DataError(
-            f"{where}: {longest:,} tokens and max_new_tokens={sampling.max_new_tokens:,}; allowed: {most:,} in all, "
-            "the base's maximum number of positions"
-        )
+    positions = max_positions(network)
+    lengths = [len(ids) for ids in encoded]
+    longest = max(lengths)
+    if positions is None or longest + sampling.max_new_tokens <= positions:
+        return
+    number = lengths.index(longest) + 1
+    where = f"prompt {number}" if len(encoded) > 1 else "the prompt"
+    raise DataError(
+        f"{where}: {longest:,} tokens and max_new_tokens={sampling.max_new_tokens:,}; allowed: {positions:,} in all, "
+        "the base's maximum number of positions"
+    )
 
 
 def max_positions(network: PreTrainedModel) -> int | None:
@@ -449,17 +510,18 @@ def max_positions(network: PreTrainedModel) -> int | None:
 
 
 def check_context_length(where: str, context: int, network: PreTrainedModel) -> None:
-    """Check that a window does not exceed the base's maximum number of positions.
+    """Raise an error if a context length exceeds the base's maximum number of positions.
 
     Args:
-        where: The setting that has the size, for the message.
-        context: Tokens of a window.
+        where: The setting that has the length, for the message.
+        context: Number of tokens.
         network: The base model.
 
     Raises:
-        RecipeError: The window is too large.
+        RecipeError: The context is too long.
     """
-    if (most := max_positions(network)) is not None and context > most:
+    most = max_positions(network)
+    if most is not None and context > most:
         raise RecipeError(f"{where}: got {context:,}; allowed: up to {most:,}, the base's maximum number of positions")
 
 
@@ -476,11 +538,12 @@ def stop_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sa
     """
     if sampling.eos_token_id is None:
         config = network.generation_config
-        stops = tokenizer.eos_token_id if config is None else config.eos_token_id
-        return () if stops is None else as_tuple(stops)
-    size = rows_of(network)
-    if wrong := [i for i in sampling.eos_token_id if i >= size]:
-        raise RecipeError(f"eos_token_id: got {wrong[0]}; allowed: tokens below {size:,}")
+        ends = tokenizer.eos_token_id if config is None else config.eos_token_id
+        return () if ends is None else as_tuple(ends)
+    vocabulary_size = rows_of(network)
+    for token in sampling.eos_token_id:
+        if token >= vocabulary_size:
+            raise RecipeError(f"eos_token_id: got {token}; allowed: tokens below {vocabulary_size:,}")
     return sampling.eos_token_id
 
 
@@ -488,9 +551,10 @@ def _generate_batch(
     network: PreTrainedModel,
     ids: Int[Tensor, "n prompt"],
     mask: Int[Tensor, "n prompt"],
-    starts: Sequence[int],
-    ends: Sequence[int],
-    pad: int,
+    *,
+    num_padding: Sequence[int],
+    end_tokens: Sequence[int],
+    pad_token: int,
     sampling: Sampling,
     criterion: _StopCriterion,
 ) -> Int[Tensor, "n total"]:
@@ -500,9 +564,9 @@ def _generate_batch(
         network: The base model with a user's adapters.
         ids: Prompts, padded on the left.
         mask: 1 for tokens, 0 for padding.
-        starts: Number of padding tokens of each prompt.
-        ends: Tokens that end a text.
-        pad: Token that fills up rows that have ended.
+        num_padding: Number of padding tokens of each prompt.
+        end_tokens: Tokens that end a text.
+        pad_token: Token that fills up rows that have ended.
         sampling: Settings of the generation.
         criterion: Ends rows, and records their lengths.
 
@@ -511,13 +575,16 @@ def _generate_batch(
     """
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-    device = ids.device
-    processors = [row_processors(sampling, ids.shape[1] - start, ends, device) for start in starts]
+    width = ids.shape[1]
+    processors = [row_processors(sampling, width - count, end_tokens, ids.device) for count in num_padding]
 
-    def process_rows(tokens: Tensor, scores: Tensor) -> Tensor:
+    def process_rows(tokens: Tensor, logits: Tensor) -> Tensor:
         """Apply each row's processors to its logits and its tokens without padding."""
-        parts = [process(tokens[i : i + 1, starts[i] :], scores[i : i + 1]) for i, process in enumerate(processors)]
-        return torch.cat(parts)
+        processed = []
+        for row, process in enumerate(processors):
+            row_tokens = tokens[row : row + 1, num_padding[row] :]
+            processed.append(process(row_tokens, logits[row : row + 1]))
+        return torch.cat(processed)
 
     generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
     return generate(
@@ -526,8 +593,8 @@ def _generate_batch(
         generation_config=GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             do_sample=False,  # each row's processors draw its token
-            eos_token_id=list(ends) or None,
-            pad_token_id=pad,
+            eos_token_id=list(end_tokens) or None,
+            pad_token_id=pad_token,
             use_cache=True,
         ),
         logits_processor=LogitsProcessorList([process_rows]),  # type: ignore[list-item]
@@ -542,11 +609,10 @@ _MIN_TEMPERATURE = 1e-6
 def row_processors(
     sampling: Sampling, prompt_tokens: int, ends: Sequence[int], device: torch.device
 ) -> Callable[..., Tensor]:
-    """Return a function that maps the tokens and next-token logits of one text, a row of the batch, to new logits.
+    """Return the logits processors of one text: a function of its tokens and next-token logits that returns new logits.
 
-    It is a ``LogitsProcessorList`` of transformers, in the order of its ``generate``. If the temperature is not 0, a
-    last processor draws the next token: it sets that token's logit to 0 and all others to minus infinity, so greedy
-    decoding chooses the token. Each text has its own function, so its random numbers do not depend on other texts.
+    If the temperature is not 0, the last processor draws the next token and sets all other logits to minus infinity.
+    Each text has its own random generator.
 
     Args:
         sampling: Settings of the generation.
@@ -573,15 +639,13 @@ def row_processors(
 
 
 def _sampling_warpers(sampling: Sampling) -> list[Any]:
-    """Return the logits processors that reshape the distribution to sample from; none for neutral settings.
-
-    Temperatures below ``_MIN_TEMPERATURE`` are raised to it: they give the same tokens, but logits would overflow.
-    """
+    """Return the logits processors for temperature, top_k, top_p and min_p, without those whose setting is neutral."""
     import transformers as library
 
     warpers: list[Any] = []
     if sampling.temperature != 1:
-        warpers.append(library.TemperatureLogitsWarper(max(float(sampling.temperature), _MIN_TEMPERATURE)))
+        temperature = max(float(sampling.temperature), _MIN_TEMPERATURE)
+        warpers.append(library.TemperatureLogitsWarper(temperature))
     if sampling.top_k:
         warpers.append(library.TopKLogitsWarper(top_k=sampling.top_k))
     if sampling.top_p < 1:
@@ -630,9 +694,11 @@ class _StopCriterion:
             tokens: Padded prompts and the new tokens after them.
             scores: Ignored, like further arguments of transformers.
         """
-        for i, new_tokens in enumerate(tokens[:, self.prompt_width :].tolist()):
-            if self.ends.get(i) is None:  # not ended yet
-                self.ends[i] = tokens.shape[1] if self._is_finished(new_tokens, self.contexts[i]) else None
+        length = tokens.shape[1]
+        for row, new_tokens in enumerate(tokens[:, self.prompt_width :].tolist()):
+            has_ended = self.ends.get(row) is not None
+            if not has_ended:
+                self.ends[row] = length if self._is_finished(new_tokens, self.contexts[row]) else None
         return torch.tensor([end is not None for end in self.ends.values()], device=tokens.device)
 
     def _is_finished(self, tokens: list[int], context: list[int]) -> bool:
@@ -652,5 +718,9 @@ class _StopCriterion:
 
 def truncate_at(text: str, stops: Sequence[str]) -> str:
     """Return ``text`` up to the first occurrence of one of ``stops``."""
-    places = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(places, default=len(text))]
+    end = len(text)
+    for stop in stops:
+        start_of_stop = text.find(stop)
+        if start_of_stop >= 0:
+            end = min(end, start_of_stop)
+    return text[:end]

@@ -63,7 +63,8 @@ def hub_folder(repository: str) -> Path:
     """
     from huggingface_hub import constants
 
-    if (cached := cached_folder(repository)) is not None:
+    cached = cached_folder(repository)
+    if cached is not None:
         return cached
     if is_offline():
         raise BaseModelError(f"hub model {repository!r}: not in the hub cache, and HF_HUB_OFFLINE is set.")
@@ -78,32 +79,37 @@ def cached_folder(repository: str) -> Path | None:
     """Return the folder of a hub model in the hub's cache, or None if it is missing or incomplete."""
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(repository, "config.json")
-    folder = Path(cached).parent if isinstance(cached, str) else None
-    return folder if folder is not None and is_complete(folder) else None
+    config_file = try_to_load_from_cache(repository, "config.json")
+    if not isinstance(config_file, str):  # not cached
+        return None
+    folder = Path(config_file).parent
+    return folder if is_complete(folder) else None
 
 
 def is_offline() -> bool:
     """Return whether environment variables forbid the hub's client to use the network."""
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
+            return True
+    return False
 
 
 @cache
 def is_hub_reachable(endpoint: str) -> bool:
-    """Return whether `endpoint` responds within 3 s; cached per process.
+    """Return whether the server at ``endpoint`` responds within 3 seconds; cached per process."""
+    responses: list[bool] = []
 
-    The hub's own client retries for half a minute. The request runs in a thread because name lookups ignore timeouts.
-    """
-    responses: list[bool] = []  # empty if the probe has not returned in time
-    probe = threading.Thread(target=lambda: responses.append(_responds(endpoint)), daemon=True)
-    probe.start()
-    probe.join(_PROBE_SECONDS)
-    return any(responses)
+    def probe() -> None:
+        responses.append(_responds(endpoint))
+
+    thread = threading.Thread(target=probe, daemon=True)  # a thread, because name lookups ignore timeouts
+    thread.start()
+    thread.join(_PROBE_SECONDS)
+    return any(responses)  # empty after a timeout
 
 
 def _responds(endpoint: str) -> bool:
-    """Request an address; return whether a server answers without an error of its own (status 5xx)."""
+    """Return whether a server responds to a request with a status below 500."""
     request = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": "comingle"})
     try:
         with urllib.request.urlopen(request, timeout=_PROBE_SECONDS):
@@ -112,8 +118,9 @@ def _responds(endpoint: str) -> bool:
         response.close()
         return response.code < 500
     except (OSError, http.client.HTTPException, ValueError) as error:
-        # An unknown certificate is still a response; the hub's client has its own certificates.
-        return isinstance(getattr(error, "reason", error), ssl.SSLError)
+        # An unknown certificate is a response, too; the hub's client has its own certificates.
+        cause = getattr(error, "reason", error)
+        return isinstance(cause, ssl.SSLError)
 
 
 def _download(repository: str) -> Path:
@@ -142,7 +149,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
-    """A short name for a hub repository, and the package whose GGUF file replaces it when the hub is unreachable."""
+    """A hub repository with a short name, and the package whose GGUF file replaces it if the hub is unreachable."""
 
     repository: str
     package: str
@@ -165,10 +172,11 @@ ALIASES = {
 
 
 def is_public(name: str) -> bool:
-    """Return whether a name is an alias, a hub name or a random base, and not a file or folder."""
+    """Return whether a name is an alias, a random base, or has the form of a hub name, such as "owner/model"."""
     if name in ALIASES or name.startswith(RANDOM_BASE_PREFIX):
         return True
-    return bool(_HUB_NAME.fullmatch(name)) and not name.lower().endswith(".gguf")
+    is_file = name.lower().endswith(".gguf")
+    return bool(_HUB_NAME.fullmatch(name)) and not is_file
 
 
 def locate(name: str) -> ModelSource:
@@ -185,11 +193,11 @@ def locate(name: str) -> ModelSource:
     if path.is_file():
         return _locate_file(path, name)
     if path.suffix.lower() == ".gguf" or not _HUB_NAME.fullmatch(name):
-        raise BaseModelError(_not_found(name, "no such file or folder"))
+        raise BaseModelError(_not_found_message(name, "no such file or folder"))
     try:
         return ModelSource(folder=hub_folder(name), name=name)
     except BaseModelError as error:
-        raise BaseModelError(_not_found(name, f"no such folder; {error}")) from error
+        raise BaseModelError(_not_found_message(name, f"no such folder; {error}")) from error
 
 
 def _locate_file(path: Path, name: str) -> ModelSource:
@@ -208,7 +216,7 @@ def _locate_file(path: Path, name: str) -> ModelSource:
 
 
 def _locate_alias(name: str, alias: Alias) -> ModelSource:
-    """Return an alias's model from the hub, or else converted from the installed package.
+    """Return an alias's model from the hub, or without the hub from the GGUF file of an installed package.
 
     Args:
         name: The alias's name, for messages.
@@ -218,30 +226,37 @@ def _locate_alias(name: str, alias: Alias) -> ModelSource:
         BaseModelError: The hub is unreachable and the package is not installed.
     """
     try:
-        source = ModelSource(folder=hub_folder(alias.repository), name=alias.repository)
-        logger.info("base model %s: %s from the hub", name, alias.repository)
-        return source
+        folder = hub_folder(alias.repository)
     except BaseModelError as error:
         reason = str(error)
-    packaged = _packaged_file(alias)
-    if packaged is None:
+    else:
+        logger.info("base model %s: %s from the hub", name, alias.repository)
+        return ModelSource(folder=folder, name=alias.repository)
+    gguf_file = _find_packaged_file(alias)
+    if gguf_file is None:
         raise BaseModelError(
             f"base model {name!r}: {reason} Without the hub, pip install 'comingle[demo]' has its instruct variant."
         )
     logger.info("base model %s: %s from the package %s (%s)", name, alias.file, alias.package, reason)
-    return ModelSource(folder=convert_gguf(packaged), name=f"{alias.package}/{alias.file}")
+    return ModelSource(folder=convert_gguf(gguf_file), name=f"{alias.package}/{alias.file}")
 
 
-def _packaged_file(alias: Alias) -> Path | None:
-    """Return the alias's GGUF file in its package; None if the package is not installed or has no such file."""
-    # Located without an import, which would load the package's inference engine.
+def _find_packaged_file(alias: Alias) -> Path | None:
+    """Return the alias's GGUF file in its package; None if the package is not installed or has no such file.
+
+    Does not import the package.
+    """
     spec = importlib.util.find_spec(alias.package)
-    folders = (spec.submodule_search_locations if spec is not None else None) or []
-    candidates = [Path(folder) / alias.file for folder in folders]
-    return next((path for path in candidates if path.is_file()), None)
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or []:
+        path = Path(folder) / alias.file
+        if path.is_file():
+            return path
+    return None
 
 
-def _not_found(name: str, reason: str) -> str:
+def _not_found_message(name: str, reason: str) -> str:
     """Return the message for a name that is no model: the reason, all allowed forms, and similar names."""
     aliases = ", ".join(ALIASES)
     hint = did_you_mean(name, [*ALIASES, *(RANDOM_BASE_PREFIX + family for family in FAMILIES)])
@@ -270,12 +285,16 @@ class Head:
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Head:
         """Return a copy with ``change`` applied to the weight and the bias."""
-        return replace(self, weight=change(self.weight), bias=None if self.bias is None else change(self.bias))
+        weight = change(self.weight)
+        bias = None if self.bias is None else change(self.bias)
+        return replace(self, weight=weight, bias=bias)
 
     def logits(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch vocab"]:
         """Return the logits of hidden states, in the dtype of `hidden`."""
-        raw = torch.nn.functional.linear(hidden, self.weight, self.bias) * self.scale
-        return raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias) * self.scale
+        if self.softcap is None:
+            return logits
+        return self.softcap * torch.tanh(logits / self.softcap)
 
 
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
@@ -291,26 +310,24 @@ def backbone(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def lm_head(base: Base) -> Head:
-    """Return the head of `base` after comparing its logits with the model's on two texts of 4 tokens.
-
-    The head is a linear layer, and perhaps a scale and a soft cap of its logits. Skips the comparison if the weights
-    are on the meta device.
+    """Return the head of `base`; check on two texts of 4 tokens that it computes the model's logits.
 
     Raises:
         BaseModelError: The output layer is not linear, the model computes other logits than this head, or the model is
             not causal.
     """
     head = _read_head(base.model)
-    if head.weight.is_meta:  # shapes only: nothing to compare
+    if head.weight.is_meta:  # without values there are no logits
         return head
     text = torch.arange(4, device=base.device) + 5  # the first tokens are often special ones
     tokens = torch.stack([text, text])
     tokens[1, -1] += 1  # the texts differ only in their last token
     with torch.no_grad():
-        ours = head.logits(backbone(base.model)(input_ids=tokens).last_hidden_state)
-        theirs = base.model(input_ids=tokens).logits
-    _require_equal(base, ours, theirs)
-    _require_causal(base, tokens, theirs)
+        hidden = backbone(base.model)(input_ids=tokens).last_hidden_state
+        head_logits = head.logits(hidden)
+        model_logits = base.model(input_ids=tokens).logits
+    _raise_unless_equal(base, head_logits, model_logits)
+    _raise_unless_causal(base, tokens, model_logits)
     return head
 
 
@@ -330,44 +347,45 @@ def _read_head(model: PreTrainedModel) -> Head:
     return Head(weight=layer.weight, bias=layer.bias, scale=scale, softcap=softcap)
 
 
-def _require_equal(base: Base, ours: Tensor, theirs: Tensor) -> None:
-    """Check that the head's logits equal the model's, up to rounding.
+def _raise_unless_equal(base: Base, head_logits: Tensor, model_logits: Tensor) -> None:
+    """Raise an error unless the head's logits equal the model's, up to rounding.
 
     Args:
         base: The base model, for messages and the tolerance of its dtype.
-        ours: Logits computed with the head, ``(texts, n, vocab)``.
-        theirs: The model's own logits.
+        head_logits: Logits computed with the head, ``(texts, n, vocab)``.
+        model_logits: The model's own logits.
 
     Raises:
         BaseModelError: The logits differ, or the model's are not finite.
     """
-    if not theirs.isfinite().all():
+    if not model_logits.isfinite().all():
         raise BaseModelError(
             f"base model {base.name!r} (model type {_model_type(base.model)!r}): its logits are not finite on a text "
-            f"of {theirs.shape[1]} tokens; its weights are damaged, or too large for {base.dtype}."
+            f"of {model_logits.shape[1]} tokens; its weights are damaged, or too large for {base.dtype}."
         )
-    limit = _TOLERANCE[base.dtype] * theirs.abs().max().item()
-    error = (ours - theirs).abs().max().item()
-    if not error <= limit:  # written so that NaN fails too
+    limit = _TOLERANCE[base.dtype] * model_logits.abs().max().item()
+    error = (head_logits - model_logits).abs().max().item()
+    if not error <= limit:  # also if the error is NaN
         raise BaseModelError(
             f"base model {base.name!r} (model type {_model_type(base.model)!r}): its logits are not a scaled or capped "
             f"linear map of its hidden states; they differ by {error:.3g}; allowed: {limit:.3g}."
         )
 
 
-def _require_causal(base: Base, tokens: Int[Tensor, "2 4"], logits: Float[Tensor, "2 4 vocab"]) -> None:
-    """Check that predictions do not depend on later tokens.
+def _raise_unless_causal(base: Base, tokens: Int[Tensor, "2 4"], logits: Float[Tensor, "2 4 vocab"]) -> None:
+    """Raise an error unless two texts that differ only in their last token have equal logits before it.
 
     Args:
         base: The base model.
-        tokens: Two texts that differ only in their last token.
-        logits: The model's logits for them; all but the last position must be equal, up to rounding.
+        tokens: The two texts.
+        logits: The model's logits for them.
 
     Raises:
         BaseModelError: The model is not causal.
     """
     limit = _TOLERANCE[base.dtype] * logits.abs().max().item()
-    leak = (logits[0, :-1] - logits[1, :-1]).abs().max().item()
+    before_last = logits[:, :-1]
+    leak = (before_last[0] - before_last[1]).abs().max().item()
     if leak > limit:
         raise BaseModelError(
             f"base model {base.name!r} (model type {_model_type(base.model)!r}): not causal; changing token "
@@ -406,8 +424,6 @@ def load_base(
 ) -> Base:
     """Load the model called `name` and freeze it.
 
-    Writes nothing to the terminal; the logger "comingle" reports where the model came from.
-
     Args:
         name: A hub name, folder, GGUF file, alias or ``random:FAMILY``.
         dtype: A key of :data:`~comingle.models.hardware.DTYPES`, or "auto".
@@ -421,36 +437,49 @@ def load_base(
             attention is unknown.
     """
     require_docstrings()  # transformers fails without them (python -OO)
-    place = resolve_device(device)
-    torch_dtype = resolve_dtype(dtype, place)
-    implementation = resolve_attention(attention, place)
+    torch_device = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, torch_device)
+    implementation = resolve_attention(attention, torch_device)
     bits: Bits | None = None if quantise == "none" else quantise
-    if bits is not None and place.type == "cpu":
+    if bits is not None and torch_device.type == "cpu":
         cpu.enable(cache_folder() / "native")  # to unpack weights
     with quiet_transformers():
         if name.startswith(RANDOM_BASE_PREFIX):
-            _require_memory(name)
+            _raise_unless_fits_memory(name)
             model = random_base(name, dtype=torch_dtype, attention=implementation, seed=seed)
             if bits is not None:
-                pack(model, bits, place)
-            tokenizer, source, origin = byte_tokenizer(), name, f"{name} seed {seed}"
+                pack(model, bits, torch_device)
+            tokenizer = byte_tokenizer()
+            display_name, origin = name, f"{name} seed {seed}"
         else:
-            location = locate(name)
-            settings: Any = {"dtype": torch_dtype, "device": place, "attention": implementation, "bits": bits}
-            model, tokenizer = read_folder(location.folder, **settings)
-            source, origin = location.name, location.folder
+            source = locate(name)
+            model, tokenizer = read_folder(
+                source.folder, dtype=torch_dtype, device=torch_device, attention=implementation, bits=bits
+            )
+            display_name, origin = source.name, source.folder
         ends = freeze(model, tokenizer)
-    torch.nn.Module.to(model, place)  # not model.to, which transformers overrides
-    base = Base(model=model, tokenizer=tokenizer, name=source, dtype=torch_dtype, device=place, origin=origin)
-    return replace(base, quantised=bits or "", attention=attention, ends=ends)
+    torch.nn.Module.to(model, torch_device)  # not model.to, which transformers overrides
+    return Base(
+        model=model,
+        tokenizer=tokenizer,
+        name=display_name,
+        dtype=torch_dtype,
+        device=torch_device,
+        origin=origin,
+        quantised=bits or "",
+        attention=attention,
+        ends=ends,
+    )
 
 
-def _require_memory(name: str) -> None:
-    """Check that a random base fits in memory in float32, the dtype in which its weights are drawn."""
-    parameters, memory_bytes = estimate_parameters(*parse_random(name)), psutil.virtual_memory().total
-    if 4 * parameters > memory_bytes:
+def _raise_unless_fits_memory(name: str) -> None:
+    """Raise an error if a random base, whose weights are drawn in float32, does not fit in memory."""
+    parameters = estimate_parameters(*parse_random(name))
+    needed_bytes = 4 * parameters
+    memory_bytes = psutil.virtual_memory().total
+    if needed_bytes > memory_bytes:
         raise BaseModelError(
-            f"base model {name!r}: about {parameters:,} parameters need {4 * parameters / 2**30:,.0f} GiB in float32; "
+            f"base model {name!r}: about {parameters:,} parameters need {needed_bytes / 2**30:,.0f} GiB in float32; "
             f"this machine has {memory_bytes / 2**30:,.0f} GiB"
         )
 
@@ -460,14 +489,14 @@ def quiet_transformers() -> Iterator[None]:
     """Suppress progress bars, reports and advice of transformers; restore its settings on exit."""
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, had_progress_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        if bars:
+        if had_progress_bars:
             logging.enable_progress_bar()
 
 
@@ -485,10 +514,7 @@ def given_base(
     device: str = "auto",
     attention: str = "auto",
 ) -> Base:
-    """Return a base that shares its weights with a loaded causal language model.
-
-    The base is frozen; the model itself is not modified. The base keeps the model's device and dtype. Its identity is
-    the digest of its tensors, and its name is the one that it was loaded by.
+    """Return a frozen base that shares its weights with a loaded causal language model, which is not modified.
 
     Args:
         model: A causal language model of transformers.
@@ -501,52 +527,53 @@ def given_base(
         BaseModelError: The model is not a plain causal language model (adapted, quantised or encoder-decoder), or its
             device or dtype differs from the requested one.
     """
-    _check_model(model)
+    _raise_unless_supported(model)
     shared = _share_tensors(model)
-    tensors = list(shared.parameters())
+    first_parameter = next(iter(shared.parameters()))  # all have one dtype and device
     base = Base(
         model=shared,
         tokenizer=tokenizer,
         name=getattr(model.config, "_name_or_path", "") or GIVEN,
-        dtype=tensors[0].dtype,
-        device=tensors[0].device,
+        dtype=first_parameter.dtype,
+        device=first_parameter.device,
         attention=attention,
     )
-    _check_place(base, dtype=dtype, device=device)
-    if (implementation := resolve_attention(attention, base.device)) is not None:
+    _raise_unless_placed(base, dtype=dtype, device=device)
+    implementation = resolve_attention(attention, base.device)
+    if implementation is not None:
         shared.set_attn_implementation(implementation)
     ends = freeze(shared, tokenizer)
     require_finite(Path(base.name), shared)
     return replace(base, ends=ends)
 
 
-def _check_model(model: object) -> None:
-    """Check that a model is a plain transformers model of one supported dtype on one device.
+def _raise_unless_supported(model: object) -> None:
+    """Raise an error unless a model is a plain transformers model of one supported dtype on one device.
 
     Raises:
         BaseModelError: The model is of another kind or has adapters, or its weights have several dtypes or devices.
     """
     from transformers import PreTrainedModel as Pretrained
 
-    got = type(model).__name__
+    class_name = type(model).__name__
     if not isinstance(model, Pretrained):
-        adapted = "; for an adapted model give model.merge_and_unload()" if hasattr(model, "peft_config") else ""
-        raise BaseModelError(f"base: got {got}, which is not a transformers model; {_ALLOWED}{adapted}")
+        hint = "; for an adapted model give model.merge_and_unload()" if hasattr(model, "peft_config") else ""
+        raise BaseModelError(f"base: got {class_name}, which is not a transformers model; {_ALLOWED}{hint}")
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise BaseModelError(f"base: {got} has adapters; give the model without them")
+        raise BaseModelError(f"base: {class_name} has adapters; give the model without them")
     config = model.config.to_dict()
-    check_config(Path(config.get("_name_or_path") or GIVEN), {**config, "architectures": [got]})
-    formats = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
-    if len(formats) != 1 or not formats <= set(DTYPES.values()):
-        listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in formats)) or "none"
-        raise BaseModelError(f"base: {got} has weights in {listed}; allowed: one of {', '.join(DTYPES)} for all")
-    places = {tensor.device.type for tensor in model.parameters()}
-    if len(places) != 1 or places & {"meta"}:
-        raise BaseModelError(f"base: {got} is on {', '.join(sorted(places))}; load it onto one device")
+    check_config(Path(config.get("_name_or_path") or GIVEN), {**config, "architectures": [class_name]})
+    dtypes = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
+    if len(dtypes) != 1 or not dtypes <= set(DTYPES.values()):
+        listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
+        raise BaseModelError(f"base: {class_name} has weights in {listed}; allowed: one of {', '.join(DTYPES)} for all")
+    devices = {tensor.device.type for tensor in model.parameters()}
+    if len(devices) != 1 or "meta" in devices:
+        raise BaseModelError(f"base: {class_name} is on {', '.join(sorted(devices))}; load it onto one device")
 
 
-def _check_place(base: Base, *, dtype: str, device: str) -> None:
-    """Check that a given model already has the dtype and device of the recipe, as it is not moved or converted.
+def _raise_unless_placed(base: Base, *, dtype: str, device: str) -> None:
+    """Raise an error if a given model has another dtype or device than the recipe requests.
 
     Args:
         base: The base model.
@@ -556,21 +583,30 @@ def _check_place(base: Base, *, dtype: str, device: str) -> None:
     Raises:
         BaseModelError: They differ.
     """
-    if device != "auto" and (wanted := resolve_device(device)).type != base.device.type:
-        raise BaseModelError(f"runtime.device: got {device!r}, but the base is on {base.device}; move it to {wanted}")
+    if device != "auto":
+        requested = resolve_device(device)
+        if requested.type != base.device.type:
+            raise BaseModelError(
+                f"runtime.device: got {device!r}, but the base is on {base.device}; move it to {requested}"
+            )
     if dtype != "auto" and resolve_dtype(dtype, base.device) != base.dtype:
-        is_in = str(base.dtype).removeprefix("torch.")
-        raise BaseModelError(f"runtime.dtype: got {dtype!r}, but the base is in {is_in}; load it in {dtype}")
+        actual = str(base.dtype).removeprefix("torch.")
+        raise BaseModelError(f"runtime.dtype: got {dtype!r}, but the base is in {actual}; load it in {dtype}")
 
 
 def _share_tensors(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy that shares the model's tensors, so that freezing it does not affect the original."""
-    memo: dict[int, Any] = {id(t): nn.Parameter(_detached(t), requires_grad=False) for t in model.parameters()}
-    memo |= {id(t): _detached(t) for t in model.buffers()}
+    shared: dict[int, Any] = {}  # tensors that deepcopy uses instead of copies, by the original's ``id``
+    for parameter in model.parameters():
+        shared[id(parameter)] = nn.Parameter(_detach(parameter), requires_grad=False)
+    for buffer in model.buffers():
+        shared[id(buffer)] = _detach(buffer)
     with torch.no_grad():
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(model, memo=shared)
 
 
-def _detached(tensor: Tensor) -> Tensor:
+def _detach(tensor: Tensor) -> Tensor:
     """Return the detached tensor; a clone if it was created in ``torch.inference_mode``, which autograd cannot save."""
-    return tensor.detach().clone() if tensor.is_inference() else tensor.detach()
+    if tensor.is_inference():
+        return tensor.detach().clone()
+    return tensor.detach()
