@@ -100,7 +100,7 @@ def test_a_copy_in_bfloat16_is_written_once_and_mapped(
     first = load_base(str(file), dtype="bfloat16", device="cpu")
     (copy,) = folders.gguf_cache().glob("*-bfloat16")
     assert [path.name for path in copy.iterdir()] == ["model.safetensors"]
-    monkeypatch.setattr(folders, "_write_in", lambda *_: pytest.fail("written twice"))
+    monkeypatch.setattr(folders, "_write_converted", lambda *_: pytest.fail("written twice"))
     again = load_base(str(file), dtype="bfloat16", device="cpu")
     expected = {name: t.bfloat16() for name, t in exact.model.named_parameters()}
     for base in (first, again):
@@ -114,7 +114,7 @@ def test_without_room_for_a_copy_weights_are_converted_in_memory(
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(folders, "_write_in", full)
+    monkeypatch.setattr(folders, "_write_converted", full)
     base = load_base(str(file), dtype="bfloat16", device="cpu")
     assert base.model.get_input_embeddings().weight.dtype == torch.bfloat16
     assert not list(folders.gguf_cache().glob("*-bfloat16*"))

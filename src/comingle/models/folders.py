@@ -37,9 +37,10 @@ def is_complete(folder: Path) -> bool:
     if not (folder / "config.json").is_file() or not has_tokenizer(folder):
         return False
     try:
-        return all(path.is_file() for path in weight_files(folder))
+        files = weight_files(folder)
     except BaseModelError:
         return False
+    return all(path.is_file() for path in files)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -72,48 +73,61 @@ def read_folder(
             f"base model {folder}: {_ADAPTER} belongs to an adapter; merge it into the weights "
             "(peft: merge_and_unload), or move it out of this folder."
         )
-    if bits is None or (model := _map_quantised(folder, bits, dtype=dtype, attention=attention)) is None:
-        parameters = sum(_count_weights(path) for path in weight_files(folder))
-        for place in {torch.device("cpu"), device}:  # weights are loaded on the CPU first
-            require_memory(f"base model {folder}:", parameters, dtype, place)
+    cpu = torch.device("cpu")
+    model = None
+    if bits is not None:
+        model = _map_quantised(folder, bits, dtype=dtype, attention=attention)
+    if model is None:
+        num_weights = sum(_count_weights(path) for path in weight_files(folder))
+        for needed_device in {cpu, device}:
+            require_memory(f"base model {folder}:", num_weights, dtype, needed_device)
         model = _load_model(folder, dtype=dtype, attention=attention)
         if bits is not None:
-            quantise(model, bits, torch.device("cpu"))
+            quantise(model, bits, cpu)
     require_finite(folder, model)
     return model, load_tokenizer(folder)
 
 
 def require_memory(what: str, parameters: int, dtype: torch.dtype, device: torch.device, advice: str = "") -> None:
-    """Check that weights fit into the free memory of a device, before the system kills the process.
+    """Raise an error if weights do not fit into the free memory of a device.
 
     Args:
         what: The model, for the message.
         parameters: Number of weights.
         dtype: Their number format.
         device: The device; only CPUs and CUDA GPUs are checked.
-        advice: An alternative to a smaller base, for the message; empty: bfloat16 if that is smaller.
+        advice: What to do instead of using a smaller base, for the message; by default bfloat16 if that is smaller.
 
     Raises:
         BaseModelError: They do not fit.
     """
-    needed, free = parameters * dtype.itemsize, free_bytes(device) if device.type in ("cpu", "cuda") else math.inf
-    if needed > free:
-        advice = advice or ("runtime.dtype: bfloat16" if dtype.itemsize > 2 else "")
-        raise BaseModelError(
-            f"{what} its weights need {needed / 1e9:,.3f} GB of memory in {str(dtype).removeprefix('torch.')}, and "
-            f"{free / 1e9:,.3f} GB are free on {device.type}; use a smaller base{advice and f', or {advice}'}."
-        )
+    if device.type not in ("cpu", "cuda"):
+        return
+    needed, free = parameters * dtype.itemsize, free_bytes(device)
+    if needed <= free:
+        return
+    if not advice and dtype.itemsize > 2:
+        advice = "runtime.dtype: bfloat16"
+    alternative = f", or {advice}" if advice else ""
+    raise BaseModelError(
+        f"{what} its weights need {needed / 1e9:,.3f} GB of memory in {str(dtype).removeprefix('torch.')}, and "
+        f"{free / 1e9:,.3f} GB are free on {device.type}; use a smaller base{alternative}."
+    )
 
 
 def own_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Remove a configuration's choice of kernels in place: it may name code on the hub, which would be run."""
+    """Remove a configuration's choice of kernels in place, as transformers would run code that it names on the hub."""
     config._attn_implementation = None
     config._experts_implementation = None
     return config
 
 
 def check_config(where: Path, config: dict[str, Any]) -> None:
-    """Check that a configuration is that of a plain causal language model.
+    """Raise an error unless a configuration is that of a plain causal language model.
+
+    Args:
+        where: Folder of the model, for messages.
+        config: The content of its ``config.json``.
 
     Raises:
         BaseModelError: It has another architecture (encoder-decoder, masked), quantised weights, or no model type.
@@ -128,7 +142,8 @@ def check_config(where: Path, config: dict[str, Any]) -> None:
             f"base model {where}: expected a causal language model (...ForCausalLM), "
             f"got {', '.join(architectures) or 'an encoder-decoder'} of type {model_type!r}."
         )
-    if quantisation := config.get("quantization_config"):
+    quantisation = config.get("quantization_config")
+    if quantisation:
         method = quantisation.get("quant_method", "unknown")
         raise BaseModelError(
             f"base model {where}: expected bfloat16 or float32 weights, got weights quantised with {method!r}."
@@ -154,10 +169,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: a single file, or the files that an index names, which may be missing.
+    """Return the weight files of a folder: a single file, or all files that the folder's index names.
 
     Raises:
-        BaseModelError: There are neither, or the weights are pickled.
+        BaseModelError: There is neither a file nor an index.
     """
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
@@ -184,8 +199,9 @@ def _count_weights(path: Path) -> int:
     if not path.is_file():
         raise BaseModelError(f"base model {path.parent}: {path.name} is named in {_INDEX} but missing.")
     try:
-        with safe_open(path, framework="pt") as file:  # compares the header with the file size
-            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:  # raises an error if header and file size do not match
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+            return sum(math.prod(shape) for shape in shapes)
     except SafetensorError as error:
         raise BaseModelError(
             f"base model {path.parent}: {path.name} ({path.stat().st_size} bytes) is truncated or damaged ({error}); "
@@ -207,12 +223,13 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if (mapped := _map_model(folder, own_config(config), dtype=dtype, attention=attention)) is not None:
+        config = own_config(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        mapped = _map_model(folder, config, dtype=dtype, attention=attention)
+        if mapped is not None:
             return mapped
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=own_config(config),
+            config=own_config(config),  # again, as _map_model has chosen kernels
             dtype=dtype,
             attn_implementation=attention,
             use_safetensors=True,
@@ -223,20 +240,19 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
     except Exception as error:  # transformers raises many types of error for invalid files
         raise BaseModelError(f"base model {folder}: transformers cannot load it: {one_line(error)}") from error
     model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        # transformers only warns, and initialises them at random
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers has initialised them at random
         raise BaseModelError(f"base model {folder}: the weights lack {len(missing)} tensors, first {missing[0]!r}.")
-    _require_all_tensors(folder, sorted(report["unexpected_keys"]))
+    _raise_if_unused(folder, sorted(report["unexpected_keys"]))
     return model
 
 
 def _map_model(
     folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | None
 ) -> PreTrainedModel | None:
-    """Return a model whose weights are mapped from its files; those in another dtype are converted in memory.
+    """Return a model whose weights are mapped from its files into memory, which processes share.
 
-    Processes share mapped weights, and the system may drop their pages and read them again. transformers maps them too,
-    but builds the model on the meta device, for which torch loads its compiler (70 MB).
+    Weights in another dtype than ``dtype`` are converted copies.
 
     Args:
         folder: A folder in the Hugging Face layout.
@@ -245,16 +261,17 @@ def _map_model(
         attention: Attention implementation of transformers; None: transformers' choice.
 
     Returns:
-        The model; None if names or shapes in the files are not the model's, which transformers can often convert.
+        The model; None in float16, or if names or shapes in the files are not the model's.
     """
     if dtype == torch.float16:  # transformers keeps some weights of some families in float32
         return None
     model = _model_without_values(config, dtype=dtype, attention=attention)
-    return model if _assign(model, _mapped_tensors(folder, dtype), folder) else None
+    has_all_weights = _assign_tensors(model, _map_tensors(folder, dtype), folder)
+    return model if has_all_weights else None
 
 
 def _model_without_values(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    """Return a model whose weights are allocated but not set, so that they take no memory yet.
+    """Return a model whose weights are allocated but not written, so that they take no memory yet.
 
     Args:
         config: The configuration of a causal language model.
@@ -271,27 +288,31 @@ def _model_without_values(config: PreTrainedConfig, *, dtype: torch.dtype, atten
     return model.eval()
 
 
-def _assign(model: PreTrainedModel, found: dict[str, torch.Tensor], folder: Path) -> bool:
+def _assign_tensors(model: PreTrainedModel, tensors: dict[str, torch.Tensor], folder: Path) -> bool:
     """Replace a model's tensors by those of its files, without copies.
 
     Args:
         model: The model.
-        found: The tensors of the files by name.
+        tensors: The tensors of the files by name.
         folder: The model's folder, which may have settings of generation.
 
     Returns:
-        Whether the names and shapes are the model's. If not, the model cannot be used.
+        Whether the files have all of the model's tensors and no others. If not, the model cannot be used.
     """
     from transformers import GenerationConfig
 
     expected = model.state_dict()
-    if any(name not in expected or t.shape != expected[name].shape for name, t in found.items()):
-        return False
-    model.load_state_dict(found, strict=False, assign=True)
+    for name, tensor in tensors.items():
+        if name not in expected or tensor.shape != expected[name].shape:
+            return False
+    model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
-    read = {id(tensor) for name, tensor in _all_tensors(model) if name in found}
-    if any(name in expected and name not in found and id(tensor) not in read for name, tensor in _all_tensors(model)):
-        return False  # a tensor is neither in the files nor tied to one that is
+    assigned_ids = {id(tensor) for name, tensor in _all_tensors(model) if name in tensors}
+    for name, tensor in _all_tensors(model):
+        is_missing = name in expected and name not in tensors
+        is_tied = id(tensor) in assigned_ids  # to a tensor in the files
+        if is_missing and not is_tied:
+            return False
     if (folder / _GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return True
@@ -299,9 +320,6 @@ def _assign(model: PreTrainedModel, found: dict[str, torch.Tensor], folder: Path
 
 def _map_quantised(folder: Path, bits: Bits, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel | None:
     """Return a quantised model whose weights are mapped from a file in the cache, which is written at the first call.
-
-    Processes share mapped weights, and the system may drop their pages and read them again. The unquantised weights are
-    mapped too while they are quantised, one after another, so they never need memory as a whole.
 
     Args:
         folder: A folder in the Hugging Face layout.
@@ -321,13 +339,14 @@ def _map_quantised(folder: Path, bits: Bits, *, dtype: torch.dtype, attention: s
     model = _model_without_values(config, dtype=dtype, attention=attention)
     transposed = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
     quantise_shapes(model, bits, torch.device("cpu"))
-    name = f"{digest_folder(folder)[:16]}-{bits}-{str(dtype).removeprefix('torch.')}"
+    cache_name = f"{digest_folder(folder)[:16]}-{bits}-{str(dtype).removeprefix('torch.')}"
     write = partial(_write_quantised, folder, model, transposed, dtype)
     try:
-        quantised = make_once(cache_folder() / "quantised" / name, write)
+        quantised_folder = make_once(cache_folder() / "quantised" / cache_name, write)
     except OSError:  # a full disk, or no permission
         return None
-    return model if _assign(model, load_file(quantised / _WEIGHTS), folder) else None
+    has_all_weights = _assign_tensors(model, load_file(quantised_folder / _WEIGHTS), folder)
+    return model if has_all_weights else None
 
 
 def _write_quantised(
@@ -337,8 +356,8 @@ def _write_quantised(
 
     Args:
         folder: A folder in the Hugging Face layout.
-        model: The quantised model without values, whose layers define which weights are quantised and how.
-        transposed: Names of the weights that the files hold as ``(d_in, d_out)``, which are those of GPT-2's Conv1D.
+        model: The quantised model without values; weights of its :class:`QuantisedLinear` layers are quantised.
+        transposed: Names of the weights that the files hold as ``(d_in, d_out)``, as GPT-2 does.
         dtype: Number format of the other weights.
         target: The folder to write to.
 
@@ -348,19 +367,23 @@ def _write_quantised(
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
-    layers = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, QuantisedLinear)}
+    layer_of_weight = {
+        f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)
+    }
     tensors: dict[str, torch.Tensor] = {}
     try:
         for path in weight_files(folder):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     tensor = file.get_tensor(name)
-                    if (layer := layers.get(name)) is None:
+                    if name in layer_of_weight:
+                        weight = tensor.t() if name in transposed else tensor
+                        packed, scales = layer_of_weight[name].code.pack(weight)
+                        layer_name = name.removesuffix(".weight")
+                        tensors[f"{layer_name}.packed"] = packed
+                        tensors[f"{layer_name}.scales"] = scales
+                    else:
                         tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-                        continue
-                    packed, scales = layer.code.pack(tensor.t() if name in transposed else tensor)
-                    prefix = name.removesuffix("weight")
-                    tensors |= {f"{prefix}packed": packed, f"{prefix}scales": scales}
         save_file(tensors, target / _WEIGHTS)
     except SafetensorError as error:
         raise OSError(one_line(error)) from error
@@ -372,30 +395,34 @@ def _all_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _mapped_tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors of the weight files, which safetensors maps into memory, floating-point ones in ``dtype``.
+def _map_tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of the weight files by name, floating-point ones in ``dtype``.
 
-    A mapped file takes no memory until it is read, but a converted tensor does. So the weights of a GGUF file, which
-    the cache holds in another dtype, are written to the cache once more in bfloat16.
+    For bfloat16, converted GGUF files are written to the cache in bfloat16 once, so that they need not be converted in
+    memory.
     """
-    if dtype == torch.bfloat16 and folder.parent == gguf_cache():
+    is_from_gguf = folder.parent == gguf_cache()
+    if dtype == torch.bfloat16 and is_from_gguf:
+        bfloat16_folder = folder.with_name(f"{folder.name}-bfloat16")
         with suppress(OSError):  # a full disk: convert in memory
-            folder = make_once(folder.with_name(f"{folder.name}-bfloat16"), partial(_write_in, folder, dtype))
-    return _read_in(folder, dtype)
+            folder = make_once(bfloat16_folder, partial(_write_converted, folder, dtype))
+    return _read_converted(folder, dtype)
 
 
-def _read_in(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _read_converted(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the tensors of the weight files by name, floating-point ones in ``dtype``.
 
     Tensors whose file has this dtype are mapped into memory, others are converted copies.
     """
     from safetensors.torch import load_file
 
-    tensors = {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(folder):
+        tensors.update(load_file(path))
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
 
-def _write_in(folder: Path, dtype: torch.dtype, target: Path) -> None:
+def _write_converted(folder: Path, dtype: torch.dtype, target: Path) -> None:
     """Write the weights of ``folder`` in ``dtype`` to the folder ``target``.
 
     Raises:
@@ -405,7 +432,7 @@ def _write_in(folder: Path, dtype: torch.dtype, target: Path) -> None:
     from safetensors.torch import save_file
 
     try:
-        save_file(_read_in(folder, dtype), target / _WEIGHTS)
+        save_file(_read_converted(folder, dtype), target / _WEIGHTS)
     except SafetensorError as error:
         raise OSError(one_line(error)) from error
 
@@ -415,29 +442,29 @@ def gguf_cache() -> Path:
     return cache_folder() / "gguf"
 
 
-def _require_all_tensors(folder: Path, unexpected: Sequence[str]) -> None:
-    """Check that the model uses all tensors of the files, except for buffers that it computes itself.
+def _raise_if_unused(folder: Path, unexpected: Sequence[str]) -> None:
+    """Raise an error if the model does not use a tensor of the files, except for buffers that it computes itself.
 
-    ``unexpected`` names the tensors that transformers ignored.
+    Args:
+        folder: The model's folder.
+        unexpected: Names of the tensors that transformers ignored.
 
     Raises:
-        BaseModelError: Weights would be lost.
+        BaseModelError: A tensor is neither used nor such a buffer.
     """
     shapes = _shapes_of(folder, unexpected)
-    lost = [name for name in unexpected if not _is_computed(name, shapes.get(name, []))]
-    if lost:
-        names = f"{lost[0]!r}{', ...' if len(lost) > 1 else ''}"
+    unused = [name for name in unexpected if not _is_computed(name, shapes.get(name, []))]
+    if unused:
+        names = f"{unused[0]!r}, ..." if len(unused) > 1 else repr(unused[0])
         raise BaseModelError(
-            f"base model {folder}: the weights have {len(lost)} tensors that the model of config.json does not use "
+            f"base model {folder}: the weights have {len(unused)} tensors that the model of config.json does not use "
             f"({names}), so its predictions would change; give a config.json that fits the weights, or weights "
             "without these tensors."
         )
 
 
 def _is_computed(name: str, shape: Sequence[int]) -> bool:
-    """Return whether a tensor is a buffer of older files: rotary frequencies or a causal mask (GPT-2, -J, -NeoX).
-
-    Models compute these buffers themselves, so they may be missing from a model.
+    """Return whether a tensor of a file is a buffer that models compute: rotary frequencies or a causal mask.
 
     Args:
         name: Name of the tensor.
@@ -447,28 +474,41 @@ def _is_computed(name: str, shape: Sequence[int]) -> bool:
         return True
     if re.search(r"(^|\.)(attn|attention)\.masked_bias$", name):
         return math.prod(shape) == 1
-    return bool(re.search(r"(^|\.)(attn|attention)\.bias$", name)) and len(shape) == 4 and shape[:2] == [1, 1]
+    is_bias_or_mask = bool(re.search(r"(^|\.)(attn|attention)\.bias$", name))
+    has_shape_of_mask = len(shape) == 4 and shape[:2] == [1, 1]
+    return is_bias_or_mask and has_shape_of_mask
 
 
 def _shapes_of(folder: Path, names: Collection[str]) -> dict[str, list[int]]:
-    """Read the shapes of the tensors ``names`` from the headers of the weight files, without their values."""
+    """Return the shapes of the tensors ``names`` by name, read from the headers of the weight files."""
     from safetensors import safe_open
 
     shapes: dict[str, list[int]] = {}
-    for path in weight_files(folder) if names else ():
+    if not names:
+        return shapes
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys() if name in names}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                if name in names:
+                    shapes[name] = file.get_slice(name).get_shape()
     return shapes
 
 
 def require_finite(folder: Path, model: PreTrainedModel) -> None:
-    """Check that all weights are finite; messages name ``folder``.
+    """Raise an error unless all weights are finite.
+
+    Args:
+        folder: Folder of the model, for the message.
+        model: The model.
 
     Raises:
         BaseModelError: A weight is infinite or NaN.
     """
-    for name, tensor in model.named_parameters():
-        if tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
+    for name, weight in model.named_parameters():
+        if weight.numel() == 0:
+            continue
+        smallest, largest = weight.detach().aminmax()  # NaN if a value is NaN
+        if not (smallest.isfinite() and largest.isfinite()):
             raise BaseModelError(f"base model {folder}: its weight {name} has values that are not finite.")
 
 
@@ -499,37 +539,39 @@ _IGNORED_KEYS = ("transformers_version", "_name_or_path")
 
 
 def digest_folder(folder: Path) -> str:
-    """Return a digest of a model's weight files and configuration, to recognise the same model elsewhere.
-
-    The digest leaves out the configuration's keys for the folder and the version that saved it.
-    """
+    """Return a digest of a model's configuration and weight files, which is equal for copies of the folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    parts: list[Any] = [{key: value for key, value in config.items() if key not in _IGNORED_KEYS}]
+    described = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
+    file_digests: list[Any] = []
     for path in weight_files(folder):
         with path.open("rb") as file:
-            parts.append([path.name, hashlib.file_digest(file, "sha256").hexdigest()])
-    return digest_all(*parts)
+            file_digests.append([path.name, hashlib.file_digest(file, "sha256").hexdigest()])
+    return digest_all(described, *file_digests)
 
 
 def digest_model(model: PreTrainedModel) -> str:
     """Return a digest of all tensors of a model in memory."""
-    parts = [part for name, tensor in sorted(model.state_dict().items()) for part in (name, tensor)]
-    return digest_all(*parts)
+    names_and_tensors: list[Any] = []
+    for name, tensor in sorted(model.state_dict().items()):
+        names_and_tensors += [name, tensor]
+    return digest_all(*names_and_tensors)
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Return digests of a tokenizer and of its chat template, joined by a colon; "" without a tokenizer."""
     if tokenizer is None:
         return ""
-    return f"{_digest_tokens(tokenizer)}:{digest_all(getattr(tokenizer, 'chat_template', None) or '')}"
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return f"{_digest_tokens(tokenizer)}:{digest_all(template)}"
 
 
 def _digest_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of all that determines a text's tokens, and of the special tokens that begin, end and pad it."""
-    ids = [getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")]
+    """Return a digest of a tokenizer's definition and its special tokens that begin, end and pad a text."""
+    special_tokens = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return digest_all(type(tokenizer).__name__, tokenizer.get_vocab(), ids)
-    content = json.loads(backend.to_str())
-    ignored = ("truncation", "padding")  # settings of the last call only
-    return digest_all({key: value for key, value in content.items() if key not in ignored}, ids)
+    if backend is None:  # not a fast tokenizer
+        return digest_all(type(tokenizer).__name__, tokenizer.get_vocab(), special_tokens)
+    definition = json.loads(backend.to_str())
+    for setting_of_last_call in ("truncation", "padding"):
+        definition.pop(setting_of_last_call, None)
+    return digest_all(definition, special_tokens)
