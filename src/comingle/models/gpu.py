@@ -13,6 +13,7 @@ which only tests use.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -77,16 +78,14 @@ class TritonBackend:
     def supports(self, x: Tensor, act: expert_mlp.Activation, rank: int) -> bool:
         """Return whether the kernels support an MLP's input, activation and rank.
 
-        It is called for models on CPUs too, as the backend is global.
-
         Args:
             x: Input of the MLP.
             act: Activation of the MLP.
             rank: LoRA rank.
         """
-        # Triton's interpreter, for tests, also runs on CPUs.
-        has_data = x.numel() > 0 and not isinstance(x, FakeTensor) and (x.is_cuda or self.programs.INTERPRETED)
-        return has_data and x.dtype in DTYPES and act in ACTIVATION_CODES and rank <= MAX_RANK
+        has_data = x.numel() > 0 and not isinstance(x, FakeTensor)
+        runs_on_device = x.is_cuda or self.programs.INTERPRETED  # tests interpret Triton on CPUs
+        return has_data and runs_on_device and x.dtype in DTYPES and act in ACTIVATION_CODES and rank <= MAX_RANK
 
     def forward(
         self,
@@ -99,9 +98,10 @@ class TritonBackend:
         b: Sequence[Factor],
         a: Factor,
     ) -> tuple[SharedHidden, Last, Last]:
-        """Compute the hidden layer of a mixture of LoRA experts, ``sum_j p_j h_j``, with Triton.
+        """Compute the hidden layer of a mixture of LoRA experts with Triton.
 
-        Each Triton program sums ``A_j h_j`` over one chunk of hidden columns only.
+        With the hidden activations h_j of expert j, its probability p_j and A_j of the last layer, the results are
+        ``sum_j p_j h_j``, ``z_last_j = s A_j h_j`` and ``p_j z_last_j``.
 
         Args:
             act: The activation.
@@ -114,19 +114,20 @@ class TritonBackend:
             a: A of the last layer.
 
         Returns:
-            The mixture of the experts' hidden activations h_j, the products ``z_last_j = s A_j h_j`` with the last
-            layer's factors A, and ``p_j z_last_j``.
+            ``sum_j p_j h_j``, ``z_last`` and ``p_j z_last_j``.
         """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
-        chunks = -(-hidden // COLUMNS)  # rounded up
+        num_chunks = math.ceil(hidden / COLUMNS)  # of hidden columns
+        num_tiles = math.ceil(n / TOKENS)
         mixed = torch.empty_like(bases[0])
-        partial_sums = a.new_empty(chunks, users, n, experts * rank, dtype=torch.float32)
+        partial_sums = a.new_empty(num_chunks, users, n, experts * rank, dtype=torch.float32)  # A_j h_j of each chunk
         tensors = _leading_arguments(bases, biases, z, gates, b, a)
         constants = _compile_time_arguments(act, biases, a)
+        user_stride, token_stride, _ = z.stride()
         with torch.cuda.device_of(mixed):  # Triton launches on the current device
-            self.programs.forward[chunks, -(-n // TOKENS), users](
-                *tensors, mixed, partial_sums, n, hidden, scale, *z.stride()[:2], **constants
+            self.programs.forward[num_chunks, num_tiles, users](
+                *tensors, mixed, partial_sums, n, hidden, scale, user_stride, token_stride, **constants
             )
         z_last = partial_sums.sum(0).mul_(scale)
         gated = z_last.view(users, n, experts, rank) * gates.unsqueeze(-1)
@@ -149,8 +150,8 @@ class TritonBackend:
     ) -> tuple[list[SharedHidden], First, Gates, list[Factor], Factor | None]:
         """Return the gradients of ``bases``, ``z``, ``gates``, ``b`` and ``a`` of :meth:`forward`, with Triton.
 
-        A plain MLP has one pre-activation, a gated one two: the first and last of ``bases`` and ``b`` may be the same.
-        Each program writes partial sums over a chunk of hidden columns or a range of tokens, which are added up here.
+        ``bases`` and ``b`` have one entry for a plain MLP and two for a gated one; the kernels take the first and the
+        last.
 
         Args:
             act: The activation.
@@ -168,31 +169,38 @@ class TritonBackend:
         """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
-        chunks = -(-hidden // COLUMNS)  # rounded up
+        num_chunks = math.ceil(hidden / COLUMNS)  # of hidden columns
+        num_tiles = math.ceil(n / TOKENS)
         d_mixed, d_gated = d_mixed.contiguous(), d_gated.contiguous()
-        d_bases = [torch.empty_like(base) for base in bases]
-        d_z = a.new_empty(chunks, users, n, len(b) * experts * rank, dtype=torch.float32)
-        d_gates = a.new_empty(chunks, *gates.shape, dtype=torch.float32)
         tensors = (*_leading_arguments(bases, biases, z, gates, b, a), d_mixed, d_gated)
-        numbers, constants = (n, hidden, scale, *z.stride()[:2]), _compile_time_arguments(act, biases, a)
+        user_stride, token_stride, _ = z.stride()
+        numbers = (n, hidden, scale, user_stride, token_stride)
+        constants = _compile_time_arguments(act, biases, a)
+
+        d_bases = [torch.empty_like(base) for base in bases]
+        d_z_sums = a.new_empty(num_chunks, users, n, len(b) * experts * rank, dtype=torch.float32)
+        d_gates_sums = a.new_empty(num_chunks, *gates.shape, dtype=torch.float32)
         with torch.cuda.device_of(d_mixed):
-            self.programs.backward[chunks, -(-n // TOKENS), users](
-                *tensors, d_bases[0], d_bases[-1], d_z, d_gates, *numbers, **constants
+            self.programs.backward[num_chunks, num_tiles, users](
+                *tensors, d_bases[0], d_bases[-1], d_z_sums, d_gates_sums, *numbers, **constants
             )
-        d_factors: list[Factor] = []
-        if factors:
-            ranges = -(-n // SPAN)  # of tokens, each with a partial sum
-            # Of B of each first layer, then of A of the last; for a plain MLP, entries 0 and -2 are the same.
-            partial_sums = [a.new_empty(ranges, *a.shape, dtype=torch.float32) for _ in (*b, a)]
-            with torch.cuda.device_of(d_mixed):
-                self.programs.backward_factors[chunks, ranges, users * experts](
-                    *tensors, partial_sums[0], partial_sums[-2], partial_sums[-1], *numbers, SPAN, **constants
-                )
-            d_factors = [partial.sum(0).to(a.dtype) for partial in partial_sums]
+        d_z = d_z_sums.sum(0).mul_(scale).to(z.dtype)
         # Gates have two gradients: through the mixed activations, and through the last layer's LoRA.
-        d_last_gates = (d_gated.float() * last.float()).view(users, n, experts, rank).sum(-1)
-        *d_b, d_a = d_factors or [None]  # an empty list and None without gradients of factors
-        return d_bases, d_z.sum(0).mul_(scale).to(z.dtype), d_gates.sum(0) + d_last_gates, d_b, d_a  # type: ignore[return-value]
+        d_gates_of_lora = (d_gated.float() * last.float()).view(users, n, experts, rank).sum(-1)
+        d_gates = d_gates_sums.sum(0) + d_gates_of_lora
+        if not factors:
+            return d_bases, d_z, d_gates, [], None
+
+        num_spans = math.ceil(n / SPAN)  # of tokens
+        d_b_sums = [a.new_empty(num_spans, *a.shape, dtype=torch.float32) for _ in b]
+        d_a_sums = a.new_empty(num_spans, *a.shape, dtype=torch.float32)
+        with torch.cuda.device_of(d_mixed):
+            self.programs.backward_factors[num_chunks, num_spans, users * experts](
+                *tensors, d_b_sums[0], d_b_sums[-1], d_a_sums, *numbers, SPAN, **constants
+            )
+        d_b = [sums.sum(0).to(a.dtype) for sums in d_b_sums]
+        d_a = d_a_sums.sum(0).to(a.dtype)
+        return d_bases, d_z, d_gates, d_b, d_a
 
 
 def _leading_arguments(
@@ -200,8 +208,7 @@ def _leading_arguments(
 ) -> tuple[object, ...]:
     """Return the arguments with which all Triton kernels begin: tensors of two layers that read the MLP's input.
 
-    A gated MLP has two such layers, gate and up. A plain MLP has only up, which is passed twice; the kernels do not
-    read the second one. In place of a missing bias any tensor is passed, which the kernels do not read either.
+    A gated MLP has two such layers, gate and up. A plain MLP has only up, which is passed twice.
 
     Args:
         bases: The base's pre-activations without bias, ``(users, n, hidden)``, of each layer.
@@ -213,8 +220,9 @@ def _leading_arguments(
     """
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
     assert z.stride(2) == 1
-    bias_or_any = [bases[0] if bias is None else bias for bias in biases]
-    return bases[0], bases[-1], bias_or_any[0], bias_or_any[-1], z, gates, b[0], b[-1], a
+    not_read = bases[0]  # kernels do not read the argument of a missing bias
+    bias_arguments = [not_read if bias is None else bias for bias in biases]
+    return bases[0], bases[-1], bias_arguments[0], bias_arguments[-1], z, gates, b[0], b[-1], a
 
 
 def _compile_time_arguments(
@@ -227,18 +235,19 @@ def _compile_time_arguments(
         biases: The bias, or None, of each layer that reads the MLP's input: gate and up, or up alone.
         a: A of the last layer, ``(users, experts, rank, hidden)``.
     """
-    rank = a.shape[2]
+    _users, experts, rank, _hidden = a.shape
+    next_power_of_two = 1 << (rank - 1).bit_length()
     return {
         "ACT": ACTIVATION_CODES[act],
         "FIRST": len(biases),
         "BIASED_0": biases[0] is not None,
-        "BIASED_1": biases[-1] is not None,  # not read for an MLP without a gate, whose only entry is 0
-        "EXPERTS": a.shape[1],
+        "BIASED_1": biases[-1] is not None,
+        "EXPERTS": experts,
         "RANK": rank,
-        "WIDE": max(MIN_INNER, 1 << (rank - 1).bit_length()),  # the rank padded to a power of two
+        "WIDE": max(MIN_INNER, next_power_of_two),  # the padded rank
         "TOKENS": TOKENS,
         "COLUMNS": COLUMNS,
-        "PRECISION": "ieee" if a.dtype == torch.float32 else "tf32",  # matters for float32 only: full precision
+        "PRECISION": "ieee" if a.dtype == torch.float32 else "tf32",  # of products in float32
     }
 
 
@@ -270,9 +279,7 @@ class RecordedModel(AdaptedModel):
     def states(self, tensors: Tree, present: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return the last hidden states and the load-balancing penalty, in training by replaying CUDA graphs.
 
-        The first pass with inputs of new shapes is captured, up to ``MAX_RECORDINGS`` times. Later passes with these
-        shapes are replayed. A pass runs without CUDA graphs in four cases: outside of training, if it records gates, if
-        it cannot be captured, and while another replay awaits its backward pass, as all recordings share memory.
+        The first pass with inputs of new shapes is captured, up to ``MAX_RECORDINGS`` times.
 
         Args:
             tensors: The users' tensors.
@@ -280,41 +287,48 @@ class RecordedModel(AdaptedModel):
             inputs: Token ids ``(users, batch, context)``.
         """
         is_training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
-        record_gates = any(mlp.router.record_gates for mlp in self.adapters.experts.values())
-        if not is_training or record_gates or isinstance(inputs, FakeTensor):  # fake tensors only estimate memory
+        records_gates = any(mlp.router.record_gates for mlp in self.adapters.experts.values())
+        estimates_memory = isinstance(inputs, FakeTensor)
+        if not is_training or records_gates or estimates_memory:
             return super().states(tensors, present, inputs)
+        # All recordings share memory, which the backward pass of the last replay may still need.
         if any(recording is not None and recording.busy for recording in self.recordings.values()):
             return super().states(tensors, present, inputs)
         arguments = (*tensors.values(), present, inputs)
-        key = (*tensors, *((t.shape, t.dtype, t.requires_grad) for t in arguments))
+        shapes_and_dtypes = [(t.shape, t.dtype, t.requires_grad) for t in arguments]
+        key = (*tensors, *shapes_and_dtypes)
         if key not in self.recordings and len(self.recordings) < MAX_RECORDINGS:
             self.recordings[key] = self._record(tuple(tensors), arguments)
         recording = self.recordings.get(key)
-        if recording is None:
+        if recording is None:  # this pass could not be captured, or there are too many
             return super().states(tensors, present, inputs)
         outputs: Any = _Replayed.apply(recording, *arguments)
-        return outputs if len(outputs) == 2 else (*outputs, recording.penalty)  # a constant penalty is no output
+        if len(outputs) == 1:  # a constant penalty is no output of the graph
+            (hidden,) = outputs
+            return hidden, recording.penalty
+        hidden, penalty = outputs
+        return hidden, penalty
 
-    def _record(self, names: tuple[str, ...], given: Sequence[Tensor]) -> Recording | None:
+    def _record(self, names: tuple[str, ...], arguments: Sequence[Tensor]) -> Recording | None:
         """Record a pass; log a warning and return None if it cannot be captured.
 
         Args:
             names: Names of the users' tensors.
-            given: Arguments of :meth:`states`: the users' tensors in the order of ``names``, the users' experts, and
-                the tokens.
+            arguments: The users' tensors in the order of ``names``, the users' experts, and the tokens.
         """
-        # Not ``self``, which holds the recording: a reference cycle would keep the memory of a pass.
-        plain = AdaptedModel(**{f.name: getattr(self, f.name) for f in fields(AdaptedModel)})
+        # The recording must not refer to ``self``, which holds it: the cycle would keep the memory of a pass.
+        model = AdaptedModel(**{f.name: getattr(self, f.name) for f in fields(AdaptedModel)})
         pools = [recording.pool for recording in self.recordings.values() if recording is not None]
+        shared_pool = pools[0] if pools else None
 
-        def run(*arguments: Tensor) -> tuple[Tensor, Tensor | float]:
-            """Run the pass: return :meth:`AdaptedModel.states` of arguments in the order of ``given``."""
+        def run_pass(*static_arguments: Tensor) -> tuple[Tensor, Tensor | float]:
+            """Return hidden states and penalty for arguments in the order of ``arguments``."""
+            *tensors, present, inputs = static_arguments
             with without_packing():
-                *tensors, present, inputs = arguments
-                return plain.states(dict(zip(names, tensors, strict=True)), present, inputs)
+                return model.states(dict(zip(names, tensors, strict=True)), present, inputs)
 
         try:
-            return Recording(run, given, pools[0] if pools else None)  # all recordings share the memory of the first
+            return Recording(run_pass, arguments, shared_pool)
         except RuntimeError as error:
             if lacks_memory(error):
                 raise
@@ -342,51 +356,55 @@ class Recording:
         """
         # Tensors at fixed addresses: a replay reads its inputs from them.
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
-        self.leaves = [t for t in self.inputs if t.requires_grad]
+        self.trained_inputs = [t for t in self.inputs if t.requires_grad]
         self.run = run
         self.penalty = 0.0
         self.last_replay: weakref.ref[ForwardReplay] | None = None
         device = given[0].device
         warm_up(self._run_once, device)
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" and pool is None else pool
-        self.forward = capture(self._forward, device, self.pool)
+        if device.type == "cuda" and pool is None:
+            pool = torch.cuda.graph_pool_handle()
+        self.pool = pool
+        self.replay_forward = capture(self._run_forward, device, self.pool)
         self.output_gradients = [torch.empty_like(t) if t.requires_grad else None for t in self.outputs]
-        self.backward = capture(self._backward, device, self.pool)
+        self.replay_backward = capture(self._run_backward, device, self.pool)
 
     @property
     def busy(self) -> bool:
         """Whether the last replay of the forward pass still awaits its backward pass, which needs the static memory."""
-        last_replay = None if self.last_replay is None else self.last_replay()
+        if self.last_replay is None:
+            return False
+        last_replay = self.last_replay()  # None if autograd no longer needs it
         return last_replay is not None and not last_replay.done
 
-    def _forward(self) -> None:
-        """Run the function on the recording's own inputs, and store its outputs as attributes.
-
-        The outputs stay at fixed addresses, where replays of the CUDA graph write them. The function returns hidden
-        states and the load-balancing penalty. A penalty that is a plain number is constant, so it is no output of the
-        graph.
-        """
+    def _run_forward(self) -> None:
+        """Run the function on ``inputs``, and store its results in ``outputs``, or in ``penalty`` if it is a number."""
         with torch.enable_grad():
             hidden, penalty = self.run(*self.inputs)
-        self.outputs = [hidden, penalty] if isinstance(penalty, Tensor) else [hidden]
-        self.penalty = penalty if isinstance(penalty, float) else 0.0
+        if isinstance(penalty, Tensor):
+            self.outputs, self.penalty = [hidden, penalty], 0.0
+        else:  # constant
+            self.outputs, self.penalty = [hidden], penalty
 
-    def _backward(self) -> None:
-        """Compute the gradients of the inputs from those of the outputs, which replays overwrite at fixed addresses."""
-        pairs = [(t, d) for t, d in zip(self.outputs, self.output_gradients, strict=True) if d is not None]
-        outputs, output_gradients = zip(*pairs, strict=True)
-        self.gradients = torch.autograd.grad(outputs, self.leaves, output_gradients, materialize_grads=True)
+    def _run_backward(self) -> None:
+        """Compute the gradients of the inputs from ``output_gradients``, and store them in ``gradients``."""
+        outputs, output_gradients = [], []
+        for output, gradient in zip(self.outputs, self.output_gradients, strict=True):
+            if gradient is not None:
+                outputs.append(output)
+                output_gradients.append(gradient)
+        self.gradients = torch.autograd.grad(outputs, self.trained_inputs, output_gradients, materialize_grads=True)
 
     def _run_once(self) -> None:
         """Run forward and backward pass without capturing, to warm up, and free the memory of their results."""
-        self._forward()
+        self._run_forward()
         self.output_gradients = [torch.zeros_like(t) if t.requires_grad else None for t in self.outputs]
-        self._backward()
+        self._run_backward()
         del self.outputs, self.output_gradients, self.gradients
 
 
 class ForwardReplay:
-    """One replay of a forward pass; ``done`` after its backward pass. Alive as long as autograd may need that pass."""
+    """A replay of a forward pass, which autograd keeps until the backward pass; ``done`` after the backward pass."""
 
     done = False
 
@@ -403,13 +421,12 @@ class _Replayed(torch.autograd.Function):
             recording: CUDA graphs of a forward and a backward pass, with the tensors that they read and write.
             *given: Inputs of this pass, of the shapes that were recorded.
         """
-        for static, t in zip(recording.inputs, given, strict=True):
-            static.detach().copy_(t)
-        recording.forward()
+        for static_input, given_input in zip(recording.inputs, given, strict=True):
+            static_input.detach().copy_(given_input)
+        recording.replay_forward()
         ctx.recording, ctx.replay = recording, ForwardReplay()
-        # Until the backward pass, or until autograd drops ``ctx``, no other replay may overwrite the static memory.
-        recording.last_replay = weakref.ref(ctx.replay)
-        return tuple(t.detach().clone() for t in recording.outputs)
+        recording.last_replay = weakref.ref(ctx.replay)  # makes the recording busy as long as ``ctx`` exists
+        return tuple(output.detach().clone() for output in recording.outputs)
 
     @staticmethod
     def backward(ctx: Context, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -419,29 +436,38 @@ class _Replayed(torch.autograd.Function):
             ctx: Autograd context.
             *output_gradients: Gradients of the outputs of :meth:`forward`.
         """
-        assert not ctx.replay.done  # the first backward pass has overwritten its memory
-        recording, ctx.replay.done = ctx.recording, True
-        for static, d in zip(recording.output_gradients, output_gradients, strict=True):
-            if static is not None:
-                static.copy_(d)
-        recording.backward()
-        gradients = iter(recording.gradients)
-        return None, *(next(gradients).clone() if t.requires_grad else None for t in recording.inputs)
+        assert not ctx.replay.done, "a second backward pass, but the first has overwritten the memory"
+        recording = ctx.recording
+        ctx.replay.done = True
+        for static_gradient, given_gradient in zip(recording.output_gradients, output_gradients, strict=True):
+            if static_gradient is not None:
+                static_gradient.copy_(given_gradient)
+        recording.replay_backward()
+        gradients_of_trained_inputs = iter(recording.gradients)
+        input_gradients: list[Tensor | None] = []
+        for static_input in recording.inputs:
+            gradient = next(gradients_of_trained_inputs).clone() if static_input.requires_grad else None
+            input_gradients.append(gradient)
+        return None, *input_gradients
 
 
 @contextmanager
 def without_packing() -> Iterator[None]:
-    """Disable transformers' detection of packed sequences: each of our rows is one text.
+    """Disable transformers' detection of several texts in one row, which does not work in the capture of a CUDA graph.
 
-    The detection reads positions, which synchronises with the device. During a capture it cannot, so it assumes packed
-    sequences: attention then gets a mask, which rules out FlashAttention and recompiles compiled layers.
+    Each of our rows is one text.
     """
     from transformers import masking_utils
 
-    if (detector := getattr(masking_utils, _PACKING_DETECTOR, None)) is None:  # missing in some versions
+    detector = getattr(masking_utils, _PACKING_DETECTOR, None)
+    if detector is None:  # missing in some versions
         yield
         return
-    setattr(masking_utils, _PACKING_DETECTOR, lambda *_, **__: None)
+
+    def find_nothing(*_: object, **__: object) -> None:
+        return None
+
+    setattr(masking_utils, _PACKING_DETECTOR, find_nothing)
     try:
         yield
     finally:
@@ -468,12 +494,12 @@ def warm_up(work: Work, device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    stream, current = capture_stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):  # also selects its device
+    warm_up_stream, current_stream = capture_stream(device), torch.cuda.current_stream(device)
+    warm_up_stream.wait_stream(current_stream)
+    with torch.cuda.stream(warm_up_stream):  # also selects its device
         for _ in range(WARMUP_PASSES):
             work()
-    current.wait_stream(stream)
+    current_stream.wait_stream(warm_up_stream)
     torch.cuda.synchronize(device)
 
 
@@ -505,11 +531,12 @@ def capture(work: Work, device: torch.device, pool: Any) -> Work:
 
 
 def _end_failed_capture(device: torch.device, pool: Any) -> None:
-    """Tell PyTorch's allocator that a failed capture has ended.
+    """Tell PyTorch's allocator that a failed capture has ended, so that it frees the pool, unless PyTorch has done it.
 
-    PyTorch does so only if CUDA ends the capture without an error. Otherwise the allocator would keep the pool, and
-    would not free memory used on other streams. If PyTorch has done it already, the first call raises an error.
+    Args:
+        device: Device of the capture.
+        pool: Memory pool of the graph.
     """
-    with suppress(AttributeError, RuntimeError):
+    with suppress(AttributeError, RuntimeError):  # the first call raises an error if PyTorch has done it
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
