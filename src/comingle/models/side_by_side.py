@@ -15,7 +15,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from inspect import Signature, signature
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,15 +53,17 @@ class FusedNorms(TorchFunctionMode):
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
         """
+        kwargs = kwargs or {}
         if func not in _NORM_SIGNATURES:
-            return func(*args, **(kwargs or {}))
-        bound = _NORM_SIGNATURES[func].bind(*args, **(kwargs or {}))  # autograd functions take no keyword arguments
+            return func(*args, **kwargs)
+        bound = _NORM_SIGNATURES[func].bind(*args, **kwargs)
         bound.apply_defaults()
-        return _FusedNorm.apply(func, *bound.args)
+        all_as_positional = bound.args  # autograd functions take no keyword arguments
+        return _FusedNorm.apply(func, *all_as_positional)
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A norm with a rule for ``vmap``, composed of differentiable operations; it has no derivative of its own."""
+    """A norm that ``vmap`` over users computes as one norm over all users' channels."""
 
     @staticmethod
     def forward(norm: Any, *args: Any) -> Tensor:
@@ -71,11 +72,11 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Context, inputs: object, output: object) -> None:
-        """Save nothing."""
+        """Save nothing, as :meth:`vmap` calls differentiable functions."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
-        """Compute one norm over all users' channels; nested ``vmap`` levels are applied recursively.
+        """Compute one norm over all users' channels.
 
         Args:
             info: Information of torch about the ``vmap`` level, such as the number of users.
@@ -85,26 +86,30 @@ class _FusedNorm(torch.autograd.Function):
         Returns:
             The output, and its axis of users.
         """
-        (norm, x, *rest), users = args, info.batch_size
-        _, x_axis, *rest_axes = in_dims
-        # To (batch, users, channels, ...), which is then an input with users * channels channels.
-        x = x.unsqueeze(1).expand(-1, users, *x.shape[1:]) if x_axis is None else x.movedim(x_axis, 1)
-        rest = [
-            _join(value, user_axis, users) if isinstance(value, Tensor) else value
-            for value, user_axis in zip(rest, rest_axes, strict=True)
-        ]
+        norm, x, *others = args
+        _, x_axis, *other_axes = in_dims
+        users = info.batch_size
+        has_user_axis = x_axis is not None
+        x = x.movedim(x_axis, 1) if has_user_axis else x.unsqueeze(1).expand(-1, users, *x.shape[1:])
+        joined = [x.flatten(1, 2)]  # (batch, users, channels, ...) -> (batch, users * channels, ...)
+        for value, user_axis in zip(others, other_axes, strict=True):
+            joined.append(_join_channels(value, user_axis, users) if isinstance(value, Tensor) else value)
         if norm is F.group_norm:
-            rest[0] *= users  # the number of groups
-        side_by_side = [x.flatten(1, 2), *rest]
-        has_outer_vmap = any(isinstance(value, Tensor) and is_batchedtensor(value) for value in side_by_side)
-        call = partial(_FusedNorm.apply, norm) if has_outer_vmap else norm
-        user_axis_of_output = 1
-        return call(*side_by_side).unflatten(1, (users, -1)), user_axis_of_output
+            joined[1] *= users  # the number of groups
+        is_in_outer_vmap = any(isinstance(value, Tensor) and is_batchedtensor(value) for value in joined)
+        output = _FusedNorm.apply(norm, *joined) if is_in_outer_vmap else norm(*joined)
+        return output.unflatten(1, (users, -1)), 1
 
 
-def _join(values: Tensor, users_at: int | None, users: int) -> Tensor:
-    """Return the values of all users as ``(users * channels,)``; ``users_at`` is their axis, None for equal values."""
-    by_user = values.expand(users, -1) if users_at is None else values.movedim(users_at, 0)
+def _join_channels(values: Tensor, user_axis: int | None, users: int) -> Tensor:
+    """Return one value per channel of each user as ``(users * channels,)``.
+
+    Args:
+        values: The values, such as gamma.
+        user_axis: Axis of the users; None if all users have the same values.
+        users: Number of users.
+    """
+    by_user = values.expand(users, -1) if user_axis is None else values.movedim(user_axis, 0)
     return by_user.flatten()
 
 
@@ -116,8 +121,11 @@ def _linear_over_users(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         weight: Weights ``(users, d_out, d_in)``.
         bias: Biases ``(users, d_out)``.
     """
-    y = _Products.apply(x.reshape(len(weight), -1, x.shape[-1]), weight)
-    return (y if bias is None else y + bias.unsqueeze(1)).view(*x.shape[:-1], -1)
+    users, width = len(weight), x.shape[-1]
+    y = _Products.apply(x.reshape(users, -1, width), weight)  # (users, n, d_out)
+    if bias is not None:
+        y = y + bias.unsqueeze(1)
+    return y.view(*x.shape[:-1], -1)
 
 
 _FOLDED: Mapping[Any, Callable[..., Tensor]] = {F.linear: _linear_over_users}
@@ -130,8 +138,11 @@ FOLDING = (nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.Tanh, 
 
 def folds(net: nn.Module) -> bool:
     """Return whether the samples of all users can go through a net as one batch, within :class:`Folded`."""
-    # A `Flatten` from axis 0 would join samples.
-    return all(type(m) in FOLDING and getattr(m, "start_dim", 1) == 1 for m in net.modules())
+    for module in net.modules():
+        joins_samples = getattr(module, "start_dim", 1) != 1  # a ``Flatten`` from axis 0
+        if type(module) not in FOLDING or joins_samples:
+            return False
+    return True
 
 
 class Folded(TorchFunctionMode):
@@ -140,8 +151,16 @@ class Folded(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> object:
-        """Call ``func``, or its batched form."""
-        return _FOLDED.get(func, func)(*args, **(kwargs or {}))
+        """Call a function of torch, or its form in :data:`_FOLDED` for parameters with a user axis.
+
+        Args:
+            func: The function.
+            types: Ignored; torch passes the classes of the arguments.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
+        folded = _FOLDED.get(func, func)
+        return folded(*args, **(kwargs or {}))
 
 
 @runtime_checkable
@@ -189,13 +208,15 @@ class _Products(torch.autograd.Function):
         """
         x, weight = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad
-        d_x = torch.bmm(dy, weight) if wants_x else None
-        if not wants_weight:
-            return d_x, None
-        # Both products are equal. The first is contiguous like the weight, which speeds up the optimiser step of a
-        # large weight; for a small one the second product, whose transpose is returned, is faster.
-        is_large = weight.shape[1] * weight.shape[2] >= LARGE_WEIGHT
-        return d_x, torch.bmm(dy.mT, x) if is_large else torch.bmm(x.mT, dy).mT
+        d_x, d_weight = None, None
+        if wants_x:
+            d_x = torch.bmm(dy, weight)
+        if wants_weight:
+            # For a large weight a contiguous gradient, which speeds up the optimiser step; else the faster product.
+            _users, d_out, d_in = weight.shape
+            is_large = d_out * d_in >= LARGE_WEIGHT
+            d_weight = torch.bmm(dy.mT, x) if is_large else torch.bmm(x.mT, dy).mT
+        return d_x, d_weight
 
 
 FEW_CHANNELS = 16
@@ -203,16 +224,19 @@ FEW_CHANNELS = 16
 
 
 def channels_last(tensors: Tree) -> Tree:
-    """Convert convolution weights with few channels to the channels-last layout.
+    """Convert convolution weights with few output channels to the channels-last layout, in which CPUs are faster.
 
-    The weights are ``(users, ..., out, in, height, width)``. The outputs of such a convolution and of all later layers
-    have the same layout. Measured on CPUs: a ResNet with 8 channels is faster, VGG with 16 and more is slower.
+    Args:
+        tensors: Tensors by name; weights of 2d convolutions are ``(users, ..., out, in, height, width)``.
     """
-    # Only weights of 2d convolutions have more than four axes, as all tensors have a user axis.
-    narrow = {
-        name for name, t in tensors.items() if t.dim() > 4 and t.shape[-4] < FEW_CHANNELS and t.device.type == "cpu"
-    }
-    return {name: _channels_last(t) if name in narrow else t for name, t in tensors.items()}
+    converted = {}
+    for name, tensor in tensors.items():
+        is_convolution = tensor.dim() > 4
+        if is_convolution and tensor.shape[-4] < FEW_CHANNELS and tensor.device.type == "cpu":
+            converted[name] = _channels_last(tensor)
+        else:
+            converted[name] = tensor
+    return converted
 
 
 def _channels_last(weight: Tensor) -> Tensor:
@@ -245,7 +269,7 @@ class Chain(nn.Sequential):
 
 
 class Sum(nn.Module):
-    """ReLU of the sum of two branches: a chain that ends in a convolution, and another module.
+    """``relu(chain(x) + other(x))``, where the chain ends in a convolution.
 
     Args:
         chain: The chain; its last step adds the other branch and applies the ReLU.
@@ -272,21 +296,18 @@ class Sum(nn.Module):
         self.other = [other]  # in a list, as a module attribute would be registered as a submodule a second time
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``relu(chain(x) + other(x))``; the last step of the chain computes the sum and the ReLU.
-
-        If the chain begins with a convolution in native code, the convolution also returns x, and the other branch
-        reads the returned x. So the convolution's backward pass can add up both branches' gradients of x.
-        """
-        (other,) = self.other  # a list of one module, so that torch does not register the module twice
+        """Return ``relu(chain(x) + other(x))``; the last step of the chain computes the sum and the ReLU."""
+        (other,) = self.other
         x = self.pass_shape.lanes(x)  # to the memory layout of native code
-        remaining, y = self.steps_before_last, x  # y is the output of the chain so far
-        if remaining and isinstance(remaining[0], Step):
-            y, x = remaining[0].run_shared(x)
-            remaining = remaining[1:]
+        y, steps = x, self.steps_before_last
+        if steps and isinstance(steps[0], Step):
+            # Returns x, too. As `other` reads that x, the step's backward pass adds up both branches' gradients of x.
+            y, x = steps[0].run_shared(x)
+            steps = steps[1:]
         other_output = self.pass_shape.lanes(other(x))
-        for step in remaining:
+        for step in steps:
             y = step(y)
-        return self.last_step(y, other_output)  # adds the other output and applies the ReLU
+        return self.last_step(y, other_output)
 
 
 MIN_IMAGES = 10
@@ -299,7 +320,8 @@ Measured on CPUs.
 def native_net(net: nn.Module) -> Chained | None:
     """Rewrite a convolutional net to run all users' nets at once with C++ kernels, in place of ``vmap``.
 
-    None if the net has unsupported layers or no convolutions, is not on a CPU, or the kernels cannot be compiled.
+    Returns:
+        The net; None if it has unsupported layers or no convolutions, is not on a CPU, or the kernels do not compile.
     """
     if not all(convolutions.fits(p) for p in net.parameters()):
         return None
@@ -307,14 +329,12 @@ def native_net(net: nn.Module) -> Chained | None:
         chained = Chained(net)
     except UnknownLayerError:
         return None
-    return chained if convolutions.enable(cache_folder() / "native") else None
+    has_kernels = convolutions.enable(cache_folder() / "native")
+    return chained if has_kernels else None
 
 
 class Chained:
     """A convolutional net rebuilt to process all users' samples at once; parameters are shared and keep their names.
-
-    Convolutions with the norms and activations behind them become chains of native steps, which compute all users at
-    once. A net without any such step gains nothing, so it is refused.
 
     Raises:
         UnknownLayerError: The net has a module that may mix samples, or no convolution.
@@ -331,7 +351,8 @@ class Chained:
         """
         self.pass_shape = PassShape()  # numbers of users and images of a pass, which all steps read
         self.net = self._convert(net)
-        if not any(isinstance(step, Step) for m in self.net.modules() if isinstance(m, Chain) for step in m.steps):
+        all_steps = [step for module in self.net.modules() if isinstance(module, Chain) for step in module.steps]
+        if not any(isinstance(step, Step) for step in all_steps):
             raise UnknownLayerError
 
     def __call__(self, tensors: Tree, inputs: Tensor, *, train: bool) -> Tensor:
@@ -342,35 +363,35 @@ class Chained:
             inputs: Samples ``(users, batch, ...)``.
             train: Run in training mode.
         """
-        # Layers see all users' samples as one batch. Convolutions in C++ split it by the sizes in `pass_shape`, and
-        # inside Folded, F.linear multiplies each user's samples by its weights.
-        self.pass_shape.users, self.pass_shape.images = inputs.shape[:2]
+        users, images = inputs.shape[:2]
+        self.pass_shape.users, self.pass_shape.images = users, images
         self.net.train(train)
-        with Folded():
-            outputs = call_with(self.net, tensors, inputs.flatten(0, 1))
-        return self.pass_shape.flat(outputs).unflatten(0, inputs.shape[:2])
+        samples_of_all_users = inputs.flatten(0, 1)
+        with Folded():  # F.linear multiplies each user's samples by the user's weights
+            outputs = call_with(self.net, tensors, samples_of_all_users)
+        return self.pass_shape.flat(outputs).unflatten(0, (users, images))
 
     def takes(self, inputs: Tensor) -> bool:
         """Return whether native code supports inputs ``(users, batch, ...)`` and is faster."""
         return convolutions.supports(inputs) and inputs.shape[1] >= MIN_IMAGES
 
     def accepting_fakes(self) -> AbstractContextManager[None]:
-        """Accept tensors without data and only allocate what a pass would, to count costs."""
+        """Accept fake tensors in the context, to estimate the memory of a pass."""
         return convolutions.accepting_fakes()
 
     def _convert(self, net: nn.Module) -> nn.Module:
         """Return a net that computes the same, with convolutions fused into steps; parameters are shared.
 
-        A module with children must not mix samples, and declare so by a true attribute ``by_sample``. A true attribute
-        ``is_relu_of_sum`` declares that a module is the ReLU of the sum of its two children.
+        Modules of this library declare by a true attribute ``by_sample`` that they do not mix samples, and by
+        ``is_relu_of_sum`` that they are the ReLU of the sum of their two children.
 
         Raises:
             UnknownLayerError: A module may mix samples.
         """
         if type(net) is nn.Sequential:
             return self._convert_sequential(net)
-        # A Flatten from axis 0 would mix samples; other modules have no `start_dim`.
-        if type(net) in _BY_SAMPLE and getattr(net, "start_dim", 1) == 1:
+        joins_samples = getattr(net, "start_dim", 1) != 1  # a ``Flatten`` from axis 0
+        if type(net) in _BY_SAMPLE and not joins_samples:
             return net
         if not getattr(net, "by_sample", False):
             raise UnknownLayerError
@@ -383,40 +404,47 @@ class Chained:
     def _convert_sum(self, net: nn.Module) -> Sum:
         """Convert a module that is the ReLU of the sum of its two children, such as a residual block.
 
-        The first child must end in a convolution. Native code then adds the second child's output to the convolution's
-        and applies the ReLU.
-
         Raises:
-            UnknownLayerError: The first child does not end in a convolution, or pools after it: pooling would have to
-                come after the sum.
+            UnknownLayerError: The first child does not end in a convolution without pooling.
         """
-        names = [name for name, _ in _children(net)]
-        chain, other = (self._convert(child) for _, child in _children(net))
-        if not isinstance(chain, Chain) or not isinstance(chain.steps[-1], Step) or chain.steps[-1].pool > 1:
+        (chain_name, chain), (other_name, other) = _children(net)
+        chain, other = self._convert(chain), self._convert(other)
+        if not isinstance(chain, Chain):
             raise UnknownLayerError
-        return Sum(chain, other, self.pass_shape, names)
+        last_step = chain.steps[-1]
+        if not isinstance(last_step, Step) or last_step.pool > 1:
+            raise UnknownLayerError
+        return Sum(chain, other, self.pass_shape, names=(chain_name, other_name))
 
     def _convert_sequential(self, net: nn.Sequential) -> Chain:
-        """Convert a sequence; a convolution and the norm, ReLU and pooling after it become one step.
-
-        The steps run the forward pass. Modules that form a step stay unconverted children, which only hold its
-        parameters under their names.
-        """
-        converted, remaining = Chain(), _children(net)
-        converted.steps = []
+        """Convert a sequence; a convolution and the norm, ReLU and pooling after it become one step."""
+        chain, remaining = Chain(), _children(net)
+        chain.steps = []
         while remaining:
-            # The step that the next modules form; without one, the next module is converted by itself.
-            step_and_count = _leading_step([module for _, module in remaining], self.pass_shape)
-            step, count = step_and_count or (None, 1)
-            for name, module in remaining[:count]:
-                converted.add_module(name, module if step is not None else self._convert(module))
-            converted.steps.append(step or self._step_of_module(converted[-1]))
-            remaining = remaining[count:]
-        return converted
+            fused = _fuse_first_modules([module for _, module in remaining], self.pass_shape)
+            if fused is not None:
+                step, num_fused = fused
+                for name, module in remaining[:num_fused]:
+                    chain.add_module(name, module)  # holds the step's parameters under their names
+                chain.steps.append(step)
+                remaining = remaining[num_fused:]
+            else:
+                name, module = remaining[0]
+                converted = self._convert(module)
+                chain.add_module(name, converted)
+                chain.steps.append(self._step_of_module(converted))
+                remaining = remaining[1:]
+        return chain
 
     def _step_of_module(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Return a module as a step; its inputs are converted to plain samples unless it works on either layout."""
-        return module if isinstance(module, (Chain, Sum, *_POINTWISE)) else lambda x: module(self.pass_shape.flat(x))
+        """Return a module as a step, which accepts samples in the plain layout and in that of native code."""
+        if isinstance(module, (Chain, Sum, *_POINTWISE)):  # accepts both layouts
+            return module
+
+        def run_on_plain_samples(x: Tensor) -> Tensor:
+            return module(self.pass_shape.flat(x))
+
+        return run_on_plain_samples
 
 
 def _children(net: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -424,32 +452,38 @@ def _children(net: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in net._modules.items() if child is not None]
 
 
-def _leading_step(following: Sequence[nn.Module], pass_shape: PassShape) -> tuple[Step, int] | None:
+def _fuse_first_modules(modules: Sequence[nn.Module], pass_shape: PassShape) -> tuple[Step, int] | None:
     """Fuse the first of some modules into a native step: a convolution, and the norm, ReLU and pooling after it.
 
     Args:
-        following: Modules that run one after another.
+        modules: Modules that run one after another.
         pass_shape: Numbers of users and images of the current pass, which the step reads.
 
     Returns:
         The step and the number of fused modules; None unless the first module is a convolution that native code
         supports.
     """
-    convolution, *rest = following
+    convolution, *rest = modules
     if type(convolution) is not nn.Conv2d or not _is_plain(convolution):
         return None
-    norm = rest.pop(0) if rest and _is_supported_norm(rest[0]) else None
-    relu = rest.pop(0) if rest and type(rest[0]) is nn.ReLU else None
-    pool = rest.pop(0) if rest and _is_disjoint_max_pool(rest[0]) else None
-    size = 1 if pool is None else _square_side(pool.kernel_size)  # type: ignore[arg-type]
-    count = 1 + sum(part is not None for part in (norm, relu, pool))
-    return Step(convolution=convolution, norm=norm, relu=relu is not None, pool=size, pass_shape=pass_shape), count  # type: ignore[arg-type]
+    norm, has_relu, pool_size = None, False, 1
+    if rest and _is_supported_norm(rest[0]):
+        norm = rest.pop(0)
+    if rest and type(rest[0]) is nn.ReLU:
+        has_relu = True
+        rest.pop(0)
+    if rest and _is_disjoint_max_pool(rest[0]):
+        pool_size = _square_side(rest.pop(0).kernel_size)  # type: ignore[arg-type]
+    num_fused = len(modules) - len(rest)
+    step = Step(convolution=convolution, norm=norm, relu=has_relu, pool=pool_size, pass_shape=pass_shape)  # type: ignore[arg-type]
+    return step, num_fused
 
 
 def _is_plain(convolution: nn.Conv2d) -> bool:
     """Return whether native code supports a convolution: zero padding, given in numbers, and a single group."""
-    pads_zeros = convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
-    return pads_zeros and convolution.groups == 1
+    if convolution.padding_mode != "zeros" or isinstance(convolution.padding, str):
+        return False
+    return convolution.groups == 1
 
 
 def _is_supported_norm(norm: nn.Module) -> bool:
@@ -469,6 +503,7 @@ def _is_disjoint_max_pool(pool: nn.Module) -> bool:
     """Return whether a module is max-pooling of square windows that do not overlap."""
     if type(pool) is not nn.MaxPool2d or pool.ceil_mode or pool.return_indices:
         return False
-    size = _square_side(pool.kernel_size)
-    stride, padding, dilation = (_square_side(n) for n in (pool.stride, pool.padding, pool.dilation))
-    return 1 < size <= convolutions.LARGEST_POOL and (stride, padding, dilation) == (size, 0, 1)
+    size, stride = _square_side(pool.kernel_size), _square_side(pool.stride)
+    padding, dilation = _square_side(pool.padding), _square_side(pool.dilation)
+    is_supported_size = 1 < size <= convolutions.LARGEST_POOL
+    return is_supported_size and stride == size and padding == 0 and dilation == 1
