@@ -61,9 +61,7 @@ class AdapterRouting(TokenRouting):
 
     @torch.no_grad()
     def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
-        """Return one hidden state of each window for each MLP, in a pass in which every expert has equal weight.
-
-        Some methods compute routers from these states. Weights are equal so that states do not depend on routers.
+        """Return one hidden state of each window for each MLP, in a pass without routers: all experts are averaged.
 
         Args:
             tensors: The users' trainable tensors; those of routers are ignored.
@@ -75,18 +73,26 @@ class AdapterRouting(TokenRouting):
             One tensor ``(users, batch, width)`` per MLP, by the name of its router's tensor; zero for windows without
             tokens.
         """
-        self.adapters.bind({n: t for n, t in tensors.items() if not n.endswith(f".{ROUTER}")}, users)
+        without_routers = {name: t for name, t in tensors.items() if not name.endswith(f".{ROUTER}")}
+        self.adapters.bind(without_routers, users)
         with routing.record_router_inputs(self.adapters) as recorded, torch.compiler.set_stance("force_eager"):
             self.backbone(input_ids=inputs_of(batch).flatten(0, 1), use_cache=False)
-        # (users, batch, context, width)
-        states = {name: x.view(*batch.shape[:2], batch.shape[2] - 1, -1) for name, x in recorded.items()}
+        num_users, num_windows, window = batch.shape
+        context = window - 1
+        states = {name: x.view(num_users, num_windows, context, -1) for name, x in recorded.items()}
         if whole:
             is_token = (batch[..., :-1] != PAD).double()
-            shares = is_token / is_token.sum(-1, keepdim=True).clamp(min=1)  # a window may be all padding
-            return {n: torch.einsum("ubt,ubtw->ubw", shares.to(x), x) for n, x in states.items()}
+            num_tokens = is_token.sum(-1, keepdim=True).clamp(min=1)  # a window may be all padding
+            shares = is_token / num_tokens
+            return {name: torch.einsum("ubt,ubtw->ubw", shares.to(x), x) for name, x in states.items()}
         ends = prompt_ends(batch)[..., None, None]  # (users, batch, 1, 1)
         has_tokens = (batch != PAD).any(-1, keepdim=True)
-        return {n: x.gather(2, ends.expand(-1, -1, 1, x.shape[-1])).squeeze(2) * has_tokens for n, x in states.items()}
+        states_at_end = {}
+        for name, x in states.items():
+            width = x.shape[-1]
+            state = x.gather(2, ends.expand(-1, -1, 1, width)).squeeze(2)
+            states_at_end[name] = state * has_tokens
+        return states_at_end
 
     def expert_names(self, user: int) -> list[str]:
         """Return a user's expert names in order: "generalist", "specialist 1", "specialist 2"."""
@@ -121,7 +127,7 @@ class AdaptedModel(AdapterRouting, Model):
         return self.adapters.scales
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
-        """Return :meth:`Adapters.mask` on the base's device: True where a user has a parameter, False for padding."""
+        """Return True where a user has a parameter, False for padding, on the base's device (:meth:`Adapters.mask`)."""
         return self.adapters.mask(ranks).to(self.base.device)
 
     def only(self, users: Sequence[int]) -> AdaptedModel:
@@ -150,15 +156,18 @@ class AdaptedModel(AdapterRouting, Model):
             batch: Windows of context + 1 tokens; a negative target has loss 0.
             train: Ignored, as there is no dropout.
             shares: Ignored; for models that mix experts per sample.
-            powers: Factor of the logits of row i (an exponent of the probabilities); None for 1. The hidden states are
-                multiplied instead, which is the same only for heads without bias and soft cap.
+            powers: Factor of each row's logits; None for 1. Only for heads without bias and soft cap, as it multiplies
+                the hidden states.
 
         Returns:
             The losses, and the penalties (0.0 without load balancing).
         """
-        hidden, penalty = self.states(*self.adapters.prepare(tensors, users), inputs_of(batch))
-        hidden = hidden if powers is None else hidden * powers.to(hidden).view(-1, 1, 1, 1)
-        return cross_entropy(hidden, self.head, batch[..., 1:]), penalty
+        rescaled, present = self.adapters.prepare(tensors, users)
+        hidden, penalty = self.states(rescaled, present, inputs_of(batch))
+        if powers is not None:
+            hidden = hidden * powers.to(hidden).view(-1, 1, 1, 1)
+        targets = batch[..., 1:]
+        return cross_entropy(hidden, self.head, targets), penalty
 
     def states(
         self, tensors: Tree, present: Bool[Tensor, "users experts"], inputs: Int[Tensor, "users batch context"]
@@ -174,32 +183,33 @@ class AdaptedModel(AdapterRouting, Model):
             The last hidden states, and each user's load-balancing penalty (0.0 without load balancing).
         """
         self.adapters.assign(tensors, present)
+        sequences = inputs.flatten(0, 1)  # (users * batch, context)
         with unpack_in_backward() if self.base.quantised else nullcontext():
-            hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
+            hidden = self.backbone(input_ids=sequences, use_cache=False).last_hidden_state
         return hidden.view(*inputs.shape, -1), self.adapters.penalties()
 
     def losses_in_fixed_order(
         self, tensors: Tree, users: Sequence[int], batch: Windows
     ) -> Float[Tensor, "users batch context"]:
-        """Return the training loss at every position, rounded alike for any number of targets.
+        """Return the training loss at every position, with rounding that does not depend on the number of targets.
 
-        :meth:`losses` skips positions without a target, so their number changes the order of sums and hence the
-        rounding. Here losses are computed at all positions and set to 0 at those without a target.
+        All losses are computed, and then set to 0 at positions without a target.
 
         Args:
             tensors: The users' trainable tensors.
             users: Indices of the users.
-            batch: Windows of context + 1 tokens. Negative values are no targets: ``PAD``, and tokens that :func:`hide`
-                has encoded because they are only inputs.
+            batch: Windows of context + 1 tokens; ``PAD`` and hidden tokens (:func:`hide`) are no targets.
         """
-        # Applied a second time, `hide` restores such tokens; PAD becomes token 0. So every position has a target.
-        all_targets = torch.where(batch < 0, hide(batch), batch).clamp(min=0)
-        losses, _ = self.losses(tensors, users, all_targets, train=True)  # without the penalty
-        return losses.masked_fill(batch[..., 1:] < 0, 0.0)
+        shown = torch.where(batch < 0, hide(batch), batch)  # hiding twice restores a token
+        all_targets = shown.clamp(min=0)  # token 0 instead of PAD
+        losses, _penalty = self.losses(tensors, users, all_targets, train=True)
+        has_no_target = batch[..., 1:] < 0
+        return losses.masked_fill(has_no_target, 0.0)
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
-        """Return the next-token losses in nats without the penalty, as perplexity needs them."""
-        return self.losses(tensors, users, batch)[0]
+        """Return the next-token losses in nats at every position; 0 where a target is negative."""
+        losses, _penalty = self.losses(tensors, users, batch)
+        return losses
 
     def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
         """Return each user's columns as named tensors, contiguous so that matrix products need not copy them."""
@@ -217,10 +227,12 @@ class AdaptedModel(AdapterRouting, Model):
             prompts: Token ids, padded on the left with ``PAD``.
             limit: Largest number of new tokens.
         """
+        num_users, num_prompts, _width = prompts.shape
         prompts = prompts.to(self.device)
         with torch.compiler.set_stance("force_eager"):  # the length grows with each token: do not compile
             self.adapters.bind(tensors, users)
-            return continue_greedily(self.network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
+            new_tokens = continue_greedily(self.network, prompts.flatten(0, 1), limit)
+        return new_tokens.view(num_users, num_prompts, -1)
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
         """Replace the base's weights by fake tensors, to estimate memory.
@@ -233,10 +245,10 @@ class AdaptedModel(AdapterRouting, Model):
         Returns:
             The model, and the bytes of the replaced weights.
         """
-        size = fakes.size_of(self.network)
-        head = self.head.with_tensors(lambda real: fakes.of(real, self.device))  # the head holds tensors, not modules
+        replaced_bytes = fakes.size_of(self.network)
+        fake_head = self.head.with_tensors(lambda real: fakes.of(real, self.device))
         fakes.replace(self.network, self.device)
-        return replace(self, head=head), size
+        return replace(self, head=fake_head), replaced_bytes
 
 
 def adapt(
@@ -275,22 +287,20 @@ def adapt(
     adapters = inject(network, settings, counts, routed=routed, gating=gating, residual=residual)
     expert_mlp.set_fusing(compiled)
     expert_mlp.disable()  # an earlier model of this process may have enabled the kernels
-    use_kernels = (compiled if native_code is None else native_code) and expert_mlp.fits(base.device, base.dtype)
-    if use_kernels and expert_mlp.enable(cache_folder() / "native"):
+    wants_kernels = compiled if native_code is None else native_code
+    if wants_kernels and expert_mlp.fits(base.device, base.dtype) and expert_mlp.enable(cache_folder() / "native"):
         from comingle.models.loss import use_native_code
 
         use_native_code(network, attention=base.attention == "auto")
-    layers = decoder_layers(network)
     if checkpointed:
-        for layer in layers:
+        for layer in decoder_layers(network):
             setattr(layer, "forward", _checkpointed_forward(layer))  # noqa: B010 (a method, not a Tensor)
     elif compiled and not base.quantised:
         _cache_custom_autograd()
         _reset_compiler(base.model, adapters)
-        for mlp in adapters.experts.values():
-            # The expert MLP has fused kernels of its own; tracing its autograd function would undo them.
+        for mlp in adapters.experts.values():  # not compiled, as they have fused kernels
             setattr(mlp, "forward", torch.compiler.disable(mlp.forward))  # noqa: B010 (a method, not a Tensor)
-        for layer in layers:
+        for layer in decoder_layers(network):
             layer.compile()
     return AdaptedModel(
         name=base.name,
@@ -322,24 +332,24 @@ _CACHE_OPTION = "autograd_cache_allow_custom_autograd_functions"
 def _checkpointed_forward(layer: nn.Module) -> Callable[..., object]:
     """Return the layer's forward pass with activation checkpointing.
 
-    The recomputation uses the adapters that were bound in the first pass: a loss may combine several models that are
-    bound one after another.
+    The recomputation uses the adapters of the first pass, also if others have been bound since.
     """
+    forward = layer.forward
 
-    @wraps(forward := layer.forward)
+    @wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> object:
-        """Run the layer; with gradients save its input and its modules' current adapters for the recomputation."""
+        """Run the layer; with gradients save its input and its adapters, instead of activations."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        bound = [(module, dict(vars(module))) for module in layer.modules()]
+        attributes_now = [(module, dict(vars(module))) for module in layer.modules()]  # such as bound factors
 
-        def forward_as_bound(*args: object, **kwargs: object) -> object:
-            """Restore the modules' attributes, such as bound factors, and run the layer."""
-            for module, attributes in bound:
+        def forward_with_attributes(*args: object, **kwargs: object) -> object:
+            """Restore the modules' attributes and run the layer."""
+            for module, attributes in attributes_now:
                 vars(module).update(attributes)
             return forward(*args, **kwargs)
 
-        return checkpoint(forward_as_bound, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(forward_with_attributes, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return checkpointed
 
@@ -348,21 +358,20 @@ _compiled_for: tuple[weakref.ref[nn.Module], Layout] | None = None
 
 
 def _reset_compiler(model: nn.Module, adapters: Adapters) -> None:
-    """Reset torch.compile unless its last model had the same base and the same attention adapters.
+    """Reset torch.compile unless its last model, in ``_compiled_for``, had the same base and attention adapters.
 
-    Each compiled variant counts towards PyTorch's recompilation limit. Methods of a comparison with equal attention
-    adapters share compiled code.
+    Without a reset PyTorch would reach its limit of recompilations.
 
     Args:
         model: The base model.
         adapters: The adapters of the model that is about to be compiled.
     """
     global _compiled_for
-    attention = adapters.layout.only({ATTENTION})
-    is_same = False
+    attention_layout = adapters.layout.only({ATTENTION})
+    can_share_code = False
     if _compiled_for is not None:
-        last_model, last_attention = _compiled_for
-        is_same = last_model() is model and last_attention == attention
-    if not is_same:
+        last_model, last_attention_layout = _compiled_for
+        can_share_code = last_model() is model and last_attention_layout == attention_layout
+    if not can_share_code:
         torch.compiler.reset()
-    _compiled_for = (weakref.ref(model), attention)
+    _compiled_for = (weakref.ref(model), attention_layout)

@@ -42,9 +42,7 @@ def cache_name(network: type[PreTrainedModel]) -> str:
 
 
 class FoldedCache(Cache):
-    """A key-value cache with a row per text, presented to the network as a cache with a row per text and model.
-
-    The owner of the cache (transformers' ``generate`` or the chat server) adds, masks and drops rows per text as usual.
+    """A key-value cache with a row per text, for a network whose input has a row per text and model.
 
     Args:
         cache: The cache, with rows as in ``Folded``.
@@ -61,8 +59,7 @@ class FoldedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values of a layer to the cache, and return all keys and values of that layer.
 
-        The network has a row for each user, model and text. The cache has a row for each user and text, which holds the
-        heads of all models.
+        A row of the cache holds the heads of all models.
 
         Args:
             key_states: New keys, ``(users * models * texts, heads, tokens, width)``.
@@ -71,20 +68,21 @@ class FoldedCache(Cache):
             *args: Passed on to the cache.
             **kwargs: Passed on to the cache.
         """
-        folded = self._fold(key_states), self._fold(value_states)
-        keys, values = self.cache.update(*folded, layer_idx, *args, **kwargs)
+        new_keys, new_values = self._fold(key_states), self._fold(value_states)
+        keys, values = self.cache.update(new_keys, new_values, layer_idx, *args, **kwargs)
         return self._unfold(keys), self._unfold(values)
 
     def _fold(self, states: Wide) -> Folded:
-        """Move the model axis from rows to heads."""
-        apart = states.unflatten(0, (self.users, self.models, -1))  # (users, models, texts, heads, ...)
-        return apart.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        """Return states with the model axis moved from rows to heads: ``(users * texts, models * heads, ...)``."""
+        states = states.unflatten(0, (self.users, self.models, -1))  # (users, models, texts, heads, ...)
+        states = states.transpose(1, 2)  # (users, texts, models, heads, ...)
+        return states.flatten(2, 3).flatten(0, 1)
 
     def _unfold(self, states: Folded) -> Wide:
-        """Move the model axis from heads to rows; the inverse of :meth:`_fold`."""
-        # (users, texts, models, heads, ...)
-        apart = states.unflatten(0, (self.users, -1)).unflatten(2, (self.models, -1))
-        return apart.transpose(1, 2).flatten(0, 2)
+        """Return states with the model axis moved from heads to rows: ``(users * models * texts, heads, ...)``."""
+        states = states.unflatten(0, (self.users, -1)).unflatten(2, (self.models, -1))  # (users, texts, models, ...)
+        states = states.transpose(1, 2)  # (users, models, texts, heads, ...)
+        return states.flatten(0, 2)
 
 
 NO_SINGLE_MODEL = (
@@ -132,16 +130,18 @@ class EnsembleModel(Model):
         return self.inner.scales
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
-        """Return True where a user has a parameter: the mask of one model for each component, True for the router.
+        """Return True where a user has a parameter, False for padding.
 
         Args:
-            ranks: Replaces the users' LoRA ranks, for methods that change them.
+            ranks: LoRA rank of each user; :attr:`ranks` by default.
         """
-        one_component, count = self.inner.mask(ranks), self.mixture.clusters
-        by_slot = one_component.split([slot.size for slot in self.inner.layout.slots], 1)
-        router = one_component.new_ones(len(one_component), self.mixture.num_logits)
-        # A slot holds a tensor of all components, one after another.
-        return torch.cat([*(mask.repeat(1, count) for mask in by_slot), router], 1)
+        mask_of_component = self.inner.mask(ranks)
+        mask_by_slot = mask_of_component.split([slot.size for slot in self.inner.layout.slots], 1)
+        # A slot of this model holds a tensor of all components, one after another.
+        masks = [mask.repeat(1, self.mixture.clusters) for mask in mask_by_slot]
+        users = len(mask_of_component)
+        router_mask = mask_of_component.new_ones(users, self.mixture.num_logits)
+        return torch.cat([*masks, router_mask], 1)
 
     def only(self, users: Sequence[int]) -> EnsembleModel:
         """Return the model restricted to some users."""
@@ -154,8 +154,6 @@ class EnsembleModel(Model):
     ) -> Float[Tensor, "users clusters batch context"]:
         """Return each component's next-token losses in nats, computed in one pass per component.
 
-        Each component's losses are equal, to the last bit, to those of the component as a model of its own.
-
         Args:
             tensors: The users' trainable tensors.
             users: Indices of the users.
@@ -163,11 +161,11 @@ class EnsembleModel(Model):
             train: Ignored, as there is no dropout.
             powers: Exponents of the components' probabilities (inverse temperatures), ``(users, clusters)``; None: 1.
         """
-        components = [self._component_tensors(tensors, number) for number in range(self.mixture.clusters)]
-        powers_of = [None] * len(components) if powers is None else powers.unbind(1)
         losses = []
-        for component, exponent in zip(components, powers_of, strict=True):
-            component_losses, _ = self.inner.losses(component, users, batch, powers=exponent)  # without the penalty
+        for component in range(self.mixture.clusters):
+            component_tensors = self._component_tensors(tensors, component)
+            component_powers = None if powers is None else powers[:, component]
+            component_losses, _penalty = self.inner.losses(component_tensors, users, batch, powers=component_powers)
             losses.append(component_losses)
         return torch.stack(losses, 1)
 
@@ -180,9 +178,8 @@ class EnsembleModel(Model):
     ) -> tuple[Float[Tensor, "users batch context"], float]:
         """Return the training losses in nats of the mixture of predictions, and 0.0 as the load-balancing penalty.
 
-        Components train as if they were alone: the value is the mixture's loss, ``-log sum_c pi_c exp(-loss_c)``, but
-        each component's gradient is that of its own loss. The exponents that :meth:`predict` applies to the components'
-        probabilities are left out in training.
+        The value is ``-log sum_c pi_c exp(-loss_c)`` with the loss loss_c of component c. The gradient is that of
+        ``sum_c loss_c``, as if each component were trained alone.
 
         Args:
             tensors: The users' trainable tensors.
@@ -192,14 +189,16 @@ class EnsembleModel(Model):
             shares: Ignored, as users have the mixture weights in ``tensors``; other models accept weights per sample.
         """
         losses = self.component_losses(tensors, users, batch, train=train)
-        mixed, unweighted = mix_losses(losses.detach(), self.shares(tensors).detach()), losses.sum(1)
-        # The value is that of the mixture, the gradient that of the unweighted sum.
-        return mixed + (unweighted - unweighted.detach()), 0.0
+        mixture_loss = mix_losses(losses.detach(), self.shares(tensors).detach())
+        plain_sum = losses.sum(1)
+        no_value = plain_sum - plain_sum.detach()  # 0 with the gradient of `plain_sum`
+        return mixture_loss + no_value, 0.0
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
         """Return the mixture's losses in nats."""
         shares, powers = self.mixing(tensors)
-        return mix_losses(self.component_losses(tensors, users, batch, powers=powers), shares)
+        losses = self.component_losses(tensors, users, batch, powers=powers)
+        return mix_losses(losses, shares)
 
     def shares(self, tensors: Tree) -> Float[Tensor, "users clusters"]:
         """Return each user's mixture weights."""
@@ -221,16 +220,18 @@ class EnsembleModel(Model):
             prompts: Token ids, padded on the left with ``PAD``.
             limit: Largest number of new tokens.
         """
+        num_users, num_prompts, _width = prompts.shape
         prompts = prompts.to(self.device)
         # The length grows with each token: do not compile.
         with torch.compiler.set_stance("force_eager"), self.mixed_network(tensors, users) as network:
-            return continue_greedily(network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
+            new_tokens = continue_greedily(network, prompts.flatten(0, 1), limit)
+        return new_tokens.view(num_users, num_prompts, -1)
 
     @contextmanager
     def mixed_network(self, tensors: Tree, users: Sequence[int]) -> Iterator[PreTrainedModel]:
         """Yield a causal language model whose logits are those of the users' mixtures.
 
-        Its forward pass is replaced in the context. Batches hold equally many texts of each user, ordered by user.
+        Its forward pass is replaced in the context. A batch has equally many texts of each user, ordered by user.
 
         Args:
             tensors: The users' trainable tensors.
@@ -238,14 +239,14 @@ class EnsembleModel(Model):
         """
         network, mixing = self.inner.network, self.mixing(tensors)
         self.bind(tensors, users)
-        before = vars(network).get("forward")  # an earlier replacement; None if the class's own is in use
+        earlier_replacement = vars(network).get("forward")  # None if the class's own forward is in use
         mix_forward(network, lambda: mixing)
         try:
             yield network
         finally:
             del network.forward
-            if before is not None:
-                setattr(network, "forward", before)  # noqa: B010 (a method, not a Tensor)
+            if earlier_replacement is not None:
+                setattr(network, "forward", earlier_replacement)  # noqa: B010 (a method, not a Tensor)
 
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
         """Bind each user's components to the adapters as if they were users; rows are ordered by user and component.
@@ -254,9 +255,9 @@ class EnsembleModel(Model):
             tensors: The users' trainable tensors, ``(users, clusters, ...)``.
             users: Indices of the users.
         """
-        count = self.mixture.clusters
-        flat = {name: t.flatten(0, 1).contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
-        self.inner.adapters.bind(flat, [user for user in users for _ in range(count)])
+        rows = {name: t.flatten(0, 1).contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
+        user_of_row = [user for user in users for _component in range(self.mixture.clusters)]
+        self.inner.adapters.bind(rows, user_of_row)
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
         """Return the model with fake base weights, and the size in bytes of the real ones."""
@@ -268,46 +269,51 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
     """Replace a causal language model's forward so that it mixes the predictions of each user's components.
 
     The new logits are ``log sum_c pi_c softmax(t_c f_c(x))`` with the logits f_c of component c, the user's mixture
-    weight pi_c and the power t_c of the component's probabilities. The batch holds each user's texts; the new forward
-    repeats them for each component. Its key-value cache has one row per text, with all components' keys and values.
+    weight pi_c and the power t_c of the component's probabilities. Each text is repeated for each component.
 
     Args:
         network: The model, with the components' adapters bound to it.
         mixing: Function that returns pi and t ``(users, components)`` of the users in the batch; t is None for 1.
     """
 
-    forward = type(network).forward.__get__(network)  # the class's own, bound to this network
-    cache_key = cache_name(type(network))  # name of the key-value cache among the arguments
+    original_forward = type(network).forward.__get__(network)  # the class's own, bound to this network
+    cache_key = cache_name(type(network))  # name of the argument for the key-value cache
 
-    @wraps(forward)
-    def mixed(*, input_ids: Int[Tensor, "n width"], **options: Any) -> object:
+    @wraps(original_forward)
+    def mixed_forward(*, input_ids: Int[Tensor, "n width"], **options: Any) -> object:
         """Run the model for each component of each text; return its output with the mixture's logits.
 
         Args:
             input_ids: Tokens of the users' texts, ordered by user and equally many each.
             **options: Further arguments of the model.
         """
-        weights, powers = mixing()
-        cache = options.pop(cache_key, None)
-        (users, count), texts = weights.shape, len(input_ids)
+        pi, powers = mixing()
+        users, components = pi.shape
+        texts = len(input_ids)
 
-        def repeat(t: Tensor) -> Tensor:
+        def repeat(rows: Tensor) -> Tensor:
             """Repeat rows (user, text) to rows (user, component, text)."""
-            by_user = t.unflatten(0, (users, -1)).unsqueeze(1)
-            return by_user.expand(users, count, *by_user.shape[2:]).flatten(0, 2)
+            by_user = rows.unflatten(0, (users, -1)).unsqueeze(1)
+            return by_user.expand(users, components, *by_user.shape[2:]).flatten(0, 2)
 
-        per_text = ((key, options.get(key)) for key in PER_TEXT)  # attention mask and positions
-        # A single row for all texts needs no repetition.
-        repeated = {key: repeat(t) for key, t in per_text if isinstance(t, Tensor) and len(t) == texts}
-        folded = None if cache is None else FoldedCache(cache, users, count)
-        out = forward(input_ids=repeat(input_ids), **{cache_key: folded}, **options | repeated)
-        logits = out.logits.float().unflatten(0, (users, count, -1))
-        logits = logits if powers is None else logits * powers.float().view(users, count, 1, 1, 1)
-        out.logits = mix_probabilities(logits.flatten(2, 3), weights.float()).view(texts, -1, logits.shape[-1])
-        setattr(out, cache_key, cache)
-        return out
+        cache = options.pop(cache_key, None)  # has a row per text
+        options[cache_key] = None if cache is None else FoldedCache(cache, users, components)
+        for key in PER_TEXT:
+            value = options.get(key)
+            if isinstance(value, Tensor) and len(value) == texts:  # not a single row for all texts
+                options[key] = repeat(value)
+        output = original_forward(input_ids=repeat(input_ids), **options)
+        logits = output.logits.float().unflatten(
+            0, (users, components, -1)
+        )  # (users, components, texts, tokens, vocab)
+        if powers is not None:
+            logits = logits * powers.float().view(users, components, 1, 1, 1)
+        mixed_logits = mix_probabilities(logits.flatten(2, 3), pi.float())
+        output.logits = mixed_logits.view(texts, -1, logits.shape[-1])
+        setattr(output, cache_key, cache)
+        return output
 
-    setattr(network, "forward", mixed)  # noqa: B010 (a method, not a Tensor)
+    setattr(network, "forward", mixed_forward)  # noqa: B010 (a method, not a Tensor)
 
 
 PER_TEXT = ("attention_mask", "position_ids")
@@ -317,7 +323,7 @@ PER_TEXT = ("attention_mask", "position_ids")
 def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, specialists: int) -> EnsembleModel:
     """Return an ensemble of components like ``inner``, generalists first.
 
-    The first generalist and the first specialist start with the initial values of ``inner``.
+    Generalist i and specialist i start with the same values; the first of each with the initial values of ``inner``.
 
     Args:
         inner: The model of one component.
@@ -333,14 +339,12 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
         reason = f"the head of base {inner.name!r} has a bias or a soft cap"
         raise RecipeError(f"method.temperatures: got true, but {reason}; allowed: false, or another base")
     assert generalists + specialists == mixture.clusters
-    # Initial values are drawn several times. Component c starts with draw number ``draws[c]``: generalist i and
-    # specialist i both with number i.
-    draws = [*range(generalists), *range(specialists)]
+    draw_of_component = [*range(generalists), *range(specialists)]  # such as [0, 1, 0] for 2 and 1
     roles = (GENERALIST,) * generalists + (SPECIALIST,) * specialists
-    slots = [
-        replace(s, shape=(mixture.clusters, *s.shape), roles=roles, init=_stacked_init(s.init, draws))
-        for s in inner.layout.slots
-    ]
+    slots = []
+    for slot in inner.layout.slots:
+        shape = (mixture.clusters, *slot.shape)
+        slots.append(replace(slot, shape=shape, roles=roles, init=_stacked_init(slot.init, draw_of_component)))
     router = Slot(name=CLIENT_ROUTER, shape=(mixture.num_logits,), roles=(ROUTER,), init=init_zero)
     layout = Layout(slots=(*slots, router))
     return EnsembleModel(
@@ -348,17 +352,19 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
     )
 
 
-def _stacked_init(init: Init, draws: Sequence[int]) -> Init:
+def _stacked_init(init: Init, draw_of_component: Sequence[int]) -> Init:
     """Return an initialiser of a tensor ``(components, ...)`` that holds all components.
 
     Args:
-        init: Initialiser of one component's tensor; it is called ``max(draws) + 1`` times.
-        draws: For each component the number of the call whose values it gets; components with the same number start
-            equal.
+        init: Initialiser of one component's tensor, which draws values.
+        draw_of_component: Number of the draw with which each component starts. With ``[0, 1, 0]`` values are drawn
+            twice, and the first and the last component start equal.
     """
 
-    def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        values_by_call = [init(shape[1:], generator) for _ in range(max(draws) + 1)]
-        return torch.stack([values_by_call[number] for number in draws])
+    def draw_all(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        num_draws = max(draw_of_component) + 1
+        _components, *component_shape = shape
+        draws = [init(tuple(component_shape), generator) for _ in range(num_draws)]
+        return torch.stack([draws[number] for number in draw_of_component])
 
-    return draw
+    return draw_all

@@ -28,11 +28,11 @@ PAD = -1
 
 
 def hide(tokens: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
-    """Encode tokens that are inputs but not targets as ``-2 - token``, which is negative too.
+    """Encode tokens that are inputs but not targets as negative numbers: 0, 1, 2 become -2, -3, -4.
 
     Hiding twice restores the tokens.
     """
-    return PAD - 1 - tokens  # PAD is -1
+    return -2 - tokens  # -1 is PAD
 
 
 def inputs_of(windows: Int[Tensor, "*batch window"]) -> Int[Tensor, "*batch context"]:
@@ -44,17 +44,17 @@ def inputs_of(windows: Int[Tensor, "*batch window"]) -> Int[Tensor, "*batch cont
 def prompt_ends(windows: Int[Tensor, "*batch window"]) -> Int64[Tensor, "*batch"]:
     """Return the position of the prompt's end in each window: the input from which the first target is predicted.
 
-    Tokens of a prompt are inputs but no targets, and negative (:func:`hide`).
-
-    Plain text has no prompt: its first target is at position 0, or at 1 after a begin-of-text token, which is not
-    negative. For plain text the last position with a target is returned: its state has read the whole window.
+    Tokens of a prompt are hidden (:func:`hide`). For a window without a prompt, the last position with a target is
+    returned.
     """
     has_target = (windows[..., 1:] >= 0).long()  # of each input position
     positions = torch.arange(has_target.shape[-1], device=windows.device)
-    first, last = has_target.argmax(-1), (has_target * positions).amax(-1)
-    follows_begin = (first == 1) & (windows[..., 0] >= 0)  # plain text after a begin-of-text token
-    has_prompt = (first > 0) & ~follows_begin
-    return torch.where(has_prompt, first, last)
+    first_with_target = has_target.argmax(-1)
+    last_with_target = (has_target * positions).amax(-1)
+    # Plain text after a begin-of-text token has its first target at position 1; that token is not hidden.
+    follows_begin = (first_with_target == 1) & (windows[..., 0] >= 0)
+    has_prompt = (first_with_target > 0) & ~follows_begin
+    return torch.where(has_prompt, first_with_target, last_with_target)
 
 
 def random_windows(
@@ -67,9 +67,6 @@ def random_windows(
 ) -> Int64[Tensor, "count window"]:
     """Draw windows of ``context + 1`` tokens at random places of a stream, with replacement.
 
-    All ``tokens - context`` starts are equally likely. A begin-of-text token takes one of the inputs, so there is one
-    more start. Starts are drawn on the generator's device, so a CPU generator gives the same windows on every device.
-
     Args:
         stream: Token ids of at least one window (see :func:`comingle.data.text.streams.check`).
         count: Number of windows.
@@ -77,11 +74,13 @@ def random_windows(
         generator: Generator of the starts.
         begin: Begin-of-text token (BOS) that every window begins with; None if the base has no such token.
     """
-    width = context if begin is not None else context + 1  # tokens from the stream; `begin` is one more
-    starts = torch.randint(len(stream) - width + 1, (count, 1), generator=generator, device=generator.device)
-    starts = starts.to(stream.device)
-    windows = stream[starts + torch.arange(width, device=stream.device)].long()
-    return windows if begin is None else begin_windows(windows, begin, at_start=starts == 0)
+    tokens_from_stream = context + 1 if begin is None else context
+    num_starts = len(stream) - tokens_from_stream + 1
+    starts = torch.randint(num_starts, (count, 1), generator=generator, device=generator.device).to(stream.device)
+    windows = stream[starts + torch.arange(tokens_from_stream, device=stream.device)].long()
+    if begin is None:
+        return windows
+    return begin_windows(windows, begin, at_start=starts == 0)
 
 
 def evaluation_windows(
@@ -89,17 +88,9 @@ def evaluation_windows(
 ) -> Int64[Tensor, "windows window"]:
     """Cut a stream into consecutive windows so that every token is a target exactly once.
 
-    Without ``begin`` a window starts ``context`` tokens after the previous one, and the stream's first token is no
-    target. With ``begin`` the first token is a target too. Every window then starts with ``begin`` and overlaps the
-    previous window by one token, which is only an input: the model would expect the start of a text after ``begin``.
-
-    The last window is padded on the right with ``PAD``. A position whose target is ``PAD`` has no loss. Inputs must be
-    valid token ids, so :func:`inputs_of` replaces the pads::
-
-        inputs, targets = inputs_of(windows), windows[:, 1:]
-        loss_nats = cross_entropy(logits(inputs), targets.clamp(min=PAD), ignore_index=PAD)
-
-    Under causal attention the pads do not affect a position with a target. A stream without targets gives no windows.
+    For example, with a context of 2 the stream 5 6 7 8 becomes ``[5, 6, 7]`` and ``[7, 8, PAD]``, in which 5 is no
+    target. With ``begin`` it becomes ``[begin, 5, 6]``, ``[begin, (6), 7]`` and ``[begin, (7), 8]``, in which the
+    tokens in parentheses are hidden (:func:`hide`).
 
     Args:
         stream: Token ids.
@@ -107,14 +98,18 @@ def evaluation_windows(
         begin: Begin-of-text token (BOS) that every window begins with; None if the base has no such token.
     """
     if begin is None:
-        count = -(-count_targets(stream) // context)  # rounded up
+        count = math.ceil(count_targets(stream) / context)
         return _cut_windows(stream, width=context + 1, stride=context, count=count)
     stride = max(1, context - 1)
-    # One window for the first `context` tokens, and one more for each `stride` tokens after them, rounded up.
-    count = min(1, len(stream)) + -(-max(0, len(stream) - context) // stride)
+    count = 0
+    if len(stream) > 0:
+        num_after_first_window = max(0, len(stream) - context)
+        count = 1 + math.ceil(num_after_first_window / stride)
     windows = _cut_windows(stream, width=context, stride=stride, count=count)
-    # With a context of 1, windows do not overlap: each predicts its only token from `begin`, as at a text's start.
-    return begin_windows(windows, begin, at_start=_is_first(windows) | (context == 1))
+    at_start = _is_first(windows)
+    if context == 1:  # windows do not overlap, so no token is hidden
+        at_start = torch.ones_like(at_start)
+    return begin_windows(windows, begin, at_start=at_start)
 
 
 def fixed_windows(
@@ -122,19 +117,22 @@ def fixed_windows(
 ) -> Int64[Tensor, "windows window"]:
     """Cut a stream into disjoint windows, the training examples of methods that protect or select single examples.
 
-    Unlike windows at random places they have no token in common. The last window is padded on the right with ``PAD``,
-    and omitted if it would hold a single token, which leaves nothing to predict.
+    The last window is padded on the right with ``PAD``, or omitted if it would hold a single token.
 
     Args:
         stream: Token ids.
         context: Inputs per window.
         begin: Begin-of-text token (BOS) that every window begins with; None if the base has no such token.
     """
-    width = context if begin is not None else context + 1  # tokens from the stream; `begin` is one more
-    is_last_single = len(stream) % width == 1
-    count = -(-len(stream) // width) - int(is_last_single)  # rounded up
-    windows = _cut_windows(stream, width=width, stride=width, count=count)
-    return windows if begin is None else begin_windows(windows, begin, at_start=_is_first(windows))
+    tokens_from_stream = context + 1 if begin is None else context
+    count = math.ceil(len(stream) / tokens_from_stream)
+    last_has_single_token = len(stream) % tokens_from_stream == 1
+    if last_has_single_token:
+        count -= 1
+    windows = _cut_windows(stream, width=tokens_from_stream, stride=tokens_from_stream, count=count)
+    if begin is None:
+        return windows
+    return begin_windows(windows, begin, at_start=_is_first(windows))
 
 
 def _cut_windows(
@@ -148,12 +146,13 @@ def _cut_windows(
         stride: Distance between the starts of two windows.
         count: Number of windows.
     """
-    if not count:
+    if count == 0:
         return torch.empty((0, width), dtype=torch.int64, device=stream.device)
-    padded = torch.full(((count - 1) * stride + width,), PAD, dtype=torch.int64, device=stream.device)
-    padded[: len(stream)] = stream[: len(padded)]
-    # Copied, because overlapping views must not be written to.
-    return padded.unfold(0, width, stride).contiguous()
+    length = (count - 1) * stride + width
+    padded = torch.full((length,), PAD, dtype=torch.int64, device=stream.device)
+    padded[: len(stream)] = stream[:length]
+    windows = padded.unfold(0, width, stride)  # views, which overlap if the stride is smaller than the width
+    return windows.contiguous()
 
 
 def _is_first(windows: Int64[Tensor, "windows width"]) -> Bool[Tensor, "windows 1"]:
@@ -164,17 +163,16 @@ def _is_first(windows: Int64[Tensor, "windows width"]) -> Bool[Tensor, "windows 
 def begin_windows(
     windows: Int64[Tensor, "*batch width"], begin: int, *, at_start: Bool[Tensor, "*batch 1"]
 ) -> Int64[Tensor, "*batch window"]:
-    """Prepend ``begin`` to pieces of a stream, and hide the first token of pieces from its middle.
-
-    A hidden token is an input but not a target (:func:`hide`): in the middle of a text it does not follow ``begin``.
+    """Prepend ``begin`` to windows, and hide the first token of windows from the middle of a stream (:func:`hide`).
 
     Args:
-        windows: Pieces of a stream.
+        windows: Tokens of a stream.
         begin: Begin-of-text token.
-        at_start: Mask of the pieces from the stream's start.
+        at_start: True for windows from the stream's start.
     """
-    first = torch.where(at_start, windows[..., :1], hide(windows[..., :1]))
-    return torch.cat([torch.full_like(first, begin), first, windows[..., 1:]], dim=-1)
+    first, others = windows[..., :1], windows[..., 1:]
+    first = torch.where(at_start, first, hide(first))
+    return torch.cat([torch.full_like(first, begin), first, others], dim=-1)
 
 
 def count_targets(stream: Int[Tensor, " tokens"]) -> int:
@@ -227,9 +225,9 @@ def perplexity_of(mean_loss: float) -> float:
 
 @dataclass(frozen=True)
 class _ScoringJob:
-    """Windows of one set that one slot processes in one pass; ``owner`` is the index of the set."""
+    """A part of a set of windows, which one slot of a pass processes; ``set_index`` is the index of the set."""
 
-    owner: int
+    set_index: int
     windows: Int[Tensor, "batch window"]
 
 
@@ -258,8 +256,11 @@ def score_streams(
         gates: Function that returns the routers' gates in the last pass, to average them; None without routers.
         begin: Begin-of-text token, if the base has one.
     """
-    parts = [evaluation_windows(stream, context=context, begin=begin).split(batch) for stream in streams]
-    return score_windows(losses, parts, models, slots=slots, gates=gates)
+    parts_of_streams = []
+    for stream in streams:
+        windows = evaluation_windows(stream, context=context, begin=begin)
+        parts_of_streams.append(windows.split(batch))
+    return score_windows(losses, parts_of_streams, models, slots=slots, gates=gates)
 
 
 @torch.no_grad()
@@ -273,8 +274,7 @@ def score_windows(
 ) -> list[Score]:
     """Return the sum of losses on each of several sets of windows, such as the users' test sets.
 
-    A set is split into parts. A forward pass processes up to ``slots`` parts of any sets, so that long and short sets
-    fill passes together.
+    A set is split into parts. A forward pass processes up to ``slots`` parts of any sets.
 
     Args:
         losses: Function that runs a pass and returns its losses.
@@ -283,34 +283,44 @@ def score_windows(
         slots: Largest number of parts in a pass.
         gates: Function that returns the routers' gates in the last pass, to average them; None without routers.
     """
-    sums = [0.0] * len(parts)
-    counts = [0] * len(parts)
+    loss_sums = [0.0] * len(parts)  # of each set
+    target_counts = [0] * len(parts)
     gate_sums: list[Tensor | float] = [0.0] * len(parts)
-    jobs = [
-        _ScoringJob(i, windows) for i, windows_of_set in enumerate(parts) for windows in windows_of_set if len(windows)
-    ]
-    # Widest and largest parts first: passes of jobs of equal size need no padding.
+    jobs = []
+    for set_index, parts_of_set in enumerate(parts):
+        jobs += [_ScoringJob(set_index, windows) for windows in parts_of_set if len(windows)]
+    # Sorted by width and number of windows, so that passes need little padding.
     jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))
     for start in range(0, len(jobs), slots):
-        group = jobs[start : start + slots]
-        windows = _stack_padded([job.windows for job in group])
-        slot_losses = losses([models[job.owner] for job in group], windows).double().sum((1, 2)).cpu()
-        slot_gates = _sum_gates(gates(), windows) if gates else [0.0] * len(group)
-        for slot, job in enumerate(group):
-            sums[job.owner] += float(slot_losses[slot])
-            counts[job.owner] += int((job.windows[:, 1:] >= 0).sum())  # tokens with a loss: not PAD, not hidden
-            gate_sums[job.owner] = gate_sums[job.owner] + slot_gates[slot]
-    scored = zip(sums, counts, gate_sums, strict=True)
-    return [Score(loss_nats=s, tokens=c, expert_scores=_mean_gates(g, c)) for s, c, g in scored]
+        jobs_of_pass = jobs[start : start + slots]
+        windows = _stack_padded([job.windows for job in jobs_of_pass])
+        models_of_slots = [models[job.set_index] for job in jobs_of_pass]
+        slot_losses = losses(models_of_slots, windows).double().sum((1, 2)).cpu()
+        slot_gates = _sum_gates(gates(), windows) if gates else [0.0] * len(jobs_of_pass)
+        for slot, job in enumerate(jobs_of_pass):
+            is_target = job.windows[:, 1:] >= 0  # neither PAD nor hidden
+            loss_sums[job.set_index] += float(slot_losses[slot])
+            target_counts[job.set_index] += int(is_target.sum())
+            gate_sums[job.set_index] = gate_sums[job.set_index] + slot_gates[slot]
+    scores = []
+    for loss_sum, count, gate_sum in zip(loss_sums, target_counts, gate_sums, strict=True):
+        scores.append(Score(loss_nats=loss_sum, tokens=count, expert_scores=_mean_gates(gate_sum, count)))
+    return scores
 
 
 def _stack_padded(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots batch window"]:
-    """Stack the windows of several jobs, padded with ``PAD``."""
-    rows, width = max(len(part) for part in parts), max(part.shape[1] for part in parts)
-    windows = torch.full((len(parts), rows, width), PAD, dtype=torch.int64)
+    """Stack parts of different sizes, padded with ``PAD``.
+
+    Args:
+        parts: Windows of each slot.
+    """
+    most_windows = max(len(part) for part in parts)
+    largest_width = max(part.shape[1] for part in parts)
+    stacked = torch.full((len(parts), most_windows, largest_width), PAD, dtype=torch.int64)
     for slot, part in enumerate(parts):
-        windows[slot, : len(part), : part.shape[1]] = part
-    return windows
+        num_windows, width = part.shape
+        stacked[slot, :num_windows, :width] = part
+    return stacked
 
 
 def _sum_gates(
@@ -335,7 +345,10 @@ def _mean_gates(total: Tensor | float, tokens: int) -> tuple[tuple[float, ...], 
         total: Sums of gates ``(layers, experts)``; the number 0.0 if none were summed.
         tokens: Number of tokens.
     """
-    return tuple(tuple(layer) for layer in (total / tokens).tolist()) if isinstance(total, Tensor) else ()
+    if not isinstance(total, Tensor):
+        return ()
+    means = total / tokens
+    return tuple(tuple(layer) for layer in means.tolist())
 
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -368,14 +381,16 @@ class Loss:
         Raises:
             RecipeError: The function did not return one number per sample.
         """
-        batch = outputs.shape[:-1]
-        losses: Any = self.function(outputs.flatten(0, -2), targets.flatten(0, len(batch) - 1))
-        count = batch.numel()
+        batch_shape = outputs.shape[:-1]
+        num_samples = batch_shape.numel()
+        losses: Any = self.function(outputs.flatten(0, -2), targets.flatten(0, len(batch_shape) - 1))
         got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        if got != (count,):
+        if got != (num_samples,):
             hint = "; use reduction='none'" if got == () else ""
-            raise RecipeError(f"loss {self.name!r}: got {got} for {count} samples; allowed: one loss for each{hint}")
-        return losses.view(batch)
+            raise RecipeError(
+                f"loss {self.name!r}: got {got} for {num_samples} samples; allowed: one loss for each{hint}"
+            )
+        return losses.view(batch_shape)
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -393,8 +408,6 @@ def _mse(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _mean_over_outputs(name: str, loss: Callable[..., Tensor]) -> Loss:
     """Return a loss for regression: the mean of an elementwise loss of torch over a sample's outputs.
-
-    The loss is ``paired``: output i is compared with the i-th number of the sample's target.
 
     Args:
         name: Name of the loss in recipes.
@@ -468,6 +481,6 @@ class SampleScore:
     @property
     def measures(self) -> dict[str, float]:
         """Reported values by name; models are compared by the first."""
-        return (
-            {"loss": self.mean_loss} if self.accuracy is None else {"accuracy": self.accuracy, "loss": self.mean_loss}
-        )
+        if self.accuracy is None:
+            return {"loss": self.mean_loss}
+        return {"accuracy": self.accuracy, "loss": self.mean_loss}

@@ -420,8 +420,8 @@ class StackedModel(Model):
         """
         inputs, targets, present = batch
         outputs = self._component_outputs(tensors, inputs, train)
-        users, clusters = outputs.shape[:2]
-        targets_per_component = targets.unsqueeze(1).expand(users, clusters, *targets.shape[1:])
+        num_users, clusters = outputs.shape[:2]
+        targets_per_component = targets.unsqueeze(1).expand(num_users, clusters, *targets.shape[1:])
         return self.loss(outputs, targets_per_component).masked_fill(~present.unsqueeze(1), 0)
 
     def predict(
