@@ -41,8 +41,8 @@ def materialise(geometry: Geometry, a: Tensor, b: Tensor) -> Tensor:
     for i, j in itertools.product(range(geometry.d_out), range(in_each)):
         group = i // out_each
         for place in itertools.product(*(range(size) for size in geometry.kernel)):
-            inside = tuple(p if own else 0 for p, own in zip(place, geometry.inside, strict=True))
-            outside = tuple(0 if own else p for p, own in zip(place, geometry.inside, strict=True))
+            inside = tuple(p if own else 0 for p, own in zip(place, geometry.in_inner, strict=True))
+            outside = tuple(0 if own else p for p, own in zip(place, geometry.in_inner, strict=True))
             channels = slice(group * width, (group + 1) * width)
             delta[(i, j, *place)] = b[(i, slice(None), *outside)] @ a[(channels, j, *inside)]
     return delta

@@ -207,8 +207,8 @@ def test_a_convolutions_adaptor_is_the_best_of_its_form(form: Any) -> None:
         for one in (layer, centred_layer)
     )
     differences = deltas - deltas.mean(0)
-    own = [2 + dim for dim, inside in enumerate(geometry.inside) if inside]
-    others = [2 + dim for dim, inside in enumerate(geometry.inside) if not inside]
+    own = [2 + dim for dim, inside in enumerate(geometry.in_inner) if inside]
+    others = [2 + dim for dim, inside in enumerate(geometry.in_inner) if not inside]
     for difference, got in zip(differences, made, strict=True):
         size = 6 * torch.Size([difference.shape[dim] for dim in others]).numel()
         matrix = difference.permute(0, *others, 1, *own).reshape(size, -1)

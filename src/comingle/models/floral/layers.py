@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
@@ -67,17 +67,17 @@ Clustered = Float[Tensor, "..."]
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Shapes of a low-rank adaptor's inner and outer factor, without the user and cluster axes.
+    """Shapes of a low-rank adaptor's inner factor (reads the input) and outer factor (writes the output).
 
-    The inner factor reads the layer's input, the outer one writes its output.
+    Leading axes of factors, such as users and clusters, are not part of the shapes.
 
     Args:
         kind: "linear" stores both factors as matrices, "conv" as convolution kernels.
         d_in: Input channels.
         d_out: Output channels.
         width: Size of the axis that both factors share, of each group; as a rule the rank.
-        kernel: Kernel size of a convolution.
-        inside: For each kernel dimension whether the inner factor holds it.
+        kernel: Kernel size of a convolution, such as (3, 3).
+        in_inner: For each kernel dimension whether the inner factor holds it; otherwise the outer factor does.
         groups: Groups of a convolution.
         transposed: The base stores its weight as (d_in, d_out), like GPT-2's Conv1D.
     """
@@ -87,19 +87,19 @@ class Geometry:
     d_out: int
     width: int = 1
     kernel: tuple[int, ...] = ()
-    inside: tuple[bool, ...] = ()
+    in_inner: tuple[bool, ...] = ()
     groups: int = 1
     transposed: bool = False
 
     @property
     def inner_kernel(self) -> tuple[int, ...]:
-        """Kernel size of the inner factor: 1 in the dimensions of the outer one."""
-        return tuple(size if inside else 1 for size, inside in zip(self.kernel, self.inside, strict=True))
+        """Kernel size of the inner factor: 1 in the dimensions that the outer factor holds."""
+        return tuple(size if in_inner else 1 for size, in_inner in zip(self.kernel, self.in_inner, strict=True))
 
     @property
     def outer_kernel(self) -> tuple[int, ...]:
-        """Kernel size of the outer factor: 1 in the dimensions of the inner one."""
-        return tuple(1 if inside else size for size, inside in zip(self.kernel, self.inside, strict=True))
+        """Kernel size of the outer factor: 1 in the dimensions that the inner factor holds."""
+        return tuple(1 if in_inner else size for size, in_inner in zip(self.kernel, self.in_inner, strict=True))
 
     @property
     def rows(self) -> int:
@@ -114,8 +114,9 @@ class Geometry:
     @property
     def inner_shape(self) -> tuple[int, ...]:
         """Shape of the inner factor."""
-        columns = (self.columns,) if self.kind == "linear" else (self.d_in // self.groups, *self.inner_kernel)
-        return (self.groups * self.width, *columns)
+        if self.kind == "linear":
+            return (self.groups * self.width, self.columns)
+        return (self.groups * self.width, self.d_in // self.groups, *self.inner_kernel)
 
     @property
     def outer_shape(self) -> tuple[int, ...]:
@@ -135,83 +136,72 @@ class Geometry:
         return self.d_out * self.d_in // self.groups * math.prod(self.kernel)
 
     def inner_matrix(self, inner: Clustered) -> Float[Tensor, "... groups width columns"]:
-        """Return the factor that reads the input as one matrix per group of channels.
+        """Reshape the inner factor to one matrix ``(width, columns)`` per group of channels.
 
-        Rows are the inner width (the rank); columns are a group's input channels times the kernel positions that this
-        factor holds.
+        Columns are a group's input channels times the positions of the inner kernel.
         """
-        lead = inner.shape[: inner.ndim - len(self.inner_shape)]
-        return inner.reshape(*lead, self.groups, self.width, self.columns)
+        num_leading = inner.ndim - len(self.inner_shape)
+        return inner.reshape(*inner.shape[:num_leading], self.groups, self.width, self.columns)
 
     def inner_from_matrix(self, matrix: Float[Tensor, "... groups width columns"]) -> Clustered:
-        """Return the factor that reads the input in its stored shape, from one matrix per group of channels.
-
-        The inverse of :meth:`inner_matrix`.
-        """
-        return matrix.reshape(*matrix.shape[:-3], *self.inner_shape)
+        """Reshape matrices to the stored shape of the inner factor, the inverse of :meth:`inner_matrix`."""
+        leading = matrix.shape[:-3]
+        return matrix.reshape(*leading, *self.inner_shape)
 
     def outer_matrix(self, outer: Clustered) -> Float[Tensor, "... groups rows width"]:
-        """Return the factor that writes the output as one matrix per group of channels.
+        """Reshape the outer factor to one matrix ``(rows, width)`` per group of channels.
 
-        Rows are a group's output channels times the kernel positions that this factor holds; columns are the inner
-        width (the rank).
+        Rows are a group's output channels times the positions of the outer kernel.
         """
-        lead = outer.shape[: outer.ndim - len(self.outer_shape)]
-        if self.kind == "conv":
-            # The rank is the second axis of a convolution kernel, but the last axis of the matrix.
-            outer = outer.reshape(*lead, self.d_out, self.width, -1).transpose(-1, -2)
-        return outer.reshape(*lead, self.groups, self.rows, self.width)
+        num_leading = outer.ndim - len(self.outer_shape)
+        leading = outer.shape[:num_leading]
+        if self.kind == "conv":  # (d_out, width, *outer_kernel) -> (d_out, kernel positions, width)
+            outer = outer.reshape(*leading, self.d_out, self.width, -1).transpose(-1, -2)
+        return outer.reshape(*leading, self.groups, self.rows, self.width)
 
     def outer_from_matrix(self, matrix: Float[Tensor, "... groups rows width"]) -> Clustered:
-        """Return the factor that writes the output in its stored shape, from one matrix per group of channels.
-
-        The inverse of :meth:`outer_matrix`. Rows are a group's output channels times the kernel positions that the
-        factor holds; columns are the inner width (the rank).
-        """
-        lead = matrix.shape[:-3]
-        if self.kind == "conv":
-            matrix = matrix.reshape(*lead, self.d_out, -1, self.width).transpose(-1, -2)
-        return matrix.reshape(*lead, *self.outer_shape)
+        """Reshape matrices to the stored shape of the outer factor, the inverse of :meth:`outer_matrix`."""
+        leading = matrix.shape[:-3]
+        if self.kind == "conv":  # (d_out, kernel positions, width) -> (d_out, width, kernel positions)
+            matrix = matrix.reshape(*leading, self.d_out, -1, self.width).transpose(-1, -2)
+        return matrix.reshape(*leading, *self.outer_shape)
 
     def weight_from_matrix(self, matrix: Float[Tensor, "... groups rows columns"]) -> Clustered:
-        """Return a change of the base weight in the base weight's shape, from one matrix per group of channels.
-
-        A matrix is the product of an adaptor's outer and inner factor. Its rows are a group's output channels times the
-        outer factor's kernel positions, its columns the input channels times the inner factor's kernel positions.
-        """
-        lead = matrix.shape[:-3]
+        """Reshape products ``outer_matrix @ inner_matrix`` to the shape of the base weight."""
+        leading = matrix.shape[:-3]
         d_in_of_group = self.d_in // self.groups
-        # (..., out, *outer_kernel, in, *inner_kernel)
-        split = matrix.reshape(*lead, self.d_out, *self.outer_kernel, d_in_of_group, *self.inner_kernel)
-        out_axis, dims = len(lead), len(self.kernel)
+        split = matrix.reshape(*leading, self.d_out, *self.outer_kernel, d_in_of_group, *self.inner_kernel)
+        # (..., out, *outer_kernel, in, *inner_kernel) -> (..., out, in, outer 1, inner 1, outer 2, inner 2)
+        out_axis, dims = len(leading), len(self.kernel)
         in_axis = out_axis + dims + 1
         order = [out_axis, in_axis]
-        for dim in range(1, dims + 1):  # each kernel dimension has size 1 in one of the factors, so both axes merge
+        for dim in range(1, dims + 1):
             order += [out_axis + dim, in_axis + dim]
-        weight = split.permute(*range(out_axis), *order).reshape(*lead, self.d_out, d_in_of_group, *self.kernel)
+        permuted = split.permute(*range(out_axis), *order)
+        # A kernel dimension has size 1 in one of the factors, so its two axes become one of the full size.
+        weight = permuted.reshape(*leading, self.d_out, d_in_of_group, *self.kernel)
         return weight.mT if self.transposed else weight
 
     def with_rank(self, rank: int, form: str = "channel") -> Geometry:
         """Return the shapes for another rank, limited to the largest rank that the base weight can have.
 
-        ``width`` is the size of the axis that both factors share: the rank, or in the form "filter" the rank times a
-        group's output channels (FLoRAL, arXiv:2410.03497, eq. 39).
-
         Args:
             rank: The new rank.
-            form: How the two factors divide a convolution's kernel, one of ``CONV_FORMS``; only "filter" matters here.
+            form: One of ``CONV_FORMS``. For "filter" the width is the rank times a group's output channels (FLoRAL,
+                arXiv:2410.03497, eq. 39), for other forms the rank.
         """
-        width_per_rank = self.d_out // self.groups if form == "filter" else 1
-        full_rank = math.ceil(min(self.rows, self.columns) / width_per_rank)
-        return replace(self, width=width_per_rank * min(rank, full_rank))
+        width_of_rank_1 = 1
+        if form == "filter":
+            width_of_rank_1 = self.d_out // self.groups
+        full_rank = math.ceil(min(self.rows, self.columns) / width_of_rank_1)
+        return replace(self, width=width_of_rank_1 * min(rank, full_rank))
 
 
 def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], groups: int) -> Geometry:
     """Return the shapes of the two factors of a convolution's low-rank adaptor at rank 1.
 
-    A form allows one or two ways to divide the kernel's dimensions among the factors. The way with the fewest
-    parameters is chosen, which allows the largest rank for a given size, as in FLoRAL (App. F.1). A convolution with
-    one kernel dimension has nothing to balance, so "balanced-2d" and "filter" put it into the cheaper factor.
+    If the form allows two ways to divide the kernel's dimensions among the factors, take the one with the fewest
+    parameters (FLoRAL, arXiv:2410.03497, App. F.1).
 
     Args:
         form: One of ``CONV_FORMS`` except "none".
@@ -222,30 +212,30 @@ def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], 
     """
     kind: Literal["linear", "conv"] = "linear" if form == "linear" else "conv"
     candidates = [
-        Geometry(kind=kind, d_in=d_in, d_out=d_out, kernel=kernel, inside=inside, groups=groups)
-        for inside in _possible_splits(form, len(kernel))
+        Geometry(kind=kind, d_in=d_in, d_out=d_out, kernel=kernel, in_inner=in_inner, groups=groups)
+        for in_inner in _possible_divisions(form, len(kernel))
     ]
-    return min(candidates, key=lambda geometry: geometry.size).with_rank(1, form)
+    smallest = min(candidates, key=lambda geometry: geometry.size)
+    return smallest.with_rank(1, form)
 
 
-def _possible_splits(form: str, dims: int) -> Iterator[tuple[bool, ...]]:
-    """Yield each way in which a form of convolution may divide ``dims`` kernel dimensions among its two factors.
+def _possible_divisions(form: str, dims: int) -> list[tuple[bool, ...]]:
+    """Return the ways to divide kernel dimensions among the inner and the outer factor.
 
-    A split says for each dimension whether the inner factor (which reads the input) holds it. "balanced-2d" and
-    "filter" give one dimension to each factor, "in" gives all to the inner and "out" all to the outer factor. The other
-    forms put all into one factor, either of them.
+    A way is a tuple that says for each dimension whether the inner factor holds it, such as ``(True, False)``.
 
     Args:
         form: One of ``CONV_FORMS`` except "none".
         dims: Number of kernel dimensions: 1 or 2.
     """
+    all_in_inner, all_in_outer = (True,) * dims, (False,) * dims
+    if form == "in":
+        return [all_in_inner]
+    if form == "out":
+        return [all_in_outer]
     if form in ("balanced-2d", "filter") and dims == 2:
-        yield from ((False, True), (True, False))
-    else:
-        if form != "out":
-            yield (True,) * dims
-        if form != "in":
-            yield (False,) * dims
+        return [(False, True), (True, False)]
+    return [all_in_inner, all_in_outer]
 
 
 class Mixture:
@@ -254,13 +244,13 @@ class Mixture:
     value: Tensor | None = None
 
     def __deepcopy__(self, memo: Mapping[int, object]) -> Mixture:
-        """Return an empty holder: a mixture may hold a graph, and belongs to the original model's forward pass."""
+        """Return an empty holder, as the value belongs to the original model's forward pass."""
         return Mixture()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Names of a low-rank adaptor's two factors and of the base weight that they change."""
+    """Names of a low-rank adaptor's two factors, and of the base weight to which ``alpha * outer @ inner`` is added."""
 
     inner: str
     outer: str
@@ -271,9 +261,9 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Offset:
-    """Names of an adaptor that is added without factors (of biases and norms) and of the base's tensor.
+    """Names of an adaptor without factors (of a bias or norm), and of the base's tensor to which it is added.
 
-    ``dims`` is the number of axes of the base's tensor; the cluster axis comes right before them.
+    ``dims`` is the number of axes of the base's tensor. The adaptor has the cluster axis right before them.
     """
 
     adaptor: str
@@ -284,16 +274,16 @@ class Offset:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """All adaptors of a layer or a model: low-rank ones and added ones."""
+    """Names of all adaptors of a layer or a model: low-rank ones (``factors``) and others (``offsets``)."""
 
     factors: tuple[Pair, ...] = ()
     offsets: tuple[Offset, ...] = ()
 
 
 class AdaptedLayer(nn.Module, ABC):
-    """A frozen or trained base layer, and one set of adaptors for each cluster of users."""
+    """A base layer with one set of adaptors for each cluster of users, which are added in a weighted mixture."""
 
-    place = 0
+    layer_index = 0
     """Index of the layer among the adapted layers of a model, for a mixture per layer."""
 
     def __init__(self, base: nn.Module, *, num_clusters: int, alpha: float, mixture: Mixture):
@@ -312,21 +302,20 @@ class AdaptedLayer(nn.Module, ABC):
         self.mixture = mixture
 
     def shares(self, like: Tensor) -> Float[Tensor, " clusters"]:
-        """Return this layer's mixture weights pi of the current forward pass, times alpha, in the dtype of ``like``.
-
-        The mixture of the pass is one vector for all layers, or one vector for each layer.
+        """Return alpha times this layer's mixture weights in the current forward pass, in the dtype of ``like``.
 
         Raises:
             RuntimeError: No forward pass of the model is under way.
         """
-        value = self.mixture.value
-        if value is None:
+        mixture = self.mixture.value
+        if mixture is None:
             raise RuntimeError("an adapted layer was called outside the model's forward; call it inside model.mixing()")
-        return self.alpha * self.of_mixture(value).to(like.dtype)
+        return self.alpha * self.own_mixture(mixture).to(like.dtype)
 
-    def of_mixture(self, mixture: Float[Tensor, "*layers clusters"]) -> Float[Tensor, " clusters"]:
-        """Return this layer's row of a mixture per layer, or the mixture itself if all layers share one."""
-        return mixture if mixture.ndim == 1 else mixture[self.place]
+    def own_mixture(self, mixture: Float[Tensor, "*layers clusters"]) -> Float[Tensor, " clusters"]:
+        """Return this layer's row of a mixture per layer, or the mixture itself if all layers share one vector."""
+        is_shared = mixture.ndim == 1
+        return mixture if is_shared else mixture[self.layer_index]
 
     @abstractmethod
     def initialisers(self) -> dict[str, Init]:
@@ -337,8 +326,12 @@ class AdaptedLayer(nn.Module, ABC):
         """Return the layer's adaptors, with ``prefix`` before their names."""
 
     @abstractmethod
-    def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
-        """Add the mixed adaptor to the base's tensors in place, and return the base; ``shares`` is ``alpha * pi``."""
+    def merge_into_base(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
+        """Add the mixed adaptors to the base's tensors in place, and return the base.
+
+        Args:
+            shares: Mixture weight of each cluster's adaptor, times alpha.
+        """
 
     def offset(self, prefix: str, name: str) -> Offset:
         """Return the names of an adaptor without factors (of a bias, gamma or beta) and of the base's tensor.
@@ -356,10 +349,11 @@ class AdaptedLayer(nn.Module, ABC):
         Args:
             generator: Source of the random numbers; None for torch's global generator.
         """
+        generator = generator or torch.default_generator
         with torch.no_grad():
             for name, draw in self.initialisers().items():
                 parameter = self.get_parameter(name)
-                parameter.copy_(draw(tuple(parameter.shape), generator or torch.default_generator))
+                parameter.copy_(draw(tuple(parameter.shape), generator))
 
     def clustered(self, shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
         """Return a parameter of zeros ``(clusters, *shape)``, in the dtype and on the device of ``like``."""
@@ -372,10 +366,10 @@ class AdaptedLayer(nn.Module, ABC):
 
 
 def tensor(module: nn.Module, name: str) -> Tensor:
-    """Return a module's parameter or buffer by name, also inside ``torch.func.functional_call``.
+    """Return a module's parameter or buffer by name.
 
-    ``functional_call`` replaces parameters by plain tensors for the duration of a call, which
-    ``nn.Module.get_parameter`` rejects.
+    Unlike ``nn.Module.get_parameter``, it works inside ``torch.func.functional_call``, where parameters are plain
+    tensors.
     """
     value = getattr(module, name)
     assert isinstance(value, Tensor)
@@ -398,10 +392,10 @@ def uniform(fan_in: int) -> Init:
 
 
 class LowRankLayer(AdaptedLayer):
-    """A layer with low-rank adaptors of its weight and adaptors of its bias.
+    """A layer with low-rank adaptors of its weight (factors ``a`` and ``b``), adaptors of its ``bias``, or both.
 
-    Shapes: ``a`` is ``(clusters, *inner_shape)``, ``b`` ``(clusters, *outer_shape)``, ``bias`` ``(clusters, d_out)``.
-    There are no factors without a geometry, and no bias adaptor without ``bias`` or if the base has no bias.
+    Shapes: the inner factor ``a`` is ``(clusters, *inner_shape)``, the outer factor ``b`` ``(clusters, *outer_shape)``,
+    ``bias`` ``(clusters, d_out)``. Without a ``geometry`` ``a`` and ``b`` are None.
     """
 
     a: nn.Parameter | None
@@ -430,88 +424,102 @@ class LowRankLayer(AdaptedLayer):
         """
         super().__init__(base, num_clusters=num_clusters, alpha=alpha, mixture=mixture)
         self.geometry = geometry
-        weight, own_bias = base.get_parameter("weight"), base._parameters.get("bias")
-        self.a = self.clustered(geometry.inner_shape, weight) if geometry else None
-        self.b = self.clustered(geometry.outer_shape, weight) if geometry else None
-        self.bias = self.clustered(tuple(own_bias.shape), own_bias) if bias and own_bias is not None else None
+        self.a = self.b = self.bias = None
+        if geometry is not None:
+            weight = base.get_parameter("weight")
+            self.a = self.clustered(geometry.inner_shape, weight)
+            self.b = self.clustered(geometry.outer_shape, weight)
+        base_bias = base._parameters.get("bias")
+        if bias and base_bias is not None:
+            self.bias = self.clustered(tuple(base_bias.shape), base_bias)
 
     @abstractmethod
     def low_rank(self, x: Tensor, shares: Float[Tensor, " clusters"]) -> Tensor:
-        """Return ``sum_c shares_c U_c V_c x``."""
+        """Return ``sum_c shares_c b_c a_c x``."""
 
     @abstractmethod
-    def spread(self, bias: Float[Tensor, " d_out"]) -> Tensor:
-        """Reshape a bias so that it adds to the layer's output."""
+    def broadcastable(self, bias: Float[Tensor, " d_out"]) -> Tensor:
+        """Reshape a bias so that it can be added to the layer's output."""
 
     def forward(self, x: Float[Tensor, "*inputs"]) -> Float[Tensor, "*outputs"]:
-        """Return ``base(x) + alpha * sum_c pi_c (U_c V_c x + bias_c)``.
-
-        pi are the mixture weights of the current forward pass, V_c and U_c the inner and outer factor of cluster c.
-        """
+        """Return ``base(x) + sum_c shares_c (b_c a_c x + bias_c)``; shares are alpha times the mixture weights."""
         y = self.base(x)
         shares = self.shares(y)
         if self.geometry is not None:
             y = y + self.low_rank(x, shares)
         if self.bias is not None:
-            y = y + self.spread(mix(shares.to(self.bias.dtype), self.bias)).to(y.dtype)
+            mixed_bias = mix(shares.to(self.bias.dtype), self.bias)
+            y = y + self.broadcastable(mixed_bias).to(y.dtype)
         return y
 
     def initialisers(self) -> dict[str, Init]:
-        """Return initialisers: uniform for ``a``, zero for ``b`` and ``bias``."""
-        factors: dict[str, Init] = {}
+        """Return initialisers by name: uniform for ``a``, zero for ``b`` and ``bias``."""
+        by_name: dict[str, Init] = {}
         if self.geometry is not None:
-            factors = {"a": uniform(self.geometry.columns), "b": init_zero}
-        return factors if self.bias is None else {**factors, "bias": init_zero}
+            by_name["a"] = uniform(self.geometry.columns)
+            by_name["b"] = init_zero
+        if self.bias is not None:
+            by_name["bias"] = init_zero
+        return by_name
 
     def pairs(self, prefix: str) -> Pairs:
-        """Return the names of the layer's adaptors: of its weight (two factors) and of its bias, as far as it has them.
+        """Return the names of the layer's factors and bias adaptor, as far as it has them.
 
         Args:
             prefix: Prefix of the names, such as "model.layers.0.".
         """
         factors: tuple[Pair, ...] = ()
         if self.geometry is not None:
-            names = {"inner": f"{prefix}a", "outer": f"{prefix}b", "weight": f"{prefix}base.weight"}
-            factors = (Pair(**names, alpha=self.alpha, geometry=self.geometry),)
-        return Pairs(factors=factors, offsets=() if self.bias is None else (self.offset(prefix, "bias"),))
+            pair = Pair(
+                inner=f"{prefix}a",
+                outer=f"{prefix}b",
+                weight=f"{prefix}base.weight",
+                alpha=self.alpha,
+                geometry=self.geometry,
+            )
+            factors = (pair,)
+        offsets: tuple[Offset, ...] = ()
+        if self.bias is not None:
+            offsets = (self.offset(prefix, "bias"),)
+        return Pairs(factors=factors, offsets=offsets)
 
-    def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
-        """Add the mixture of the clusters' adaptors to the base's weight and bias in place, and return the base.
+    def merge_into_base(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
+        """Add ``sum_c shares_c b_c a_c`` to the base's weight and ``sum_c shares_c bias_c`` to its bias, in place.
 
-        The change of the weight is ``sum_c shares_c U_c V_c``, with the factors U_c (``b``) and V_c (``a``) of cluster
-        c. A layer may have adaptors of its bias only. ``shares`` are the mixture weights times alpha.
+        Args:
+            shares: Mixture weight of each cluster's adaptor, times alpha.
+
+        Returns:
+            The base.
         """
         if self.geometry is not None and self.a is not None and self.b is not None:
+            inner = self.geometry.inner_matrix(self.a)  # (clusters, groups, width, columns)
+            outer = self.geometry.outer_matrix(self.b)  # (clusters, groups, rows, width)
+            weighted_outer = outer * shares.to(self.b.dtype).view(-1, 1, 1, 1)
+            change = (weighted_outer @ inner).sum(0)
             weight = self.base.get_parameter("weight")
-            # Factors as matrices (clusters, groups, rows, rank) and (clusters, groups, rank, columns).
-            outer, inner = self.geometry.outer_matrix(self.b), self.geometry.inner_matrix(self.a)
-            weighted = outer * shares.to(self.b.dtype).view(-1, 1, 1, 1)
-            change = (weighted @ inner).sum(0)
             weight.data.add_(self.geometry.weight_from_matrix(change))
         if self.bias is not None:
-            self.base.get_parameter("bias").data.add_(mix(shares.to(self.bias.dtype), self.bias))
+            mixed_bias = mix(shares.to(self.bias.dtype), self.bias)
+            self.base.get_parameter("bias").data.add_(mixed_bias)
         return self.base
 
 
 def linear_geometry(base: nn.Module) -> Geometry:
-    """Return the shapes of the low-rank adaptor of a linear layer or of GPT-2's Conv1D, at rank 1.
-
-    The factors are matrices, ``(1, d_in)`` and ``(d_out, 1)``. Conv1D stores its weight as ``(d_in, d_out)``.
-    """
-    shape = tuple(base.get_parameter("weight").shape)
-    transposed = not isinstance(base, nn.Linear)
-    d_out, d_in = reversed(shape) if transposed else shape
-    return Geometry(kind="linear", d_in=d_in, d_out=d_out, transposed=transposed)
+    """Return the shapes of the low-rank adaptor of a linear layer or of GPT-2's Conv1D, at rank 1."""
+    is_conv1d = not isinstance(base, nn.Linear)
+    if is_conv1d:
+        d_in, d_out = base.get_parameter("weight").shape
+    else:
+        d_out, d_in = base.get_parameter("weight").shape
+    return Geometry(kind="linear", d_in=d_in, d_out=d_out, transposed=is_conv1d)
 
 
 class AdaptedLinear(LowRankLayer):
-    """A linear layer with LoRA adaptors: ``W x + bias + alpha * sum_c pi_c (B_c A_c x + bias_c)``.
-
-    Shapes: ``a`` is (clusters, rank, d_in), ``b`` (clusters, d_out, rank).
-    """
+    """A linear layer with LoRA factors ``a`` (clusters, rank, d_in) and ``b`` (clusters, d_out, rank)."""
 
     def low_rank(self, x: Float[Tensor, "*batch d_in"], shares: Float[Tensor, " clusters"]) -> Tensor:
-        """Return ``sum_c shares_c B_c A_c x`` with two products; the shares scale the columns in between.
+        """Return ``sum_c b_c (shares_c a_c x)`` with two matrix products for all clusters.
 
         Args:
             x: Input of the layer.
@@ -519,13 +527,15 @@ class AdaptedLinear(LowRankLayer):
         """
         assert self.a is not None
         assert self.b is not None
-        z = F.linear(x, self.a.flatten(0, 1)).unflatten(-1, self.a.shape[:2])  # (*batch, clusters, rank)
+        clusters, rank = self.a.shape[:2]
+        all_a = self.a.flatten(0, 1)  # (clusters * rank, d_in)
+        z = F.linear(x, all_a).unflatten(-1, (clusters, rank))
         z = z * shares.to(z.dtype).unsqueeze(-1)
-        outer = self.b.transpose(0, 1).flatten(1)  # (clusters, d_out, rank) -> (d_out, clusters * rank)
-        return F.linear(z.flatten(-2), outer)
+        all_b = self.b.transpose(0, 1).flatten(1)  # (clusters, d_out, rank) -> (d_out, clusters * rank)
+        return F.linear(z.flatten(-2), all_b)
 
-    def spread(self, bias: Float[Tensor, " d_out"]) -> Tensor:
-        """Return the bias unchanged: outputs are the last axis."""
+    def broadcastable(self, bias: Float[Tensor, " d_out"]) -> Tensor:
+        """Return the bias unchanged, as outputs have ``d_out`` as their last axis."""
         return bias
 
 
@@ -533,35 +543,34 @@ Conv = nn.Conv1d | nn.Conv2d
 
 
 class AdaptedConv(LowRankLayer):
-    """A convolution with low-rank adaptors.
+    """A convolution with low-rank adaptors, whose factors ``a`` and ``b`` are convolution kernels.
 
     Shapes: ``a`` is (clusters, groups * width, d_in / groups, *inner kernel), ``b`` (clusters, d_out, width, *outer
-    kernel); see :class:`Geometry`. Each group of channels has a low-rank change of its own.
+    kernel); see :class:`Geometry`.
     """
 
     def low_rank(self, x: Float[Tensor, "*inputs"], shares: Float[Tensor, " clusters"]) -> Tensor:
-        """Return ``sum_c shares_c U_c V_c x`` with two convolutions, for all clusters at once.
+        """Return the sum of all clusters' adaptors with two convolutions, first by ``a`` and then by ``b``.
 
-        V_c reads the input and U_c writes the output. The kernel of U holds the shares as factors. Each kernel
-        dimension belongs to V or to U, and only there the base's stride, padding and dilation apply.
+        Each kernel dimension belongs to ``a`` or to ``b``. Only there the base's stride, padding and dilation apply.
 
         Args:
             x: Input of the layer.
             shares: Mixture weight of each cluster's adaptor, times alpha.
         """
-        inner, outer = self._kernels(shares)
         geometry = self.geometry
         assert geometry is not None
-        base, inner_dims = cast(Conv, self.base), geometry.inside
-        outer_dims = tuple(not is_inner for is_inner in inner_dims)
-        z = convolve(base, x, inner, inner_dims)
-        return convolve(base, z, outer, outer_dims)
+        base = cast(Conv, self.base)
+        inner_kernel, outer_kernel = self._kernels(shares)
+        in_outer = tuple(not in_inner for in_inner in geometry.in_inner)
+        z = convolve(base, x, inner_kernel, geometry.in_inner)
+        return convolve(base, z, outer_kernel, in_outer)
 
     def _kernels(self, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inner and outer kernel of two convolutions that compute the adaptors of all clusters at once.
+        """Return an inner and an outer kernel with the factors of all clusters side by side.
 
-        The channels between the two convolutions are ordered by group, cluster and rank. The outer kernel has each
-        cluster's share as a factor.
+        The channels between the two convolutions are ordered by group, cluster and width. The outer kernel is
+        multiplied by the shares.
 
         Args:
             shares: Mixture weight of each cluster's adaptor, times alpha.
@@ -570,56 +579,61 @@ class AdaptedConv(LowRankLayer):
         assert geometry is not None
         assert self.a is not None
         assert self.b is not None
-        # (groups, clusters, width, columns) -> (groups * clusters * width, d_in of a group, *inner_kernel)
-        inner = geometry.inner_matrix(self.a).transpose(0, 1)
-        inner = inner.reshape(-1, geometry.d_in // geometry.groups, *geometry.inner_kernel)
-        # (clusters, groups, rows, width) -> (groups, rows, clusters * width); rows are channels and kernel positions
+        inner = geometry.inner_matrix(self.a).transpose(0, 1)  # (groups, clusters, width, columns)
+        # (groups * clusters * width, d_in of a group, *inner_kernel)
+        inner_kernel = inner.reshape(-1, geometry.d_in // geometry.groups, *geometry.inner_kernel)
         outer = geometry.outer_matrix(self.b) * shares.to(self.b.dtype).view(-1, 1, 1, 1)
-        outer = outer.permute(1, 2, 0, 3).flatten(2)
-        # -> (d_out, kernel positions, clusters * width) -> (d_out, clusters * width, *outer_kernel)
+        outer = outer.permute(1, 2, 0, 3).flatten(2)  # (groups, rows, clusters * width)
+        # Rows are output channels times kernel positions: (d_out, clusters * width, kernel positions)
         outer = outer.reshape(geometry.d_out, -1, outer.shape[-1]).mT
-        return inner, outer.reshape(geometry.d_out, -1, *geometry.outer_kernel)
+        outer_kernel = outer.reshape(geometry.d_out, -1, *geometry.outer_kernel)
+        return inner_kernel, outer_kernel
 
-    def spread(self, bias: Float[Tensor, " d_out"]) -> Tensor:
+    def broadcastable(self, bias: Float[Tensor, " d_out"]) -> Tensor:
         """Append an axis of size 1 for each dimension of the image."""
-        return bias.view(-1, *(1 for _ in cast(Conv, self.base).kernel_size))
+        dims = len(cast(Conv, self.base).kernel_size)
+        return bias.view(-1, *[1] * dims)
 
 
-def convolve(base: Conv, x: Tensor, weight: Tensor, inside: tuple[bool, ...]) -> Tensor:
-    """Convolve with the base's stride, padding and dilation in some dimensions only.
-
-    A low-rank adaptor is two convolutions, each with the base's settings in its own kernel dimensions.
+def convolve(base: Conv, x: Tensor, weight: Tensor, applies: tuple[bool, ...]) -> Tensor:
+    """Convolve with the base's stride, padding and dilation in some of the dimensions.
 
     Args:
         base: The layer that has stride, padding, dilation and groups.
         x: The input.
         weight: The kernel.
-        inside: For each dimension whether the base's settings apply; otherwise stride 1, no padding and no dilation.
+        applies: For each dimension whether the base's settings apply; otherwise stride 1, no padding and no dilation.
     """
     padding: Any = base.padding
     if base.padding_mode != "zeros":
-        x, padding = F.pad(x, _padding_amounts(base, inside), mode=base.padding_mode), 0
+        x = F.pad(x, _padding_amounts(base, applies), mode=base.padding_mode)
+        padding = 0
     elif not isinstance(padding, str):  # "same" and "valid" do not pad where the kernel is 1
-        padding = _select(padding, inside, 0)
+        padding = _select(padding, applies, other=0)
+    stride = _select(base.stride, applies, other=1)
+    dilation = _select(base.dilation, applies, other=1)
     function = F.conv1d if isinstance(base, nn.Conv1d) else F.conv2d
-    stride, dilation = _select(base.stride, inside, 1), _select(base.dilation, inside, 1)
     return function(x, weight, None, stride, padding, dilation, base.groups)
 
 
-def _select(values: Any, inside: tuple[bool, ...], other: int) -> tuple[int, ...]:
-    """Return the values of the dimensions marked in ``inside``, and ``other`` for the rest."""
-    return tuple(value if selected else other for value, selected in zip(values, inside, strict=True))
+def _select(values: Any, applies: tuple[bool, ...], *, other: int) -> tuple[int, ...]:
+    """Return the value of each dimension to which it applies, and ``other`` for the rest."""
+    return tuple(value if selected else other for value, selected in zip(values, applies, strict=True))
 
 
-def _padding_amounts(base: Conv, inside: tuple[bool, ...]) -> list[int]:
+def _padding_amounts(base: Conv, applies: tuple[bool, ...]) -> list[int]:
     """Return the padding for ``F.pad``: before and after each dimension, last dimension first.
 
     Args:
         base: The layer that has the padding.
-        inside: For each kernel dimension whether it is padded; the others get 0.
+        applies: For each dimension whether it is padded; the others get 0.
     """
-    amounts = base._reversed_padding_repeated_twice  # two per dimension, so item i is of dimension -1 - i // 2
-    return [amount if inside[-1 - i // 2] else 0 for i, amount in enumerate(amounts)]
+    amounts = list(base._reversed_padding_repeated_twice)  # two per dimension, last dimension first
+    for i in range(len(amounts)):
+        dim = -1 - i // 2
+        if not applies[dim]:
+            amounts[i] = 0
+    return amounts
 
 
 Gram = Float[Tensor, "... groups width width"]
@@ -636,13 +650,11 @@ def precondition(
         linear        G_A <- (B^T B + eps)^-1 G_A            G_B <- G_B (A A^T + eps)^-1
         convolution   G_A <- G_A / (||B^T B||_F + eps)       G_B <- G_B / (||A A^T||_F + eps)
 
-    Cost: for a linear two solves of rank x rank per adaptor.
-
     Args:
         pairs: The adaptors.
-        tensors: The factors' values at which the gradients were taken. A user axis before the cluster axis is allowed.
-        gradients: Gradients by name. Tensors that are no factors are returned unchanged; factors may be missing.
-        eps: Damping of the Gram matrices.
+        tensors: Factors by name, at which the gradients were taken. A user axis before the cluster axis is allowed.
+        gradients: Gradients by name. Those of tensors that are not factors are returned unchanged.
+        eps: Damping of the Gram matrices ``B^T B`` and ``A A^T``.
     """
     preconditioned = dict(gradients)
     for pair in pairs.factors:
@@ -693,7 +705,7 @@ def _precondition_outer(pair: Pair, inner: Tensor, gradient: Tensor, eps: float)
     g = _at_least_float32(geometry.outer_matrix(gradient))
     gram = a @ a.mT
     if geometry.kind == "linear":
-        preconditioned = _solve(gram, g.mT, eps).mT  # gram is symmetric
+        preconditioned = _solve(gram, g.mT, eps).mT  # G (gram + eps)^-1, as gram is symmetric
     else:
         norm = _frobenius_norm(gram)
         preconditioned = g / (norm + eps)
@@ -701,7 +713,7 @@ def _precondition_outer(pair: Pair, inner: Tensor, gradient: Tensor, eps: float)
 
 
 def _at_least_float32(matrix: Tensor) -> Tensor:
-    """Return at least float32: PyTorch's solvers do not support less."""
+    """Convert float16 and bfloat16 to float32, as PyTorch's solvers do not support them."""
     return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
 
 
@@ -738,14 +750,16 @@ def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " 
     """
     centred = dict(tensors)
     for pair in pairs.factors:
-        mean, centred[pair.inner], centred[pair.outer] = _centre_factors(
-            pair.geometry, tensors[pair.inner], tensors[pair.outer], shares
-        )
+        inner, outer = tensors[pair.inner], tensors[pair.outer]
+        mean, new_inner, new_outer = _centre_factors(pair.geometry, inner, outer, shares)
+        centred[pair.inner] = new_inner
+        centred[pair.outer] = new_outer
         centred[pair.weight] = tensors[pair.weight] + pair.alpha * mean
-    for offset in pairs.offsets:  # adaptors (..., clusters, *shape of the base's tensor), which has `dims` axes
+    for offset in pairs.offsets:
+        adaptors = tensors[offset.adaptor]  # (..., clusters, *shape of the base's tensor)
         cluster_axis = -offset.dims - 1
-        adaptors = tensors[offset.adaptor]
-        weights = shares.to(adaptors).view(-1, *(1 for _ in range(offset.dims)))  # (clusters, 1, ...)
+        trailing_ones = [1] * offset.dims
+        weights = shares.to(adaptors).view(-1, *trailing_ones)
         mean = (adaptors * weights).sum(cluster_axis, keepdim=True)
         centred[offset.adaptor] = adaptors - mean
         centred[offset.base] = tensors[offset.base] + offset.alpha * mean.squeeze(cluster_axis)
@@ -755,13 +769,11 @@ def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " 
 def _centre_factors(
     geometry: Geometry, inner: Tensor, outer: Tensor, shares: Float[Tensor, " clusters"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the clusters' low-rank changes ``B_c A_c`` into their mean and the differences from the mean.
+    """Split the clusters' low-rank changes ``B_c A_c`` into their mean and factors of the differences from the mean.
 
-    Each difference is factorised again, truncated to the factors' width (the rank) by an SVD. No difference is computed
-    at full size: with the QR decompositions ``[B_1 .. B_C] = Q_B R_B`` and ``[A_1^T .. A_C^T] = Q_A R_A`` a difference
-    is ``Q_B (R_B D_c R_A^T) Q_A^T``. The diagonal matrix D_c has ``[k = c] - p(k)`` at the columns of
-    cluster k (:func:`_deviations`). So the SVD is that of a square matrix
-    with at most C * width rows.
+    With the QR decompositions ``[B_1 .. B_C] = Q_B R_B`` and ``[A_1^T .. A_C^T] = Q_A R_A`` the difference of cluster c
+    is ``Q_B (R_B D_c R_A^T) Q_A^T`` with a diagonal matrix D_c (:func:`_deviations`). So the SVD that truncates it to
+    the factors' width is that of the small matrix ``R_B D_c R_A^T`` (``core``).
 
     Args:
         geometry: Shapes of the factors.
@@ -775,28 +787,28 @@ def _centre_factors(
     dtype = torch.promote_types(inner.dtype, torch.float32)
     inner_matrices = geometry.inner_matrix(inner.to(dtype))  # (..., clusters, groups, width, columns)
     outer_matrices = geometry.outer_matrix(outer.to(dtype))  # (..., clusters, groups, rows, width)
-    # The factors of all clusters side by side: A is (..., groups, clusters * width, columns), B (..., groups, rows,
-    # clusters * width).
-    all_inner = inner_matrices.movedim(-4, -3).flatten(-3, -2)
-    all_outer = outer_matrices.movedim(-4, -2).flatten(-2)
+    # The factors of all clusters side by side.
+    all_inner = inner_matrices.movedim(-4, -3).flatten(-3, -2)  # (..., groups, clusters * width, columns)
+    all_outer = outer_matrices.movedim(-4, -2).flatten(-2)  # (..., groups, rows, clusters * width)
     shares_by_column = shares.to(inner_matrices).repeat_interleave(geometry.width)
     mean = geometry.weight_from_matrix((all_outer * shares_by_column) @ all_inner).to(inner.dtype)
 
-    left, left_core = torch.linalg.qr(all_outer)  # Q_B and R_B
-    right, right_core = torch.linalg.qr(all_inner.mT)  # Q_A and R_A
-    # R_B D_c R_A^T of each cluster c: (..., clusters, groups, m, n)
-    core = (left_core.unsqueeze(-4) * _deviations(shares.to(left), geometry.width)) @ right_core.mT.unsqueeze(-4)
+    q_b, r_b = torch.linalg.qr(all_outer)
+    q_a, r_a = torch.linalg.qr(all_inner.mT)
+    d = _deviations(shares.to(q_b), geometry.width)
+    core = (r_b.unsqueeze(-4) * d) @ r_a.mT.unsqueeze(-4)  # R_B D_c R_A^T: (..., clusters, groups, m, n)
     u, values, v_t = _truncated_svd(core, geometry.width)
     # A singular value counts as zero if it is below the rounding error of products of the factors' size.
-    scale = torch.linalg.matrix_norm(left_core) * torch.linalg.matrix_norm(right_core)  # (..., groups)
-    is_zero = values <= 10 * torch.finfo(dtype).eps * scale[..., None, :, None]  # (..., clusters, groups, width)
+    scale = torch.linalg.matrix_norm(r_b) * torch.linalg.matrix_norm(r_a)  # (..., groups)
+    rounding_error = 10 * torch.finfo(dtype).eps * scale
+    is_zero = values <= rounding_error[..., None, :, None]  # (..., clusters, groups, width)
     # Both factors get the square roots of the singular values, so that they have equal norms.
     root = values.sqrt().masked_fill(is_zero, 0)
-    new_outer = left.unsqueeze(-4) @ (u * root.unsqueeze(-2))
-    # With a singular value of zero both factors would be zero: a saddle point without gradients. There the inner factor
-    # keeps its row. Rows were initialised differently in each cluster, so equal clusters can still diverge. The product
-    # stays zero.
-    new_inner = torch.where(is_zero.unsqueeze(-1), inner_matrices, (root.unsqueeze(-1) * v_t) @ right.mT.unsqueeze(-4))
+    new_outer = q_b.unsqueeze(-4) @ (u * root.unsqueeze(-2))
+    new_inner = (root.unsqueeze(-1) * v_t) @ q_a.mT.unsqueeze(-4)
+    # If a row of the inner factor and the column of the outer factor were both zero, they would get no gradient. So the
+    # row keeps its old values; the product is zero nevertheless.
+    new_inner = torch.where(is_zero.unsqueeze(-1), inner_matrices, new_inner)
     return (
         mean,
         geometry.inner_from_matrix(new_inner).to(inner.dtype),
@@ -805,14 +817,14 @@ def _centre_factors(
 
 
 def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor, "clusters 1 1 columns"]:
-    """Return the diagonals of matrices ``D_c`` with ``B D_c A = B_c A_c - sum_k p(k) B_k A_k`` for each cluster c.
+    """Return the diagonal of the matrix D_c of each cluster c, with ``B D_c A = B_c A_c - sum_k p(k) B_k A_k``.
 
-    The columns of B are the outer factors B_k of all clusters k, the rows of A their inner factors A_k. The right side
-    is the difference of a cluster's low-rank change from the mean, so the entries for cluster k are ``[k = c] - p(k)``.
+    ``B = [B_1 .. B_C]`` has ``width`` columns of each cluster k, and ``A`` has the A_k as rows. The diagonal has
+    ``1 - p(k)`` at the columns of the cluster k = c, and ``-p(k)`` at those of other clusters.
 
     Args:
         shares: Weight p(k) of each cluster in the mean.
-        width: Number of columns of a cluster in B.
+        width: Number of columns of each B_k.
     """
     deviations = torch.eye(len(shares)).to(shares) - shares
     return deviations.repeat_interleave(width, dim=-1)[:, None, None]
@@ -832,7 +844,9 @@ def _truncated_svd(
     Returns:
         Left vectors as columns, singular values, and right vectors as rows.
     """
-    u, values, v = torch.linalg.svd(core, full_matrices=False)
-    missing = max(0, width - values.shape[-1])
-    u, values = F.pad(u[..., :width], (0, missing)), F.pad(values[..., :width], (0, missing))
-    return u, values, F.pad(v[..., :width, :], (0, 0, 0, missing))
+    u, values, v_t = torch.linalg.svd(core, full_matrices=False)
+    num_missing = max(0, width - values.shape[-1])
+    u = F.pad(u[..., :width], (0, num_missing))
+    values = F.pad(values[..., :width], (0, num_missing))
+    v_t = F.pad(v_t[..., :width, :], (0, 0, 0, num_missing))
+    return u, values, v_t

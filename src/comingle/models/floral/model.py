@@ -335,7 +335,7 @@ class FloralModel(nn.Module):
         model = copy.deepcopy(self.model)
         adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
         for name, layer in adapted:
-            model = replace_module(model, name, layer.fold(layer.alpha * layer.of_mixture(mixture)))
+            model = replace_module(model, name, layer.merge_into_base(layer.alpha * layer.own_mixture(mixture)))
         return model
 
 

@@ -78,7 +78,7 @@ class AdaptedNorm(AdaptedLayer):
         names = ["weight"] if self.bias is None else ["weight", "bias"]
         return Pairs(offsets=tuple(self.offset(prefix, name) for name in names))
 
-    def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
+    def merge_into_base(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
         """Add the clusters' gammas and betas, weighted by ``shares``, to the base's in place, and return the base."""
         tensor(self.base, "weight").data.add_(mix(shares.to(self.weight.dtype), self.weight))
         if self.bias is not None:
@@ -234,7 +234,7 @@ class AdaptedBatchNorm(AdaptedNorm):
             local_mean.copy_(mean + keep * local_minus_base[0])
             local_var.copy_(var + keep * local_minus_base[1])
 
-    def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
+    def merge_into_base(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
         """Merge the adaptors into the base's gamma and beta in place, and return the base, an ordinary batch norm.
 
         In eval mode the result computes the same as this layer: the base's norm plus the adaptors' norm. ``gain`` is
@@ -255,7 +255,7 @@ class AdaptedBatchNorm(AdaptedNorm):
             RecipeError: The conversion changes beta, but the base has none.
         """
         if self.running_mean is None or self.nora:  # no conversion, as in a layer norm
-            return super().fold(shares)
+            return super().merge_into_base(shares)
         if self.bias is None:  # nothing can hold the difference of the means
             raise RecipeError(
                 "merge: a batch norm without bias cannot take adaptors with local statistics; use batch_nora"

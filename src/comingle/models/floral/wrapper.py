@@ -281,7 +281,7 @@ def _route_by_layer(model: FloralModel) -> FloralModel:
     """
     layers, shared_router = list(model.layers().values()), model.router
     for place, layer in enumerate(layers):  # the row of the layer in the mixture
-        layer.place = place
+        layer.layer_index = place
     temperature, noise = shared_router.temperature, shared_router.noise
     router = ClientRouter(model.num_clusters, temperature=temperature, noise=noise, layers=len(layers))
     model.router = router.to(shared_router.theta).train(shared_router.training)
