@@ -33,27 +33,29 @@ ADAPTABLE = "Linear, Conv1D (GPT-2), Conv1d, Conv2d, BatchNorm, InstanceNorm, La
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is exactly ``nn.Linear`` or GPT-2's Conv1D; subclasses may use the weight otherwise."""
-    gpt2 = sys.modules.get("transformers.pytorch_utils")
-    return type(module) is nn.Linear or (gpt2 is not None and type(module) is gpt2.Conv1D)
+    """Return whether a module is an ``nn.Linear`` or GPT-2's Conv1D, but not of a subclass."""
+    if type(module) is nn.Linear:
+        return True
+    pytorch_utils = sys.modules.get("transformers.pytorch_utils")  # None if transformers was not imported
+    return pytorch_utils is not None and type(module) is pytorch_utils.Conv1D
 
 
 def is_adaptable(module: nn.Module) -> bool:
-    """Return whether there is an adaptor for this type, and the layer has a floating-point weight of its own."""
+    """Return whether there is an adaptor for this type of layer, and the layer has a floating-point weight."""
     weight = module._parameters.get("weight")
-    has_adaptor = is_linear(module) or type(module) in (*CONVS, *PLAIN_NORMS, *BATCH_NORMS)
-    return has_adaptor and weight is not None and weight.is_floating_point()
+    is_known_type = is_linear(module) or type(module) in (*CONVS, *PLAIN_NORMS, *BATCH_NORMS)
+    return is_known_type and weight is not None and weight.is_floating_point()
 
 
 def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
     """Return the layers that get adaptors, by name.
 
-    Two kinds of layers are left out: the output head of a language model, and a layer that shares a parameter with a
-    layer without adaptors, such as a layer tied to an embedding.
+    The output head of a language model gets none, nor does a layer that shares a parameter with a layer without
+    adaptors, such as an embedding.
 
     Args:
         model: The model.
-        wanted: Whether a layer for which there is an adaptor gets one.
+        wanted: Returns whether an adaptable layer gets an adaptor.
 
     Raises:
         RecipeError: Two of the layers share a parameter, one of them has two names, or the model has adaptors already.
@@ -62,54 +64,53 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
         if isinstance(module, AdaptedLayer):
             raise RecipeError(f"floral: layer {name!r} has adaptors already; wrap the plain model")
     heads = _output_heads(model)
-    layers = {
-        name: module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if is_adaptable(module) and wanted(module) and id(module) not in heads
-    }
-    _check_names(layers)
+    candidates: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_adaptable(module) and wanted(module) and id(module) not in heads:
+            candidates[name] = module
+    _check_names(candidates)
     owners = _parameter_owners(model)
-    chosen_ids = {id(module) for module in layers.values()}
-    # For each layer the modules with a common parameter, itself included: their ``id`` and name.
-    sharing = {name: _sharing_layers(module, owners) for name, module in layers.items()}
-    # Leave out layers that share a parameter with a module without adaptors.
-    unshared = {name: module for name, module in layers.items() if set(sharing[name]) <= chosen_ids}
-    for name, module in unshared.items():
-        # A shared parameter is allowed only under two names of the same module.
-        others = [other for module_id, other in sharing[name].items() if other != name and module_id != id(module)]
+    candidate_ids = {id(module) for module in candidates.values()}
+    layers: dict[str, nn.Module] = {}
+    for name, module in candidates.items():
+        owner_names = _owners_of_parameters(module, owners)
+        shares_with_unadapted = not set(owner_names) <= candidate_ids
+        if shares_with_unadapted:
+            continue
+        others = [other for module_id, other in owner_names.items() if other != name and module_id != id(module)]
         if others:
             raise RecipeError(f"floral: layers {name!r} and {others[0]!r} share a parameter; give each its own")
-    return unshared
+        layers[name] = module
+    return layers
 
 
 def unadapted_leaves(model: nn.Module, adapted: dict[str, nn.Module]) -> tuple[str, ...]:
-    """Return the modules with parameters of their own that get no adaptor, as "head (Linear)".
+    """Return the modules with parameters of their own that get no adaptor, such as "head (Linear)".
 
     Args:
         model: The model.
         adapted: The modules that get adaptors, by name.
     """
-    chosen = {id(module) for module in adapted.values()}
-    return tuple(
-        f"{name or 'model'} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if id(module) not in chosen and any(p is not None for p in module._parameters.values())
-    )
+    adapted_ids = {id(module) for module in adapted.values()}
+    leaves: list[str] = []
+    for name, module in model.named_modules():
+        has_parameters = any(p is not None for p in module._parameters.values())
+        if has_parameters and id(module) not in adapted_ids:
+            leaves.append(f"{name or 'model'} ({type(module).__name__})")
+    return tuple(leaves)
 
 
 def _check_names(layers: dict[str, nn.Module]) -> None:
-    """Raise a :class:`RecipeError` if a layer occurs under two names, as its adaptors would then be added twice."""
-    first_names: dict[int, str] = {}
+    """Raise a :class:`RecipeError` if a layer occurs under two names."""
+    first_names: dict[int, str] = {}  # by the id of the layer
     for name, module in layers.items():
-        if (first := first_names.setdefault(id(module), name)) != name:
+        first = first_names.setdefault(id(module), name)
+        if first != name:
             raise RecipeError(f"floral: {first!r} and {name!r} are one layer; register it once (it may run many times)")
 
 
 def _parameter_owners(model: nn.Module) -> dict[int, dict[int, str]]:
-    """Return for each parameter's ``id`` the modules that hold it: their ``id`` and their first name.
-
-    A parameter with several owners is shared between layers, so it cannot get the adaptor of one of them.
-    """
+    """Return for each parameter's ``id`` the names of the modules that hold it, by the module's ``id``."""
     owners: dict[int, dict[int, str]] = defaultdict(dict)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -118,15 +119,18 @@ def _parameter_owners(model: nn.Module) -> dict[int, dict[int, str]]:
     return owners
 
 
-def _sharing_layers(module: nn.Module, owners: dict[int, dict[int, str]]) -> dict[int, str]:
-    """Return the names, by module ``id``, of all modules that share a parameter with ``module``, including itself.
+def _owners_of_parameters(module: nn.Module, owners: dict[int, dict[int, str]]) -> dict[int, str]:
+    """Return the names of all modules that hold a parameter of ``module``, itself included, by the module's ``id``.
 
     Args:
         module: The module.
-        owners: For each parameter's ``id`` its modules, from :func:`_parameter_owners`.
+        owners: Owners of all parameters of the model, from :func:`_parameter_owners`.
     """
-    by_parameter = [owners[id(p)] for p in module._parameters.values() if p is not None]
-    return {key: name for modules in by_parameter for key, name in modules.items()}
+    names: dict[int, str] = {}
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            names.update(owners[id(parameter)])
+    return names
 
 
 def _output_heads(model: nn.Module) -> set[int]:
@@ -165,49 +169,57 @@ def check_size(rank: int | None, budget: float | None) -> None:
 
 
 def affordable_rank(geometry: Geometry, budget: float) -> int:
-    """Return the largest rank within ``budget``, or 0 if not even rank 1 fits; ``geometry`` has rank 1."""
-    # 0.29 * 100 is 28.999999999999996 in floating point; the small term keeps a rank that fits exactly.
-    return math.floor(budget * geometry.base_size / geometry.size + 1e-9)
+    """Return the largest rank within a budget, or 0 if not even rank 1 fits.
+
+    Args:
+        geometry: Shapes of the factors at rank 1.
+        budget: Parameters of an adaptor divided by those of its base weight.
+    """
+    max_parameters = budget * geometry.base_size
+    return math.floor(max_parameters / geometry.size + 1e-9)  # 0.29 * 100 is 28.999999999999996
 
 
 def log_excess(budget: float, over: Collection[str], layers: int, *, clusters: int, growth: float) -> None:
-    """Log a warning if the minimum rank of 1 exceeds the budget in some layers.
+    """Log a warning if rank 1, the smallest, exceeds the budget in some layers.
 
     Args:
         budget: Allowed parameters of an adaptor divided by those of its base weight.
         over: Names of the layers whose adaptors exceed the budget.
-        layers: The number of low-rank layers.
-        clusters: The number of clusters.
+        layers: Number of low-rank layers.
+        clusters: Number of clusters.
         growth: Parameters of the adaptors of all clusters divided by parameters of the base.
     """
-    if over:
-        logger.warning(
-            "floral: rank 1 exceeds budget %g in %d of %d low-rank layers (%s); "
-            "%d clusters add %+.0f%% parameters, the budget allows %+.0f%%; use fewer clusters or "
-            "a rank in place of a budget",
-            budget, len(over), layers, shorten(over), clusters, 100 * growth, 100 * budget * clusters,
-        )  # fmt: skip
+    if not over:
+        return
+    logger.warning(
+        "floral: rank 1 exceeds budget %g in %d of %d low-rank layers (%s); "
+        "%d clusters add %+.0f%% parameters, the budget allows %+.0f%%; use fewer clusters or "
+        "a rank in place of a budget",
+        budget, len(over), layers, shorten(over), clusters, 100 * growth, 100 * budget * clusters,
+    )  # fmt: skip
 
 
 def log_limited(rank: int, limited: Collection[str], layers: int) -> None:
-    """Log a warning if the rank is larger than the weights of some layers can have.
+    """Log a warning if the weights of some layers are too small for the rank.
 
     Args:
-        rank: The rank that was asked for.
-        limited: Names of the layers with a smaller rank.
-        layers: The number of low-rank layers.
+        rank: The rank in the settings.
+        limited: Names of the layers that got a smaller rank.
+        layers: Number of low-rank layers.
     """
-    if limited:
-        logger.warning(
-            "floral: rank %d exceeds the full rank of %d of %d low-rank layers (%s); using the full rank in these",
-            rank, len(limited), layers, shorten(limited),
-        )  # fmt: skip
+    if not limited:
+        return
+    logger.warning(
+        "floral: rank %d exceeds the full rank of %d of %d low-rank layers (%s); using the full rank in these",
+        rank, len(limited), layers, shorten(limited),
+    )  # fmt: skip
 
 
 def shorten(names: Collection[str], most: int = 5) -> str:
-    """Return the first ``most`` names, separated by commas, and the number of the others."""
+    """Return the first ``most`` names and the number of the others, such as "a, b, c, d, e and 3 more"."""
     shown = ", ".join(list(names)[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    num_others = len(names) - most
+    return f"{shown} and {num_others} more" if num_others > 0 else shown
 
 
 Role = Literal["base", "adaptor", "router", "statistics"]
@@ -226,13 +238,13 @@ class FloralModel(nn.Module):
     router: ClientRouter
 
     def __init__(self, model: nn.Module, *, router: ClientRouter, mixture: Mixture, unadapted: tuple[str, ...]):
-        """Combine a model whose layers are adapted already with a router.
+        """Combine a model that already has adapted layers with a router.
 
         Args:
             model: The model with adapted layers.
             router: The router over the clusters.
             mixture: Holder from which all adapted layers read the mixture of the current forward pass.
-            unadapted: Modules with parameters that have no adaptor, as "head (Linear)".
+            unadapted: Modules with parameters that have no adaptor, such as "head (Linear)".
         """
         super().__init__()
         self.model = model
@@ -246,7 +258,7 @@ class FloralModel(nn.Module):
         return self.router.theta.shape[-1]
 
     def forward(self, *args: object, mixture: Tensor | None = None, **kwargs: object) -> object:
-        """Run the model with the router's mixture, or with ``mixture`` (say of optimal routing or a single cluster).
+        """Run the model with the router's mixture, or with ``mixture``.
 
         Args:
             *args: Arguments of the model.
@@ -256,46 +268,46 @@ class FloralModel(nn.Module):
         Raises:
             RecipeError: The mixture has another shape.
         """
-        before = self._set_mixture(mixture)
+        previous = self._set_mixture(mixture)
         try:
             return self.model(*args, **kwargs)
         finally:
-            self._mixture.value = before
+            self._mixture.value = previous
 
     @contextmanager
     def mixing(self, mixture: Tensor | None = None) -> Iterator[None]:
-        """Set the mixture of the layers in the context, for calls outside of :meth:`forward`.
+        """Set the mixture of the layers in the context, for calls of the layers outside of :meth:`forward`.
 
-        Needed for ``model.generate``, and for a backward pass with gradient checkpointing, which runs layers again.
+        Such calls are those of ``model.generate``, or of a backward pass with gradient checkpointing.
 
         Args:
             mixture: Weights of the clusters, of shape (clusters,) or that of the router's logits; None: the router's.
 
         Raises:
-            RecipeError: The mixture has neither the shape (clusters,) nor that of the router's logits.
+            RecipeError: The mixture has another shape.
         """
-        before = self._set_mixture(mixture)
+        previous = self._set_mixture(mixture)
         try:
             yield
         finally:
-            self._mixture.value = before
+            self._mixture.value = previous
 
     def _set_mixture(self, mixture: Tensor | None) -> Tensor | None:
-        """Set the mixture of the layers, and return the previous mixture, which the caller must restore.
+        """Set the mixture of the layers, and return the previous one, which the caller must restore.
 
         Args:
-            mixture: Weights of the clusters; None: that of an enclosing :meth:`mixing`, or else the router's.
+            mixture: Weights of the clusters; None: those of an enclosing :meth:`mixing`, or else the router's.
 
         Raises:
             RecipeError: The mixture has neither the shape (clusters,) nor that of the router's logits.
         """
-        before = self._mixture.value
-        if mixture is None:
-            mixture = self.router.mixture() if before is None else before
-        else:
+        previous = self._mixture.value
+        if mixture is not None:
             self._check_shape(mixture)
-        self._mixture.value = mixture
-        return before
+            self._mixture.value = mixture
+        elif previous is None:
+            self._mixture.value = self.router.mixture()
+        return previous
 
     def _check_shape(self, mixture: Tensor) -> None:
         """Raise a :class:`RecipeError` for a shape other than (clusters,) or that of the router's logits."""
@@ -316,17 +328,16 @@ class FloralModel(nn.Module):
 
     @torch.no_grad()
     def merge(self, mixture: Tensor | None = None) -> nn.Module:
-        """Return a copy with the original architecture and the mixed adaptors added to its tensors.
+        """Return a copy of the model without adaptors, to whose tensors the mixed adaptors are added.
 
-        Batch norms are merged as eval mode applies them.
+        Its outputs are those of this model in eval mode.
 
         Args:
             mixture: Weights of the clusters, of shape (clusters,) or that of the router's logits; None: the router's,
                 without noise.
 
         Raises:
-            RecipeError: The mixture has neither the shape (clusters,) nor that of the router's logits, or a batch norm
-                cannot be merged.
+            RecipeError: The mixture has another shape, or a batch norm cannot be merged.
         """
         if mixture is None:
             mixture = softmax_mixture(self.router.theta, self.router.temperature)
@@ -335,7 +346,8 @@ class FloralModel(nn.Module):
         model = copy.deepcopy(self.model)
         adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
         for name, layer in adapted:
-            model = replace_module(model, name, layer.merge_into_base(layer.alpha * layer.own_mixture(mixture)))
+            shares = layer.alpha * layer.own_mixture(mixture)
+            model = replace_module(model, name, layer.merge_into_base(shares))
         return model
 
 
@@ -355,19 +367,21 @@ def replace_module(root: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 def roles(model: FloralModel) -> dict[str, Role]:
-    """Return the role of every parameter and every floating-point buffer.
+    """Return the role of every parameter and every floating-point buffer, by name.
 
-    "statistics" are running means and variances. The base's have ".base." in their name or belong to a norm without
-    adaptors; the others are the local statistics of a batch norm's adaptors.
+    "statistics" are running means and variances, of the base and of the adaptors.
     """
-    adaptor_names = {
-        f"{prefix}.{name}"
-        for prefix, layer in model.layers().items()
-        for name, _ in layer.named_parameters(recurse=False)
-    }
+    adaptor_names: set[str] = set()
+    for prefix, layer in model.layers().items():
+        adaptor_names.update(f"{prefix}.{name}" for name, _ in layer.named_parameters(recurse=False))
     by_name: dict[str, Role] = {}
     for name, _ in model.named_parameters():
-        by_name[name] = "router" if name.startswith("router.") else "adaptor" if name in adaptor_names else "base"
+        if name.startswith("router."):
+            by_name[name] = "router"
+        elif name in adaptor_names:
+            by_name[name] = "adaptor"
+        else:
+            by_name[name] = "base"
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point():
             by_name[name] = "statistics" if name.endswith(("running_mean", "running_var")) else "base"
@@ -375,16 +389,13 @@ def roles(model: FloralModel) -> dict[str, Role]:
 
 
 def initialisers(model: FloralModel) -> dict[str, Init]:
-    """Return the initialiser of every adaptor and router parameter, by name.
-
-    Base parameters are not included: they keep their values.
-    """
-    by_name = {
-        f"{prefix}.{name}": draw
-        for prefix, layer in model.layers().items()
-        for name, draw in layer.initialisers().items()
-    }
-    return {**by_name, CLIENT_ROUTER: init_zero}
+    """Return the initialiser of every adaptor and router parameter, by name."""
+    by_name: dict[str, Init] = {}
+    for prefix, layer in model.layers().items():
+        for name, initialiser in layer.initialisers().items():
+            by_name[f"{prefix}.{name}"] = initialiser
+    by_name[CLIENT_ROUTER] = init_zero
+    return by_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,9 +408,8 @@ class Sizes:
 
 def sizes(model: FloralModel) -> Sizes:
     """Count the parameters of the base and of the adaptors."""
-    kinds = roles(model)
-    counts = {name: p.numel() for name, p in model.named_parameters()}
-    return Sizes(
-        base=sum(n for name, n in counts.items() if kinds[name] == "base"),
-        adaptors=sum(n for name, n in counts.items() if kinds[name] == "adaptor"),
-    )
+    role_by_name = roles(model)
+    counts: dict[Role, int] = defaultdict(int)
+    for name, parameter in model.named_parameters():
+        counts[role_by_name[name]] += parameter.numel()
+    return Sizes(base=counts["base"], adaptors=counts["adaptor"])

@@ -26,16 +26,13 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 class AdaptedNorm(AdaptedLayer):
-    """A layer, group or instance norm with adaptors; ``weight`` and ``bias`` are ``(clusters, *shape of gamma)``.
-
-    An instance norm that tracks running statistics has one set, shared by base and adaptors.
-    """
+    """A norm with adaptors of its gain gamma (``weight``) and shift beta (``bias``), ``(clusters, *shape of gamma)``."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(self, base: nn.Module, *, num_clusters: int, alpha: float, mixture: Mixture):
-        """Create zero adaptors of gamma and beta: one of each for every cluster of users.
+        """Create zero adaptors of gamma and beta for every cluster.
 
         Args:
             base: The norm to adapt.
@@ -44,45 +41,53 @@ class AdaptedNorm(AdaptedLayer):
             mixture: Holder of the clusters' mixture weights in the current forward pass.
         """
         super().__init__(base, num_clusters=num_clusters, alpha=alpha, mixture=mixture)
-        gamma, beta = base.get_parameter("weight"), base._parameters.get("bias")  # a norm may lack beta
+        gamma = base.get_parameter("weight")
+        beta = base._parameters.get("bias")  # None for a norm without beta
         self.weight = self.clustered(tuple(gamma.shape), gamma)
         self.bias = None if beta is None else self.clustered(tuple(beta.shape), beta)
 
     def mixed(self) -> tuple[Tensor, Tensor | None]:
-        """Return ``alpha * sum_c pi_c gamma_c`` and ``alpha * sum_c pi_c beta_c``."""
-        shares = self.shares(self.weight)
-        return mix(shares, self.weight), None if self.bias is None else mix(shares, self.bias)
+        """Return the mixtures ``alpha * sum_c pi_c gamma_c`` and ``alpha * sum_c pi_c beta_c`` of the adaptors."""
+        shares = self.shares(self.weight)  # alpha * pi
+        mixed_gamma = mix(shares, self.weight)
+        mixed_beta = None if self.bias is None else mix(shares, self.bias)
+        return mixed_gamma, mixed_beta
 
     def affine(self) -> tuple[Tensor, Tensor | None]:
-        """Return gamma and beta of the whole norm: the base's plus ``alpha * sum_c pi_c`` of the clusters'."""
-        gain, shift = self.mixed()
-        beta = None if shift is None else tensor(self.base, "bias") + shift
-        return tensor(self.base, "weight") + gain, beta
+        """Return gamma and beta of the whole norm: those of the base plus the mixed adaptors."""
+        mixed_gamma, mixed_beta = self.mixed()
+        gamma = tensor(self.base, "weight") + mixed_gamma
+        beta = None if mixed_beta is None else tensor(self.base, "bias") + mixed_beta
+        return gamma, beta
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Apply the base norm with another gamma and beta: the base's plus the clusters' adaptors, mixed."""
-        weight, bias = self.affine()
+        """Apply the base norm with the mixed adaptors added to its gamma and beta."""
+        gamma, beta = self.affine()
         base = self.base
         if isinstance(base, nn.LayerNorm):
-            return F.layer_norm(x, base.normalized_shape, weight, bias, base.eps)
+            return F.layer_norm(x, base.normalized_shape, gamma, beta, base.eps)
         if isinstance(base, nn.GroupNorm):
-            return F.group_norm(x, base.num_groups, weight, bias, base.eps)
-        return _instance_norm(cast(_InstanceNorm, base), x, weight, bias)
+            return F.group_norm(x, base.num_groups, gamma, beta, base.eps)
+        return _instance_norm(cast(_InstanceNorm, base), x, gamma, beta)
 
     def initialisers(self) -> dict[str, Init]:
-        """Return zero initialisers."""
-        return {"weight": init_zero} if self.bias is None else {"weight": init_zero, "bias": init_zero}
+        """Return zero initialisers by name."""
+        return dict.fromkeys(self._adaptor_names(), init_zero)
 
     def pairs(self, prefix: str) -> Pairs:
         """Return the names of the adaptors of gamma and beta and of the base's tensors that they are added to."""
-        names = ["weight"] if self.bias is None else ["weight", "bias"]
-        return Pairs(offsets=tuple(self.offset(prefix, name) for name in names))
+        return Pairs(offsets=tuple(self.offset(prefix, name) for name in self._adaptor_names()))
+
+    def _adaptor_names(self) -> list[str]:
+        return ["weight"] if self.bias is None else ["weight", "bias"]
 
     def merge_into_base(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
         """Add the clusters' gammas and betas, weighted by ``shares``, to the base's in place, and return the base."""
-        tensor(self.base, "weight").data.add_(mix(shares.to(self.weight.dtype), self.weight))
+        mixed_gamma = mix(shares.to(self.weight.dtype), self.weight)
+        tensor(self.base, "weight").data.add_(mixed_gamma)
         if self.bias is not None:
-            tensor(self.base, "bias").data.add_(mix(shares.to(self.bias.dtype), self.bias))
+            mixed_beta = mix(shares.to(self.bias.dtype), self.bias)
+            tensor(self.base, "bias").data.add_(mixed_beta)
         return self.base
 
 
@@ -98,25 +103,29 @@ def _instance_norm(base: _InstanceNorm, x: Tensor, weight: Tensor, bias: Tensor 
     base._check_input_dim(x)
     lacks_batch_axis = x.dim() == base._get_no_batch_dim()
     batched = x.unsqueeze(0) if lacks_batch_axis else x
-    use_input = base.training or not base.track_running_stats  # instead of running statistics
-    mean, var = base.running_mean, base.running_var
-    momentum = base.momentum if base.momentum is not None else 0.0  # without momentum nn.InstanceNorm passes 0 too
-    y = F.instance_norm(batched, mean, var, weight, bias, use_input, momentum, base.eps)
+    y = F.instance_norm(
+        batched,
+        base.running_mean,
+        base.running_var,
+        weight,
+        bias,
+        use_input_stats=base.training or not base.track_running_stats,
+        momentum=base.momentum if base.momentum is not None else 0.0,
+        eps=base.eps,
+    )
     return y.squeeze(0) if lacks_batch_axis else y
 
 
 class AdaptedBatchNorm(AdaptedNorm):
     """A batch norm whose adaptors have running statistics of their own (FLoRAL, arXiv:2410.03497, App. F.2).
 
-    Output: ``BN(x; gamma, beta) + alpha * sum_c pi_c BN_local(x; gamma_c, beta_c)``. All clusters see the same input,
-    so they share one set of local statistics (``running_mean``, ``running_var``), which starts as a copy of the base's.
-    In a federation local statistics stay on the client; the base's are averaged.
+    Output: ``BN(x; gamma, beta) + alpha * sum_c pi_c BN_local(x; gamma_c, beta_c)``. All clusters share one set of
+    local statistics (``running_mean``, ``running_var``). In a federation they stay on the client; the base's are
+    averaged.
 
-    ``nora`` selects BatchNorA (eq. 42). The adaptor's gain and shift become ``s gamma_c`` and ``beta_c + m
-    sg(gamma_c)`` with ``s = sigma_local / sigma`` and ``m = (mu_local - mu) / sigma``, from the running statistics
-    before the step. Training mode uses them too, as batch statistics would give s = 1 and m = 0. The stop-gradient sg
-    applies to the original gamma_c, as in the paper. Sigma includes epsilon, so in eval mode the output is exactly the
-    base's norm with ``gamma + gamma_c`` and ``beta + beta_c``. Without running statistics both forms are equal.
+    With ``nora`` (BatchNorA, eq. 42) the adaptor's gain and shift become ``s gamma_c`` and ``beta_c + m sg(gamma_c)``
+    with ``s = sigma_local / sigma``, ``m = (mu_local - mu) / sigma`` and the stop-gradient sg. They use the running
+    statistics in training mode, too, as batch statistics would give s = 1 and m = 0.
     """
 
     running_mean: Tensor | None
@@ -126,7 +135,7 @@ class AdaptedBatchNorm(AdaptedNorm):
         """Create the adaptors, and local running statistics that start as copies of the base's.
 
         Args:
-            base: The batch norm to adapt; without running statistics there are no local ones.
+            base: The batch norm to adapt.
             nora: Use BatchNorA (FLoRAL eq. 42), which rescales the adaptors by the ratio of local and base statistics.
             num_clusters: Number of clusters, each with its own adaptors.
             alpha: Factor of the adaptors' sum, like the scale of LoRA.
@@ -134,77 +143,77 @@ class AdaptedBatchNorm(AdaptedNorm):
         """
         super().__init__(base, num_clusters=num_clusters, alpha=alpha, mixture=mixture)
         self.nora = nora
-        mean, var = cast(_BatchNorm, base).running_mean, cast(_BatchNorm, base).running_var
-        self.register_buffer("running_mean", None if mean is None else mean.clone())
-        self.register_buffer("running_var", None if var is None else var.clone())
+        for name in ("running_mean", "running_var"):
+            statistic = getattr(base, name)  # None for a batch norm without running statistics
+            self.register_buffer(name, None if statistic is None else statistic.clone())
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return the output of the base's norm plus that of the adaptors' norm, mixed over clusters.
+        """Return the output of the base's norm plus that of the adaptors' norm.
 
-        In training mode both normalise by the same batch, so one call computes the sum. In eval mode each has its own
-        running statistics.
+        Both normalise by the batch in training mode, and by their own running statistics in eval mode.
         """
         base = cast(_BatchNorm, self.base)
         base._check_input_dim(x)
         gain, shift = self._gain_and_shift()
-        if base.training or self.running_mean is None:
-            return self._normalise_by_batch(x, base.weight + gain, _add_present(base._parameters.get("bias"), shift))
-        normalise = partial(F.batch_norm, x, training=False, momentum=0.0, eps=base.eps)  # statistics do not change
-        y = normalise(base.running_mean, base.running_var, base.weight, base.bias)
-        return y + normalise(self.running_mean, self.running_var, gain, shift)
+        uses_batch_statistics = base.training or self.running_mean is None
+        if uses_batch_statistics:  # One call computes the sum of both norms.
+            gamma = base.weight + gain
+            beta = _add_present(base._parameters.get("bias"), shift)
+            return self._normalise_by_batch(x, gamma, beta)
+        normalise = partial(F.batch_norm, x, training=False, momentum=0.0, eps=base.eps)
+        base_output = normalise(base.running_mean, base.running_var, base.weight, base.bias)
+        adaptor_output = normalise(self.running_mean, self.running_var, gain, shift)
+        return base_output + adaptor_output
 
     def _gain_and_shift(self) -> tuple[Tensor, Tensor | None]:
         """Return gain and shift of the adaptors' norm, mixed over clusters.
 
-        With ``nora`` (BatchNorA, FLoRAL eq. 42) they are changed to::
-
-            gain   <-  sigma_ratio * gain                    with sigma_ratio = sigma_local / sigma
-            shift  <-  shift + mean_offset * detached_gain   with mean_offset = (mu_local - mu) / sigma
-
-        mu and sigma are the base's running mean and standard deviation, mu_local and sigma_local the adaptors'.
+        With ``nora`` (BatchNorA, FLoRAL eq. 42) they become ``s gain`` and ``shift + m sg(gain)``, with
+        ``s = sigma_local / sigma``, ``m = (mu_local - mu) / sigma`` and the stop-gradient sg. mu and sigma are the
+        base's running mean and standard deviation, mu_local and sigma_local the adaptors'.
         """
         gain, shift = self.mixed()
         has_running_statistics = self.running_mean is not None
         if not self.nora or not has_running_statistics:
             return gain, shift
-        sigma_ratio, mean_offset = self._relative_statistics()
-        # `gain` again, without a gradient for the clusters' gains; the mixture weights keep theirs.
+        s, m = self._relative_statistics()
+        # Stops the gradient of the clusters' gains only, not of the mixture weights.
         detached_gain = mix(self.shares(self.weight), self.weight.detach())
-        return sigma_ratio * gain, _add_present(shift, mean_offset * detached_gain)
+        return s * gain, _add_present(shift, m * detached_gain)
 
     def _relative_statistics(self) -> tuple[Tensor, Tensor]:
         """Return ``sigma_local / sigma`` and ``(mu_local - mu) / sigma``.
 
-        mu and sigma are the mean and standard deviation of the base's running statistics, mu_local and sigma_local
-        those of the adaptors'. The two results convert between inputs normalised by the one and by the other::
-
-            (x - mu) / sigma = (sigma_local / sigma) (x - mu_local) / sigma_local + (mu_local - mu) / sigma
+        mu and sigma are the base's running mean and standard deviation, mu_local and sigma_local the adaptors'.
         """
-        mean, var, local_mean, local_var = self._statistics()
+        mu, var, mu_local, var_local = self._statistics()
         eps = cast(_BatchNorm, self.base).eps
-        deviation = (var + eps).sqrt()
-        return (local_var + eps).sqrt() / deviation, (local_mean - mean) / deviation
+        sigma = (var + eps).sqrt()
+        sigma_local = (var_local + eps).sqrt()
+        return sigma_local / sigma, (mu_local - mu) / sigma
 
     def _normalise_by_batch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Normalise by the batch's statistics; in training update the base's and the local running statistics.
 
         Args:
             x: Input of the norm.
-            weight: Sum of the base's gamma and the adaptors' gain.
-            bias: Sum of the base's beta and the adaptors' shift, if there is any.
+            weight: Gain of the whole norm.
+            bias: Shift of the whole norm, or None.
         """
         base = cast(_BatchNorm, self.base)
-        if not base.training or base.running_mean is None:
+        has_statistics_to_update = base.training and base.running_mean is not None
+        if not has_statistics_to_update:
             return F.batch_norm(x, None, None, weight, bias, training=True, momentum=0.0, eps=base.eps)
         assert base.num_batches_tracked is not None
         base.num_batches_tracked.add_(1)
-        # Without momentum PyTorch keeps the plain mean over all batches.
+        # Without momentum PyTorch keeps the mean over all batches.
         rate = base.momentum if base.momentum is not None else 1.0 / float(base.num_batches_tracked)
-        # Computed first, because F.batch_norm updates the base's running statistics in place.
-        local_minus_base = self._local_minus_base()
-        statistics = (base.running_mean, base.running_var)
-        y = F.batch_norm(x, *statistics, weight, bias, training=True, momentum=rate, eps=base.eps)
-        self._update_local_statistics(local_minus_base, keep=1.0 - rate)
+        old_differences = self._local_minus_base()
+        # Updates the base's running statistics in place.
+        y = F.batch_norm(
+            x, base.running_mean, base.running_var, weight, bias, training=True, momentum=rate, eps=base.eps
+        )
+        self._update_local_statistics(old_differences, keep=1.0 - rate)
         return y
 
     def _local_minus_base(self) -> tuple[Tensor, Tensor]:
@@ -213,61 +222,64 @@ class AdaptedBatchNorm(AdaptedNorm):
         return local_mean - mean, local_var - var
 
     def _statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the base's running mean and variance, then the local ones."""
-        names = ("running_mean", "running_var")
-        mean, var = (tensor(self.base, name) for name in names)
-        local_mean, local_var = (tensor(self, name) for name in names)
+        """Return the base's running mean and variance, then the local running mean and variance."""
+        mean, var = tensor(self.base, "running_mean"), tensor(self.base, "running_var")
+        local_mean, local_var = tensor(self, "running_mean"), tensor(self, "running_var")
         return mean, var, local_mean, local_var
 
-    def _update_local_statistics(self, local_minus_base: tuple[Tensor, Tensor], *, keep: float) -> None:
+    def _update_local_statistics(self, old_differences: tuple[Tensor, Tensor], *, keep: float) -> None:
         """Update the local running mean and variance after ``F.batch_norm`` has updated the base's.
 
-        Both are moving averages with the same rate over the same batch, so their difference shrinks by the factor
-        ``1 - rate`` and the batch's own statistics are not needed again.
+        Both are moving averages over the same batches, so each step multiplies their difference by ``keep``.
 
         Args:
-            local_minus_base: Local mean and variance minus the base's, before the update.
-            keep: ``1 - rate``, the weight of the old value in the moving averages.
+            old_differences: Local mean minus base mean, and local variance minus base variance, before the update.
+            keep: Weight of the old value in the moving averages.
         """
+        old_mean_difference, old_var_difference = old_differences
         mean, var, local_mean, local_var = self._statistics()
         with torch.no_grad():
-            local_mean.copy_(mean + keep * local_minus_base[0])
-            local_var.copy_(var + keep * local_minus_base[1])
+            local_mean.copy_(mean + keep * old_mean_difference)
+            local_var.copy_(var + keep * old_var_difference)
 
     def merge_into_base(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
-        """Merge the adaptors into the base's gamma and beta in place, and return the base, an ordinary batch norm.
+        """Add the mixed adaptors to the base's gamma and beta in place, so that outputs in eval mode stay the same.
 
-        In eval mode the result computes the same as this layer: the base's norm plus the adaptors' norm. ``gain`` is
-        the sum of the clusters' gammas weighted by ``shares``, ``shift`` that of their betas. The adaptors' norm
-        normalises by its own running statistics (mu_local, sigma_local), but the result by the base's (mu, sigma)::
+        The adaptors' norm uses local running statistics (mu_local, sigma_local), the base those of its own (mu,
+        sigma). So the mixed ``gain`` and ``shift`` of the adaptors are converted::
 
             gamma += gain sigma / sigma_local
             beta  += shift + gain (mu - mu_local) / sigma_local
 
-        Two cases need no conversion, so that ``gamma += gain`` and ``beta += shift``. The base may have no running
-        statistics; then both norms use those of the batch. Or the layer may use BatchNorA (``nora``; FLoRAL eq. 42),
-        whose forward pass already applies the inverse conversion to the adaptors.
-
         Args:
             shares: Mixture weight of each cluster's adaptor, times alpha.
 
+        Returns:
+            The base.
+
         Raises:
-            RecipeError: The conversion changes beta, but the base has none.
+            RecipeError: Beta has to be changed, but the base has none.
         """
-        if self.running_mean is None or self.nora:  # no conversion, as in a layer norm
+        has_local_statistics = self.running_mean is not None
+        if not has_local_statistics or self.nora:  # BatchNorA is the inverse conversion, so both cancel.
             return super().merge_into_base(shares)
-        if self.bias is None:  # nothing can hold the difference of the means
+        if self.bias is None:
             raise RecipeError(
                 "merge: a batch norm without bias cannot take adaptors with local statistics; use batch_nora"
             )
         base = cast(_BatchNorm, self.base)
-        gain, shift = mix(shares.to(self.weight.dtype), self.weight), mix(shares.to(self.bias.dtype), self.bias)
-        sigma_ratio, mean_offset = self._relative_statistics()  # sigma_local / sigma, (mu_local - mu) / sigma
-        base.weight.data.add_(gain / sigma_ratio)
-        base.bias.data.add_(shift - mean_offset / sigma_ratio * gain)
+        gain = mix(shares.to(self.weight.dtype), self.weight)
+        shift = mix(shares.to(self.bias.dtype), self.bias)
+        s, m = self._relative_statistics()  # sigma_local / sigma, (mu_local - mu) / sigma
+        base.weight.data.add_(gain / s)
+        base.bias.data.add_(shift - m / s * gain)
         return base
 
 
 def _add_present(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Return the sum of the tensors that are not None; None if both are."""
-    return b if a is None else a if b is None else a + b
+    if a is None:
+        return b
+    if b is None:
+        return a
+    return a + b
