@@ -44,9 +44,9 @@ logger = logging.getLogger("comingle")
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Settings of one call of :func:`floral`, and what follows from them for a layer.
+    """Settings of one call of :func:`floral`, and the adaptors that each layer gets under them.
 
-    Either ``rank`` or ``budget`` is set. ``budget`` is the largest number of parameters of a layer's low-rank adaptor,
+    Either ``rank`` or ``budget`` is set; ``budget`` is the largest number of parameters of a layer's low-rank adaptor,
     as a fraction of the parameters of the layer's weight.
     """
 
@@ -63,17 +63,16 @@ class _Plan:
     warn: bool = True
 
     def wants(self, module: nn.Module) -> bool:
-        """Return whether a layer of a type that can be adapted gets an adaptor under these settings."""
-        if is_linear(module) or type(module) in CONVS:
-            low_rank = self.lora if is_linear(module) else self.conv != "none"
-            return low_rank or (self.bias and module._parameters.get("bias") is not None)
-        return self.norm
+        """Return whether an adaptable layer gets an adaptor under these settings."""
+        is_norm = not is_linear(module) and type(module) not in CONVS
+        if is_norm:
+            return self.norm
+        gets_low_rank_adaptor = self.lora if is_linear(module) else self.conv != "none"
+        gets_bias_adaptor = self.bias and module._parameters.get("bias") is not None
+        return gets_low_rank_adaptor or gets_bias_adaptor
 
     def rank_one_geometry(self, module: nn.Module) -> Geometry | None:
-        """Return the shapes that a layer's low-rank adaptor would have at rank 1; None if the layer gets none.
-
-        With a budget of parameters, the final rank is the number of adaptors of this size that fit into the budget.
-        """
+        """Return the shapes of the layer's low-rank adaptor if it had rank 1; None if the layer gets none."""
         if is_linear(module):
             return linear_geometry(module) if self.lora else None
         if not isinstance(module, CONVS) or self.conv == "none":
@@ -87,59 +86,63 @@ class _Plan:
         )
 
     def geometry(self, module: nn.Module) -> Geometry | None:
-        """Return the shapes of a layer's low-rank adaptor; None if the layer gets none.
+        """Return the shapes of the layer's low-rank adaptor; None if the layer gets none.
 
-        The rank is the one of the settings, or the largest one within the budget of parameters, but at least 1. It is
-        limited to the largest rank that the layer's weight can have.
+        The rank is that of the settings, or the largest within the budget, but at least 1. It is limited to the largest
+        rank that the layer's weight can have.
         """
         rank_one = self.rank_one_geometry(module)
         if rank_one is None:
             return None
-        rank = self.rank if self.budget is None else max(1, affordable_rank(rank_one, self.budget))
-        assert rank is not None
-        form = self.conv if type(module) in CONVS else "channel"  # a linear has no kernel to divide: any form will do
+        if self.budget is not None:
+            rank = max(1, affordable_rank(rank_one, self.budget))
+        else:
+            assert self.rank is not None
+            rank = self.rank
+        form = self.conv if type(module) in CONVS else "channel"  # For a linear layer all forms are the same.
         return rank_one.with_rank(rank, form)
 
-    def over_budget(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the names of the layers in which even a low-rank adaptor of rank 1 exceeds the budget of parameters.
-
-        Such a layer gets rank 1 nevertheless. Without a budget the list is empty.
+    def layers_over_budget(self, layers: dict[str, nn.Module]) -> list[str]:
+        """Return the names of the layers in which even rank 1 exceeds the budget; none without a budget.
 
         Args:
             layers: Layers of the model by name.
         """
         if self.budget is None:
             return []
-        rank_ones = {name: self.rank_one_geometry(module) for name, module in layers.items()}
-        return [name for name, rank_one in rank_ones.items() if rank_one and affordable_rank(rank_one, self.budget) < 1]
+        names: list[str] = []
+        for name, module in layers.items():
+            rank_one = self.rank_one_geometry(module)
+            if rank_one is not None and affordable_rank(rank_one, self.budget) < 1:
+                names.append(name)
+        return names
 
-    def limited(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the names of the layers whose weights are too small for an adaptor of the rank in the settings.
-
-        Empty if the settings have a budget in place of a rank.
+    def layers_below_rank(self, layers: dict[str, nn.Module]) -> list[str]:
+        """Return the names of the layers whose weights are too small for the rank; none with a budget.
 
         Args:
             layers: Layers of the model by name.
         """
         if self.rank is None:
             return []
-        names = []
+        names: list[str] = []
         for name, module in layers.items():
-            rank_one, final = self.rank_one_geometry(module), self.geometry(module)
-            # The factors' common axis, `width`, grows in proportion to the rank.
-            if rank_one and final and final.width < self.rank * rank_one.width:
+            rank_one, geometry = self.rank_one_geometry(module), self.geometry(module)
+            # `width` is proportional to the rank.
+            if rank_one and geometry and geometry.width < self.rank * rank_one.width:
                 names.append(name)
         return names
 
     def adapt(self, base: nn.Module) -> AdaptedLayer:
-        """Return a layer with its adaptors."""
+        """Return an adapted layer with ``base`` as its base layer."""
         common = {"num_clusters": self.num_clusters, "alpha": self.alpha, "mixture": self.mixture}
+        if is_linear(base):
+            return AdaptedLinear(base, geometry=self.geometry(base), bias=self.bias, **common)
+        if type(base) in CONVS:
+            return AdaptedConv(base, geometry=self.geometry(base), bias=self.bias, **common)
         if type(base) in BATCH_NORMS:
             return AdaptedBatchNorm(base, nora=self.batch_nora, **common)
-        if not is_linear(base) and type(base) not in CONVS:
-            return AdaptedNorm(base, **common)
-        kind = AdaptedLinear if is_linear(base) else AdaptedConv
-        return kind(base, geometry=self.geometry(base), bias=self.bias, **common)
+        return AdaptedNorm(base, **common)
 
 
 def floral(
@@ -200,13 +203,15 @@ def floral(
     check_size(rank, budget)
     check_settings(alpha, conv)
     check_flags(lora=lora, bias=bias, norm=norm, batch_nora=batch_nora, copy=copy, warn=warn)
-    mixture, router = Mixture(), ClientRouter(num_clusters, temperature=temperature, noise=noise)
+    router = ClientRouter(num_clusters, temperature=temperature, noise=noise)
     plan = _Plan(
         num_clusters=num_clusters, rank=rank, budget=budget, alpha=alpha, conv=conv, lora=lora, bias=bias, norm=norm,
-        batch_nora=batch_nora, mixture=mixture, warn=warn,
+        batch_nora=batch_nora, mixture=Mixture(), warn=warn,
     )  # fmt: skip
     wrapped = _add_adaptors(model, plan, router, copy=copy, generator=generator)
-    return _route_by_layer(wrapped) if per_layer else wrapped
+    if per_layer:
+        _replace_router_by_layerwise(wrapped)
+    return wrapped
 
 
 def adaptor_size(
@@ -221,27 +226,26 @@ def adaptor_size(
 ) -> int:
     """Return the number of entries of the low-rank factors that :func:`floral` would add to ``model`` for each cluster.
 
-    Adaptors of biases and norms are small and not counted.
-
     Args:
         model: Any module, without adaptors.
         rank: Rank of every low-rank adaptor, limited to the rank of its layer's weight. Either this or ``budget``.
         budget: Parameters of an adaptor divided by those of its base weight, in (0, 1].
         conv: Form of convolutions; "none" adds no low-rank adaptors to them.
         lora: Add low-rank adaptors to linear layers.
-        bias: Does not change the number; accepted so that the settings of :func:`floral` can be passed on.
-        norm: Does not change the number, like ``bias``.
+        bias: Does not change the number, as adaptors of biases are not counted.
+        norm: Does not change the number, as adaptors of norms are not counted.
 
     Raises:
         RecipeError: Not exactly one of rank and budget is given, one is out of range, or layers share parameters.
     """
     check_size(rank, budget)
-    # The number of clusters, alpha, the kind of batch norm and the mixture do not matter for the size of one cluster.
+    # num_clusters, alpha, batch_nora and mixture do not matter here.
     plan = _Plan(
         num_clusters=1, rank=rank, budget=budget, alpha=1.0, conv=conv, lora=lora, bias=bias, norm=norm,
         batch_nora=False, mixture=Mixture(),
     )  # fmt: skip
-    geometries = [plan.geometry(module) for module in find_layers(model, plan.wants).values()]
+    layers = find_layers(model, plan.wants)
+    geometries = [plan.geometry(module) for module in layers.values()]
     return sum(geometry.size for geometry in geometries if geometry is not None)
 
 
@@ -267,32 +271,30 @@ def _add_adaptors(
             f"floral: no layer of {type(model).__name__} can be adapted with these settings; got "
             f"{shorten(unadapted) or 'no parameters'}; allowed: {ADAPTABLE}"
         )
-    model = _deep_copy(model) if copy else model
-    wrapped = FloralModel(_adapt_layers(model, layers, plan), router=router, mixture=plan.mixture, unadapted=unadapted)
+    if copy:
+        model = _deep_copy(model)
+    adapted = _adapt_layers(model, layers, plan)
+    wrapped = FloralModel(adapted, router=router, mixture=plan.mixture, unadapted=unadapted)
     _initialise(wrapped, generator)
     _log_sizes(wrapped, plan)
     return wrapped
 
 
-def _route_by_layer(model: FloralModel) -> FloralModel:
-    """Replace the router by one with a softmax per layer, in place, and return the model.
-
-    Logits start at their initial values again. The new router has the device, dtype and mode of the old one.
-    """
-    layers, shared_router = list(model.layers().values()), model.router
-    for place, layer in enumerate(layers):  # the row of the layer in the mixture
-        layer.layer_index = place
-    temperature, noise = shared_router.temperature, shared_router.noise
-    router = ClientRouter(model.num_clusters, temperature=temperature, noise=noise, layers=len(layers))
-    model.router = router.to(shared_router.theta).train(shared_router.training)
-    return model
+def _replace_router_by_layerwise(model: FloralModel) -> None:
+    """Replace the model's router by one with a softmax per layer, with new logits."""
+    layers = list(model.layers().values())
+    for index, layer in enumerate(layers):
+        layer.layer_index = index
+    old = model.router
+    new = ClientRouter(model.num_clusters, temperature=old.temperature, noise=old.noise, layers=len(layers))
+    model.router = new.to(old.theta).train(old.training)  # the device, dtype and mode of the old router
 
 
 def _deep_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy; raise a :class:`RecipeError` for models that have none."""
+    """Return a deep copy; raise a :class:`RecipeError` for models that cannot be copied."""
     try:
         return copying.deepcopy(model)
-    except (RuntimeError, TypeError) as error:  # tensors with a graph (torch.nn.utils.weight_norm), locks
+    except (RuntimeError, TypeError) as error:  # for example because of locks, or tensors with a graph
         name, reason = type(model).__name__, str(error).splitlines()[0]
         raise RecipeError(f"floral model: {name} cannot be copied ({reason}); give copy=False") from None
 
@@ -316,11 +318,7 @@ def check_settings(alpha: float, conv: str) -> None:
 
 
 def check_flags(**flags: bool) -> None:
-    """Check that the settings are booleans.
-
-    Raises:
-        RecipeError: A setting is not a boolean. The text "no", for example, would count as true in an ``if``.
-    """
+    """Raise a :class:`RecipeError` if a setting is not a boolean, such as the text "no"."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise RecipeError(f"floral {name}: got {value!r}; allowed: True or False")
@@ -335,48 +333,49 @@ def _adapt_layers(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -
         plan: Settings of the adaptors.
     """
     for name in layers:
-        model = replace_module(model, name, plan.adapt(model.get_submodule(name)))
+        base = model.get_submodule(name)
+        model = replace_module(model, name, plan.adapt(base))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            # Its fast path in eval mode bypasses the forward of its linear layers; 0 disables it.
+            # Disables a fast path in eval mode, which does not call the linear layers' forward.
             module.activation_relu_or_gelu = 0
     return model
 
 
 def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
-    """Draw the adaptors' initial values, and give the router their device and the model's training mode.
-
-    The router computes in float32, or in the adaptors' dtype if that is wider. Layers without adaptors are logged.
+    """Draw the adaptors' initial values; set the router's device and dtype, and the training mode of the base model.
 
     Args:
         model: The model with adaptors.
         generator: Generator of the initial values; None: torch's global one.
     """
-    for layer in model.layers().values():
+    layers = model.layers().values()
+    for layer in layers:
         layer.reset(generator)
-    first = next(p for layer in model.layers().values() for p in layer.parameters(recurse=False))  # of the adaptors
-    model.router.to(device=first.device, dtype=torch.promote_types(first.dtype, torch.float32))
-    model.train(model.model.training)  # the wrapper was created in training mode
+    first_adaptor = next(parameter for layer in layers for parameter in layer.parameters(recurse=False))
+    router_dtype = torch.promote_types(first_adaptor.dtype, torch.float32)  # at least float32
+    model.router.to(device=first_adaptor.device, dtype=router_dtype)
+    model.train(model.model.training)
     if model.unadapted:
         logger.debug("floral: no adaptors in %s", shorten(model.unadapted, 20))
 
 
 def _log_sizes(model: FloralModel, plan: _Plan) -> None:
-    """Log a warning if some adaptors have a smaller rank than asked for, or more parameters than the budget allows.
-
-    ``plan.warn`` switches off only the warning about the budget.
-    """
+    """Log a warning if some adaptors have a smaller rank than asked for, or more parameters than the budget allows."""
     # Names in the caller's model, which is the submodule "model" of the wrapper.
     bases = {name.removeprefix("model."): layer.base for name, layer in model.layers().items()}
-    num_low_rank = sum(plan.rank_one_geometry(base) is not None for base in bases.values())  # layers, without norms
-    if plan.rank is not None:  # the caller gave a rank, so there is no budget to exceed
-        log_limited(plan.rank, plan.limited(bases), num_low_rank)
+    num_low_rank = sum(plan.rank_one_geometry(base) is not None for base in bases.values())
+    if plan.rank is not None:
+        log_limited(plan.rank, plan.layers_below_rank(bases), num_low_rank)
         return
-    if not plan.warn:
+    if not plan.warn:  # concerns the budget only
         return
     assert plan.budget is not None
     parameters = sizes(model)
     log_excess(
-        plan.budget, plan.over_budget(bases), num_low_rank,
-        clusters=plan.num_clusters, growth=parameters.adaptors / parameters.base,
-    )  # fmt: skip
+        plan.budget,
+        plan.layers_over_budget(bases),
+        num_low_rank,
+        clusters=plan.num_clusters,
+        growth=parameters.adaptors / parameters.base,
+    )
