@@ -26,7 +26,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 class AdaptedNorm(AdaptedLayer):
-    """A norm with adaptors of its gain gamma (``weight``) and shift beta (``bias``), ``(clusters, *shape of gamma)``."""
+    """A norm with adaptors of gamma (``weight``) and beta (``bias``), both ``(clusters, *shape of gamma)``."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
