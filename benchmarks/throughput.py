@@ -155,7 +155,9 @@ def main() -> None:
     if router_phases:
         single_step = replace(router_phases[0], steps=1)
         users_of_pass = all_users[: clients.pass_size.users]
-        steps["router"] = lambda: clients.steps.take(clients.cohort(users_of_pass, next(round_numbers)), single_step, 0)
+        steps["router"] = lambda: clients.steps.take_phase(
+            clients.cohort(users_of_pass, next(round_numbers)), single_step, 0
+        )
     if not args.no_base:
         bare_base = load_base(name, dtype=args.dtype, device=args.device)
         steps["base"] = base_pass(args, bare_base, clients.pass_size.users * clients.pass_size.sequences)

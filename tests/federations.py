@@ -81,7 +81,7 @@ def take_phase(clients: Clients, phase: Phase, round_number: int, step: int) -> 
     rows, method = list(range(len(clients.state.rows))), clients.method
     cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
     cohort.across = clients.state.rows[cohort.owners] if method.client.looks_across else None
-    clients.steps.take(cohort, phase, step)
+    clients.steps.take_phase(cohort, phase, step)
     clients.state.put(rows, cohort.part)
 
 

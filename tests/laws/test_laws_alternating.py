@@ -182,7 +182,7 @@ def test_the_period_counts_a_users_own_iterations(federate: Any, alternating: di
     due = torch.tensor([False, True, False])
     clients = federation.clients
     cohort = clients.cohort(EVERYONE, 0)
-    clients.steps.iteration(cohort, clients.phases, 0, torch.ones(3, dtype=torch.bool))
+    clients.steps.take_local_step(cohort, clients.phases, 0, torch.ones(3, dtype=torch.bool))
     clients.state.put(EVERYONE, cohort.part)
     moved = (federation.clients.state.rows != before)[:, router].any(1)
     assert torch.equal(moved, due & real)

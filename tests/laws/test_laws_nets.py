@@ -79,7 +79,7 @@ def test_what_is_trained_moves_and_nothing_else_does(federate_nets: Any, normles
 def test_only_what_is_shared_leaves(federate_nets: Any, netted: dict[str, Any]) -> None:
     federation = federate_nets(netted)
     clients, message = federation.clients, sent_by(federation)
-    wanted = {slot.name for slot in clients.model.layout.slots if all(slot.chosen(clients.method.shared))}
+    wanted = {slot.name for slot in clients.model.layout.slots if all(slot.role_mask(clients.method.shared))}
     assert set(message.tensors) == wanted
     views = clients.model.layout.views(clients.state.rows)
     assert all(torch.equal(message.tensors[name], views[name][EVERYONE]) for name in wanted)

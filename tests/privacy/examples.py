@@ -67,6 +67,6 @@ def sums_of(federation: InProcess, numbers: list[list[int]]) -> tuple[Tree, Tens
     cohort = clients.cohort(list(range(len(numbers))), 0)
     tensors = restrict(clients.model.tensors(cohort.part.rows), layout, layout.roles - noised.local_roles(layout))
     part = padded([torch.tensor(one, dtype=torch.int64) for one in numbers], 1)
-    leaves = noised.shared_leaves(shared_phase(federation), layout)
+    leaves = noised.noised_names(shared_phase(federation), layout)
     bound = float(clients.plan.privacy.first_bound)
     return noised.clipped_sums(clients.model, clients.batch_source, tensors, leaves, cohort, part, bound)

@@ -45,7 +45,7 @@ def naive_gradient(federation: InProcess, user: int, number: int) -> Tree:
     clients = federation.clients
     model: Any = clients.model
     tensors = {name: t[user].detach().clone() for name, t in shared_part(federation).items()}
-    names = noised_of(federation).shared_leaves(shared_phase(federation), model.layout)
+    names = noised_of(federation).noised_names(shared_phase(federation), model.layout)
     for name in names:
         tensors[name].requires_grad_()
     stream = clients.trainers[user].train

@@ -87,7 +87,7 @@ def test_the_loss_of_a_round_is_the_mean_over_its_steps(federate: Any) -> None:
     everyone = [0, 1, 2]
     found = train(whole, everyone, 0).losses
     cohort, active = stepwise.cohort(everyone, 0), torch.ones(3, dtype=torch.bool)
-    steps = [stepwise.steps.iteration(cohort, stepwise.phases, step, active) for step in range(2)]
+    steps = [stepwise.steps.take_local_step(cohort, stepwise.phases, step, active) for step in range(2)]
     assert found == pytest.approx(dict(enumerate(torch.stack(steps).mean(0).tolist())))
     first = stepwise.model.losses(
         whole.model.layout.views(federate("local").clients.state.rows),

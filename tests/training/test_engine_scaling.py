@@ -12,7 +12,7 @@ from comingle.config import load_recipe
 from comingle.runs import api
 from comingle.training import steps
 from comingle.training.backends.local import InProcess
-from comingle.training.steps import Steps, scaled, starting_scales
+from comingle.training.steps import Steps, run_with_loss_scaling, starting_scales
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Tree
 from federations import everyone
@@ -107,7 +107,7 @@ def test_what_no_scale_makes_finite_is_handed_on() -> None:
         bad = torch.tensor([1.0, 1.0, torch.inf])
         return torch.tensor([1.0, torch.nan, 1.0]), Tree({"w": (scales * bad).unsqueeze(1)})
 
-    _, gradients = scaled(run, torch.tensor([1, 1, 1]))
+    _, gradients = run_with_loss_scaling(run, torch.tensor([1, 1, 1]))
     assert gradients["w"][:2].flatten().tolist() == [1, 1]
     assert gradients["w"][2].isinf()
     assert all(scales[:2] == [16, 16] for scales in tried)

@@ -316,7 +316,7 @@ def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
     if bias_name not in slot_by_name or len(slot_by_name[weight_name].shape) != 2:
         raise RunError(not_linear)
     for name in (weight_name, bias_name):
-        is_shared = all(slot_by_name[name].chosen(set(shared)))  # all its entries
+        is_shared = all(slot_by_name[name].role_mask(set(shared)))  # all its entries
         if not is_shared:
             raise RunError("the net's first layer stays with its user, so there is no upload to invert")
     return weight_name, bias_name
@@ -413,7 +413,7 @@ def token_factors(clients: Clients) -> list[str]:
     """Return the names of the shared LoRA factors A in the first block's attention, whose inputs are single tokens."""
     names = []
     for slot in clients.model.layout.slots:
-        is_shared = all(slot.chosen(clients.method.shared))  # all its entries
+        is_shared = all(slot.role_mask(clients.method.shared))  # all its entries
         if is_shared and slot.name.startswith(FIRST) and slot.name.endswith(READS):
             names.append(slot.name)
     return names

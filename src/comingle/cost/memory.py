@@ -760,10 +760,10 @@ def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor
     """
     private, model, num_users = steps.private, steps.model, len(cohort.rows)
     assert private is not None
-    layout, shared_names = model.layout, private.shared_leaves(phase, model.layout)
+    layout, shared_names = model.layout, private.noised_names(phase, model.layout)
     # Copies of a user's model after the first are not shared, so all their gradients are plain.
     has_further_copies = max(cohort.rows) >= steps.trainers
-    plain_names = private.local_leaves(phase, layout, everything=has_further_copies)
+    plain_names = private.plain_names(phase, layout, everything=has_further_copies)
     plain = Tree()
     if plain_names:
         _, plain = steps.gradient(cohort, batch, phase, names=plain_names)

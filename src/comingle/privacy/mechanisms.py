@@ -182,7 +182,7 @@ class DifferentialPrivacy(PrivacyMechanism):
             )
         shared_statistics: list[str] = []  # names of tensors with running means and variances of batch norm
         for slot in layout.slots:
-            is_shared = any(slot.chosen(method.shared))
+            is_shared = any(slot.role_mask(method.shared))
             if is_shared and STATISTICS in slot.roles:
                 shared_statistics.append(slot.name)
         if shared_statistics:

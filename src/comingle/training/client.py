@@ -53,7 +53,7 @@ from comingle.training.cohort import Cohort, Models, Scorer
 from comingle.training.plan import client_mechanisms
 from comingle.training.settings import PassSize, RunPlan, cohorts
 from comingle.training.state import State, draw, initial_state, true_clusters
-from comingle.training.steps import TUNING, Steps, diverged, find_broken, private_steps, within_memory
+from comingle.training.steps import TUNING, Steps, diverged, find_nonfinite_users, private_steps, within_memory
 from comingle.utils.errors import DataError
 from comingle.utils.records import JsonObject
 from comingle.utils.registry import Registry
@@ -81,10 +81,14 @@ class Store:
 
     def begin(self, clients: Users) -> State:
         """Return the state of all users before the first round, after checking that it fits into memory."""
-        what = f"method {clients.method.name}: the trained tensors of {len(clients.trainers)} users"
-        advice = "; runtime.store: disk keeps users who are not training on disk"
-        require_bytes(what, 4 * clients.rows * clients.model.layout.columns, advice)  # float32
-        return clients.begin(range(clients.rows))
+        trained_bytes = 4 * clients.rows * clients.model.layout.columns  # float32
+        require_bytes(
+            f"method {clients.method.name}: the trained tensors of {len(clients.trainers)} users",
+            trained_bytes,
+            "; runtime.store: disk keeps users who are not training on disk",
+        )
+        all_rows = range(clients.rows)
+        return clients.begin(all_rows)
 
     def read(self, kind: Kind, request: DataRequest) -> RunData:
         """Return the users of a recipe.
@@ -113,21 +117,26 @@ STORES: Registry[Store] = Registry(
 def batch_size(plan: RunPlan, users: int) -> int:
     """Return the largest number of sequences or samples of a trainer in one local step.
 
-    The one trainer of pooled data takes as many as its users would take together.
+    Args:
+        plan: Plan of the run.
+        users: Number of users. If data is pooled, the single trainer takes as many samples as all users together.
     """
-    sizes = plan.training.batch_size
-    if plan.method.placement.pooled:
-        return sum(values_in(sizes)) if isinstance(sizes, Mapping) else plan.training.largest_batch_size * users
-    return plan.training.largest_batch_size
+    largest_of_user = plan.training.largest_batch_size
+    if not plan.method.placement.pooled:
+        return largest_of_user
+    size_or_size_by_user = plan.training.batch_size
+    if isinstance(size_or_size_by_user, Mapping):
+        return sum(values_in(size_or_size_by_user))
+    return largest_of_user * users
 
 
-class Roster:
-    """The users and trainers of a run, and the rows of the state that belong to them.
+class UsersAndTrainers:
+    """Users, who are evaluated, and trainers, who own models: the same, or one trainer with the data of all users.
 
     Args:
         plan: Plan of the run.
-        trainers: Owners of the rows: the users, or the one trainer of pooled data. If a method keeps several copies,
-            row ``copy * len(trainers) + i`` is a copy of trainer i.
+        trainers: Owners of the rows of the state: the users, or the one trainer of pooled data. If a method keeps
+            several copies of a model, row ``copy * len(trainers) + i`` is a copy of trainer i.
         users: The users.
         skipped: Users who were left out before the run, with the reason.
         skipped_rows: Number of rows of data that were left out.
@@ -144,20 +153,25 @@ class Roster:
     ):
         """Assign rows of the state to trainers and users; ``skipped`` has the reason for each user that was left out.
 
-        Trainers own the models: they are the users, or a single one with the data of all users if data is pooled.
+        There is one row per trainer and copy of its model: first those of copy 0, then those of copy 1, and so on.
         """
         placement = plan.method.placement
-        self.plan, self.trainers, self.users = plan, as_users(trainers), as_users(users)
-        self.skipped, self.skipped_rows = skipped, skipped_rows
+        self.plan = plan
+        self.trainers = as_users(trainers)
+        self.users = as_users(users)
+        self.skipped = skipped
+        self.skipped_rows = skipped_rows
         self.names = self.trainers.names
         self.numbers = UserNumbers(self.names)
         self.population_names = self.names  # of all users of the run, in other processes too
         self.rows = placement.copies * len(trainers)
-        first_of_last_copies = self.rows - len(trainers)  # users are evaluated with their last copy
-        self.row_of: Sequence[int] = range(first_of_last_copies, first_of_last_copies + len(users))
+        first_row_of_last_copy = self.rows - len(trainers)  # users are evaluated with their last copy
+        self.row_of: Sequence[int]
         """Row that holds the model of each user."""
         if placement.pooled:  # all users have the model of the one trainer
-            self.row_of = [first_of_last_copies] * len(users)
+            self.row_of = [first_row_of_last_copy] * len(users)
+        else:
+            self.row_of = range(first_row_of_last_copy, first_row_of_last_copy + len(users))
         self.batch_size = batch_size(plan, len(users))
 
     @property
@@ -167,9 +181,10 @@ class Roster:
 
     @property
     def left_out(self) -> JsonObject:
-        """Skipped users, at most :data:`MAX_LISTED_USERS` by name, and the number of skipped rows.
+        """Skipped users and rows, for the start event and the metrics; empty if nothing was skipped.
 
-        Part of the start event and of the metrics; empty if nothing was skipped.
+        For example ``{"skipped_users": {"u7": "no test data"}, "skipped_rows": 3}``. At most :data:`MAX_LISTED_USERS`
+        users are listed; if there are more, ``"skipped"`` is the number of all.
         """
         entries: JsonObject = {}
         if self.skipped:
@@ -191,14 +206,15 @@ class Roster:
     @cached_property
     def scored(self) -> Sequence[int]:
         """Numbers of the users who are evaluated: all, or a sample that is drawn once per run."""
-        count = self.plan.evaluation.users
-        if count is None or count >= len(self.population_names):
+        sample_size = self.plan.evaluation.users
+        if sample_size is None or sample_size >= len(self.population_names):
             return range(len(self.users))
-        sample = draw_users(self.population_names, count, self.plan.seed, "evaluation")
+        numbers_in_population = draw_users(self.population_names, sample_size, self.plan.seed, "evaluation")
         if len(self.population_names) == len(self.users):
-            return sample
-        # Other users are in other processes, so numbers among all become numbers among the users here.
-        return UserNumbers(self.users.names).existing([self.population_names[number] for number in sample])
+            return numbers_in_population
+        # This process has only some users of the population: keep those of the sample that are here.
+        drawn_names = [self.population_names[number] for number in numbers_in_population]
+        return UserNumbers(self.users.names).existing(drawn_names)
 
     @property
     def scored_users(self) -> list[AnyUser]:
@@ -216,18 +232,18 @@ class Roster:
         return [0] if self.method.placement.pooled else self.scored
 
 
-class Users(Roster):
-    """Tensors of the users over one frozen base model.
+class Users(UsersAndTrainers):
+    """Users and their trained tensors, over one frozen base model.
 
     Args:
         model: The model that all users train.
         plan: Plan of the run.
-        trainers: See :class:`Roster`.
-        users: See :class:`Roster`.
+        trainers: See :class:`UsersAndTrainers`.
+        users: See :class:`UsersAndTrainers`.
         batch_source: Batch source of the trainers, or a function that makes it on first use.
         reads: Whether users' data may be read now.
-        skipped: See :class:`Roster`.
-        skipped_rows: See :class:`Roster`.
+        skipped: See :class:`UsersAndTrainers`.
+        skipped_rows: See :class:`UsersAndTrainers`.
     """
 
     def __init__(
@@ -248,24 +264,29 @@ class Users(Roster):
         the source on first use. Without ``reads``, the data of users is not read to check for validation data.
         """
         super().__init__(plan, trainers=trainers, users=users, skipped=skipped, skipped_rows=skipped_rows)
-        self.model, method = model, plan.method
+        self.model = model
         self.stopped_after: int | None = None
         """Number of rounds after which the privacy budget was spent; None before."""
         self.steps = Steps(model=model, plan=plan, trainers=len(trainers), source=batch_source)
-        # Without a second expert there is no router, so its phase is skipped.
-        self.phases = [phase for phase in method.client.phases if model.layout.touching(phase.roles).slots]
         self.scorer = Scorer(steps=self.steps)
+        method = plan.method
+        # A phase without tensors is skipped: for example that of the router, if users have a single expert.
+        self.phases = [phase for phase in method.client.phases if model.layout.touching(phase.roles).slots]
         self.shares = bool(model.layout.mask(method.shared).any())  # whether users share any tensor
-        self.mechanisms: tuple[PrivacyMechanism, ...] = client_mechanisms(plan) if self.shares else ()
+        self.mechanisms: tuple[PrivacyMechanism, ...] = ()
+        if self.shares:
+            self.mechanisms = client_mechanisms(plan)
         self.steps.private = private_steps(self.mechanisms, model, plan)
         self.state = STORES[plan.runtime.store].begin(self)
-        # Some methods reset tensors to these values.
-        self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
+        self.initial = self.state.rows[:0]
+        """Parameters before the first round, for methods that reset tensors to them; no rows for other methods."""
+        if method.client.resets:
+            self.initial = self.state.rows.clone()
         self.update_masks()
         if plan.evaluation.select == "best":
             if reads:
                 self.require_validation(any(len(user.valid) for user in self.users))
-            self.state.remember(0)  # the start may turn out to be the best round
+            self.state.remember(0)  # the models before the first round may turn out to be the best
 
     @property
     def batch_source(self) -> BatchSource:
@@ -287,16 +308,18 @@ class Users(Roster):
     def begin(self, rows: Sequence[int]) -> State:
         """Return the state of some rows before the first round: parameters, moments, and what hooks keep per user.
 
-        It depends on nothing but the seed and the owners' names, so a store can leave out rows that were never trained.
+        It depends only on the seed and the names of the rows' owners, so a store can leave out untrained rows.
         """
         layout, method, owners = self.model.layout, self.method, self.owners(rows)
-        names, model = [self.names[owner] for owner in owners], self.model.only(owners)
+        names = [self.names[owner] for owner in owners]
+        model_of_rows = self.model.only(owners)
+        trained, shared = layout.mask(method.client.trained), layout.mask(method.shared)
         state = initial_state(
             layout,
-            model.mask(),
+            model_of_rows.mask(),
             names=names,
-            local=layout.mask(method.client.trained) & ~layout.mask(method.shared),
-            ranks=model.ranks,
+            local=trained & ~shared,
+            ranks=model_of_rows.ranks,
             seed=self.plan.seed,
             common_values=self._common_initial_values,
             moments=self.plan.training.experts.moments | self.plan.training.router.moments,
@@ -304,18 +327,24 @@ class Users(Roster):
             # Parameters and moments are float32 also over a bf16 base; a float64 base is for tests.
             dtype=torch.promote_types(self.model.dtype, torch.float32),
         )
-        shared = restrict(layout.views(state.rows), layout, method.shared)
+        shared_tensors = restrict(layout.views(state.rows), layout, method.shared)
         for hook in method.client.parts:
-            state.kept |= hook.start(names, self.plan.seed) | hook.start_like(shared)
-        if self.plan.training.uploads == "int8":  # rounding errors, to add to the next upload
-            state.kept |= {RESIDUAL + name: torch.zeros_like(t) for name, t in shared.items()}
+            kept = hook.start(names, self.plan.seed)
+            kept_of_shared_shapes = hook.start_like(shared_tensors)
+            state.kept |= kept
+            state.kept |= kept_of_shared_shapes
+        if self.plan.training.uploads == "int8":  # rounding errors of an upload, which are added to the next one
+            for name, t in shared_tensors.items():
+                state.kept[RESIDUAL + name] = torch.zeros_like(t)
         if change_updates(self.mechanisms) and self.plan.privacy is not None:  # the last download, to clip changes
-            state.kept |= start_references(shared, self.plan.privacy.first_bound)
+            state.kept |= start_references(shared_tensors, self.plan.privacy.first_bound)
         if method.server.first_download:  # version -1: all users download before the first round
             state.versions -= 1
-        if (mixture := method.placement.mixture) is not None and mixture.optimal:  # weights from true clusters
+        mixture = method.placement.mixture
+        if mixture is not None and mixture.optimal:  # mixture weights are given by users' true clusters
             clusters = [getattr(self.trainers[owner], "cluster", None) for owner in owners]
-            layout.views(state.rows)[CLIENT_ROUTER].copy_(true_clusters(method.name, clusters, mixture.clusters))
+            router_logits = layout.views(state.rows)[CLIENT_ROUTER]
+            router_logits.copy_(true_clusters(method.name, clusters, mixture.clusters))
         return state
 
     def require_validation(self, any_has_data: bool) -> None:
@@ -336,15 +365,10 @@ class Users(Roster):
     def update_masks(self) -> None:
         """Recompute the masks of padding after ranks were restored or changed; in memory, zero the padding.
 
-        Users with a smaller LoRA rank or fewer experts than others have unused entries in their row, the padding. With
-        tensors on disk, masks are made for each cohort, and only whether there is padding is computed here.
+        Users with a smaller LoRA rank or fewer experts than others have unused entries in their row, the padding.
         """
         if not self.state.in_memory:
-            # One row stands for all if all users have the same numbers of experts and ranks.
-            self.mask, ranks = self.model.only([0]).mask(), self.model.ranks
-            same_shapes = isinstance(self.method.placement.specialists, int) and bool((ranks == ranks[0]).all())
-            # A hook that changes ranks during the run may make padding later.
-            self.padded = self._resizes or not (same_shapes and bool(self.mask.all()))
+            self._update_padded()
             return
         ranks_by_copy = self.state.ranks.cpu().view(-1, len(self.trainers))
         masks = [self.model.mask(ranks_of_copy) for ranks_of_copy in ranks_by_copy]
@@ -352,6 +376,17 @@ class Users(Roster):
         self.padded = not bool(self.mask.all())
         if self.padded:
             _zero_masked(self.state, self.mask)
+
+    def _update_padded(self) -> None:
+        """Compute whether rows may be padded, for tensors on disk; their masks are made for each cohort."""
+        self.mask = self.model.only([0]).mask()  # of the first user
+        if self._resizes:  # ranks that shrink during the run make padding later
+            self.padded = True
+            return
+        same_num_experts = isinstance(self.method.placement.specialists, int)
+        same_ranks = bool((self.model.ranks == self.model.ranks[0]).all())
+        first_user_is_padded = not bool(self.mask.all())  # stands for all users if they have the same shapes
+        self.padded = first_user_is_padded or not (same_num_experts and same_ranks)
 
     @property
     def _resizes(self) -> bool:
@@ -370,9 +405,9 @@ class Users(Roster):
             rows: Numbers of the rows.
             part: State of these rows, with their ranks.
         """
-        if not self.state.in_memory:  # there is no mask of all users
-            return self.model.only(self.owners(rows)).mask(part.ranks.cpu())
-        return self.mask[list(rows)]
+        if self.state.in_memory:
+            return self.mask[list(rows)]
+        return self.model.only(self.owners(rows)).mask(part.ranks.cpu())
 
     @property
     def users_per_message(self) -> int:
@@ -408,8 +443,10 @@ class Users(Roster):
         )
 
     def _initial_rows(self, rows: Sequence[int]) -> Float[Tensor, "some columns"]:
-        """Return the parameters of some rows before any training: kept in memory, or drawn again from the seed."""
-        return self.initial[list(rows)] if self.state.in_memory else self.begin(rows).rows
+        """Return the parameters of some rows before the first round: kept in memory, or drawn anew from the seed."""
+        if self.state.in_memory:
+            return self.initial[list(rows)]
+        return self.begin(rows).rows
 
 
 def _zero_masked(state: State, mask: Bool[Tensor, "some columns"]) -> None:
@@ -436,7 +473,9 @@ class Clients(Users):
 
     def time_limit(self, trainer: int) -> float:
         """Return the seconds after which a trainer ends its local steps; infinite without limit and to fine-tune."""
-        return math.inf if self.is_fine_tuning else self.plan.max_seconds_of(self.trainers[trainer].name)
+        if self.is_fine_tuning:
+            return math.inf
+        return self.plan.max_seconds_of(self.trainers[trainer].name)
 
     # ---------------------------------------------------------------- messages
 
@@ -451,25 +490,27 @@ class Clients(Users):
 
         A client hook of the method may combine several downloaded models into one.
         """
-        members = self.numbers(download.users)
-        layout, state = self.model.layout, self.state.without_moments()
-        cohort = self.cohort(members, download.version, state=state)
-        bounds, tensors = without_bound(download.tensors)  # a clip norm that privacy mechanisms send along
+        receivers = self.numbers(download.users)
+        layout = self.model.layout
+        state = self.state.without_moments()
+        cohort = self.cohort(receivers, download.version, state=state)
+        clip_norms, tensors = without_bound(download.tensors)  # privacy mechanisms send clip norms along
         models = self._insert_own_models(cohort, replace(download, tensors=fill_ranks(tensors, layout)))
-        combined: Tree | None = None
+        combined_model: Tree | None = None
         for hook in self.method.client.parts:
-            combined = hook.receive(cohort, models, download.senders) if combined is None else combined
-        # Without a hook that combines models, a download has a single model per user.
-        new_model = {name: t[:, 0] for name, t in models.items()} if combined is None else combined
-        assign(cohort.tensors, layout, self.method.received, new_model)
-        if cohort.mask is not None:  # a server may send one model to users of different ranks
+            if combined_model is None:
+                combined_model = hook.receive(cohort, models, download.senders)
+        if combined_model is None:  # no hook combines models, so there is a single model per user
+            combined_model = {name: t[:, 0] for name, t in models.items()}
+        assign(cohort.tensors, layout, self.method.received, combined_model)
+        if cohort.mask is not None:  # a server may send one model to users of different ranks: zero the padding
             cohort.part.rows.mul_(cohort.mask)
-        if change_updates(self.mechanisms):  # the next upload is clipped relative to this download
-            keep_references(cohort.kept, restrict(cohort.tensors, layout, self.method.shared), bounds)
+        if change_updates(self.mechanisms):  # the change from this download to the next upload is clipped
+            keep_references(cohort.kept, restrict(cohort.tensors, layout, self.method.shared), clip_norms)
         for hook in self.method.client.parts:
             hook.received(cohort)
         cohort.part.versions.fill_(download.version)
-        state.put(members, cohort.part)
+        state.put(receivers, cohort.part)
 
     def receive_verdict(self, verdict: Download) -> None:
         """Store the current models as the best ones if the server reports the lowest loss so far."""
@@ -477,24 +518,24 @@ class Clients(Users):
             self.state.remember(verdict.version)
 
     def _insert_own_models(self, cohort: Cohort, download: Download) -> Tree:
-        """Return one model per sender: the downloaded ones, with the receiver's own model among them.
-
-        A receiver that is itself a sender does not download its own model; it is taken from the receiver's state.
+        """Return one model per sender, with each receiver's own model inserted if the download left it out.
 
         Args:
             cohort: The receivers.
             download: Models ``(users, models, *shape)`` by tensor name, and the names of their senders, in the same
-                order; the receiver's own model may be left out.
+                order.
 
         Returns:
             Models ``(users, senders, *shape)`` by tensor name.
         """
         models = download.tensors
-        num_downloaded = next(iter(models.values())).shape[1]
-        if len(download.senders) <= num_downloaded:  # no model is left out
+        any_tensor = next(iter(models.values()))
+        num_downloaded_models = any_tensor.shape[1]
+        if len(download.senders) <= num_downloaded_models:  # no model is left out
             return models
+        own_models = restrict(cohort.tensors, self.model.layout, self.method.shared)
         own_places = [download.senders.index(name) for name in cohort.names]
-        return insert_own(models, restrict(cohort.tensors, self.model.layout, self.method.shared), own_places)
+        return insert_own(models, own_models, own_places)
 
     def upload(self, members: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
         """Return the upload of some users after their local steps, joined in one message.
@@ -518,26 +559,29 @@ class Clients(Users):
         reports = losses if self.plan.privacy is None else {}  # losses reveal data
         if change_updates(self.mechanisms):
             # Mechanisms clip and noise the tensors, and decide what is reported.
-            amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
-            copies, reports = protect_uploads(self.mechanisms, copies, cohort, amounts, round_number)
-        number_format, all_places = self.plan.training.uploads, list(range(len(cohort.rows)))  # all users of the cohort
-        # ``cohort.kept`` has the residuals, the rounding errors of the previous upload.
+            num_samples = [len(self.trainers[owner].train) for owner in cohort.owners]
+            copies, reports = protect_uploads(self.mechanisms, copies, cohort, num_samples, round_number)
+        number_format = self.plan.training.uploads
+        keeps_rounding_errors = number_format == "int8" and not counts
+        all_places = list(range(len(cohort.rows)))
+        # ``cohort.kept`` has the rounding errors of the previous upload; those of this one replace them.
         sent = compress_with_feedback(copies, number_format, cohort.kept, all_places, store_residuals=not counts)
-        if number_format == "int8" and not counts:  # the rounding errors have changed
+        if keeps_rounding_errors:
             state.put(cohort.rows, cohort.part)
+        reports_of_method = {name: t.clone() for name, t in self._reports(cohort, members).items()}
         return Upload(
             round=round_number,
             users=tuple(cohort.names),
             tensors=sent,
             ranks=cohort.ranks.cpu().clone(),
-            reports={name: t.clone() for name, t in self._reports(cohort, members).items()} | reports,
+            reports=reports_of_method | reports,
         )
 
     def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
-        """Return the values that users upload besides tensors.
+        """Return the values that users upload besides tensors, such as ``{"count": tensor([120, 80])}``.
 
-        They are amounts of data as weights, numbers of local steps, and reports of client hooks. With differential
-        privacy amounts and numbers are not reported, as they would reveal data.
+        They are amounts of data (not with differential privacy, as they reveal data), numbers of local steps, and the
+        reports of client hooks.
 
         Args:
             cohort: The users.
@@ -546,14 +590,15 @@ class Clients(Users):
         Returns:
             Values by name, with users on the leading dimension.
         """
-        counts = {COUNT: torch.tensor([len(self.trainers[member].train) for member in members])}
-        reports = counts if self.plan.training.weighting != "uniform" and self.plan.privacy is None else {}
+        reports: Tree = {}
+        if self.plan.training.weighting != "uniform" and self.plan.privacy is None:
+            reports[COUNT] = torch.tensor([len(self.trainers[member].train) for member in members])
         if self.plan.reports_steps:
-            # Before the first round, an upload is only made to count its bytes.
-            taken = [self.steps_taken.get(member, self.batch_source.steps(member)) for member in members]
-            reports = reports | {STEPS: torch.tensor(taken)}
+            # Before the first round, an upload is made only to count its bytes; then the planned steps are reported.
+            steps = [self.steps_taken.get(member, self.batch_source.steps(member)) for member in members]
+            reports[STEPS] = torch.tensor(steps)
         for hook in self.method.client.parts:
-            reports = reports | hook.report(cohort)
+            reports |= hook.report(cohort)
         return reports
 
     # ---------------------------------------------------------------- scores
@@ -572,12 +617,16 @@ class Clients(Users):
 
     def validate(self) -> dict[str, float]:
         """Return the mean validation loss in nats of each evaluated user that has validation data, by name."""
-        pairs = zip(self.scored_rows, self.scored_users, strict=True)
-        with_data = [(row, user) for row, user in pairs if len(user.valid)]
-        if not with_data:
+        rows, names, valid_splits = [], [], []
+        for row, user in zip(self.scored_rows, self.scored_users, strict=True):
+            if len(user.valid):
+                rows.append(row)
+                names.append(user.name)
+                valid_splits.append(user.valid)
+        if not rows:
             return {}
-        scores = self.scorer.score(self.models, [user.valid for _, user in with_data], [row for row, _ in with_data])
-        return {user.name: score.mean_loss for (_, user), score in zip(with_data, scores, strict=True)}
+        scores = self.scorer.score(self.models, valid_splits, rows)
+        return {name: score.mean_loss for name, score in zip(names, scores, strict=True)}
 
     @property
     def chosen_round(self) -> int:
@@ -588,8 +637,10 @@ class Clients(Users):
 
     @property
     def rounds_done(self) -> int:
-        """Number of rounds of the run: as planned, or fewer if the privacy budget is spent earlier."""
-        return self.plan.training.rounds * self.method.trains if self.stopped_after is None else self.stopped_after
+        """Number of rounds of the run: as planned, or fewer if the privacy budget is spent earlier; 0 if untrained."""
+        if self.stopped_after is not None:
+            return self.stopped_after
+        return self.plan.training.rounds if self.method.trains else 0
 
     def choose(self) -> None:
         """Restore the models of the best round if the recipe selects it."""
@@ -599,14 +650,15 @@ class Clients(Users):
 
     def trainable_parameters(self) -> list[int]:
         """Return the number of parameters that each evaluated user trains, over all its copies and without padding."""
-        trained = self.model.layout.mask(self.method.client.trained).to(self.mask.device)
-        copies, count_of_trainer = range(self.method.placement.copies), dict[int, int]()
-        for group in cohorts(self.scored_trainers, self.users_per_message):
-            rows = [copy * len(self.trainers) + trainer for copy in copies for trainer in group]
-            masks = self.masks(rows, self.state.without_moments().take(rows))
-            counts_by_copy = (masks & trained).sum(1).view(len(copies), -1)
-            count_of_trainer |= dict(zip(group, counts_by_copy.sum(0).tolist(), strict=True))
-        return [count_of_trainer[owner] for owner in self.owners(self.scored_rows)]
+        is_trained = self.model.layout.mask(self.method.client.trained).to(self.mask.device)
+        copies = range(self.method.placement.copies)
+        count_by_trainer: dict[int, int] = {}
+        for trainers in cohorts(self.scored_trainers, self.users_per_message):
+            rows = [copy * len(self.trainers) + trainer for copy in copies for trainer in trainers]
+            not_padded = self.masks(rows, self.state.without_moments().take(rows))
+            counts = (not_padded & is_trained).sum(1).view(len(copies), len(trainers)).sum(0)
+            count_by_trainer.update(zip(trainers, counts.tolist(), strict=True))
+        return [count_by_trainer[trainer] for trainer in self.owners(self.scored_rows)]
 
     def upload_bytes(self) -> list[int]:
         """Return the upload size in bytes per round of each evaluated user; 0 if nothing is shared.
@@ -615,15 +667,16 @@ class Clients(Users):
         """
         if not self.shares:
             return [0] * len(self.scored)
-        if (sums := self.plan.sums) is not None:
-            size = self.model.layout.count(self.method.shared)
-            return [sums.sent_bytes(self.name(row), size) for row in self.scored_rows]
-        bytes_of_trainer: dict[int, int] = {}
-        for group in cohorts(self.scored_trainers, self.users_per_message):
-            no_losses = torch.zeros(len(group))  # neither they nor the round change the number of bytes
-            message = self.upload(group, 1, {LOSS: no_losses}, counts=True)
-            bytes_of_trainer |= dict(zip(group, packed_bytes(message), strict=True))
-        return [bytes_of_trainer[owner] for owner in self.owners(self.scored_rows)]
+        sums = self.plan.sums
+        if sums is not None:
+            num_entries = self.model.layout.count(self.method.shared)
+            return [sums.sent_bytes(self.name(row), num_entries) for row in self.scored_rows]
+        bytes_by_trainer: dict[int, int] = {}
+        for trainers in cohorts(self.scored_trainers, self.users_per_message):
+            # The number of bytes depends neither on the losses nor on the round, so any will do.
+            message = self.upload(trainers, round_number=1, losses={LOSS: torch.zeros(len(trainers))}, counts=True)
+            bytes_by_trainer.update(zip(trainers, packed_bytes(message), strict=True))
+        return [bytes_by_trainer[trainer] for trainer in self.owners(self.scored_rows)]
 
 
 Tick = Callable[[], None]
@@ -676,70 +729,101 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
 def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, tick: Tick) -> LocalRound:
     """Take the local steps of all participants, as :func:`train` does, without converting out-of-memory errors.
 
-    All copies of the model that a participant keeps are trained, by equally many steps. The result has the loss of its
-    last copy.
+    If a participant has several copies of its model, all are trained; the result has the loss of the last one.
+
+    Args:
+        clients: All clients.
+        members: Numbers of the participants.
+        round_number: The round, counted from 0.
+        tick: Called after each local step of a cohort.
     """
     started, method = time.perf_counter(), clients.method
     clients.steps.known_suspects.clear()  # optimizers blamed for non-finite tensors, of the previous round
     losses: dict[int, float] = {}
     rejected: dict[int, str] = {}
-    copies = range(method.placement.copies)
-    all_rows = [copy * len(clients.trainers) + member for copy in copies for member in members]
+    steps_taken: dict[int, int] = {}
+    # Some methods compare each copy with the first copy of the same user, as it was before this round.
+    first_copies = clients.state.rows_of(members) if method.client.looks_across else None
     place_of_member = {member: place for place, member in enumerate(members)}
 
-    # Some methods compare each copy with the first one as it was before this round.
-    first_copies = clients.state.rows_of(members) if method.client.looks_across else None
-    # A cohort has equal batch sizes, so that no batch is padded and users train exactly as they would alone.
-    rows_by_size: dict[int, list[int]] = {}
-    for row, owner in zip(all_rows, clients.owners(all_rows), strict=True):
-        rows_by_size.setdefault(clients.batch_source.size_of(owner), []).append(row)
-    groups = [group for rows in rows_by_size.values() for group in cohorts(rows, clients.pass_size.users)]
-    cohorts_of_owner = Counter(owner for group in groups for owner in set(clients.owners(group)))
-    taken: dict[int, int] = {}
-    for rows, next_rows in zip(groups, [*groups[1:], []], strict=True):
+    rows_of_cohorts = _split_into_cohorts(clients, members)
+    num_cohorts_of = Counter(owner for rows in rows_of_cohorts for owner in set(clients.owners(rows)))
+    rows_of_next_cohorts = [*rows_of_cohorts[1:], []]
+    for rows, next_rows in zip(rows_of_cohorts, rows_of_next_cohorts, strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
         clients.state.prefetch(next_rows)
         if first_copies is not None:
             cohort.across = first_copies[[place_of_member[owner] for owner in cohort.owners]]
-        # A user whose copies are in several cohorts divides its time among them. It stops in the first one.
-        limits = [
-            math.inf if owner in taken else clients.time_limit(owner) / cohorts_of_owner[owner]
-            for owner in cohort.owners
-        ]
-        planned = [taken.get(owner, clients.batch_source.steps(owner)) for owner in cohort.owners]
-        losses_of_steps, steps = _take_local_steps(clients, cohort, torch.tensor(planned), torch.tensor(limits), tick)
-        taken |= dict(zip(cohort.owners, steps.tolist(), strict=True))
-        broken = find_broken(losses_of_steps, cohort.part.rows, round_number)
-        _drop_diverged(clients, cohort, broken)
+        planned_steps, time_limits = [], []
+        for owner in cohort.owners:
+            if owner in steps_taken:  # an earlier cohort had another copy of this model: take equally many steps
+                planned_steps.append(steps_taken[owner])
+                time_limits.append(math.inf)
+            else:
+                planned_steps.append(clients.batch_source.steps(owner))
+                time_limits.append(clients.time_limit(owner) / num_cohorts_of[owner])
+        losses_of_steps, num_steps = _take_local_steps(
+            clients, cohort, torch.tensor(planned_steps), torch.tensor(time_limits), tick
+        )
+        reason_by_place = find_nonfinite_users(losses_of_steps, cohort.part.rows, round_number)
+        _drop_diverged(clients, cohort, reason_by_place)
         for hook in method.client.parts:
             hook.end(cohort)
         clients.apply_masks(cohort)
         clients.state.put(rows, cohort.part)
-        mean_losses = losses_of_steps.sum(0) / steps
-        losses |= dict(zip(cohort.owners, mean_losses.tolist(), strict=True))
-        rejected |= {cohort.owners[place]: reason for place, reason in broken.items()}
+        mean_losses = losses_of_steps.sum(0) / num_steps
+        steps_taken.update(zip(cohort.owners, num_steps.tolist(), strict=True))
+        losses.update(zip(cohort.owners, mean_losses.tolist(), strict=True))
+        for place, reason in reason_by_place.items():
+            rejected[cohort.owners[place]] = reason
+
     if any(hook.resizes for hook in method.client.parts):
         clients.update_masks()
     if not clients.is_fine_tuning:
-        clients.steps_taken.update(taken)
-    tokens = len(copies) * sum(_amount_of_steps(clients.batch_source, member, taken[member]) for member in members)
-    losses = {user: loss for user, loss in losses.items() if user not in rejected}
-    seconds = time.perf_counter() - started
-    return LocalRound(losses=losses, rejected=rejected, steps=taken, tokens=tokens, seconds=seconds)
+        clients.steps_taken.update(steps_taken)
+    tokens_of_a_copy = sum(_amount_of_steps(clients.batch_source, member, steps_taken[member]) for member in members)
+    return LocalRound(
+        losses={member: loss for member, loss in losses.items() if member not in rejected},
+        rejected=rejected,
+        steps=steps_taken,
+        tokens=method.placement.copies * tokens_of_a_copy,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _split_into_cohorts(clients: Clients, members: Sequence[int]) -> list[list[int]]:
+    """Return the rows of the participants, all copies of each, in lists that are trained in one batch each.
+
+    The users of a cohort have equal batch sizes: no batch is padded, so that they train exactly as they would alone.
+    """
+    copies = range(clients.method.placement.copies)
+    rows = [copy * len(clients.trainers) + member for copy in copies for member in members]
+    rows_by_batch_size: dict[int, list[int]] = {}
+    for row, owner in zip(rows, clients.owners(rows), strict=True):
+        batch_size_of_owner = clients.batch_source.size_of(owner)
+        rows_by_batch_size.setdefault(batch_size_of_owner, []).append(row)
+    rows_of_cohorts: list[list[int]] = []
+    for rows_of_size in rows_by_batch_size.values():
+        rows_of_cohorts += cohorts(rows_of_size, clients.pass_size.users)
+    return rows_of_cohorts
 
 
 def _amount_of_steps(batch_source: BatchSource, trainer: int, steps: int) -> int:
-    """Return the number of tokens or samples in the first local steps of a trainer in a round.
+    """Return the number of tokens or samples that a trainer has used in a round.
 
-    If the trainer took fewer steps than planned, and its batches have different sizes, the number is rounded.
+    If it took fewer steps than planned, this is the same share of the planned amount, rounded: an estimate if batches
+    have different sizes.
 
     Args:
         batch_source: Batch source of the trainers.
         trainer: Number of the trainer.
         steps: Number of steps that it took.
     """
-    amount, planned = batch_source.trained_amount(trainer), batch_source.steps(trainer)
-    return amount if steps == planned else round(amount * steps / planned)
+    planned_amount = batch_source.trained_amount(trainer)
+    planned_steps = batch_source.steps(trainer)
+    if steps == planned_steps:
+        return planned_amount
+    return round(planned_amount * steps / planned_steps)
 
 
 def _take_local_steps(
@@ -761,82 +845,86 @@ def _take_local_steps(
     Returns:
         Training losses in nats, 0 where a user has no more steps; and the number of steps that each user took.
     """
-    has_limit = not bool(limits.isinf().all())
-    started = clients.clock() if has_limit else 0.0
+    has_time_limit = not bool(limits.isinf().all())
+    started = clients.clock() if has_time_limit else 0.0
     for hook in clients.method.client.parts:
         hook.begin(cohort)
-    # All phases of a round fine-tune or none does. Fine-tuning begins with new moments.
-    if clients.method.client.tuning and clients.is_fine_tuning:
+    if clients.is_fine_tuning and clients.method.client.tuning:  # phases for fine-tuning only begin with new moments
         cohort.reset_moments(clients.method.client.trained)
     losses = []
     for step in range(int(steps.max())):
-        if has_limit and step:
-            steps = torch.where(clients.clock() - started >= limits, steps.clamp(max=step), steps)
+        if has_time_limit and step > 0:
+            out_of_time = clients.clock() - started >= limits
+            steps = torch.where(out_of_time, steps.clamp(max=step), steps)
         is_active = step < steps  # users with less data or time have fewer steps
         if not bool(is_active.any()):
             break
-        losses.append(clients.steps.iteration(cohort, clients.phases, step, is_active))
+        losses.append(clients.steps.take_local_step(cohort, clients.phases, step, is_active))
         tick()
     return torch.stack(losses), steps
 
 
 def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> None:
-    """Undo the round of users whose values are not finite if the method drops them; otherwise raise.
+    """Undo the round of users whose losses or tensors are not finite; raise if the method does not drop such users.
 
     Args:
         clients: All clients.
         cohort: The cohort; dropped users get their parameters of the start of the round and empty moments.
-        broken: Reasons, by place in the cohort.
+        broken: Reason for each user whose values are not finite, by its place in the cohort.
 
     Raises:
         DivergenceError: The method does not drop such users.
     """
+    part = cohort.part
     for place, reason in broken.items():
-        # Without a copy of the parameters from the start of the round there is nothing to go back to.
+        # ``cohort.before`` has the parameters of the start of the round; None if they were not kept.
         if cohort.before is None or not clients.method.client.drops_nonfinite:
-            suspect_optimizers = clients.steps.suspect_optimizers(cohort.rows[place], cohort.part.rows[place])
+            suspect_optimizers = clients.steps.suspect_optimizers(cohort.rows[place], part.rows[place])
             raise diverged(cohort.names[place], reason, suspect_optimizers)
-        cohort.part.rows[place] = cohort.before[place]
-        for t in (cohort.part.first, cohort.part.second, cohort.part.iterations, cohort.part.router_steps):
-            t[place] = 0
+        part.rows[place] = cohort.before[place]
+        for moments_or_count in (part.first, part.second, part.iterations, part.router_steps):
+            moments_or_count[place] = 0
 
 
 @contextmanager
 def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] | None = None) -> Iterator[None]:
     """Fine-tune the models of users for the duration of the block, in which they are scored; restore them on exit.
 
-    Users take the local steps of one round; their batches have a random stream of their own. Does nothing for methods
-    that do not fine-tune, and in a nested block.
+    Users take the local steps of one more round. Does nothing for methods that do not fine-tune, and in a nested block.
 
     Args:
         clients: All clients.
-        done: Number of rounds that are done, which decides the learning rates: those of the next round, or after the
-            last round those of the last one. If None, the number of rounds after which the final models were chosen.
+        done: Number of rounds that are done. Learning rates are those of the next round, or of the last one if all are
+            done. If None, the number of rounds after which the final models were chosen.
         members: Numbers of the trainers to fine-tune; those that are evaluated if None.
     """
     if not clients.method.client.finetunes or clients.is_fine_tuning:
         yield
         return
-    last_round = clients.plan.training.rounds - 1  # rounds are counted from 0
-    state, phases = clients.state, clients.phases
-    clients.state = state.copy()  # fine-tuned in place of the original, which is restored below
-    clients.phases = [replace(phase, label=TUNING) for phase in clients.method.client.tuning or phases]
+    original_state, original_phases = clients.state, clients.phases
+    clients.state = original_state.copy()
+    # The label gives batches a random stream of their own.
+    tuning_phases = clients.method.client.tuning or original_phases
+    clients.phases = [replace(phase, label=TUNING) for phase in tuning_phases]
     try:
-        done = clients.chosen_round if done is None else done
-        chosen = clients.scored_trainers if members is None else members
-        if chosen:
-            train(clients, chosen, min(done, last_round))
+        if done is None:
+            done = clients.chosen_round
+        if members is None:
+            members = clients.scored_trainers
+        last_round = clients.plan.training.rounds - 1  # rounds are counted from 0
+        if members:
+            train(clients, members, round_number=min(done, last_round))
         yield
     finally:
         clients.state.release()
-        clients.state, clients.phases = state, phases
+        clients.state, clients.phases = original_state, original_phases
 
 
 @torch.no_grad()
 def settle(clients: Clients, *, ends: bool = True) -> None:
-    """Run the ``settle`` hooks of the method before scoring.
+    """Run the ``settle`` hooks of the method before scoring: they compute tensors that depend on trained ones.
 
-    These client hooks compute tensors that depend on trained ones. A second call changes nothing.
+    A second call changes nothing.
 
     Args:
         clients: All clients.
@@ -844,9 +932,11 @@ def settle(clients: Clients, *, ends: bool = True) -> None:
     """
     # Hooks that do not override the empty method are left out, so that no tensors are read for them.
     hooks = [hook for hook in clients.method.client.parts if type(hook).settle is not ClientHook.settle]
-    num_trainers, copies = len(clients.trainers), clients.method.placement.copies
-    chosen = range(num_trainers) if ends else clients.scored_trainers
-    all_rows = [copy * num_trainers + trainer for copy in range(copies) for trainer in chosen] if hooks else []
+    if not hooks:
+        return
+    num_trainers, copies = len(clients.trainers), range(clients.method.placement.copies)
+    trainers = range(num_trainers) if ends else clients.scored_trainers
+    all_rows = [copy * num_trainers + trainer for copy in copies for trainer in trainers]
     for rows in cohorts(all_rows, clients.pass_size.users):
         cohort = clients.cohort(rows, clients.plan.training.rounds, state=clients.state.without_moments())
         for hook in hooks:
@@ -855,15 +945,18 @@ def settle(clients: Clients, *, ends: bool = True) -> None:
 
 
 def finish(clients: Clients) -> None:
-    """Run the ``finish`` hooks of the method once after the last exchange; they return the final models of users.
+    """Run the ``finish`` hooks of the method after the last round, and store the final models that they return.
 
     A final model replaces the last copy of its user, with which the user is evaluated.
     """
-    num_trainers, copies = len(clients.trainers), clients.method.placement.copies
     hooks = clients.method.client.finishing
-    for group in cohorts(range(num_trainers), clients.users_per_message) if hooks else ():
-        rows = [copy * num_trainers + trainer for copy in range(copies) for trainer in group]  # last copies come last
+    if not hooks:
+        return
+    num_trainers, copies = len(clients.trainers), range(clients.method.placement.copies)
+    for trainers in cohorts(range(num_trainers), clients.users_per_message):
+        rows = [copy * num_trainers + trainer for copy in copies for trainer in trainers]
         for hook in hooks:
             cohort = clients.cohort(rows, clients.plan.training.rounds)
-            cohort.part.rows[-len(group) :] = hook.finish(cohort)
+            final_models = hook.finish(cohort)
+            cohort.part.rows[-len(trainers) :] = final_models  # the last copies come last
             clients.state.put(rows, cohort.part)

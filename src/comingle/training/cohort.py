@@ -239,7 +239,7 @@ class Cohort(CohortTensors):
 
     def take_steps(self, phase: Phase) -> None:
         """Take the optimizer steps of a phase before the local steps of the round."""
-        self.steps.take(self, phase, -1)
+        self.steps.take_phase(self, phase, step=-1)
 
     @torch.no_grad()
     def component_losses(self) -> Float[Tensor, "users clusters"]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ def within_memory(pass_size: PassSize, users: int, device: torch.device) -> Iter
     """Convert out-of-memory errors in the block to a recipe error.
 
     Args:
-        pass_size: Number of users and sequences in one pass.
-        users: Number of users that are trained or scored in the block; a pass has at most this many.
+        pass_size: Largest number of users and of sequences in one pass.
+        users: Number of users that are trained or scored in the block.
         device: Device of the model.
 
     Raises:
@@ -62,15 +62,18 @@ def within_memory(pass_size: PassSize, users: int, device: torch.device) -> Iter
     except (RuntimeError, MemoryError) as error:
         if not lacks_memory(error):
             raise
-        at_once, sequences = min(pass_size.users, users), pass_size.sequences
-        if at_once > 1:
-            advice = f"runtime.users_per_step={at_once // 2}, or auto"
-        elif sequences > 1:
-            advice = f"runtime.micro_batch={sequences // 2}"
+        num_users, num_sequences = min(pass_size.users, users), pass_size.sequences
+        if num_users > 1:
+            advice = f"runtime.users_per_step={num_users // 2}, or auto"
+        elif num_sequences > 1:
+            advice = f"runtime.micro_batch={num_sequences // 2}"
         else:
             advice = "a smaller base, training.context or adapters.rank"
-        what = f"{at_once} {'user' if at_once == 1 else 'users'} with {sequences} sequences or samples each"
-        raise RecipeError(f"runtime: not enough memory on {device} for a pass of {what}; try {advice}") from None
+        users_phrase = "1 user" if num_users == 1 else f"{num_users} users"
+        raise RecipeError(
+            f"runtime: not enough memory on {device} for a pass of {users_phrase} with {num_sequences} sequences or "
+            f"samples each; try {advice}"
+        ) from None
 
 
 def diverged(user: str, what: str, suspect_optimizers: Sequence[str] = ("experts",)) -> DivergenceError:
@@ -78,39 +81,44 @@ def diverged(user: str, what: str, suspect_optimizers: Sequence[str] = ("experts
 
     Args:
         user: Name of the user.
-        what: Description of the value that is not finite.
-        suspect_optimizers: Optimizers that may have caused it; empty before any training.
+        what: Description of the value, such as "training loss is nan in round 1, local step 3".
+        suspect_optimizers: Optimizers that may have caused it, "experts" or "router"; empty before any training.
     """
-    advice = "nothing has been trained, so the base model is the cause"
     if suspect_optimizers:
         rates = " and ".join(f"training.{name}.learning_rate" for name in suspect_optimizers)
         norms = " and ".join(f"training.{name}.clip_norm" for name in suspect_optimizers)
         advice = f"try a smaller {rates}, or {norms}: 1.0"
+    else:
+        advice = "nothing has been trained, so the base model is the cause"
     return DivergenceError(f"user {user!r}: {what}; {advice}")
 
 
 def find_suspects(
     layout: Layout, row: Float[Tensor, " columns"], trained: Mapping[str, frozenset[str]]
 ) -> tuple[str, ...]:
-    """Return the optimizers that may have made the loss of a user infinite or NaN.
+    """Return the optimizers that may have made the loss of a user infinite or NaN, such as ``("router",)``.
 
-    Tensors that break a loss are larger than others by orders of magnitude. If the largest magnitudes of two optimizers
-    are within a factor of 10, or both are NaN, both are returned.
+    They are those whose tensors have the largest magnitude, and others within a factor of 10 of it. NaN counts as
+    infinite.
 
     Args:
         layout: Layout of the columns.
         row: Tensors of the user.
-        trained: Roles that each optimizer trains.
+        trained: Roles that each optimizer trains, by its name.
     """
-    largest: dict[str, float] = {}
-    for name, roles in trained.items():
+    largest_magnitudes: dict[str, float] = {}
+    for optimizer, roles in trained.items():
         magnitudes = row[layout.mask(roles).to(row.device)].abs()
         if len(magnitudes):
-            largest[name] = magnitudes.nan_to_num(nan=torch.inf).max().item()
-    return tuple(name for name, magnitude in largest.items() if magnitude >= max(largest.values()) / 10)
+            largest_magnitudes[optimizer] = magnitudes.nan_to_num(nan=torch.inf).max().item()
+    suspects = []
+    for optimizer, magnitude in largest_magnitudes.items():
+        if magnitude >= max(largest_magnitudes.values()) / 10:
+            suspects.append(optimizer)
+    return tuple(suspects)
 
 
-def find_broken(
+def find_nonfinite_users(
     losses: Float[Tensor, "steps users"], rows: Float[Tensor, "users columns"], round_number: int
 ) -> dict[int, str]:
     """Return the users of a cohort whose losses or tensors are not finite.
@@ -121,21 +129,23 @@ def find_broken(
         round_number: The round, counted from 0.
 
     Returns:
-        A sentence with the reason, by the user's place in the cohort.
+        A phrase with the reason, by the user's place in the cohort, such as
+        ``{2: "training loss is nan in round 1, local step 3"}``.
     """
-    broken: dict[int, str] = {}
-    for step, user in (~losses.isfinite()).nonzero().tolist():
-        what = f"training loss is {losses[step, user].item()} in round {round_number + 1}, local step {step + 1}"
-        broken.setdefault(user, what)
-    # Rows are checked too: a failure in the last step shows in no loss of this round, and would be uploaded.
-    # The sum of a row is finite only if all entries are; computing it needs no copy of the rows.
-    for user in (~rows.sum(1).isfinite()).nonzero().flatten().tolist():
-        broken.setdefault(user, f"not all tensors are finite after round {round_number + 1}")
-    return broken
+    reason_by_place: dict[int, str] = {}
+    for step, place in (~losses.isfinite()).nonzero().tolist():
+        if place not in reason_by_place:  # report the first step only
+            loss = losses[step, place].item()
+            reason_by_place[place] = f"training loss is {loss} in round {round_number + 1}, local step {step + 1}"
+    # The last step may break tensors without a loss that shows it. A sum is finite only if all entries are.
+    for place in (~rows.sum(1).isfinite()).nonzero().flatten().tolist():
+        if place not in reason_by_place:
+            reason_by_place[place] = f"not all tensors are finite after round {round_number + 1}"
+    return reason_by_place
 
 
 Pass = Callable[[Float[Tensor, " users"]], tuple[Float[Tensor, " users"], Tree]]
-"""A pass: maps loss scales to unscaled losses and scaled gradients."""
+"""A forward and backward pass: maps each user's loss scale to its unscaled loss and its scaled gradients."""
 
 _TARGET_SCALE = 2.0**4
 """Magnitude to which gradients at the head are scaled, for every batch size."""
@@ -150,9 +160,8 @@ _SMALLEST_SCALE = 2.0**-24
 def starting_scales(targets: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
     """Return the first loss scale to try for each user, for loss scaling in float16.
 
-    The loss is a mean over n targets, so gradients at the head are of order 1/n. The scale is ``2^4`` times n rounded
-    down to a power of two: scaled gradients then have about the same magnitude for every batch size, and scaling by a
-    power of two rounds nothing.
+    It is 2^4 times the number n of targets, rounded down to a power of two: gradients at the head are of order 1/n. For
+    example, 100 targets have the scale ``16 * 64``.
 
     Args:
         targets: Number of targets in the batch of each user.
@@ -161,8 +170,8 @@ def starting_scales(targets: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
     return _TARGET_SCALE * powers_of_two
 
 
-def scaled(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Float[Tensor, " users"], Tree]:
-    """Run a pass with loss scaling; lower the scale of a user until its gradients are finite.
+def run_with_loss_scaling(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Float[Tensor, " users"], Tree]:
+    """Run a pass with loss scaling; repeat it with a lower scale for users whose gradients are not finite.
 
     Args:
         run: Runs a forward and backward pass with the given loss scales; returns losses, and gradients times scales.
@@ -173,14 +182,19 @@ def scaled(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Float[Tensor, " u
     """
     scales = starting_scales(targets)
     while True:
-        losses, gradients = run(scales)
-        unscaled = Tree({n: g / scales.to(g.device).view(-1, *[1] * (g.dim() - 1)) for n, g in gradients.items()})
-        if any(isinstance(g, FakeTensor) for g in unscaled.values()):  # shapes only, to count costs
-            return losses, unscaled
-        keeps_scale = ~losses.isfinite()  # no scale would help, as the loss itself is not scaled
-        keeps_scale |= torch.stack([g.flatten(1).isfinite().all(1).cpu() for g in unscaled.values()]).all(0)
-        if bool((keeps_scale | (scales <= _SMALLEST_SCALE)).all()):
-            return losses, unscaled
+        losses, scaled_gradients = run(scales)
+        gradients = Tree()
+        for name, t in scaled_gradients.items():
+            scale_of_user = scales.to(t.device).view(-1, *[1] * (t.dim() - 1))  # (users, 1, ..., 1)
+            gradients[name] = t / scale_of_user
+        if any(isinstance(t, FakeTensor) for t in gradients.values()):  # shapes only, to count costs
+            return losses, gradients
+        has_finite_gradients = torch.stack([t.flatten(1).isfinite().all(1).cpu() for t in gradients.values()]).all(0)
+        # If the loss itself is not finite, no scale helps: it is not scaled.
+        keeps_scale = has_finite_gradients | ~losses.isfinite()
+        has_smallest_scale = scales <= _SMALLEST_SCALE
+        if bool((keeps_scale | has_smallest_scale).all()):
+            return losses, gradients
         scales = torch.where(keeps_scale, scales, scales * _SCALE_DECAY)
 
 
@@ -207,37 +221,38 @@ class PrivateSteps:
 
     def applies(self, phase: Phase, layout: Layout) -> bool:
         """Return whether gradients of a phase need noise: it trains shared tensors, and its results are uploaded."""
-        return phase.label != TUNING and bool(self.shared_leaves(phase, layout))
+        is_uploaded = phase.label != TUNING  # fine-tuned models stay local
+        return is_uploaded and bool(self.noised_names(phase, layout))
 
-    def shared_leaves(self, phase: Phase, layout: Layout) -> list[str]:
-        """Return the names of the tensors with entries that a phase trains and users share.
+    def noised_names(self, phase: Phase, layout: Layout) -> list[str]:
+        """Return the names of the tensors that get noised gradients: users share them, and the phase trains them.
 
-        Each entry of a tensor's leading dimension, such as an expert, has a role; only some roles may be shared.
+        A tensor may have entries of several roles, such as experts; one entry that is shared and trained is enough.
         """
         names = []
         for slot in layout.slots:
-            entries = zip(slot.chosen(self.plan.method.shared), slot.chosen(phase.roles), strict=True)
-            if any(is_shared and is_trained for is_shared, is_trained in entries):
+            is_shared, is_trained = slot.role_mask(self.plan.method.shared), slot.role_mask(phase.roles)
+            if any(shared and trained for shared, trained in zip(is_shared, is_trained, strict=True)):
                 names.append(slot.name)
         return names
 
-    def local_leaves(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
-        """Return the names of the tensors whose gradients a phase needs without noise.
+    def plain_names(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
+        """Return the names of the tensors for which a phase needs plain gradients, without noise.
 
-        A tensor needs such gradients if it has local entries, which users do not share. An entry is one index of the
-        leading dimension, such as an expert.
+        A tensor may have entries of several roles, such as experts; one entry that is not shared is enough.
 
         Args:
-            phase: The phase. It computes gradients for all roles in ``phase.reached``: those that it trains, and some
-                that a later phase trains.
+            phase: The phase. It computes gradients for the roles ``phase.reached``: those that it trains, and some that
+                a later phase trains.
             layout: Layout of the columns.
             everything: Whether to return all tensors for which the phase computes gradients. This is needed for further
                 copies of a user's model, which are never shared.
         """
         names = []
         for slot in layout.touching(phase.reached).slots:
-            entries = zip(slot.chosen(self.plan.method.shared), slot.chosen(phase.reached), strict=True)
-            if everything or any(is_used and not is_shared for is_shared, is_used in entries):
+            is_shared, is_reached = slot.role_mask(self.plan.method.shared), slot.role_mask(phase.reached)
+            has_local_entry = any(reached and not shared for shared, reached in zip(is_shared, is_reached, strict=True))
+            if everything or has_local_entry:
                 names.append(slot.name)
         return names
 
@@ -253,17 +268,18 @@ class PrivateSteps:
         """Return the number of examples, batch size, steps and rounds of one trainer, for its privacy accounting.
 
         Args:
-            batch_source: Source that knows the trainer's data.
+            batch_source: Batch source of the trainers.
             trainer: Number of the trainer.
 
         Raises:
             RecipeError: The ``delta`` of (epsilon, delta) privacy is too large for the trainer's number of examples: it
                 would allow publishing one of them.
         """
-        name, count = batch_source.trainers[trainer].name, batch_source.examples(trainer)
+        name = batch_source.trainers[trainer].name
+        num_examples = batch_source.examples(trainer)
         if self.plan.privacy is not None:
-            check_delta(self.plan.privacy, name, count)
-        return work_of(self.plan, name, examples=count, iterations=batch_source.steps(trainer))
+            check_delta(self.plan.privacy, name, num_examples)
+        return work_of(self.plan, name, examples=num_examples, iterations=batch_source.steps(trainer))
 
     # ---------------------------------------------------------------- a step
 
@@ -287,23 +303,24 @@ class PrivateSteps:
             cohort: The cohort.
             phase: Phase of the step.
             place: Number of the local step in the round, and of the repeat of the phase within the step.
-            noised_users: Places in the cohort of the users whose shared gradients are noised; those of other users are
-                taken from ``plain``.
+            noised_users: Places in the cohort of the users whose shared gradients are noised.
             plain: Losses and gradients without noise, for everything that is not noised; None if the phase trains only
                 shared tensors.
 
         Returns:
-            Mean losses, and gradients ``(users, *shape)`` of all tensors that the phase trains.
+            Mean losses, those of ``plain`` if given; and gradients ``(users, *shape)`` of all tensors of the phase.
         """
-        losses, plain_gradients = plain or (torch.zeros(len(cohort.rows)), Tree())
+        num_users = len(cohort.rows)
+        losses, plain_gradients = (torch.zeros(num_users), Tree()) if plain is None else plain
         if not noised_users:
             return losses, plain_gradients
-        # Taking a part of the cohort copies its tensors, which is avoided for the whole one.
-        subset = cohort if len(noised_users) == len(cohort.rows) else cohort.only(noised_users)
-        noised_losses, noised = self.gradients(model, batch_source, pass_size, subset, phase, place)
-        if plain is None:  # otherwise the losses without noise are returned
+        # A subset of the cohort copies its tensors; none is made if all users are noised.
+        noised_cohort = cohort if len(noised_users) == num_users else cohort.only(noised_users)
+        noised_losses, noised_gradients = self.gradients(model, batch_source, pass_size, noised_cohort, phase, place)
+        if plain is None:
             losses[list(noised_users)] = noised_losses
-        return losses, self.merge(model.layout, phase, plain_gradients, noised, noised_users, len(cohort.rows))
+        merged = self.merge(model.layout, phase, plain_gradients, noised_gradients, noised_users, num_users)
+        return losses, merged
 
     def gradients(
         self,
@@ -317,7 +334,7 @@ class PrivateSteps:
         """Return mean losses of the drawn examples, and noised gradients of the shared entries.
 
         The privacy mechanism draws the examples of each user, has their clipped gradients summed by
-        :meth:`clipped_sums`, and adds noise. Dropout has one random stream for the whole pass.
+        :meth:`clipped_sums`, and adds noise.
 
         Args:
             model: The model.
@@ -331,24 +348,29 @@ class PrivateSteps:
             Losses, and gradients ``(users, ...)`` cut to the shared entries of each tensor.
         """
         layout, rows, round_number = model.layout, cohort.part.rows, cohort.round_number
-        used_roles = layout.roles - self.local_roles(layout)
-        # For each user the number of examples, batch size, steps and rounds, from which sampling and noise follow.
-        works = [self.work(batch_source, owner) for owner in cohort.owners]
         shared = self._shared_tensors(layout, rows)
-        # The key of a user's noise has a digest of its shared tensors: if a round is repeated from other tensors after
-        # an interruption, the same noise would reveal the difference of their gradients.
-        streams = []
+        streams = []  # for each user, the key of the random stream of its noise
         for i, name in enumerate(cohort.names):
+            # Equal noise for different tensors would reveal the difference of their gradients, so the digest is in the
+            # key: after an interruption a round may be repeated with other tensors.
             tensors_digest = digest({n: t[i] for n, t in shared.items()})
             streams.append((name, round_number, phase.purpose, *place, tensors_digest))
-        tensors, leaves = restrict(model.tensors(rows), layout, used_roles), self.shared_leaves(phase, layout)
+
+        roles_of_pass = layout.roles - self.local_roles(layout)
+        tensors = restrict(model.tensors(rows), layout, roles_of_pass)
+        noised_names = self.noised_names(phase, layout)
 
         def sums(examples: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
             """Return sums of gradients clipped to the norm ``bound``, and of losses, over examples of each user."""
-            return self.clipped_sums(model, batch_source, tensors, leaves, cohort, examples, bound)
+            return self.clipped_sums(model, batch_source, tensors, noised_names, cohort, examples, bound)
 
-        step = PrivateStep(works=works, streams=streams, batch=pass_size.sequences, clipped_sums=sums)
-        # Dropout is seeded by the secret key, not by the public seed.
+        step = PrivateStep(
+            works=[self.work(batch_source, owner) for owner in cohort.owners],
+            streams=streams,
+            batch=pass_size.sequences,
+            clipped_sums=sums,
+        )
+        # Dropout has one random stream for the whole pass, seeded by the secret key.
         with model.randomness(self.mechanism.key, cohort.names[0], round_number, *place):
             mean_losses, gradients = self.mechanism.client_gradients(step)
         return mean_losses.float(), {name: t.to(rows.dtype) for name, t in gradients.items()}
@@ -391,13 +413,13 @@ class PrivateSteps:
     ) -> tuple[Tree, Float[Tensor, " u"]]:
         """Clip each example's gradient; return for each user the sum of the clipped gradients and that of the losses.
 
-        It is done in a single pass, in which every example is a row with its own copy of the user's tensors. So one
-        backward pass yields the gradient of each example. Rows are in the order of the users.
+        In the pass, every example is a row with its own copy of the user's tensors. So one backward pass yields the
+        gradient of each example.
 
         Args:
             model: The model.
             batch_source: Batch source that reads the examples.
-            tensors: Tensors of the users by name, ``(users, *shape)``.
+            tensors: Tensors of the users by name, ``(users, *shape)``, without those that are trained without noise.
             leaves: Names of the tensors to differentiate, which are trained with noise.
             trainer_numbers: For each user, the number of the trainer whose data it trains on.
             examples: The ``n`` examples of each user, as the batch source encodes them.
@@ -406,23 +428,25 @@ class PrivateSteps:
         Returns:
             The sums of the gradients by name, ``(users, *shape)``, and those of the losses, ``(users,)``, both float64.
         """
-        users, count = examples.shape[:2]
-        trainer_of_example = [trainer for trainer in trainer_numbers for _ in range(count)]
-        repeated = {n: t.detach().repeat_interleave(count, 0) for n, t in tensors.items()}
+        num_users, num_examples = examples.shape[:2]
+        trainer_of_row = [trainer for trainer in trainer_numbers for _ in range(num_examples)]
+        tensors_of_rows = {name: t.detach().repeat_interleave(num_examples, 0) for name, t in tensors.items()}
         for name in leaves:
-            repeated[name].requires_grad_()
+            tensors_of_rows[name].requires_grad_()
         example_rows = examples.flatten(0, 1).unsqueeze(1)  # one example per row of the pass
-        batch: Any = batch_source.read("train", trainer_of_example, example_rows)
-        # Roles that are trained without noise take no part: their tensors are not in ``tensors``. Without specialists
-        # and routers, the other experts are averaged.
-        shared_model = model.without(self.local_roles(model.layout))
-        losses = shared_model.losses_in_fixed_order(repeated, trainer_of_example, batch)
-        mean_losses = losses.flatten(1).sum(1) / batch_source.loss_counts(example_rows).clamp(min=1)  # of each example
-        # Rows do not mix, so the gradient of the sum has the gradient of each example in its row.
-        gradients = torch.autograd.grad(mean_losses.sum(), [repeated[n] for n in leaves], materialize_grads=True)
-        bounded = clipped(dict(zip(leaves, gradients, strict=True)), bound)
-        sums = {n: t.view(users, count, *t.shape[1:]).sum(1) for n, t in bounded.items()}
-        return sums, mean_losses.detach().double().view(users, count).sum(1).cpu()
+        batch: Any = batch_source.read("train", trainer_of_row, example_rows)
+        shared_model = model.without(self.local_roles(model.layout))  # without roles that are trained without noise
+        losses = shared_model.losses_in_fixed_order(tensors_of_rows, trainer_of_row, batch)
+        num_targets = batch_source.loss_counts(example_rows).clamp(min=1)
+        mean_losses = losses.flatten(1).sum(1) / num_targets  # of each example
+        # Rows do not mix, so row i of the gradient of the sum is the gradient of example i.
+        leaf_tensors = [tensors_of_rows[name] for name in leaves]
+        gradients = torch.autograd.grad(mean_losses.sum(), leaf_tensors, materialize_grads=True)
+        clipped_gradients = clipped(dict(zip(leaves, gradients, strict=True)), bound)
+        sums: Tree = {}
+        for name, t in clipped_gradients.items():
+            sums[name] = t.view(num_users, num_examples, *t.shape[1:]).sum(1)
+        return sums, mean_losses.detach().double().view(num_users, num_examples).sum(1).cpu()
 
     def _shared_tensors(self, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
         """Return views of the shared entries of the tensors, by name."""
@@ -433,38 +457,35 @@ class PrivateSteps:
     ) -> Tree:
         """Return plain gradients in which noised ones replace the shared entries of some users.
 
-        A tensor may have shared and local entries on its leading dimension after users, such as experts.
-
         Args:
             layout: Layout of the columns.
             phase: Phase of the step.
             plain: Gradients ``(users, *shape)`` without noise; without tensors of which all entries are shared.
-            noised: Gradients of the users ``noised_users``, which have only the shared entries of each tensor.
+            noised: Gradients of the users ``noised_users``, which have only the shared entries of each tensor, such as
+                the generalists among the experts ``(users, experts, ...)``.
             noised_users: Places in the cohort of the users with noised gradients.
             users: Number of users in the cohort.
         """
         merged = Tree()
         for slot in layout.touching(phase.reached).slots:
-            if slot.name not in noised:
-                merged[slot.name] = plain[slot.name]
+            name = slot.name
+            if name not in noised:
+                merged[name] = plain[name]
                 continue
-            noised_entries = noised[slot.name]
-            gradient = plain.get(slot.name)
-            gradient = noised_entries.new_zeros(users, *slot.shape) if gradient is None else gradient.clone()
-            shared_entries = [i for i, shared in enumerate(slot.chosen(self.plan.method.shared)) if shared]
-            if len(shared_entries) == len(slot.roles):  # the whole tensor is shared
-                gradient[list(noised_users)] = noised_entries
-            else:  # only some entries of the leading dimension, such as the generalists among all experts
-                gradient[torch.tensor(noised_users).unsqueeze(1), torch.tensor(shared_entries)] = noised_entries
-            merged[slot.name] = gradient
+            if name in plain:
+                merged[name] = plain[name].clone()
+            else:
+                merged[name] = noised[name].new_zeros(users, *slot.shape)
+            shared_experts = slot.experts_with(self.plan.method.shared)
+            if len(shared_experts) == len(slot.roles):  # the whole tensor is shared
+                merged[name][list(noised_users)] = noised[name]
+            else:
+                merged[name][torch.tensor(noised_users).unsqueeze(1), torch.tensor(shared_experts)] = noised[name]
         return merged
 
 
 def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: RunPlan) -> PrivateSteps | None:
     """Return the local steps of the mechanism that protects single examples; None if a run has no such mechanism.
-
-    These steps compute the gradient of each example, in forward passes that leave out all tensors that are trained
-    without noise. The function checks that the model supports such passes.
 
     Args:
         mechanisms: Privacy mechanisms of a client.
@@ -472,11 +493,11 @@ def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: Ru
         plan: Plan of the run.
 
     Raises:
-        RecipeError: The model needs a tensor that is trained without noise in its forward pass, or batch norm mixes
-            the examples of a batch.
+        RecipeError: The model has batch norm, which mixes the examples of a batch, or its forward pass needs a tensor
+            that is trained without noise.
     """
-    mechanism = next((one for one in mechanisms if overrides(one, "client_gradients")), None)
-    if mechanism is None:
+    example_mechanisms = [mechanism for mechanism in mechanisms if overrides(mechanism, "client_gradients")]
+    if not example_mechanisms:
         return None
     where = f"privacy: method {plan.method.name}"
     if model.batchwise:
@@ -484,9 +505,10 @@ def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: Ru
             f"{where}: batch norm mixes the examples of a batch; allowed: a net with group norm, such as "
             "net:resnet9-group"
         )
-    steps = PrivateSteps(mechanism=mechanism, plan=plan)
-    try:  # fails if the model cannot leave these roles out
-        model.without(steps.local_roles(model.layout))
+    steps = PrivateSteps(mechanism=example_mechanisms[0], plan=plan)
+    roles_without_noise = steps.local_roles(model.layout)
+    try:
+        model.without(roles_without_noise)  # fails if the forward pass needs them
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
     return steps
@@ -494,7 +516,7 @@ def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: Ru
 
 @dataclass(kw_only=True)
 class Steps:
-    """Local steps: the model, the phases of the method, the source of batches, and how many users a pass has."""
+    """Takes the local steps of users, one cohort at a time: draws batches, computes gradients, updates tensors."""
 
     model: Model
     plan: RunPlan
@@ -550,12 +572,12 @@ class Steps:
 
     # ---------------------------------------------------------------- iterations
 
-    def iteration(
+    def take_local_step(
         self, cohort: CohortTensors, phases: Sequence[Phase], step: int, active: Bool[Tensor, " users"]
     ) -> Float[Tensor, " users"]:
         """Take one local step of a cohort: each phase that is due, for the users that are active.
 
-        A phase may take only every n-th round (``turns``) and every n-th local step of a user (``every``).
+        A phase may be due only in some rounds (every ``turns`` rounds) and every ``every`` local steps of a user.
 
         Args:
             cohort: The cohort, updated in place.
@@ -567,24 +589,24 @@ class Steps:
             Training losses in nats; 0 for users that are not active.
         """
         losses = torch.zeros(len(cohort.rows))
-        steps_of_users = (cohort.part.iterations + 1).tolist()  # in the whole run, with this one
         is_active = active.tolist()
+        steps_in_run = (cohort.part.iterations + 1).tolist()  # of each user, with this one
         for phase in phases:
             if cohort.round_number % phase.turns != phase.turn:  # another phase has this round
                 continue
-            due = [i for i, steps in enumerate(steps_of_users) if is_active[i] and steps % phase.every == 0]
-            if not due:
+            due_users = [i for i, steps in enumerate(steps_in_run) if is_active[i] and steps % phase.every == 0]
+            if not due_users:
                 continue
-            step_losses = torch.zeros(len(due))  # always replaced; for type checkers, as a block may be left early
-            with cohort.some(due) as due_users:
-                step_losses = self.take(due_users, phase, step)
+            step_losses = torch.zeros(len(due_users))  # always replaced; for type checkers
+            with cohort.some(due_users) as due_cohort:
+                step_losses = self.take_phase(due_cohort, phase, step)
             if phase.optimizer != "router":  # a router may train on validation data; report training losses only
-                losses[due] = step_losses
+                losses[due_users] = step_losses
         cohort.part.iterations += active.to(cohort.part.iterations)
         return losses
 
-    def take(self, cohort: CohortTensors, phase: Phase, step: int) -> Float[Tensor, " users"]:
-        """Take the optimizer steps of one phase, in place, each on a batch of its own.
+    def take_phase(self, cohort: CohortTensors, phase: Phase, step: int) -> Float[Tensor, " users"]:
+        """Take the ``phase.steps`` optimizer steps of one phase, in place, each on a batch of its own.
 
         Args:
             cohort: The cohort.
@@ -595,12 +617,13 @@ class Steps:
             Mean loss of each user over these steps.
         """
         summed_losses = torch.zeros(len(cohort.rows))
-        iteration = cohort.round_number * self.local_steps + max(step, 0)  # in the whole run, for learning rates
+        step_in_run = cohort.round_number * self.local_steps + max(step, 0)  # for learning rates
         other_roles = self.model.layout.other_roles_mask(phase.roles)  # columns of other roles in the same tensors
+        is_private = self.private is not None and self.private.applies(phase, self.model.layout)
         for repeat in range(phase.steps):
             with freeze_columns(self.frozen_columns, cohort, self.trainers, other_roles) as frozen_columns:
-                if self.private is not None and self.private.applies(phase, self.model.layout):
-                    losses, gradients = self._private_gradients(self.private, cohort, phase, step, repeat)
+                if is_private:
+                    losses, gradients = self._private_gradients(cohort, phase, step, repeat)
                 else:
                     losses, gradients = self._batch_gradients(cohort, phase, step, repeat)
                 for place in (~losses.isfinite()).nonzero().flatten().tolist():
@@ -609,7 +632,7 @@ class Steps:
                 for hook in self.plan.method.client.parts:
                     hook.correct(cohort, gradients)
                 accumulate(cohort, phase, gradients)
-                self.descend(phase, cohort, gradients, iteration, frozen_columns)
+                self.descend(phase, cohort, gradients, step_in_run, frozen_columns)
             summed_losses += losses
         return summed_losses / phase.steps
 
@@ -617,9 +640,6 @@ class Steps:
         self, cohort: CohortTensors, phase: Phase, step: int, repeat: int, names: Collection[str] | None = None
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Draw a batch for each user, and return mean losses and gradients on it.
-
-        Batches and router noise have a random stream per user. Dropout has a single stream for the whole pass, seeded
-        with the name of the first user among others.
 
         Args:
             cohort: The cohort.
@@ -629,32 +649,44 @@ class Steps:
             names: Names of the tensors to differentiate; all that the phase trains if None.
         """
         round_number = cohort.round_number
+        # Batches and router noise have a random stream per user; dropout has one for the whole pass.
         drawn = self.batches.draw(cohort.owners, phase, round_number, step, repeat)
         noise = self._router_noise(cohort.names, round_number, phase.purpose, step, repeat)
         with self.model.randomness(self.plan.seed, cohort.names[0], round_number, step, repeat):
             return self.gradient(cohort, drawn, phase, noise, names)
 
     def _private_gradients(
-        self, private: PrivateSteps, cohort: CohortTensors, phase: Phase, step: int, repeat: int
+        self, cohort: CohortTensors, phase: Phase, step: int, repeat: int
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return losses and gradients: with noise for the entries of tensors that are uploaded, plain ones for others.
+        """Return losses and gradients: noised for the entries of tensors that are uploaded, plain for others.
 
         A method may keep several copies of the model per user, of which only the first one is uploaded.
 
         Args:
-            private: The private steps.
             cohort: The cohort.
             phase: The phase.
             step: Local step within the round.
             repeat: Repeat of the phase within the step.
         """
-        # Rows of the first copies of all trainers come before those of further copies, which are never uploaded.
-        first_copies = [i for i, row in enumerate(cohort.rows) if row < self.trainers]
-        has_further_copies = len(first_copies) < len(cohort.rows)  # they need gradients without noise of all tensors
-        plain_names = private.local_leaves(phase, self.model.layout, everything=has_further_copies)
-        plain = self._batch_gradients(cohort, phase, step, repeat, plain_names) if plain_names else None
-        place = step, repeat
-        return private.step(self.model, self.batch_source, self.pass_size, cohort, phase, place, first_copies, plain)
+        private = self.private
+        assert private is not None
+        # Row ``copy * trainers + i`` is a copy of trainer i.
+        places_of_first_copies = [place for place, row in enumerate(cohort.rows) if row < self.trainers]
+        has_further_copies = len(places_of_first_copies) < len(cohort.rows)  # all their gradients are plain
+        plain_names = private.plain_names(phase, self.model.layout, everything=has_further_copies)
+        plain = None
+        if plain_names:
+            plain = self._batch_gradients(cohort, phase, step, repeat, plain_names)
+        return private.step(
+            self.model,
+            self.batch_source,
+            self.pass_size,
+            cohort,
+            phase,
+            place=(step, repeat),
+            noised_users=places_of_first_copies,
+            plain=plain,
+        )
 
     def suspect_optimizers(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
         """Return the optimizers ("experts", "router") that may have made a user's loss infinite or NaN.
@@ -665,16 +697,13 @@ class Steps:
             row: Row of the user.
             values: Its parameters.
         """
-        if row in self.known_suspects:
-            return self.known_suspects[row]
-        # Which tensors an optimizer trains is given by their roles; the layout says where they are in ``values``.
-        roles_by_optimizer: dict[str, frozenset[str]] = {}
-        for optimizer, roles in self.plan.method.client.optimizers:
-            earlier_roles = roles_by_optimizer.get(optimizer, frozenset())
-            roles_by_optimizer[optimizer] = earlier_roles | roles
-        suspects = find_suspects(self.model.layout, values, roles_by_optimizer)
-        self.known_suspects[row] = suspects
-        return suspects
+        if row not in self.known_suspects:
+            roles_by_optimizer: dict[str, frozenset[str]] = {}
+            for optimizer, roles in self.plan.method.client.optimizers:  # an optimizer may occur several times
+                earlier_roles = roles_by_optimizer.get(optimizer, frozenset())
+                roles_by_optimizer[optimizer] = earlier_roles | roles
+            self.known_suspects[row] = find_suspects(self.model.layout, values, roles_by_optimizer)
+        return self.known_suspects[row]
 
     def _router_noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users *layers clusters"] | None:
         """Return noise for the router logits, from one random stream per user; None if the mixture has no noise.
@@ -686,10 +715,12 @@ class Steps:
         mixture = self.plan.method.placement.mixture
         if mixture is None or not mixture.noise:
             return None
-        streams = (generator(self.plan.seed, name, "router noise", *place) for name in names)
-        shape = next(slot.shape for slot in self.model.layout.slots if slot.name == CLIENT_ROUTER)
-        drawn = torch.stack([torch.randn(shape, generator=stream) for stream in streams])
-        return mixture.noise * drawn.to(self.model.device, self.model.dtype)
+        (router_slot,) = [slot for slot in self.model.layout.slots if slot.name == CLIENT_ROUTER]
+        noise_of_users = []
+        for name in names:
+            stream = generator(self.plan.seed, name, "router noise", *place)
+            noise_of_users.append(torch.randn(router_slot.shape, generator=stream))
+        return mixture.noise * torch.stack(noise_of_users).to(self.model.device, self.model.dtype)
 
     def descend(
         self,
@@ -706,21 +737,22 @@ class Steps:
             cohort: The cohort.
             gradients: Gradients by tensor name; emptied.
             iteration: Local step within the run, for learning rates.
-            frozen_columns: True on entries that do not move. Their gradients are set to zero, so that they count
-                neither in a norm nor in moments.
+            frozen_columns: True on entries that do not move.
         """
         part = cohort.part
-        for name, roles in phase.optimizers:
-            if name == "router":
+        for optimizer, roles in phase.optimizers:
+            if optimizer == "router":
                 part.router_steps += 1
                 settings, step_count = self.plan.training.router, part.router_steps
             else:
                 # The count is raised at the end of the local step, as several phases may train experts in it.
                 settings, step_count = self.plan.training.experts, part.iterations + 1
-            trained, rate = self.model.layout.touching(roles), learning_rate(settings, iteration, self.iterations)
+            trained = self.model.layout.touching(roles)
+            rate = learning_rate(settings, iteration, self.iterations)
             take_step(trained, cohort, gradients, settings, rate, step_count, frozen_columns)
             for hook in self.plan.method.client.parts:
-                hook.stepped(cohort, {slot.name: cohort.tensors[slot.name] for slot in trained.slots}, rate)
+                trained_tensors = {slot.name: cohort.tensors[slot.name] for slot in trained.slots}
+                hook.stepped(cohort, trained_tensors, rate)
 
     # ---------------------------------------------------------------- gradients
 
@@ -734,23 +766,24 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Return mean losses ``(users,)``, and the gradients that a phase computes, by tensor name.
 
-        A phase computes gradients of the tensors that it trains, and of tensors that a later phase trains with them
-        (``Phase.leaves``).
-
-        In float16 losses are scaled during the pass, to keep small gradients from becoming zero. Gradients have the
-        dtype of the parameters (at least float32), or that of the model if nothing changes them before the step.
+        Gradients have the dtype of the parameters (at least float32), or that of the model if nothing changes them
+        before the step.
 
         Args:
             cohort: The cohort; running statistics of its nets are updated.
             drawn: A batch of each user, as drawn.
-            phase: The phase.
+            phase: The phase. It computes gradients of the tensors that it trains, and of those in ``phase.leaves``.
             noise: Noise that is added to router logits.
             names: Names of the tensors to differentiate; all if None.
         """
-        if self.model.dtype == torch.float16:
-            run = partial(self._forward_backward, cohort, drawn, phase, noise, names)
-            return scaled(lambda scales: run(scales=scales), self.batch_source.loss_counts(drawn))
-        return self._forward_backward(cohort, drawn, phase, noise, names)
+        if self.model.dtype != torch.float16:
+            return self._forward_backward(cohort, drawn, phase, noise, names)
+
+        def run(scales: Float[Tensor, " users"]) -> tuple[Float[Tensor, " users"], Tree]:
+            """Return losses, and gradients of the scaled losses: without a scale, small ones would be 0 in float16."""
+            return self._forward_backward(cohort, drawn, phase, noise, names, scales=scales)
+
+        return run_with_loss_scaling(run, self.batch_source.loss_counts(drawn))
 
     def _forward_backward(
         self,
@@ -763,14 +796,12 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Run forward and backward passes, in micro-batches, with given loss scales; see :meth:`gradient`.
 
-        Only the tensors to differentiate require a gradient, so that nothing is computed or kept for the rest.
-
         Args:
             cohort: The cohort; running statistics of its nets are updated.
             drawn: A batch of each user, as drawn.
             phase: The phase.
             noise: Noise that is added to router logits.
-            names: Names of the tensors to differentiate; all if None.
+            names: Names of the tensors to differentiate; all that the phase reaches if None.
             scales: Factor of the loss of each user in the backward pass; none if None.
 
         Returns:
@@ -778,49 +809,65 @@ class Steps:
         """
         rows, owners, layout = cohort.part.rows, cohort.owners, self.model.layout
         num_targets = self.batch_source.loss_counts(drawn)  # of each user, without padding
-        statistics = layout.only({STATISTICS}).slots  # running means and variances of batch norm
         if self.model.batchwise and len(num_targets.unique()) > 1:  # batch norm would see padding
             # No nets with batch norm have noised gradients (``names``) or train in float16 (``scales``).
             return self._gradient_by_size(cohort, drawn, phase, noise)
-        tensors = self.tensors(rows)
-        if noise is not None:  # a constant: the gradient of the noisy logits, computed below, is that of the logits
-            tensors[CLIENT_ROUTER] = tensors[CLIENT_ROUTER] + noise
-        for slot in statistics:  # updated in place; without the copy, a view of the rows
-            tensors[slot.name] = tensors[slot.name].clone()
-        trained = [slot.name for slot in layout.touching(phase.reached).slots]
-        trained = trained if names is None else [name for name in trained if name in names]
-        for name in trained:
-            tensors[name] = tensors[name].detach().requires_grad_()
+        reached_names = [slot.name for slot in layout.touching(phase.reached).slots]
+        leaf_names = reached_names if names is None else [name for name in reached_names if name in names]
+        tensors = self._tensors_of_pass(rows, noise, leaf_names)
+        leaves = [tensors[name] for name in leaf_names]
         model = self.model.without(phase.without) if phase.without else self.model
-        total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
         # Gradients get the dtype of the parameters, at least float32, if they are added up over micro-batches, changed
         # by a hook or merged with noised gradients. Otherwise they go straight into a step, in the dtype of the pass.
         is_micro_batched = drawn.shape[1] > self.pass_size.sequences
         in_dtype_of_rows = is_micro_batched or bool(self.plan.method.client.parts) or names is not None
+        mean_losses, gradients = torch.zeros(len(owners), device=rows.device), Tree()
         for micro_batch in self.batches.move(drawn, rows.device).split(self.pass_size.sequences, dim=1):
             num_losses = self.batch_source.loss_counts(micro_batch)  # of each user, without padding
             share = num_losses.to(rows.dtype) / num_targets.to(rows)  # weight of the micro-batch in the mean
             batch: Any = self.batch_source.read(phase.stream, owners, micro_batch)
             sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(micro_batch)}
-            # Restricted again for each pass: its backward pass frees the buffers of the previous one.
-            used = restrict(tensors, layout, layout.roles - phase.without) if phase.without else tensors
-            losses, penalty = model.losses(used, owners, batch, train=True, **sample_shares)
-            means = losses.flatten(1).sum(1) / num_losses.clamp(min=1)
+            used_tensors = tensors
+            if phase.without:  # for each micro-batch anew, as a backward pass frees the buffers of its graph
+                used_tensors = restrict(tensors, layout, layout.roles - phase.without)
+            losses, penalty = model.losses(used_tensors, owners, batch, train=True, **sample_shares)
+            means = losses.flatten(1).sum(1) / num_losses.clamp(min=1)  # of each user, over the micro-batch
             objective = means + self.plan.training.balance_weight * penalty
             for hook in self.plan.method.client.parts:
                 penalty_of_hook = hook.penalty(tensors, cohort.ranks)
                 objective = objective + require_per_user(self.plan.method.name, hook, penalty_of_hook, len(owners))
-            leaves = [tensors[name] for name in trained]
             weight = share if scales is None else share * scales.to(share)
             new_gradients = torch.autograd.grad((objective * weight).sum(), leaves, materialize_grads=True)
-            preconditioned = self._preconditioned(tensors, dict(zip(trained, new_gradients, strict=True)))
-            for name, gradient in preconditioned.items():
-                added = gradient.to(rows.dtype) if in_dtype_of_rows else gradient
+            preconditioned = self._preconditioned(tensors, dict(zip(leaf_names, new_gradients, strict=True)))
+            for name, new_gradient in preconditioned.items():
+                added = new_gradient.to(rows.dtype) if in_dtype_of_rows else new_gradient
                 gradients[name] = gradients[name] + added if name in gradients else added
-            total += (share * means.detach()).float()
+            mean_losses += (share * means.detach()).float()
         keep_statistics(layout, rows, tensors)
         self.batches.prefetch()
-        return total.cpu(), gradients
+        return mean_losses.cpu(), gradients
+
+    def _tensors_of_pass(
+        self,
+        rows: Float[Tensor, "users columns"],
+        noise: Float[Tensor, "users *layers clusters"] | None,
+        leaf_names: Collection[str],
+    ) -> Tree:
+        """Return the tensors of users for a forward and backward pass, by name.
+
+        Args:
+            rows: Parameters of the users.
+            noise: Noise that is added to router logits.
+            leaf_names: Names of the tensors to differentiate; only these require a gradient.
+        """
+        tensors = self.tensors(rows)
+        if noise is not None:  # a constant, so the gradient of the noisy logits is that of the logits
+            tensors[CLIENT_ROUTER] = tensors[CLIENT_ROUTER] + noise
+        for slot in self.model.layout.only({STATISTICS}).slots:  # running means and variances of batch norm
+            tensors[slot.name] = tensors[slot.name].clone()  # updated in place, while rows must not change yet
+        for name in leaf_names:
+            tensors[name] = tensors[name].detach().requires_grad_()
+        return tensors
 
     def _preconditioned(self, tensors: Tree, gradients: Tree) -> Tree:
         """Return the gradients of a mixture multiplied by its preconditioner; unchanged for methods without one.
@@ -854,14 +901,19 @@ class Steps:
         Returns:
             Mean loss of each user, and gradients ``(users, *shape)`` by tensor name, as :meth:`gradient` returns them.
         """
-        sizes, rows = self.batch_source.loss_counts(drawn), cohort.part.rows
-        losses, trained = torch.zeros(len(rows)), self.model.layout.touching(phase.reached).slots
-        gradients = {slot.name: rows.new_empty(len(rows), *slot.shape) for slot in trained}
-        for size in sizes.unique().tolist():
-            places = (sizes == size).nonzero().flatten()
-            noise_of_group = None if noise is None else noise[places]
+        rows = cohort.part.rows
+        num_users = len(rows)
+        losses = torch.zeros(num_users)
+        gradients: Tree = {}
+        for slot in self.model.layout.touching(phase.reached).slots:
+            gradients[slot.name] = rows.new_empty(num_users, *slot.shape)
+        batch_sizes = self.batch_source.loss_counts(drawn)  # of each user, without padding
+        for size in batch_sizes.unique().tolist():
+            places = (batch_sizes == size).nonzero().flatten()  # users with this batch size
             group = cohort.only(places.tolist())
-            losses[places], group_gradients = self.gradient(group, drawn[places, :size], phase, noise_of_group)
+            group_batches = drawn[places, :size]
+            group_noise = None if noise is None else noise[places]
+            losses[places], group_gradients = self.gradient(group, group_batches, phase, group_noise)
             rows[places] = group.part.rows  # with updated running statistics
             for name, gradient in group_gradients.items():
                 gradients[name][places] = gradient

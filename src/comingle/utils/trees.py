@@ -76,20 +76,24 @@ class Slot:
         """Number of entries."""
         return math.prod(self.shape)
 
-    def chosen(self, roles: Set[str]) -> list[bool]:
-        """Return for each role of this tensor whether ``roles`` chooses it.
+    def role_mask(self, roles: Set[str]) -> list[bool]:
+        """Return for each role of this tensor whether it is in ``roles``, such as ``[True, False, False]``.
 
         A role can be limited to one LoRA factor ("a" or "b") or one part of the model, such as the head. For example,
-        "attention" and "attention.a" both choose the factor A of a LoRA of the attention.
+        the factor A of a LoRA of the attention is in ``{"attention"}`` and in ``{"attention.a"}``.
         """
-        return [not roles.isdisjoint((role, f"{role}.{self.factor}", f"{role}.{self.part}")) for role in self.roles]
+        mask = []
+        for role in self.roles:
+            names = {role, f"{role}.{self.factor}", f"{role}.{self.part}"}
+            mask.append(not roles.isdisjoint(names))
+        return mask
 
     def experts_with(self, roles: Set[str]) -> list[int]:
-        """Return the indices of the experts that ``roles`` chooses, such as ``[1, 2]``.
+        """Return the indices of the experts whose role is in ``roles``, such as ``[1, 2]``.
 
         A tensor without an expert axis counts as one expert.
         """
-        return [index for index, is_chosen in enumerate(self.chosen(roles)) if is_chosen]
+        return [index for index, has_role in enumerate(self.role_mask(roles)) if has_role]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +147,7 @@ class Layout:
         masks = []
         for slot in self.slots:
             entries_per_role = slot.size // len(slot.roles)  # roles are along the leading axis
-            masks.append(torch.tensor(slot.chosen(wanted)).repeat_interleave(entries_per_role))
+            masks.append(torch.tensor(slot.role_mask(wanted)).repeat_interleave(entries_per_role))
         return torch.cat(masks)
 
     def count(self, roles: Iterable[str]) -> int:
@@ -151,21 +155,26 @@ class Layout:
         return int(self.mask(roles).sum())
 
     def named_roles(self, roles: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Return all names of each slot's roles, by the slot's name; slots without entries in ``roles`` are left out.
+        """Return all names of those roles of each slot that are in ``roles``; slots without any are left out.
 
         A role has up to three names: the role itself, with the slot's factor, and with its part of the model. For
-        example, a LoRA's first factor has ``{"attention", "attention.a", "attention.body"}``. If the entries of a slot
-        have several roles, only those in ``roles`` count: a tensor of generalist and specialist experts has the names
-        of a generalist if ``roles`` are the shared ones.
+        example, ``{"layer.0.a": {"attention", "attention.a", "attention.body"}}``.
         """
         wanted = frozenset(roles)
         names_by_slot: dict[str, frozenset[str]] = {}
         for slot in self.slots:
-            chosen_roles = {role for role, chosen in zip(slot.roles, slot.chosen(wanted), strict=True) if chosen}
-            suffixes = [suffix for suffix in (slot.factor, slot.part) if suffix]
-            if chosen_roles:
-                suffixed = {f"{role}.{suffix}" for role in chosen_roles for suffix in suffixes}
-                names_by_slot[slot.name] = frozenset(chosen_roles | suffixed)
+            wanted_roles = [
+                role for role, is_wanted in zip(slot.roles, slot.role_mask(wanted), strict=True) if is_wanted
+            ]
+            names: set[str] = set()
+            for role in wanted_roles:
+                names.add(role)
+                if slot.factor:
+                    names.add(f"{role}.{slot.factor}")
+                if slot.part:
+                    names.add(f"{role}.{slot.part}")
+            if names:
+                names_by_slot[slot.name] = frozenset(names)
         return names_by_slot
 
     def only(self, roles: Iterable[str]) -> Layout:
@@ -175,7 +184,8 @@ class Layout:
         """
         wanted = frozenset(roles)
         if wanted not in self._only_cache:  # called in every step
-            self._only_cache[wanted] = Layout(slots=tuple(slot for slot in self.slots if all(slot.chosen(wanted))))
+            slots = [slot for slot in self.slots if all(slot.role_mask(wanted))]
+            self._only_cache[wanted] = Layout(slots=tuple(slots))
         return self._only_cache[wanted]
 
     def touching(self, roles: Iterable[str]) -> Layout:
@@ -185,15 +195,15 @@ class Layout:
         """
         wanted = frozenset(roles)
         if wanted not in self._touching_cache:
-            self._touching_cache[wanted] = Layout(slots=tuple(slot for slot in self.slots if any(slot.chosen(wanted))))
+            slots = [slot for slot in self.slots if any(slot.role_mask(wanted))]
+            self._touching_cache[wanted] = Layout(slots=tuple(slots))
         return self._touching_cache[wanted]
 
     def other_roles_mask(self, roles: Iterable[str]) -> Bool[Tensor, " columns"] | None:
         """Return a mask of the columns that an optimizer step must not change if it trains ``roles`` only.
 
-        An optimizer updates whole tensors, and a tensor may hold experts of several roles. The mask is True on the
-        other roles' columns of the tensors that the step updates. For example, if the step trains generalists, these
-        are the columns of specialists in tensors that also hold a generalist.
+        An optimizer updates whole tensors. If a tensor holds generalists and specialists, and the step trains
+        generalists, the mask is True on the columns of the specialists.
 
         Returns:
             The mask; None if there are no such columns.
@@ -216,7 +226,8 @@ class Layout:
             return slice(0, 0)
         starts = [self.starts[slot.name] for slot in part.slots]
         ends = [start + slot.size for start, slot in zip(starts, part.slots, strict=True)]
-        if starts[1:] == ends[:-1]:
+        is_contiguous = starts[1:] == ends[:-1]  # each slot starts where the previous one ends
+        if is_contiguous:
             return slice(starts[0], ends[-1])
         return torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
 
@@ -266,12 +277,14 @@ def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Floa
         tensors: The tensors.
         dtype: Dtype of the matrix; None for the first tensor's dtype.
     """
-    num_users, sizes = len(tensors[0]), [math.prod(t.shape[1:]) for t in tensors]
-    columns = tensors[0].new_empty(num_users, sum(sizes), dtype=dtype)
-    for part, t in zip(columns.split(sizes, 1), tensors, strict=True):
-        one_per_user = t if t.dim() > 1 else t.unsqueeze(1)  # a tensor (users,) becomes one column
-        part.unflatten(1, one_per_user.shape[1:]).copy_(one_per_user)
-    return columns
+    num_users = len(tensors[0])
+    sizes = [math.prod(t.shape[1:]) for t in tensors]
+    matrix = tensors[0].new_empty(num_users, sum(sizes), dtype=dtype)
+    for columns, t in zip(matrix.split(sizes, 1), tensors, strict=True):
+        if t.dim() == 1:  # (users,)
+            t = t.unsqueeze(1)
+        columns.unflatten(1, t.shape[1:]).copy_(t)
+    return matrix
 
 
 def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -283,19 +296,20 @@ def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def digest_split(part: object) -> str:
-    """Return the digest of a stream of tokens, or of an object's ``contents``."""
-    return digest_all(*getattr(part, "contents", (part,)))
+    """Return the digest of a split of a user's data: of a tensor of tokens, or of an object's ``contents``."""
+    contents = getattr(part, "contents", (part,))
+    return digest_all(*contents)
 
 
 def digest_all(*parts: Tensor | object) -> str:
     """Return SHA-256 over tensors (dtype, shape and content) and JSON values, in order."""
     digest = hashlib.sha256()
     for part in parts:
-        if not isinstance(part, Tensor):
+        if isinstance(part, Tensor):
+            tensor = part.detach().cpu().contiguous()
+            digest.update(json.dumps([str(tensor.dtype), *tensor.shape]).encode())
+            if tensor.numel():
+                digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        else:
             digest.update(json.dumps(part, sort_keys=True).encode())
-            continue
-        tensor = part.detach().cpu().contiguous()
-        digest.update(json.dumps([str(tensor.dtype), *tensor.shape]).encode())
-        if tensor.numel():
-            digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
