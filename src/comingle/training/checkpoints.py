@@ -50,8 +50,16 @@ _BEST_PREFIX = "best/"
 class Clock:
     """Time, tokens and bytes of a run, over all its processes; a resumed run continues from those of its checkpoint.
 
-    ``user_rounds`` counts each round once per participant. ``told_upload_bytes`` and ``told_download_bytes`` are the
-    bytes in events so far.
+    Attributes:
+        train_seconds: Time of local steps.
+        tokens: Number of training tokens or samples.
+        upload_bytes: Bytes of all uploads.
+        download_bytes: Bytes of all downloads.
+        told_upload_bytes: Those of ``upload_bytes`` that are already in the event log.
+        told_download_bytes: Those of ``download_bytes`` that are already in the event log.
+        user_rounds: Number of participants, summed over rounds.
+        earlier_seconds: Time until the checkpoint that the run was resumed from; 0 for a new run.
+        started: Value of ``time.perf_counter`` at the start of this process.
     """
 
     train_seconds: float = 0.0
@@ -67,7 +75,8 @@ class Clock:
     @property
     def wall_seconds(self) -> float:
         """Seconds of work on the run, without the time between an interruption and its resumption."""
-        return self.earlier_seconds + time.perf_counter() - self.started
+        seconds_since_start = time.perf_counter() - self.started
+        return self.earlier_seconds + seconds_since_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +119,12 @@ class Progress:
 
     @property
     def clock(self) -> Clock:
-        """Clock that continues from the recorded one."""
-        return Clock(earlier_seconds=self.wall_seconds, **{key: getattr(self, key) for key in _COUNTED})
+        """Clock that continues from the recorded counts and times."""
+        counts = {name: getattr(self, name) for name in _COUNTED}
+        return Clock(earlier_seconds=self.wall_seconds, **counts)
 
 
-_COUNTED = {one.name for one in fields(Clock)} & {one.name for one in fields(Progress)}
+_COUNTED = {attribute.name for attribute in fields(Clock)} & {attribute.name for attribute in fields(Progress)}
 """Attributes that :class:`Clock` and :class:`Progress` have in common: seconds of training, tokens, bytes, rounds."""
 
 
@@ -141,13 +151,15 @@ def progress_of(
         population: Digest of the users' names, if the users' tensors are in a store on disk; otherwise empty.
         stopped: Whether the run has ended early, as its privacy budget is spent.
     """
-    counts = {key: getattr(clock or Clock(), key) for key in _COUNTED}  # bytes, tokens and seconds
+    wall_seconds = 0.0 if clock is None else clock.wall_seconds
+    counted_by = Clock() if clock is None else clock
+    counts = {name: getattr(counted_by, name) for name in _COUNTED}  # bytes, tokens and seconds of training
     return Progress(
         round=done,
         fingerprint=fingerprint,
         trainers=list(trainers),
         events_bytes=events_bytes,
-        wall_seconds=clock.wall_seconds if clock is not None else 0.0,
+        wall_seconds=wall_seconds,
         shards=list(shards),
         population=population,
         stopped=stopped,
@@ -158,16 +170,21 @@ def progress_of(
 def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress]:
     """Return the newest checkpoint of a run folder and its progress.
 
+    Args:
+        folder: The run folder.
+        fingerprint: Fingerprint of the recipe that the run is resumed with.
+
     Raises:
         RunError: There is no checkpoint, or it has another fingerprint.
     """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         raise RunError(f"{folder}: no checkpoint found")
-    progress = read_progress(checkpoints[-1])
+    newest = checkpoints[-1]
+    progress = read_progress(newest)
     if progress.fingerprint != fingerprint:
-        raise RunError(f"{checkpoints[-1]}: belongs to another recipe ({progress.fingerprint}, not {fingerprint})")
-    return checkpoints[-1], progress
+        raise RunError(f"{newest}: belongs to another recipe ({progress.fingerprint}, not {fingerprint})")
+    return newest, progress
 
 
 def save_checkpoint(run: Path, layout: Layout, state: State, server_state: Tree, progress: Progress) -> Path:
@@ -187,20 +204,23 @@ def save_checkpoint(run: Path, layout: Layout, state: State, server_state: Tree,
     with write_errors(folder, draft):
         draft.mkdir(parents=True)
 
-        def write_all() -> list[str]:
+        def write_users_and_server() -> list[str]:
             """Write users and server into one file, and return its name."""
             write_tensors(draft / STATE, named_tensors(layout, state, server_state))
             return [STATE]
 
-        # Users in memory call write_all. A store on disk writes its own files instead, without the server.
-        if STATE not in state.save(draft, list_checkpoints(run), write_all):
+        # A state in memory calls the function. A store on disk writes files of its own instead, with users only.
+        written_files = state.save(draft, list_checkpoints(run), write_users_and_server)
+        if STATE not in written_files:
             write_tensors(draft / SERVER, {OF_SERVER + name: t for name, t in server_state.items()})
         finish_checkpoint(draft, folder, progress)
     return folder
 
 
 def folder_and_draft(run: Path, done: int) -> tuple[Path, Path]:
-    """Return the final folder of a checkpoint and that of its draft, which is renamed once complete; delete old drafts.
+    """Return the folder of a checkpoint and that of its draft, such as ``round-0003`` and ``.round-0003.4711``.
+
+    A checkpoint is written to the draft, which is renamed once complete. An old draft of the same name is deleted.
 
     Args:
         run: Run folder.
@@ -229,8 +249,10 @@ def write_errors(folder: Path, draft: Path | None) -> Iterator[None]:
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)
         why = error.strerror if isinstance(error, OSError) else error
-        advice = f"once this is fixed, {resume_command(folder.parent.parent)} resumes the run"
-        raise RunError(f"{folder}: cannot be written to: {why}; {advice}") from None
+        run = folder.parent.parent
+        raise RunError(
+            f"{folder}: cannot be written to: {why}; once this is fixed, {resume_command(run)} resumes the run"
+        ) from None
 
 
 def write_tensors(path: Path, tensors: Tree) -> None:
@@ -252,18 +274,19 @@ def finish_checkpoint(draft: Path, folder: Path, progress: Progress, lines: Sequ
         lines: Lines of the file of checksums for the tensor files; computed here if None.
     """
     content = asdict(progress)
-    for key in ("shards", "population", "stopped"):  # written only by runs that use them
-        if not content[key]:
-            del content[key]
+    for optional_key in ("shards", "population", "stopped"):  # left out if empty or False
+        if not content[optional_key]:
+            del content[optional_key]
     write_json(draft / "checkpoint.json", content)
-    seal(draft, lines)
+    seal(draft, lines)  # writes the file of checksums
     for path in (draft / "checkpoint.json", draft / SUMS, draft):
         to_disk(path)
     if folder.exists():
         shutil.rmtree(folder)
     draft.rename(folder)
-    for parent in (folder.parent, folder.parent.parent):
-        to_disk(parent)
+    checkpoints, run = folder.parent, folder.parent.parent
+    to_disk(checkpoints)
+    to_disk(run)
 
 
 def prune_checkpoints(run: Path, keep: int) -> None:
@@ -283,23 +306,27 @@ def read_progress(folder: Path) -> Progress:
     verify(folder, "checkpoint.json")
     try:
         content = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
-        for name, kind in get_type_hints(Progress).items():
-            if name not in content:
-                continue  # has a default, or the constructor raises
-            if not _has_type(value := content[name], kind):
+        for name, attribute_type in get_type_hints(Progress).items():
+            if name not in content:  # has a default; otherwise the constructor below raises
+                continue
+            value = content[name]
+            if not _has_type(value, attribute_type):
                 raise TypeError(f"{name} is {value!r}")
-            if kind in (int, float) and not 0 <= value < math.inf:
+            if attribute_type in (int, float) and not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value!r}")
         return Progress(**content)
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{folder}: not a comingle checkpoint ({error}); {advise(folder)}") from None
 
 
-def _has_type(value: object, kind: Any) -> bool:
+def _has_type(value: object, expected_type: Any) -> bool:
     """Return whether a JSON value has the type of an attribute of :class:`Progress`; integers count as floats."""
-    if kind in (list[str], list[int]):
-        return isinstance(value, list) and all(isinstance(one, get_args(kind)) for one in value)
-    return isinstance(value, (int, float) if kind is float else kind)
+    if expected_type in (list[str], list[int]):
+        (item_type,) = get_args(expected_type)
+        return isinstance(value, list) and all(isinstance(item, item_type) for item in value)
+    if expected_type is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, expected_type)
 
 
 def load_checkpoint(folder: Path, layout: Layout, like: State, like_server: Tree) -> tuple[State, Tree]:
@@ -308,18 +335,20 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, like_server: Tree
     Args:
         folder: Folder of the checkpoint.
         layout: Layout of the columns.
-        like: State of a new run of the same recipe, whose names, shapes and dtypes are expected.
-        like_server: Server state of that new run, for the same purpose.
+        like: State of the users in a new run of the same recipe; the checkpoint must have the same tensors.
+        like_server: State of the server in that new run, for the same purpose.
 
     Raises:
         RunError: The files are damaged, or a tensor has another shape or dtype, is not finite or has negative counts;
             names the first such tensor.
     """
     verify(folder)
-    expected = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(layout, like, like_server).items()}
+    tensors_of_new_run = named_tensors(layout, like, like_server)
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in tensors_of_new_run.items()}
     tensors = read_tensors(folder / STATE, expected, like.rows.device)
     server_state = {name: tensors.pop(OF_SERVER + name) for name in like_server}
-    return _fill_state(layout, like, tensors), server_state
+    user_state = _fill_state(layout, like, tensors)
+    return user_state, server_state
 
 
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -335,8 +364,8 @@ def read_tensors(
         path: The file.
         expected: Shape and dtype of each tensor.
         device: Device to load to.
-        besides: Prefix of the names of tensors that may be in the file although they are not expected, and are ignored.
-            An empty string allows all other tensors, None allows none.
+        besides: Prefix of the names of tensors to ignore if they are not expected, such as ``"server/"``. An empty
+            string ignores all other tensors; with None, any other tensor is an error.
 
     Raises:
         RunError: See :func:`load_checkpoint`.
@@ -344,18 +373,19 @@ def read_tensors(
     folder = path.parent
     try:
         tensors = load_file(path)
-        if besides is not None:
-            tensors = {name: t for name, t in tensors.items() if name in expected or not name.startswith(besides)}
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: truncated or not safetensors ({error}); {advise(folder)}") from None
+    if besides is not None:
+        tensors = {name: t for name, t in tensors.items() if name in expected or not name.startswith(besides)}
     for name in sorted(expected.keys() | tensors.keys()):
         got = (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else None
         wanted = expected.get(name)
         if not _same_shape_and_dtype(got, wanted):
             raise RunError(f"{path}: tensor {name!r}: got {got or 'nothing'}; this recipe has {wanted or 'nothing'}")
-        if problem := _problem_of_values(name, tensors[name]):
+        problem = _problem_of_values(name, tensors[name])
+        if problem:
             raise RunError(f"{path}: tensor {name!r} {problem}; {advise(folder)}")
-    return {name: tensors[name].to(device, dtype) for name, (_, dtype) in expected.items()}
+    return {name: tensors[name].to(device, dtype) for name, (_shape, dtype) in expected.items()}
 
 
 def _same_shape_and_dtype(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:
@@ -363,39 +393,47 @@ def _same_shape_and_dtype(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any
 
     All floating dtypes match each other, as ``runtime.dtype`` may change when a run is resumed.
     """
-    if got is None or wanted is None or got == wanted:
-        return got == wanted
-    return got[0] == wanted[0] and got[1].is_floating_point and wanted[1].is_floating_point
+    if got is None or wanted is None:
+        return got is wanted
+    got_shape, got_dtype = got
+    wanted_shape, wanted_dtype = wanted
+    both_floating = got_dtype.is_floating_point and wanted_dtype.is_floating_point
+    return got_shape == wanted_shape and (got_dtype == wanted_dtype or both_floating)
 
 
 def _problem_of_values(name: str, tensor: Tensor) -> str:
-    """Return why the values of a tensor in a checkpoint cannot be right, as the end of a sentence; empty if they can.
-
-    Floating-point tensors must be finite, except the lowest validation loss, which is infinite until there is one.
-    Integer tensors are counts.
-    """
+    """Return why the values of a tensor in a checkpoint cannot be right, such as "is not finite"; empty if they can."""
     if tensor.is_floating_point():
-        is_wrong = tensor.isnan() if name == OF_SERVER + LOWEST else ~tensor.isfinite()
+        may_be_infinite = name == OF_SERVER + LOWEST  # the lowest validation loss, before the first validation
+        is_wrong = tensor.isnan() if may_be_infinite else ~tensor.isfinite()
         return "is not finite" if bool(is_wrong.any()) else ""
-    smallest = -1 if name.removeprefix(_BEST_PREFIX) == "versions" else 0  # -1: has not downloaded the initial model
+    # Integers are counts, except that version -1 stands for a user who has not downloaded the initial model.
+    is_version = name.removeprefix(_BEST_PREFIX) == "versions"
+    smallest = -1 if is_version else 0
     return "has a negative count" if bool((tensor < smallest).any()) else ""
 
 
 def named_tensors(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
     """Return all tensors of users and server by their names in a file of a checkpoint.
 
-    The matrix of all parameters is split into the named tensors of the model.
+    For example "user/mlp.a" (a parameter, of all users), "iterations", "server/version" and "best/rows".
 
     Args:
         layout: Layout of the columns.
         state: State of the users.
         server: State of the server.
     """
-    tensors = state.tensors()
-    parameters = {_PARAMETER_PREFIX + name: t for name, t in layout.views(tensors.pop("rows")).items()}
-    server_tensors = {OF_SERVER + name: t for name, t in server.items()}
-    best_tensors = {_BEST_PREFIX + name: t for name, t in state.best.items()}
-    return parameters | tensors | server_tensors | best_tensors
+    tensors_of_users = state.tensors()
+    rows = tensors_of_users.pop("rows")  # the matrix of all parameters
+    named: dict[str, Tensor] = {}
+    for name, t in layout.views(rows).items():
+        named[_PARAMETER_PREFIX + name] = t
+    named.update(tensors_of_users)
+    for name, t in server.items():
+        named[OF_SERVER + name] = t
+    for name, t in state.best.items():
+        named[_BEST_PREFIX + name] = t
+    return named
 
 
 def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor]:
@@ -421,14 +459,14 @@ def shard_file(number: int, count: int) -> str:
 def load_users(folder: Path, progress: Progress, layout: Layout, like: State, names: Sequence[str]) -> State:
     """Return the state of some users, from those files of a checkpoint that have at least one of them.
 
-    A run may be resumed with another number of processes. The users of this process may then be spread over several
-    files, together with users of other processes.
+    If a run is resumed with another number of processes, the users of a process may be spread over several files,
+    together with users of other processes.
 
     Args:
         folder: Folder of the checkpoint.
         progress: Its progress, with the trainers of each file.
         layout: Layout of the columns.
-        like: State of these users in a new run, whose names, shapes and dtypes are expected.
+        like: State of these users in a new run of the same recipe; the checkpoint must have the same tensors.
         names: Names of these users.
 
     Raises:
@@ -437,20 +475,22 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
     copies = len(like.rows) // len(names)
     no_server: Tree = {}  # the server's state is read by :func:`load_server`
     tensors = {name: t.clone() for name, t in named_tensors(layout, like, no_server).items()}
-    for file, trainers in _trainers_by_file(progress):
-        if not (users := [name for name in trainers if name in set(names)]):
+    wanted = set(names)
+    for file, names_in_file in _trainers_by_file(progress):
+        found = [name for name in names_in_file if name in wanted]
+        if not found:
             continue
         verify(folder, file)
-        num_rows = copies * len(trainers)
-        expected = {name: (_shape_in_file(name, t, num_rows), t.dtype) for name, t in tensors.items()}
-        stored = read_tensors(folder / file, expected, like.rows.device, besides=OF_SERVER)
-        rows_in_file = _rows_of_names(trainers, users, copies)
-        rows_here = _rows_of_names(names, users, copies)
-        for name, t in tensors.items():
-            if name == _BEST_ROUND:  # one number for all users
-                t.copy_(stored[name])
+        num_rows = copies * len(names_in_file)
+        expected = {key: (_shape_in_file(key, t, num_rows), t.dtype) for key, t in tensors.items()}
+        tensors_in_file = read_tensors(folder / file, expected, like.rows.device, besides=OF_SERVER)
+        rows_in_file = _rows_of_names(names_in_file, found, copies)
+        rows = _rows_of_names(names, found, copies)
+        for key, t in tensors.items():
+            if key == _BEST_ROUND:  # one number for all users
+                t.copy_(tensors_in_file[key])
             else:
-                t[rows_here] = stored[name][rows_in_file]
+                t[rows] = tensors_in_file[key][rows_in_file]
     return _fill_state(layout, like, tensors)
 
 
@@ -460,44 +500,45 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
     Args:
         folder: Folder of the checkpoint.
         progress: Its progress.
-        like: Server state in a new run of the same recipe, whose names, shapes and dtypes are expected.
+        like: State of the server in a new run of the same recipe; the checkpoint must have the same tensors.
         device: Device to load to.
 
     Raises:
         RunError: See :func:`load_checkpoint`.
     """
-    has_own_file = bool(progress.shards or progress.population)
-    file = SERVER if has_own_file else STATE
+    if progress.shards or progress.population:  # several processes, or a store on disk, have written the users
+        file, ignored_prefix = SERVER, None
+    else:
+        file, ignored_prefix = STATE, ""  # ignores the tensors of users
     verify(folder, file)
     expected = {OF_SERVER + name: (tuple(t.shape), t.dtype) for name, t in like.items()}
-    # The file with all users also has tensors with names of any prefix, which are ignored here; its own file has none.
-    ignored_prefix = None if has_own_file else ""
     tensors = read_tensors(folder / file, expected, device, besides=ignored_prefix)
     return {name.removeprefix(OF_SERVER): t for name, t in tensors.items()}
 
 
 def _trainers_by_file(progress: Progress) -> list[tuple[str, list[str]]]:
-    """Return the name of each file with users, and the names of the trainers whose rows it has, in order."""
+    """Return the name of each file with users, and the names of the trainers whose rows it has, in order.
+
+    For example ``[("users-0-of-2.safetensors", ["ann", "bob"]), ("users-1-of-2.safetensors", ["cem"])]``.
+    """
     if not progress.shards:
         return [(STATE, progress.trainers)]
-    files, start = [], 0
+    trainers_by_file, start = [], 0
     for process, num_trainers in enumerate(progress.shards):
-        file = shard_file(process, len(progress.shards))
-        files.append((file, progress.trainers[start : start + num_trainers]))
-        start += num_trainers
-    return files
+        file = shard_file(process, count=len(progress.shards))
+        end = start + num_trainers
+        trainers_by_file.append((file, progress.trainers[start:end]))
+        start = end
+    return trainers_by_file
 
 
 def _rows_of_names(names: Sequence[str], wanted: Sequence[str], copies: int) -> list[int]:
-    """Return the numbers of the rows of some users, in a matrix with all users' first copies, then second ones, etc.
+    """Return the numbers of the rows of some users: those of their first copies, then of their second ones, and so on.
 
     Args:
-        names: Names of all users in the matrix, in order.
+        names: Names of all users; row ``copy * len(names) + i`` is a copy of user i.
         wanted: Names of the users to find.
         copies: Number of copies of each user.
-
-    Returns:
-        Rows of the first copies, then of the second ones, and so on.
     """
     numbers = {name: i for i, name in enumerate(names)}
     return [copy * len(names) + numbers[name] for copy in range(copies) for name in wanted]
@@ -505,7 +546,9 @@ def _rows_of_names(names: Sequence[str], wanted: Sequence[str], copies: int) -> 
 
 def _shape_in_file(name: str, t: Tensor, rows: int) -> tuple[int, ...]:
     """Return the shape of a tensor in a file with ``rows`` rows; ``t`` is the same tensor with other rows."""
-    return tuple(t.shape) if name == _BEST_ROUND else (rows, *t.shape[1:])
+    if name == _BEST_ROUND:  # a single number
+        return tuple(t.shape)
+    return (rows, *t.shape[1:])
 
 
 def _fill_state(layout: Layout, like: State, tensors: dict[str, Tensor]) -> State:
@@ -518,8 +561,8 @@ def _fill_state(layout: Layout, like: State, tensors: dict[str, Tensor]) -> Stat
     """
     parameters = [tensors[_PARAMETER_PREFIX + slot.name] for slot in layout.slots]
     best_tensors = {name: tensors[_BEST_PREFIX + name] for name in like.best}
-    filled_tensors = {
-        name: tensor for name, tensor in tensors.items() if not name.startswith((_PARAMETER_PREFIX, _BEST_PREFIX))
-    }
-    filled_tensors["rows"] = flatten(parameters)
-    return like.filled(filled_tensors, best_tensors)
+    current_tensors = {"rows": flatten(parameters)}
+    for name, t in tensors.items():
+        if not name.startswith((_PARAMETER_PREFIX, _BEST_PREFIX)):
+            current_tensors[name] = t
+    return like.filled(current_tensors, best_tensors)

@@ -51,9 +51,13 @@ def amounts_of(clients: Clients) -> list[int]:
         evaluation scores.
     """
     batch_source, trainers = clients.batch_source, clients.scored_trainers
-    splits = ("test", "valid") if clients.plan.evaluation.select == "best" else ("test",)
-    scored = sum(batch_source.scoring_cost(getattr(user, split)) for user in clients.scored_users for split in splits)
-    return [len(trainers), sum(map(batch_source.trained_amount, trainers)), scored]
+    trained_amount = sum(batch_source.trained_amount(trainer) for trainer in trainers)
+    scored_amount = 0
+    for user in clients.scored_users:
+        scored_amount += batch_source.scoring_cost(user.test)
+        if clients.plan.evaluation.select == "best":
+            scored_amount += batch_source.scoring_cost(user.valid)
+    return [len(trainers), trained_amount, scored_amount]
 
 
 def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
@@ -65,7 +69,8 @@ def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
             or samples that one evaluation scores, as :func:`amounts_of` returns them.
         users: Number of all users.
     """
-    return _plan_evaluations(plan, amounts, users)[0]
+    interval, _num_evaluations, _num_affordable = _plan_evaluations(plan, amounts, users)
+    return interval
 
 
 LEAST_WARNED_SECONDS = 10.0
@@ -81,11 +86,14 @@ def warn_of_share(plan: RunPlan, amounts: Sequence[int], users: int, *, seconds:
         users: Number of all users.
         seconds: Time of one evaluation; infinite if it is unknown.
     """
-    _interval, count, affordable = _plan_evaluations(plan, amounts, users)
-    if count > affordable and seconds * count >= LEAST_WARNED_SECONDS:
-        less = f"lower {plan.test_limit}" if plan.test_limit else "use less test data"
-        first = " or set evaluation.first: false" if plan.evaluation.first else ""
-        _warn_once(float(100 * count * EVALUATION_SHARE / affordable), less + first)
+    _interval, num_evaluations, num_affordable = _plan_evaluations(plan, amounts, users)
+    if num_evaluations <= num_affordable or seconds * num_evaluations < LEAST_WARNED_SECONDS:
+        return
+    percent = float(100 * num_evaluations * EVALUATION_SHARE / num_affordable)
+    advice = f"lower {plan.test_limit}" if plan.test_limit else "use less test data"
+    if plan.evaluation.first:
+        advice += " or set evaluation.first: false"
+    _warn_once(percent, advice)
 
 
 def _plan_evaluations(plan: RunPlan, amounts: Sequence[int], users: int) -> tuple[int, int, Fraction]:
@@ -97,20 +105,24 @@ def _plan_evaluations(plan: RunPlan, amounts: Sequence[int], users: int) -> tupl
             or samples that one evaluation scores.
         users: Number of all users.
     """
-    num_trainers, trained, scored = amounts
-    if not trained or not scored:  # no data here to estimate times from: the shortest interval, 5 rounds
+    num_trainers, trained_per_round, scored_per_evaluation = amounts
+    if not trained_per_round or not scored_per_evaluation:  # no data to estimate times from: every 5 rounds
         return SHORTEST, 0, Fraction(0)
     rounds, participation = plan.training.rounds, plan.participation
     if isinstance(participation, float | int):
         mean_participants = sample_size(participation, users)
-    else:
+    else:  # the participants of each round
         mean_participants = Fraction(sum(map(len, participation)), len(participation))
-    # Amounts are numbers of tokens or samples; training on one takes TRAIN_COST times as long as scoring one.
-    train_amount = rounds * mean_participants * Fraction(trained, num_trainers)
-    affordable = EVALUATION_SHARE * TRAIN_COST * train_amount / scored  # number of evaluations in 10% of the time
-    others = plan.evaluation.first + (plan.evaluation.select == "best")  # evaluations besides the periodic ones
-    every = max(SHORTEST, math.ceil(rounds / max(1, math.floor(affordable) - others)))
-    return every, others + math.ceil(rounds / every), affordable
+    trained = rounds * mean_participants * Fraction(trained_per_round, num_trainers)  # tokens or samples, in the run
+    # Times in units of the time to score one token or sample.
+    train_time = TRAIN_COST * trained
+    num_affordable = EVALUATION_SHARE * train_time / scored_per_evaluation
+    # Besides the periodic evaluations, there may be one before the first round and one of the best round's models.
+    num_others = plan.evaluation.first + (plan.evaluation.select == "best")
+    num_affordable_periodic = max(1, math.floor(num_affordable) - num_others)
+    interval = max(SHORTEST, math.ceil(rounds / num_affordable_periodic))
+    num_evaluations = num_others + math.ceil(rounds / interval)
+    return interval, num_evaluations, num_affordable
 
 
 @cache
@@ -126,14 +138,16 @@ PRECISION = 6
 def own_mixtures(clients: Clients) -> dict[str, JsonObject]:
     """Return the mixture weights, true cluster and amount of training data of each evaluated user of this process.
 
-    The mixture is None if the users of the method have none; the cluster is None for data without known clusters.
+    For example ``{"ann": {"mixture": [0.9, 0.1], "cluster": 0, "count": 1200}}``. The mixture is None if the users of
+    the method have none; the cluster is None for data without known clusters.
     """
     mixtures = mixture_at_users(clients)
     weights_of_users = [None] * len(clients.scored) if mixtures is None else mixtures.tolist()
-    return {
-        user.name: {"mixture": weights, "cluster": getattr(user, "cluster", None), "count": len(user.train)}
-        for user, weights in zip(clients.scored_users, weights_of_users, strict=True)
-    }
+    own: dict[str, JsonObject] = {}
+    for user, weights in zip(clients.scored_users, weights_of_users, strict=True):
+        cluster = getattr(user, "cluster", None)
+        own[user.name] = {"mixture": weights, "cluster": cluster, "count": len(user.train)}
+    return own
 
 
 def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[str, JsonMapping]) -> JsonObject:
@@ -172,22 +186,22 @@ def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[s
 def _mixture_weights(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Float[Tensor, "users clusters"] | None:
     """Return each user's mixture weights; None if the method has no mixture.
 
-    If the server merges models for each user, they are its merging weights; otherwise the users have learned them.
-
     Args:
         server: The server.
-        users: By user name, what :func:`own_mixtures` returns: the user's weights ("mixture", None without a mixture),
-            true cluster and amount of data.
+        users: Results of :func:`own_mixtures`, with the weights that each user has learned under "mixture".
     """
-    # ``server.kept`` has the tensors of the method, such as merging weights; other methods return None here.
-    if (merging := server.method.server.merging_weights(server.kept)) is not None:
-        return merging[server.numbers(list(users))].double().cpu()
-    own_weights = [of_user["mixture"] for of_user in users.values()]
-    return None if None in own_weights else torch.tensor(own_weights, dtype=torch.float64)
+    merging_weights = server.method.server.merging_weights(server.kept)
+    if merging_weights is not None:  # the server merges models for each user, with these weights
+        numbers = server.numbers(list(users))
+        return merging_weights[numbers].double().cpu()
+    learned_weights = [of_user["mixture"] for of_user in users.values()]
+    if None in learned_weights:
+        return None
+    return torch.tensor(learned_weights, dtype=torch.float64)
 
 
 def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"], method: Method) -> JsonObject:
-    """Return the part of an evaluation event about mixtures.
+    """Return the part of an evaluation event about mixtures; empty with a single component.
 
     Its keys are "mixtures" (rounded weights by user), "component" (the name of what is mixed) and
     "router_entropy_nats" (mean over users; left out if weights are negative, as they have no entropy).
@@ -196,14 +210,14 @@ def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"]
         names: Names of the users.
         shares: Mixture weights of the users.
         method: Method of the run.
-
-    Returns:
-        Entries of the event; empty with a single component.
     """
-    if shares.shape[1] < 2:
+    num_components = shares.shape[1]
+    if num_components < 2:
         return {}
-    rounded = [[round(weight, PRECISION) for weight in weights] for weights in shares.tolist()]
-    event: JsonObject = {"mixtures": dict(zip(names, rounded, strict=True)), "component": method.components}
+    weights_by_user: JsonObject = {}
+    for name, weights in zip(names, shares.tolist(), strict=True):
+        weights_by_user[name] = [round(weight, PRECISION) for weight in weights]
+    event: JsonObject = {"mixtures": weights_by_user, "component": method.components}
     if _are_shares(shares):
         event["router_entropy_nats"] = round(float(entropy(shares).mean()), PRECISION)
     return event
@@ -215,27 +229,32 @@ def _are_shares(shares: Float[Tensor, "users clusters"]) -> bool:
 
 
 def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None:
-    """Return the mixture weights of each evaluated user of this process; None if no user is evaluated.
+    """Return the mixture weights of each evaluated user of this process; None without mixtures or evaluated users.
 
-    The weights follow from the logits that the user has learned, without router noise; mixtures per layer are averaged
-    over layers. In methods whose users choose one of several models, the chosen model has weight 1. Other methods have
-    no weights, and the result is None.
+    Weights are computed from the router logits that the user has learned, and averaged over layers. In methods whose
+    users choose one of several models, the chosen model has weight 1.
     """
-    mixture = clients.method.placement.mixture
     if not clients.scored:
         return None
+    mixture = clients.method.placement.mixture
     if mixture is not None:
-        logits = clients.model.layout.views(clients.state.rows_of(clients.scored_rows))[CLIENT_ROUTER]
+        rows = clients.state.rows_of(clients.scored_rows)
+        logits = clients.model.layout.views(rows)[CLIENT_ROUTER]
         shares = mixture.shares(logits.double()).cpu()
         return shares.mean(1) if mixture.per_layer else shares
-    any_round = 0  # choices do not depend on the round, but a cohort needs one
-    choices = [hook.shares(clients.cohort(clients.scored_rows, any_round)) for hook in clients.method.client.parts]
-    return next((shares.double().cpu() for shares in choices if shares is not None), None)
+    for hook in clients.method.client.parts:
+        cohort = clients.cohort(clients.scored_rows, round_number=0)  # any round: choices do not depend on it
+        one_hot_choices = hook.shares(cohort)
+        if one_hot_choices is not None:
+            return one_hot_choices.double().cpu()
+    return None
 
 
 def _data_shares(counts: Sequence[int], plan: RunPlan) -> Float[Tensor, " users"]:
     """Return each user's share of the training data, p(k); equal shares if means over users are unweighted."""
-    return averaging_weights(torch.tensor(counts) if plan.training.weighting != "uniform" else torch.ones(len(counts)))
+    if plan.training.weighting == "uniform":
+        return averaging_weights(torch.ones(len(counts)))
+    return averaging_weights(torch.tensor(counts))
 
 
 def entropy(mixture: Float[Tensor, "users clusters"]) -> Float[Tensor, " users"]:
@@ -248,9 +267,8 @@ def mismatch(
 ) -> Float[Tensor, " clusters"]:
     """Return the distance of each learned component from the nearest true cluster, by who contributes to it.
 
-    ``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` (FLoRAL, section 4), which is at most 2. Here ``p_hat(k|c)`` is the
-    weight of user k in the mean of component c with the learned mixtures, and ``p(k|c)`` the one with the true
-    clusters. Components have no fixed order, so each is compared with the nearest true cluster.
+    The distance is ``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` (FLoRAL, section 4), from 0 to 2. Components have no
+    fixed order, so each is compared with the nearest true cluster.
 
     Args:
         mixture: Learned mixture weights.
@@ -258,9 +276,10 @@ def mismatch(
         weights: Share of each user in the training data.
     """
     num_clusters = int(truth.max()) + 1
-    true = aggregation_weights(torch.nn.functional.one_hot(truth, num_clusters).to(mixture), weights)
-    learned = aggregation_weights(mixture, weights)
-    distances = (learned.unsqueeze(2) - true.unsqueeze(1)).abs().sum(0)  # (components, true clusters)
+    true_mixture = torch.nn.functional.one_hot(truth, num_clusters).to(mixture)
+    p = aggregation_weights(true_mixture, weights)  # p(k|c): weight of user k in the mean of true cluster c
+    p_hat = aggregation_weights(mixture, weights)  # the same for learned component c
+    distances = (p_hat.unsqueeze(2) - p.unsqueeze(1)).abs().sum(0)  # (components, true clusters)
     return distances.min(1).values
 
 
@@ -280,9 +299,15 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> JsonObject:
     """
     if len(parts) == 1:
         return dict(parts[0])
-    keys = dict.fromkeys(key for part in parts for key in part)
-    values = {key: [part[key] for part in parts if key in part] for key in keys}
-    return {key: merged(found) if isinstance(found[0], Mapping) else found[0] for key, found in values.items()}
+    values_by_key: dict[str, list[Any]] = {}
+    for part in parts:
+        for key, value in part.items():
+            values_by_key.setdefault(key, []).append(value)
+    result: JsonObject = {}
+    for key, values in values_by_key.items():
+        first = values[0]
+        result[key] = merged(values) if isinstance(first, Mapping) else first
+    return result
 
 
 def evaluation_event(users: Mapping[str, JsonMapping], measure: str, *, done: int, iterations: int) -> JsonObject:
@@ -294,10 +319,16 @@ def evaluation_event(users: Mapping[str, JsonMapping], measure: str, *, done: in
         done: Number of rounds that are done.
         iterations: Number of local steps that are done.
     """
-    of_users = {name: dict(of_user) for name, of_user in users.items()}
-    event = {"event": "evaluation", "round": done, "iterations": iterations, "users": of_users}
-    # ``geometric`` adds the geometric mean of perplexities; it is empty for other measures.
-    return event | {f"mean_test_{measure}": mean_of(users, measure)} | geometric(of_users, measure)
+    scores_by_user = {name: dict(scores) for name, scores in users.items()}
+    event: JsonObject = {
+        "event": "evaluation",
+        "round": done,
+        "iterations": iterations,
+        "users": scores_by_user,
+        f"mean_test_{measure}": mean_of(users, measure),
+    }
+    event.update(geometric(scores_by_user, measure))  # geometric mean of perplexities; empty for other measures
+    return event
 
 
 def sample_entry(clients: Clients, users: Mapping[str, JsonMapping], measure: str) -> JsonObject:
@@ -312,21 +343,25 @@ def sample_entry(clients: Clients, users: Mapping[str, JsonMapping], measure: st
         measure: Name of the measure.
 
     Returns:
-        Entry "sample" of an evaluation event; empty if all users were evaluated. The interval is None for a single
-        user or if a score is not finite.
+        Entry "sample" of an evaluation event, such as ``{"users": 50, "of": 1000, "interval": [2.1, 2.3]}``; empty if
+        all users were evaluated. The interval is None for a single user or if a score is not finite.
     """
-    count, population = len(users), len(clients.population_names)
-    if clients.method.placement.pooled or count >= population:  # pooled: one model has the same score for all users
+    if clients.method.placement.pooled:  # one model has the same score for all users
         return {}
-    values = [of_user[f"test_{measure}"] for of_user in users.values()]
+    n, population = len(users), len(clients.population_names)
+    if n >= population:
+        return {}
+    scores = [of_user[f"test_{measure}"] for of_user in users.values()]
     interval = None
-    if count > 1 and all(map(math.isfinite, values)):
+    if n > 1 and all(map(math.isfinite, scores)):
         from scipy.special import stdtrit  # slow to import
 
-        standard_error = statistics.stdev(values) * math.sqrt((1 - count / population) / count)
-        half_width, mean = float(stdtrit(count - 1, 0.975)) * standard_error, statistics.fmean(values)
+        standard_error = statistics.stdev(scores) * math.sqrt((1 - n / population) / n)
+        t = float(stdtrit(n - 1, 0.975))
+        half_width = t * standard_error
+        mean = statistics.fmean(scores)
         interval = [mean - half_width, mean + half_width]
-    return {"sample": {"users": count, "of": population, "interval": interval}}
+    return {"sample": {"users": n, "of": population, "interval": interval}}
 
 
 def check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> None:
@@ -341,23 +376,31 @@ def check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> Non
         DivergenceError: A loss is not finite; names the user.
     """
     for user, row, score in zip(clients.scored_users, clients.scored_rows, scores, strict=True):
-        if not math.isfinite(score.mean_loss):
-            suspect_optimizers: Sequence[str] = ()
-            if done:  # before any training, no optimizer can be the cause
-                suspect_optimizers = clients.steps.suspect_optimizers(row, clients.state.rows_of([row])[0])
-            raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspect_optimizers)
+        if math.isfinite(score.mean_loss):
+            continue
+        suspect_optimizers: Sequence[str] = ()
+        if done:  # before any training, no optimizer can be the cause
+            parameters = clients.state.rows_of([row])[0]
+            suspect_optimizers = clients.steps.suspect_optimizers(row, parameters)
+        raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspect_optimizers)
 
 
 def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
-    """Return the experts of each user and their mean gates per layer over the test data; empty without routers."""
+    """Return the experts of each user and their mean gates per layer over the test data; empty without routers.
+
+    For example ``{"experts": {"ann": ["generalist", "specialist"]}, "expert_scores": {"ann": [[0.7, 0.3], ...]}}``.
+    """
     if not clients.scorer.routed:
         return {}
-    experts, gates = {}, {}
+    experts_by_user, gates_by_user = {}, {}
     for user, row, score in zip(clients.scored_users, clients.scored_rows, scores, strict=True):
-        experts[user.name] = clients.model.expert_names(row)
-        num_experts = len(experts[user.name])  # gates are padded to the largest number of any user
-        gates[user.name] = [[round(gate, 4) for gate in layer[:num_experts]] for layer in score.expert_scores]
-    return {"experts": experts, "expert_scores": gates}
+        experts = clients.model.expert_names(row)
+        experts_by_user[user.name] = experts
+        gates_by_user[user.name] = []
+        for padded_gates in score.expert_scores:  # one list per layer, padded to the largest number of experts
+            gates = padded_gates[: len(experts)]
+            gates_by_user[user.name].append([round(gate, 4) for gate in gates])
+    return {"experts": experts_by_user, "expert_scores": gates_by_user}
 
 
 def users_routing(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, JsonObject]:
@@ -402,8 +445,11 @@ def start_event(plan: RunPlan, base: str, users: Mapping[str, JsonMapping]) -> J
 
 def end_event(metrics: JsonMapping) -> JsonObject:
     """Return the last event of a run, with the means that methods are compared by."""
-    means = (f"mean_test_{metrics['measure']}", GEOMETRIC)
-    return {"event": "end"} | {key: metrics[key] for key in means if key in metrics}
+    event: JsonObject = {"event": "end"}
+    for key in (f"mean_test_{metrics['measure']}", GEOMETRIC):
+        if key in metrics:
+            event[key] = metrics[key]
+    return event
 
 
 def amounts(user: AnyUser, unit: str) -> dict[str, int]:
@@ -412,35 +458,46 @@ def amounts(user: AnyUser, unit: str) -> dict[str, int]:
 
 
 def measure_of(scores: Sequence[AnyScore]) -> str:
-    """Return the name of the measure that models are compared by."""
-    return next(iter(scores[0].measures))
+    """Return the name of the measure that models are compared by, the first one of a score."""
+    measures = scores[0].measures
+    return next(iter(measures))
 
 
 def measure_among(users: Mapping[str, JsonMapping]) -> str:
-    """Return the name of the measure that models are compared by, from the scores in an event."""
-    return next((key for of_user in users.values() for key in of_user), "test_loss").removeprefix("test_")
+    """Return the name of the measure that models are compared by, from the scores in an event.
+
+    It is the first key of a user without "test_", such as "loss" for ``{"ann": {"test_loss": 2.1}}``, and "loss"
+    without users.
+    """
+    for scores in users.values():
+        for key in scores:
+            return key.removeprefix("test_")
+    return "loss"
 
 
 def mean_of(users: Mapping[str, JsonMapping], measure: str) -> float:
     """Return the unweighted mean over users of a test measure; NaN without users."""
-    return sum(of_user[f"test_{measure}"] for of_user in users.values()) / len(users) if users else math.nan
+    if not users:
+        return math.nan
+    return sum(scores[f"test_{measure}"] for scores in users.values()) / len(users)
 
 
 def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, JsonObject]:
     """Return the entry of each evaluated user in the run's metrics, by name: scores, amounts of data and costs."""
-    parameters, upload_bytes = clients.trainable_parameters(), clients.upload_bytes()
     unit = clients.batch_source.unit  # "tokens" or "samples"
-    return {
-        user.name: {
+    metrics_by_user: dict[str, JsonObject] = {}
+    for user, score, num_parameters, upload_bytes in zip(
+        clients.scored_users, scores, clients.trainable_parameters(), clients.upload_bytes(), strict=True
+    ):
+        metrics_by_user[user.name] = {
             **measured(score),
             f"test_{unit}": getattr(score, unit),
             f"train_{unit}": len(user.train),
             f"valid_{unit}": len(user.valid),
-            "trainable_parameters": parameters[i],
-            "upload_bytes_per_round": upload_bytes[i],
+            "trainable_parameters": num_parameters,
+            "upload_bytes_per_round": upload_bytes,
         }
-        for i, (user, score) in enumerate(zip(clients.scored_users, scores, strict=True))
-    }
+    return metrics_by_user
 
 
 def summarise(
@@ -454,14 +511,18 @@ def summarise(
         clock: Time, tokens and bytes of the run.
         users: Metrics of the users of all processes; those of this process if None.
     """
+    # This process may have no evaluated users; then the measure is read from the metrics of others.
+    measure = measure_of(scores) if scores else measure_among(users or {})
+    if users is None:
+        users = users_metrics(clients, scores)
     return metrics_of(
-        users_metrics(clients, scores) if users is None else users,
+        users,
         clients.model,
         clients.plan,
         clock,
         rounds=clients.rounds_done,
         selected=clients.chosen_round,
-        measure=measure_of(scores) if scores else measure_among(users or {}),
+        measure=measure,
         unit=clients.batch_source.unit,
     )
 

@@ -61,7 +61,10 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
     @property
     def state(self) -> Tree:
         """State to resume from, under the keys of a checkpoint."""
-        return {name: t for mechanism in self for name, t in mechanism.state.items()}
+        state: Tree = {}
+        for mechanism in self:
+            state.update(mechanism.state)
+        return state
 
     def restore(self, state: Tree) -> None:
         """Restore the mechanisms from a checkpoint."""
@@ -70,11 +73,14 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
 
     @property
     def by_user(self) -> frozenset[str]:
-        """Keys of state tensors with users on the leading dimension."""
-        return frozenset(name for mechanism in self for name in mechanism.by_user)
+        """Keys of :attr:`state` whose tensors have users on the leading dimension."""
+        keys: set[str] = set()
+        for mechanism in self:
+            keys.update(mechanism.by_user)
+        return frozenset(keys)
 
     def admit(self, members: list[int], number: int, *, releases: bool) -> list[int] | None:
-        """Return which participants of a round may take part; None if the privacy budget ends the run.
+        """Return which of the selected users may take part in a round; None if the privacy budget ends the run.
 
         Each mechanism may leave out users whose privacy budget is spent.
 
@@ -83,24 +89,29 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
             number: The round, counted from 0.
             releases: Whether users upload in this round. A round without uploads costs no privacy budget.
         """
-        admitted: list[int] | None = members
         for mechanism in self:
-            admitted = None if admitted is None else mechanism.admit(admitted, number, releases=releases)
-        return admitted
+            admitted = mechanism.admit(members, number, releases=releases)
+            if admitted is None:
+                return None
+            members = admitted
+        return members
 
     def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
-        """Pass the uploads of a round through all mechanisms, and return them as the method aggregates them.
-
-        A mechanism may replace the uploads, for example by a noised sum; None stands for nothing to aggregate.
+        """Pass the uploads of a round through all mechanisms, each of which may replace them, such as by a noised sum.
 
         Args:
             received: Uploads of the round.
             server_round: The round and the method's server state.
+
+        Returns:
+            The uploads as the method aggregates them; None if there is nothing to aggregate.
         """
-        protected: Received | None = received
         for mechanism in self:
-            protected = None if protected is None else mechanism.server_sum(protected, server_round)
-        return protected
+            protected = mechanism.server_sum(received, server_round)
+            if protected is None:
+                return None
+            received = protected
+        return received
 
     def charge(self, numbers: Sequence[int]) -> None:
         """Charge a release to the privacy budgets of users, whether or not it was aggregated."""
@@ -125,19 +136,29 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
 
     @property
     def account(self) -> Account | None:
-        """Account of what was released, in a run with noise."""
-        return next((one.account for one in self if one.account is not None), None)
+        """Account of what was released; None in a run without noise."""
+        for mechanism in self:
+            if mechanism.account is not None:
+                return mechanism.account
+        return None
 
     @property
     def rule_result(self) -> RuleResult | None:
-        """Judgement of a robust aggregation rule on the last round's uploads."""
-        return next((one.rule_result for one in self if one.rule_result is not None), None)
+        """Judgement of a robust aggregation rule on the last round's uploads; None without such a rule."""
+        for mechanism in self:
+            if mechanism.rule_result is not None:
+                return mechanism.rule_result
+        return None
 
     @property
     def metrics(self) -> dict[str, object]:
-        """Metrics of privacy, in a run with noise."""
-        found = {key: value for mechanism in self for key, value in mechanism.metrics.items()}
-        return {"privacy": found} if found else {}
+        """Metrics of privacy under the key "privacy"; empty in a run without noise."""
+        metrics_of_mechanisms: dict[str, object] = {}
+        for mechanism in self:
+            metrics_of_mechanisms.update(mechanism.metrics)
+        if not metrics_of_mechanisms:
+            return {}
+        return {"privacy": metrics_of_mechanisms}
 
 
 @dataclass(kw_only=True)
@@ -185,22 +206,26 @@ class ServerState:
 
     @property
     def state(self) -> Tree:
-        """All state to resume from."""
-        lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
-        progress = {VERSION: torch.tensor(self.version), RANKS: self._saved_ranks, LOWEST: lowest}
-        return {**self.kept, **progress, **self.mechanisms.state}
+        """All state to resume from: tensors of the method, progress, and state of the privacy mechanisms."""
+        return {
+            **self.kept,
+            VERSION: torch.tensor(self.version),
+            RANKS: self._saved_ranks,
+            LOWEST: torch.tensor(self.lowest_loss, dtype=torch.float64),
+            **self.mechanisms.state,
+        }
 
     @property
     def _saved_ranks(self) -> Int[Tensor, " _"]:
-        """LoRA ranks to save ``(users,)``.
+        """LoRA ranks to save: one per user, or a single one for more than :data:`MAX_HASHED_NAMES` users of equal rank.
 
-        If more than :data:`MAX_HASHED_NAMES` users have the same rank, which no hook changes, a single rank ``(1,)``
-        is saved, so that the size of the server's state does not grow with the number of users.
+        So the size of the server's state does not grow with the number of users.
         """
-        ranks_fixed = not any(hook.resizes for hook in self.method.client.parts)
-        may_shorten = len(self.users) > MAX_HASHED_NAMES and ranks_fixed
-        saves_one = may_shorten and bool((self.ranks == self.ranks[0]).all())
-        return self.ranks[:1].clone() if saves_one else self.ranks.clone()
+        changes_ranks = any(hook.resizes for hook in self.method.client.parts)
+        if changes_ranks or len(self.users) <= MAX_HASHED_NAMES:
+            return self.ranks.clone()
+        all_equal = bool((self.ranks == self.ranks[0]).all())
+        return self.ranks[:1].clone() if all_equal else self.ranks.clone()
 
     def restore(self, state: Tree) -> None:
         """Restore the state from a checkpoint."""
@@ -260,7 +285,8 @@ class ServerHalf(ServerState):
             number: The round, counted from 0.
             releases: Whether users upload in this round. A round without uploads costs no privacy budget.
         """
-        return self.mechanisms.admit(participants(plan, number, self.users), number, releases=releases)
+        selected = participants(plan, number, self.users)
+        return self.mechanisms.admit(selected, number, releases=releases)
 
     def check_rounds(self, plan: RunPlan) -> None:
         """Check that rounds have enough participants for all privacy mechanisms, and that users' ranks suit them.
@@ -269,17 +295,23 @@ class ServerHalf(ServerState):
             RecipeError: A round has too few participants, or LoRA ranks differ between users and a mechanism compares
                 uploads entry by entry.
         """
-        if not self.shares or not self.mechanisms:  # nothing is uploaded, or nothing has to be checked
+        if not self.shares:  # nothing is uploaded
             return
-        numbers_of_participants, same_ranks = round_sizes(plan, self.users), len(set(self.ranks.tolist())) == 1
+        if not self.mechanisms:
+            return
+        numbers_of_participants = round_sizes(plan, self.users)  # one per round
+        same_ranks = len(set(self.ranks.tolist())) == 1
         for mechanism in self.mechanisms:
             mechanism.check_rounds(numbers_of_participants, same_ranks=same_ranks)
 
     def warn_of_noise(self, plan: RunPlan) -> None:
         """Log a warning if the noise of a private run is larger than the updates of its users."""
-        for mechanism in self.mechanisms if self.shares else ():
-            if why := mechanism.warn(self.size, plan.training.rounds):
-                logger.warning("%s", why)
+        if not self.shares:  # nothing is uploaded
+            return
+        for mechanism in self.mechanisms:
+            warning = mechanism.warn(self.size, plan.training.rounds)
+            if warning:
+                logger.warning("%s", warning)
 
     def download(self, users: Sequence[str]) -> Download:
         """Return the current download of some users, joined in one message.
@@ -306,18 +338,20 @@ class ServerHalf(ServerState):
 
         Also charges the privacy budgets of the users, and stores their LoRA ranks.
         """
+        method_server = self.method.server
         numbers = self.numbers(upload.users)
         tensors = fill_ranks(decompress(upload.tensors, self.uploads), self.layout)
         self._charge_privacy(numbers)
-        context = ServerRound(
-            round_index=upload.round - 1, names=upload.users, server=self.method.server, kept=self.kept
-        )
         received = self._make_received(numbers, tensors, upload)
         if self.normalises:
-            received = normalise_steps(received, self.method.server.starts(self.kept, received))
-        received = self.mechanisms.server_sum(received, context)
-        if received is not None:  # None: too few uploads for an aggregation rule, so the model stays unchanged
-            self.method.server.aggregate(self.kept, received)
+            starts = method_server.starts(self.kept, received)
+            received = normalise_steps(received, starts)
+        server_round = ServerRound(
+            round_index=upload.round - 1, names=upload.users, server=method_server, kept=self.kept
+        )
+        protected = self.mechanisms.server_sum(received, server_round)
+        if protected is not None:  # None: too few uploads for an aggregation rule, so the model stays unchanged
+            method_server.aggregate(self.kept, protected)
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
 
@@ -346,10 +380,11 @@ class ServerHalf(ServerState):
             names: Names of the shared tensors.
             upload: The joined uploads; their tensors may be empty.
         """
-        server, numbers = self.method.server, self.numbers(upload.users)
-        assert isinstance(server, Mean)
-        no_tensors = dict.fromkeys(names, torch.zeros(0))
-        return server.coefficients(self._make_received(numbers, no_tensors, upload))
+        method_server = self.method.server
+        assert isinstance(method_server, Mean)
+        empty_tensors = dict.fromkeys(names, torch.zeros(0))
+        received = self._make_received(self.numbers(upload.users), empty_tensors, upload)
+        return method_server.coefficients(received)
 
     @torch.no_grad()
     def aggregate_weighted(self, sums: Tree, upload: Upload) -> None:
@@ -359,10 +394,11 @@ class ServerHalf(ServerState):
             sums: Sums of the uploads times :meth:`coefficients`, by tensor name.
             upload: The joined uploads without tensors: users, reports and ranks.
         """
-        server, numbers = self.method.server, self.numbers(upload.users)
-        assert isinstance(server, Mean)
+        method_server, numbers = self.method.server, self.numbers(upload.users)
+        assert isinstance(method_server, Mean)
         self._charge_privacy(numbers)
-        server.step(self.kept, sums, self._make_received(numbers, {}, upload))
+        received_without_tensors = self._make_received(numbers, {}, upload)
+        method_server.step(self.kept, sums, received_without_tensors)
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
 
@@ -379,8 +415,8 @@ class ServerHalf(ServerState):
         self._charge_privacy(self.numbers(users))
         downloaded = self.model  # the model that all users downloaded before the round
         mean = self.sums.mean(total, downloaded, len(users), done)
-        # The strategy aggregates the mean as it would the upload of a single user.
-        self.method.server.aggregate(self.kept, mean_as_upload(downloaded, mean, self._roles))
+        mean_upload = mean_as_upload(downloaded, mean, self._roles)  # as if a single user had uploaded the mean
+        self.method.server.aggregate(self.kept, mean_upload)
         self.version = done
 
     def skip_round(self, done: int, received: Sequence[int] = ()) -> None:
@@ -415,23 +451,25 @@ class ServerHalf(ServerState):
         return self.layout.named_roles(self.method.shared)
 
     def _charge_privacy(self, numbers: Sequence[int]) -> None:
-        """Charge the release of uploads to the privacy budgets of users."""
-        if (account := self.mechanisms.account) is not None and self.shares:
+        """Charge the release of uploads to the privacy budgets of users; does nothing in a run without noise."""
+        account = self.mechanisms.account
+        if account is not None and self.shares:
             account.charge_uploads(numbers)
 
     def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
-        """Return a message that says whether the mean of reported validation losses is the lowest so far.
+        """Return a message that says whether the mean validation loss after a round is the lowest so far.
 
-        After a lowest mean, users store their models as the best ones. The server remembers the lowest mean.
+        If it is, users store their models as the best ones.
 
         Args:
             report: Validation losses of users after a round.
             users: Names of the receivers; the users that have reported if None.
         """
-        loss = fmean(report.reports[VALIDATION].tolist())
-        is_lowest = loss < self.lowest_loss
-        self.lowest_loss = min(loss, self.lowest_loss)
-        return validation_reply(users or report.users, report.round, lowest=is_lowest)
+        mean_loss = fmean(report.reports[VALIDATION].tolist())
+        is_lowest = mean_loss < self.lowest_loss
+        self.lowest_loss = min(mean_loss, self.lowest_loss)
+        receivers = users or report.users
+        return validation_reply(receivers, report.round, lowest=is_lowest)
 
     def _weights(self, upload: Upload) -> Float[Tensor, " users"]:
         """Return the weight of each upload in means: equal, or by the amount of training data."""
@@ -448,15 +486,9 @@ def normalise_steps(received: Received, starts: Tree) -> Received:
     """Return uploads whose changes are normalised by the users' numbers of local steps, as in FedNova.
 
     User i has taken ``tau_i`` local steps from ``x`` to ``x_i``. Its upload becomes
-
-    ``x + tau_eff / tau_i (x_i - x)``  with  ``tau_eff = sum_i p_i tau_i``
-
-    for aggregation weights ``p_i``. Their mean is FedNova's new model ``x + tau_eff sum_i p_i (x_i - x) / tau_i``. In a
-    plain mean, users with more steps have moved further and so count more. With equal numbers of steps, uploads stay as
-    they are. The result is exact for SGD without momentum, for which the paper's normaliser is ``tau_i``, and an
-    approximation for other optimisers.
-
-    Running statistics have no steps and stay as they are.
+    ``x + tau_eff / tau_i (x_i - x)`` with ``tau_eff = sum_i p_i tau_i`` for aggregation weights ``p_i``, so that users
+    with more steps do not count more. This is exact for SGD without momentum, and an approximation for other
+    optimisers. Running statistics of batch norm stay as they are.
 
     Source: Wang et al. 2020, arXiv:2007.07481, eq. 6 with the normaliser of local SGD.
 
@@ -464,19 +496,21 @@ def normalise_steps(received: Received, starts: Tree) -> Received:
         received: Uploads of a round, with the report :data:`STEPS`.
         starts: Tensors with which each participant began the round, ``(users, *shape)``.
     """
-    steps = received.reports[STEPS].double()
-    if bool((steps == steps[0]).all()):
+    tau, p = received.reports[STEPS].double(), received.weights.double()
+    if bool((tau == tau[0]).all()):  # all factors are 1
         return received
-    factors = (received.weights.double() * steps).sum() / steps
-    began = without_padding(starts, received.ranks)  # a user of a smaller rank began without the rest
-    tensors = {}
-    for name, t in received.tensors.items():
-        if any(role.partition(".")[0] == STATISTICS for role in received.roles.get(name, ())):
-            tensors[name] = t
-            continue
-        factor = factors.to(t).view(-1, *[1] * (t.dim() - 1))
-        tensors[name] = began[name] + factor * (t - began[name])
-    return replace(received, tensors=tensors)
+    tau_eff = (p * tau).sum()
+    factors = tau_eff / tau
+    x = without_padding(starts, received.ranks)  # a user of a smaller rank began without the rest
+    normalised: Tree = {}
+    for name, x_i in received.tensors.items():
+        is_statistics = any(role.partition(".")[0] == STATISTICS for role in received.roles.get(name, ()))
+        if is_statistics:
+            normalised[name] = x_i
+        else:
+            factor = factors.to(x_i).view(-1, *[1] * (x_i.dim() - 1))  # (users, 1, ..., 1)
+            normalised[name] = x[name] + factor * (x_i - x[name])
+    return replace(received, tensors=normalised)
 
 
 def tensors_of_components(model: Model, method: Method) -> tuple[str, ...]:
@@ -485,13 +519,16 @@ def tensors_of_components(model: Model, method: Method) -> tuple[str, ...]:
     They are the adaptors of the components and, in a mixture of whole models, their running statistics. In other
     mixtures, running statistics belong to the one model in which the adaptors are mixed.
     """
+    component_roles = {ADAPTOR}
     mixture = method.placement.mixture
-    component_roles = {ADAPTOR, STATISTICS} if mixture is not None and mixture.of == "models" else {ADAPTOR}
-    return tuple(
-        slot.name
-        for slot in model.layout.slots
-        if len(set(slot.roles)) == 1 and set(slot.roles) <= component_roles  # all entries have one such role
-    )
+    if mixture is not None and mixture.of == "models":
+        component_roles.add(STATISTICS)
+    names = []
+    for slot in model.layout.slots:
+        roles = set(slot.roles)
+        if len(roles) == 1 and roles <= component_roles:
+            names.append(slot.name)
+    return tuple(names)
 
 
 def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHalf:
@@ -506,15 +543,17 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
         RecipeError: The server merges or sends whole models and ranks differ between users, or it forwards uploads
             between peers and uploads are compressed.
     """
-    method, uploads, mechanisms = plan.method, plan.training.uploads, Mechanisms(server_mechanisms(plan, users))
+    method, number_format = plan.method, plan.training.uploads
+    mechanisms = Mechanisms(server_mechanisms(plan, users))
     for mechanism in mechanisms:
         mechanism.check_server(method, model.layout, len(users))
-    if method.server.peer_to_peer and uploads != "float32":
+    if method.server.peer_to_peer and number_format != "float32":
         raise RecipeError(
-            f"training.uploads: got {uploads!r} for {method.name}, whose users mix uploads; allowed: float32"
+            f"training.uploads: got {number_format!r} for {method.name}, whose users mix uploads; allowed: float32"
         )
+    needs_equal_ranks = method.server.first_download or method.server.one_rank
     has_padding = not bool(model.mask().all())  # of users with a smaller rank than others
-    if (method.server.first_download or method.server.one_rank) and has_padding:
+    if needs_equal_ranks and has_padding:
         raise RecipeError(
             f"method {method.name}: adapters.rank differs between users; the server's models have one rank"
         )
@@ -525,7 +564,7 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
         scales=_one_per_user(model.scales, len(users)),
         ranks=_one_per_user(model.ranks, len(users)),
         weighted=plan.training.weighting != "uniform" and plan.privacy is None,
-        uploads=uploads,
+        uploads=number_format,
         clustered=tensors_of_components(model, method),
         centred=model.centre,
         mechanisms=mechanisms,
@@ -535,11 +574,15 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
     if method.shared:
         # The method's strategy computes its state from the tensors that users will download.
         all_tensors = model.layout.views(_initial_models(model, method, plan.seed))
-        models = restrict(all_tensors, model.layout, method.received)
-        roles = model.layout.named_roles(method.received)
-        setup = ServerSetup(models=models, users=server.users, scales=server.scales, seed=plan.seed, roles=roles)
-        kept = method.server.start(setup)
-        server.kept = {name: t.to(model.device) for name, t in kept.items()}
+        setup = ServerSetup(
+            models=restrict(all_tensors, model.layout, method.received),
+            users=server.users,
+            scales=server.scales,
+            seed=plan.seed,
+            roles=model.layout.named_roles(method.received),
+        )
+        initial_state = method.server.start(setup)
+        server.kept = {name: t.to(model.device) for name, t in initial_state.items()}
     return server
 
 
@@ -551,15 +594,14 @@ def _one_per_user(values: Tensor, users: int) -> Tensor:
 def _initial_models(model: Model, method: Method, seed: int) -> Float[Tensor, "models columns"]:
     """Return the initial models of the server: one, or several with different weights if the method keeps several.
 
-    Users start from the first model, which is always drawn here. The others are ``model.other_initial_rows`` if the
-    model has them, as nets do; otherwise they are drawn here, too.
+    Users start from the first one.
     """
     num_models, layout = method.server.server_models, model.layout
-    dtype = torch.promote_types(model.dtype, torch.float32)
-    rows = [draw(layout, seed, "server").unsqueeze(0)]
-    if model.other_initial_rows is not None:
-        rows.append(model.other_initial_rows)
+    first_model = draw(layout, seed, "server").unsqueeze(0)
+    if model.other_initial_rows is not None:  # nets have initial values of their own for the others
+        other_models = [model.other_initial_rows]
     else:
         require_room(f"method {method.name}", num_models, layout.columns)  # an error before memory runs out
-        rows += [draw(layout, seed, f"server/{number}").unsqueeze(0) for number in range(1, num_models)]
-    return torch.cat(rows).to(model.device, dtype)
+        other_models = [draw(layout, seed, f"server/{number}").unsqueeze(0) for number in range(1, num_models)]
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    return torch.cat([first_model, *other_models]).to(model.device, dtype)

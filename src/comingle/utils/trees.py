@@ -163,11 +163,10 @@ class Layout:
         wanted = frozenset(roles)
         names_by_slot: dict[str, frozenset[str]] = {}
         for slot in self.slots:
-            wanted_roles = [
-                role for role, is_wanted in zip(slot.roles, slot.role_mask(wanted), strict=True) if is_wanted
-            ]
             names: set[str] = set()
-            for role in wanted_roles:
+            for role, is_wanted in zip(slot.roles, slot.role_mask(wanted), strict=True):
+                if not is_wanted:
+                    continue
                 names.add(role)
                 if slot.factor:
                     names.add(f"{role}.{slot.factor}")
