@@ -55,12 +55,16 @@ class Scorer:
             sets: Test sets.
             numbers: For each set, the number of its model in ``models``.
         """
-        predict, generate = partial(self.predict, models), partial(self.generate, models)
-        examine = partial(self.steps.batch_source.examine, predict, generate, sets, numbers, self.steps.pass_size)
+
+        def examine_sets(gates: Gates | None) -> Sequence[AnyScore]:
+            """Return the scores; ``gates`` collects those of routers."""
+            predict, generate = partial(self.predict, models), partial(self.generate, models)
+            return self.steps.batch_source.examine(predict, generate, sets, numbers, self.steps.pass_size, gates)
+
         if not self.routed:
-            return examine(None)
+            return examine_sets(None)
         with self.steps.model.record_gates() as gates:
-            return examine(gates)
+            return examine_sets(gates)
 
     def score(
         self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int], gates: Gates | None = None
@@ -73,7 +77,8 @@ class Scorer:
             numbers: For each set, the number of its model in ``models``.
             gates: Collects the gates of routers.
         """
-        return self.steps.batch_source.score(partial(self.predict, models), sets, numbers, self.steps.pass_size, gates)
+        predict = partial(self.predict, models)
+        return self.steps.batch_source.score(predict, sets, numbers, self.steps.pass_size, gates)
 
     def mean_loss(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> float:
         """Return the mean loss in nats of each data set under a model of its own, averaged over the sets.
@@ -98,9 +103,10 @@ class Scorer:
         Raises:
             RecipeError: The pass does not fit into memory.
         """
-        device, owners = self.steps.model.device, [models.owners[number] for number in numbers]
-        with within_memory(self.steps.pass_size, len(numbers), device):
-            return self.steps.model.predict(self.steps.tensors(models.rows(numbers)), owners, batch.to(device))
+        model = self.steps.model
+        owners = [models.owners[number] for number in numbers]
+        with within_memory(self.steps.pass_size, len(numbers), model.device):
+            return model.predict(self.steps.tensors(models.rows(numbers)), owners, batch.to(model.device))
 
     def generate(
         self, models: Models, numbers: Sequence[int], prompts: Tensor, limit: int
@@ -116,7 +122,8 @@ class Scorer:
             limit: Largest number of new tokens.
         """
         tensors = self.steps.tensors(models.rows(numbers))
-        return self.steps.model.generate(tensors, [models.owners[n] for n in numbers], prompts, limit)
+        owners = [models.owners[number] for number in numbers]
+        return self.steps.model.generate(tensors, owners, prompts, limit)
 
 
 Losses = Callable[[Any], Float[Tensor, "users models batch ..."]]
@@ -136,8 +143,10 @@ class TrainSweep:
     @cached_property
     def _batches(self) -> list[Int[Tensor, "users batch ..."]]:
         """Batches of all training data, split to the size of one pass; drawn on first use."""
-        drawn = self.batch_source.sweep(self.users, self.round_number)
-        return [part for batch in drawn for part in batch.split(self.pass_size.sequences, dim=1)]
+        batches = []
+        for batch in self.batch_source.sweep(self.users, self.round_number):
+            batches += batch.split(self.pass_size.sequences, dim=1)
+        return batches
 
     def losses_by_batch(self, losses: Losses) -> list[Float[Tensor, "users models batch ..."]]:
         """Return the losses of each batch under several models; 0 at padding.
@@ -145,12 +154,16 @@ class TrainSweep:
         Args:
             losses: Function that maps a batch of each user to its losses under all models.
         """
-        return [losses(self.batch_source.read("train", self.users, drawn.to(self.device))) for drawn in self._batches]
+        losses_of_batches = []
+        for drawn in self._batches:
+            batch = self.batch_source.read("train", self.users, drawn.to(self.device))
+            losses_of_batches.append(losses(batch))
+        return losses_of_batches
 
     def responsibilities(
         self, prior: Float[Tensor, "users models"], losses: Losses
     ) -> list[Float[Tensor, "models samples"]]:
-        """Return for each training sample s the probability of each model m to have generated it.
+        """Return for each training sample s the probability ``q_m(s)`` of each model m to have generated it.
 
         ``q_m(s) = prior_m exp(-loss_m(s)) / sum_n prior_n exp(-loss_n(s))``, as in the E-step of a mixture.
 
@@ -161,10 +174,11 @@ class TrainSweep:
         Returns:
             One tensor for each user, with its samples in order.
         """
-        all_losses = torch.cat(self.losses_by_batch(losses), 2)  # (users, models, samples)
-        shares = (prior.log().unsqueeze(2) - all_losses).softmax(1)
-        counts = torch.cat([drawn != PAD for drawn in self._batches], 1).sum(1).tolist()
-        return [user_shares[:, :count] for user_shares, count in zip(shares, counts, strict=True)]  # without padding
+        loss = torch.cat(self.losses_by_batch(losses), 2)  # (users, models, samples)
+        q = (prior.log().unsqueeze(2) - loss).softmax(1)
+        is_sample = torch.cat([drawn != PAD for drawn in self._batches], 1)  # (users, samples); False at padding
+        num_samples = is_sample.sum(1).tolist()  # of each user
+        return [q_of_user[:, :num] for q_of_user, num in zip(q, num_samples, strict=True)]
 
     def means(self, losses: Losses) -> Float[Tensor, "users models"]:
         """Return the mean training loss of each user under each model.
@@ -173,11 +187,12 @@ class TrainSweep:
             losses: Function that maps a batch of each user to its losses under all models.
         """
         # Losses are (users, models, batch, ...): add up all dimensions after the first two.
-        batch_totals = [batch_losses.flatten(2).sum(2) for batch_losses in self.losses_by_batch(losses)]
-        total = torch.stack(batch_totals).sum(0)
+        sums_of_batches = [batch_losses.flatten(2).sum(2) for batch_losses in self.losses_by_batch(losses)]
         # Number of losses (tokens or samples) of each user, without padding.
-        counts = torch.stack([self.batch_source.loss_counts(drawn).cpu() for drawn in self._batches]).sum(0)
-        return total / counts.to(total).unsqueeze(1)
+        counts_of_batches = [self.batch_source.loss_counts(drawn).cpu() for drawn in self._batches]
+        total_loss = torch.stack(sums_of_batches).sum(0)
+        total_count = torch.stack(counts_of_batches).sum(0)
+        return total_loss / total_count.to(total_loss).unsqueeze(1)
 
 
 @dataclass(kw_only=True)
@@ -218,9 +233,10 @@ class Cohort(CohortTensors):
         """
         if not self.steps.plan.method.client.resets:
             raise missing_flag("reset", "resets", training=False)
-        parameters, row_numbers = self.part.rows, self.rows  # (users, columns), and their rows in the whole state
+        parameters = self.part.rows
+        initial_parameters = self.initial(self.rows)
         columns = self.layout.mask(roles).to(parameters.device)
-        parameters[:, columns] = self.initial(row_numbers)[:, columns]
+        parameters[:, columns] = initial_parameters[:, columns]
 
     def reset_moments(self, roles: frozenset[str]) -> None:
         """Reset the moments of some roles to zero.
@@ -228,13 +244,18 @@ class Cohort(CohortTensors):
         The step count of an optimizer is reset too if these are all the roles that it trains: bias correction counts
         steps from zero moments.
         """
-        columns = self.layout.mask(roles).to(self.part.rows.device)
+        is_reset = self.layout.mask(roles).to(self.part.rows.device)
         for moments in (self.part.first, self.part.second):
-            moments[:, columns[: moments.shape[1]]] = 0  # moments that no optimizer uses have no columns
-        for name, step_count in (("experts", self.part.iterations), ("router", self.part.router_steps)):
-            optimizers = self.steps.plan.method.client.optimizers
-            trained_roles = {role for optimizer, trained in optimizers if optimizer == name for role in trained}
-            if bool(columns[self.layout.mask(trained_roles)].all()):
+            num_columns = moments.shape[1]  # 0 if no optimizer uses these moments
+            moments[:, is_reset[:num_columns]] = 0
+        step_counts = {"experts": self.part.iterations, "router": self.part.router_steps}
+        for optimizer, step_count in step_counts.items():
+            trained_roles: set[str] = set()
+            for name, roles_of_optimizer in self.steps.plan.method.client.optimizers:
+                if name == optimizer:
+                    trained_roles |= roles_of_optimizer
+            is_trained = self.layout.mask(trained_roles)
+            if bool(is_reset[is_trained].all()):
                 step_count.zero_()
 
     def take_steps(self, phase: Phase) -> None:
@@ -250,7 +271,7 @@ class Cohort(CohortTensors):
         Raises:
             RuntimeError: The method has no mixture.
         """
-        model, mixture = self.steps.model, self.steps.plan.method.placement.mixture
+        mixture = self.steps.plan.method.placement.mixture
         if mixture is None:
             raise RuntimeError(
                 "Cohort.component_losses: got a method without components; allowed: methods with Placement.mixture; "
@@ -260,9 +281,8 @@ class Cohort(CohortTensors):
         for places, owners in self._with_data():
             tensors = self.steps.tensors(self.part.rows[places])
             sweep = self._train_sweep(owners)
-            # ``o`` and ``t`` have the values of this group as defaults, as the function is made in a loop.
-            means = sweep.means(lambda batch, o=owners, t=tensors: model.component_losses(t, o, batch))
-            losses[places] = means.to(losses)
+            mean_losses = sweep.means(self._component_loss_function(tensors, owners))
+            losses[places] = mean_losses.to(losses)
         return losses
 
     @torch.no_grad()
@@ -274,13 +294,14 @@ class Cohort(CohortTensors):
 
         Source: FedEM (Marfoq et al. 2021, arXiv:2108.10252), eq. 7 and 8.
         """
-        tensors, owners, model = self.steps.tensors(self.part.rows), self.owners, self.steps.model
-        sweep = self._train_sweep(owners)
-        prior = model.shares(tensors)  # pi
-        self.sample_shares = sweep.responsibilities(prior, lambda batch: model.component_losses(tensors, owners, batch))
-        means = torch.stack([users_shares.mean(1) for users_shares in self.sample_shares])
-        smallest = torch.finfo(means.dtype).tiny  # a weight of exactly 0 could never grow again
-        self.tensors[CLIENT_ROUTER].copy_(means.clamp(min=smallest).log())  # logits, of which a softmax is taken
+        tensors = self.steps.tensors(self.part.rows)
+        pi = self.steps.model.shares(tensors)
+        sweep = self._train_sweep(self.owners)
+        q = sweep.responsibilities(pi, self._component_loss_function(tensors, self.owners))  # one tensor per user
+        self.sample_shares = q
+        new_pi = torch.stack([q_of_user.mean(1) for q_of_user in q])
+        smallest = torch.finfo(new_pi.dtype).tiny  # a weight of exactly 0 could never grow again
+        self.tensors[CLIENT_ROUTER].copy_(new_pi.clamp(min=smallest).log())  # logits, of which a softmax is taken
 
     @torch.no_grad()
     def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
@@ -293,14 +314,16 @@ class Cohort(CohortTensors):
             Mean losses; 0 for users without data.
         """
         layout, shared = self.layout, self.steps.plan.method.shared
-        num_models = next(iter(models.values())).shape[1]
+        any_tensor = next(iter(models.values()))
+        num_models = any_tensor.shape[1]
         losses = torch.zeros(len(self.rows), num_models, dtype=self.part.rows.dtype)
         for places, owners in self._with_data():
             sweep = self._train_sweep(owners)
             for number in range(num_models):
-                rows = self.part.rows[places]  # a copy, in which the shared tensors are replaced by those of the model
-                assign(layout.views(rows), layout, shared, {n: t[places, number] for n, t in models.items()})
-                mean_losses = sweep.means(self._loss_function(rows, owners))  # (users, 1): of this model alone
+                parameters = self.part.rows[places]  # a copy, in which the model replaces the shared tensors
+                model = {name: t[places, number] for name, t in models.items()}
+                assign(layout.views(parameters), layout, shared, model)
+                mean_losses = sweep.means(self._loss_function(parameters, owners))  # (users, 1): of this model alone
                 losses[places, number] = mean_losses[:, 0].to(losses)
         return losses
 
@@ -313,20 +336,25 @@ class Cohort(CohortTensors):
             models: Shared tensors of the models that each user compares, ``(users, models, *shape)``.
         """
         layout, shared = self.layout, self.steps.plan.method.shared
-        num_models = next(iter(models.values())).shape[1]
-        pairs = [(user, model) for user in range(len(self.rows)) for model in range(num_models)]
+        any_tensor = next(iter(models.values()))
+        num_models = any_tensor.shape[1]
+        # Pair ``user * num_models + model``.
+        user_of_pair = [user for user in range(len(self.rows)) for _ in range(num_models)]
+        model_of_pair = [model for _ in range(len(self.rows)) for model in range(num_models)]
 
-        def parameters_of(pair_numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
+        def parameters_of(pairs: Sequence[int]) -> Float[Tensor, "slots columns"]:
             """Return the parameters of some pairs: the user's own, with the shared ones replaced by the model's."""
-            users, chosen = [pairs[n][0] for n in pair_numbers], [pairs[n][1] for n in pair_numbers]
+            users, chosen = [user_of_pair[pair] for pair in pairs], [model_of_pair[pair] for pair in pairs]
             parameters = self.part.rows[users]  # a copy
-            assign(layout.views(parameters), layout, shared, {n: t[users, chosen] for n, t in models.items()})
-            # Ranks that a user does not have are padding, which must be zero.
-            return parameters if self.mask is None else parameters.mul_(self.mask[users])
+            assign(layout.views(parameters), layout, shared, {name: t[users, chosen] for name, t in models.items()})
+            if self.mask is None:
+                return parameters
+            return parameters.mul_(self.mask[users])  # zero the padding, ranks that a user does not have
 
-        owners = [self.owners[user] for user, _ in pairs]
-        sets = [self.trainers[owner].valid for owner in owners]
-        scores = self.scorer.score(Models(rows=parameters_of, owners=owners), sets, range(len(pairs)))
+        owners = [self.owners[user] for user in user_of_pair]
+        valid_splits = [self.trainers[owner].valid for owner in owners]
+        pairs_as_models = Models(rows=parameters_of, owners=owners)
+        scores = self.scorer.score(pairs_as_models, valid_splits, numbers=range(len(owners)))
         return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, num_models)
 
     def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
@@ -339,14 +367,17 @@ class Cohort(CohortTensors):
         Returns:
             Losses in float64; rows of users with less data are padded with zeros.
         """
-        model, batch_source, tensors = self.steps.model, self.steps.batch_source, self.steps.tensors(self.part.rows)
-        device, losses = self.part.rows.device, []
-        options = {} if powers is None else dict[str, Any](powers=powers)
+        model, batch_source = self.steps.model, self.steps.batch_source
+        tensors = self.steps.tensors(self.part.rows)
+        # Only models that mix predictions have the parameter ``powers``.
+        power_option: dict[str, Any] = {} if powers is None else {"powers": powers}
+        losses_of_batches = []
         for drawn in batch_source.held_out(self.owners):
-            for micro_batch in drawn.to(device).split(self.steps.pass_size.sequences, dim=1):
+            for micro_batch in drawn.to(self.part.rows.device).split(self.steps.pass_size.sequences, dim=1):
                 batch: Any = batch_source.read("valid", self.owners, micro_batch)
-                losses.append(model.component_losses(tensors, self.owners, batch, **options).flatten(2).double())
-        return torch.cat(losses, 2)
+                losses = model.component_losses(tensors, self.owners, batch, **power_option)
+                losses_of_batches.append(losses.flatten(2).double())
+        return torch.cat(losses_of_batches, 2)
 
     @torch.no_grad()
     def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
@@ -363,19 +394,23 @@ class Cohort(CohortTensors):
             Means of unit vectors ``(users, width)``, by the name of the router's tensor; zeros for users without
             training data.
         """
-        # A router has a vector per expert; a direction has the width of one of them.
-        directions = {n: torch.zeros_like(t[:, 0]) for n, t in self.tensors.items() if n.endswith(f".{ROUTER}")}
-        for places, owners in self._with_data():  # users that fit one pass: places in the cohort, trainer numbers
+        directions: Tree = {}
+        for name, t in self.tensors.items():
+            if name.endswith(f".{ROUTER}"):
+                directions[name] = torch.zeros_like(t[:, 0])  # a router is (users, experts, width)
+        for places, owners in self._with_data():
             tensors = self.steps.tensors(self.part.rows[places])
-            counts = self.part.rows.new_zeros(len(places), 1)  # of the instances of each user
+            num_instances = self.part.rows.new_zeros(len(places), 1)  # of each user
             for drawn in self._instances(owners, instances):
                 for micro_batch in drawn.split(self.steps.pass_size.sequences, dim=1):
                     inputs = self.steps.model.router_inputs(tensors, owners, micro_batch, whole=whole)
                     for name, x in inputs.items():
-                        directions[name][places] += F.normalize(x.to(directions[name]), dim=-1).sum(1)
-                counts += (drawn != PAD).any(-1).sum(1, keepdim=True)
-            for t in directions.values():
-                t[places] /= counts.clamp(min=1)
+                        unit_vectors = F.normalize(x.to(directions[name]), dim=-1)
+                        directions[name][places] += unit_vectors.sum(1)
+                is_instance = (drawn != PAD).any(-1)
+                num_instances += is_instance.sum(1, keepdim=True)
+            for sums in directions.values():
+                sums[places] /= num_instances.clamp(min=1)
         return directions
 
     def _instances(self, owners: Sequence[int], count: int) -> Iterator[Int[Tensor, "users batch window"]]:
@@ -383,28 +418,36 @@ class Cohort(CohortTensors):
 
         Batches may have padding of their own, so instances are counted per user, and those after ``count`` are masked.
         """
+        batch_source = self.steps.batch_source
         # The label gives these batches a random stream that no phase of training uses.
-        batch_source, phase, num_before = self.steps.batch_source, Phase(roles=frozenset(), label="instances"), 0
-        first_step = 0  # all batches belong to one step; ``repeat`` tells them apart
-        smallest_batch = min(map(batch_source.size_of, owners))
-        for repeat in range(-(-count // smallest_batch)):  # rounded up
-            drawn = batch_source.draw(owners, phase, self.round_number, first_step, repeat).to(self.part.rows.device)
-            instance_number = num_before + (drawn != PAD).any(-1).cumsum(1)  # counted from 1
+        phase = Phase(roles=frozenset(), label="instances")
+        smallest_batch = min(batch_source.size_of(owner) for owner in owners)
+        num_batches = -(-count // smallest_batch)  # rounded up
+        num_before: int | Tensor = 0  # instances of each user in earlier batches
+        for repeat in range(num_batches):
+            drawn = batch_source.draw(owners, phase, self.round_number, step=0, repeat=repeat)
+            drawn = drawn.to(self.part.rows.device)
+            is_instance = (drawn != PAD).any(-1)
+            instance_number = num_before + is_instance.cumsum(1)  # counted from 1
             num_before = instance_number[:, -1:]
-            yield drawn.masked_fill((instance_number > count).unsqueeze(-1), PAD)
+            is_excess = instance_number > count
+            yield drawn.masked_fill(is_excess.unsqueeze(-1), PAD)
 
     def copies(self) -> Float[Tensor, "copies users columns"]:
         """Return a clone of the tensors, split by copy, for methods that keep several models per user.
 
         In the cohort the first copies of all users come first, then all second copies, and so on.
         """
-        return self.part.rows.clone().view(self.steps.plan.method.placement.copies, -1, self.part.rows.shape[1])
+        num_copies = self.steps.plan.method.placement.copies
+        rows = self.part.rows
+        return rows.clone().view(num_copies, -1, rows.shape[1])
 
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
         """Return the mean validation loss in nats of the user at place ``user`` with ``candidate`` as its model."""
         owner = self.owners[user]
-        models = Models(rows=lambda numbers: candidate.expand(len(numbers), -1), owners=[owner])
-        return self.scorer.mean_loss(models, [self.trainers[owner].valid], [0])
+        # A single model, number 0, whatever number of rows is asked for.
+        only_candidate = Models(rows=lambda numbers: candidate.expand(len(numbers), -1), owners=[owner])
+        return self.scorer.mean_loss(only_candidate, sets=[self.trainers[owner].valid], numbers=[0])
 
     # ---------------------------------------------------------------- helpers
 
@@ -414,10 +457,9 @@ class Cohort(CohortTensors):
         Yields:
             Their places in the cohort, and the numbers of their trainers.
         """
-        trainers, owners = self.trainers, self.owners
-        places = [i for i, owner in enumerate(owners) if len(trainers[owner].train)]
-        for group in cohorts(places, self.steps.pass_size.users):
-            yield group, [owners[i] for i in group]
+        places_with_data = [place for place, owner in enumerate(self.owners) if len(self.trainers[owner].train)]
+        for places in cohorts(places_with_data, self.steps.pass_size.users):
+            yield places, [self.owners[place] for place in places]
 
     def _train_sweep(self, owners: Sequence[int]) -> TrainSweep:
         """Return batches that represent the training data of some trainers in this round."""
@@ -426,6 +468,16 @@ class Cohort(CohortTensors):
         )
 
     def _loss_function(self, rows: Float[Tensor, "users columns"], owners: Sequence[int]) -> Losses:
-        """Return a function from batches to the losses of the models of these rows."""
+        """Return a function that maps a batch of each user to losses ``(users, 1, ...)`` of its model in ``rows``."""
         tensors, model = self.steps.tensors(rows), self.steps.model
-        return lambda batch: model.losses(tensors, owners, batch)[0].unsqueeze(1)
+
+        def losses_of(batch: Any) -> Float[Tensor, "users models batch ..."]:
+            """Return the losses, without the penalty of the model."""
+            losses, _penalty = model.losses(tensors, owners, batch)
+            return losses.unsqueeze(1)
+
+        return losses_of
+
+    def _component_loss_function(self, tensors: Tree, owners: Sequence[int]) -> Losses:
+        """Return a function that maps a batch of each user to its losses ``(users, clusters, ...)`` by component."""
+        return lambda batch: self.steps.model.component_losses(tensors, owners, batch)

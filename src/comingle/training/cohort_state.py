@@ -24,20 +24,23 @@ from comingle.utils.trees import STATISTICS, Layout, Tree, flatten
 
 
 def missing_flag(attribute: str, flag: str, *, training: bool) -> RuntimeError:
-    """Return the error of a client hook that uses what the engine keeps only for hooks with a flag.
+    """Return the error of a client hook that uses tensors of the cohort which are kept only for hooks with a flag.
 
     :func:`comingle.methods.own_errors` adds the hook's file and line.
 
     Args:
-        attribute: Attribute or method of the cohort that the hook used.
-        flag: Flag of :class:`comingle.methods.base.ClientHook`.
+        attribute: Attribute or method of the cohort that the hook used, such as "began".
+        flag: Flag of :class:`comingle.methods.base.ClientHook`, such as "looks_back".
         training: Whether hooks may use the attribute only while users train.
     """
-    why, where = f"no hook has {flag}", f"a ClientHook with {flag} = True"
     if training:
-        why, where = f"{why} or no user is training", f"begin, correct, stepped and end of {where}"
+        why = f"no hook has {flag} or no user is training"
+        allowed = f"begin, correct, stepped and end of a ClientHook with {flag} = True"
+    else:
+        why = f"no hook has {flag}"
+        allowed = f"a ClientHook with {flag} = True"
     return RuntimeError(
-        f"Cohort.{attribute}: got no tensors, as {why}; allowed: {where}; set {flag} = True in the hook's class"
+        f"Cohort.{attribute}: got no tensors, as {why}; allowed: {allowed}; set {flag} = True in the hook's class"
     )
 
 
@@ -111,7 +114,8 @@ class CohortTensors(base.Cohort):
     @contextmanager
     def some(self, at: Sequence[int]) -> Iterator[CohortTensors]:
         """Yield a cohort of the users at the places ``at``; on exit, write their changes back into this cohort."""
-        if list(at) == list(range(len(self.rows))):  # all users: no copy to write back
+        all_places = list(range(len(self.rows)))
+        if list(at) == all_places:  # no copy to write back
             yield self
             return
         subset = self._subset(at, self.part.take(at))
@@ -123,39 +127,48 @@ class CohortTensors(base.Cohort):
 
         Changes are not written back into this cohort.
         """
-        index, no_moments = list(at), self.part.rows.new_empty(len(at), 0)
-        part = replace(
-            self.part,
-            rows=self.part.rows[index],
+        index, part = list(at), self.part
+        no_moments = part.rows.new_empty(len(at), 0)
+        part_of_users = replace(
+            part,
+            rows=part.rows[index],
             first=no_moments,
             second=no_moments,
-            iterations=self.part.iterations[index],
-            router_steps=self.part.router_steps[index],
-            ranks=self.part.ranks[index],
-            versions=self.part.versions[index],
-            kept={name: t[index] for name, t in self.part.kept.items()},
+            iterations=part.iterations[index],
+            router_steps=part.router_steps[index],
+            ranks=part.ranks[index],
+            versions=part.versions[index],
+            kept={name: t[index] for name, t in part.kept.items()},
         )
-        return self._subset(at, part)
+        return self._subset(at, part_of_users)
 
     def _subset(self, at: Sequence[int], part: State) -> CohortTensors:
         """Return a cohort of the users at the places ``at``, with ``part`` as their state."""
+        index = list(at)
         return replace(
             self,
-            rows=[self.rows[i] for i in at],
-            owners=[self.owners[i] for i in at],
-            names=[self.names[i] for i in at],
+            rows=[self.rows[i] for i in index],
+            owners=[self.owners[i] for i in index],
+            names=[self.names[i] for i in index],
             part=part,
-            before=None if self.before is None else self.before[list(at)],
-            across=None if self.across is None else self.across[list(at)],
-            mask=None if self.mask is None else self.mask[list(at)],
-            sample_shares=None if self.sample_shares is None else [self.sample_shares[i] for i in at],
+            before=None if self.before is None else self.before[index],
+            across=None if self.across is None else self.across[index],
+            mask=None if self.mask is None else self.mask[index],
+            sample_shares=None if self.sample_shares is None else [self.sample_shares[i] for i in index],
         )
 
     def shares_of(self, drawn: Int[Tensor, "users batch"]) -> Float[Tensor, "users clusters batch"]:
-        """Return the mixture weights of the drawn samples; values at ``PAD`` are arbitrary."""
+        """Return the mixture weights of the drawn samples; values at ``PAD`` are arbitrary.
+
+        Args:
+            drawn: Numbers of the samples of each user.
+        """
         assert self.sample_shares is not None
-        numbers = drawn.to(self.part.rows.device).clamp(min=0)
-        return torch.stack([shares[:, at] for shares, at in zip(self.sample_shares, numbers, strict=True)])
+        sample_numbers = drawn.to(self.part.rows.device).clamp(min=0)  # PAD, which is negative, becomes sample 0
+        shares_of_users = []
+        for shares, numbers in zip(self.sample_shares, sample_numbers, strict=True):
+            shares_of_users.append(shares[:, numbers])
+        return torch.stack(shares_of_users)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,33 +188,30 @@ def freeze_columns(
     Weight decay and running statistics would change them even with zero gradients.
 
     Args:
-        newcomer: Columns of a user who joins a finished federation. Those that the federation has trained are frozen
-            during the first ``newcomer.rounds`` rounds, in the first copy of the user's parameters (some methods keep
-            further copies, which stay local). None for users of a federation.
-        cohort: The cohort. ``cohort.rows`` are the numbers of its rows in the state of all users, ``cohort.part.rows``
-            their values.
-        trainers: Number of users that train. A row's number is ``copy * trainers + user``, so that numbers below it are
-            first copies.
-        other_roles: Columns to freeze in all rows, because they belong to roles that this step does not train but lie
-            in the same tensors as those that it trains, such as generalists beside specialists. None for none.
+        newcomer: Columns that stay frozen in the first rounds of a user who joins a finished federation, in the first
+            copy of its parameters; None for users of a federation.
+        cohort: The cohort.
+        trainers: Number of users that train. Row ``copy * trainers + i`` is a copy of user i, so that rows below
+            ``trainers`` are first copies.
+        other_roles: True on columns to freeze for all users: those of roles that this step does not train, but which
+            lie in the same tensors, such as generalists beside specialists. None for none.
 
     Yields:
         True on frozen entries; None if nothing is frozen.
     """
-    if newcomer is not None and cohort.round_number >= newcomer.rounds:
-        newcomer = None
-    if newcomer is None and other_roles is None:
+    freezes_newcomer = newcomer is not None and cohort.round_number < newcomer.rounds
+    if not freezes_newcomer and other_roles is None:
         yield None
         return
     is_frozen = torch.zeros_like(cohort.part.rows, dtype=torch.bool)
     if other_roles is not None:
         is_frozen |= other_roles.to(is_frozen.device)
-    if newcomer is not None:
+    if newcomer is not None and freezes_newcomer:
         is_first_copy = torch.tensor([row < trainers for row in cohort.rows], device=is_frozen.device)
         is_frozen |= is_first_copy.unsqueeze(1) & newcomer.columns.to(is_frozen.device)
-    before = cohort.part.rows[is_frozen]
+    frozen_values = cohort.part.rows[is_frozen]
     yield is_frozen
-    cohort.part.rows[is_frozen] = before
+    cohort.part.rows[is_frozen] = frozen_values
 
 
 Rows = Float[Tensor, "users columns"]
@@ -215,17 +225,19 @@ def learning_rate(settings: OptimizerSection, step: int, total: int) -> float:
         step: The step, counted from 0.
         total: Number of steps of the schedule.
     """
+    highest = settings.learning_rate
     if settings.schedule == "constant":
-        return settings.learning_rate
-    lowest = settings.final_fraction * settings.learning_rate
-    progress = min(1.0, step / max(1, total))
-    return lowest + (settings.learning_rate - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+        return highest
+    lowest = settings.final_fraction * highest
+    progress = min(1.0, step / max(1, total))  # from 0 to 1
+    return lowest + (highest - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def clip(gradient: Rows, norm: float) -> Rows:
     """Scale the gradient of each user down to a norm of at most ``norm``."""
     norms = gradient.norm(dim=1, keepdim=True)
-    return gradient * (norm / norms.clamp(min=norm))
+    factors = norm / norms.clamp(min=norm)  # 1 for gradients within the norm
+    return gradient * factors
 
 
 PIECE = 1 << 20
@@ -244,9 +256,11 @@ def descend(settings: OptimizerSection, rate: float, values: Tensor, gradient: T
     """
     if settings.weight_decay:
         values.mul_(1 - rate * settings.weight_decay)
-    users_at_once = len(values)
-    if gradient.dtype != values.dtype:  # convert the gradient in pieces, instead of a copy of all of it
-        users_at_once = max(1, PIECE // max(1, values[:1].numel()))
+    if gradient.dtype == values.dtype:
+        users_at_once = len(values)
+    else:  # convert the gradient in pieces, instead of a copy of all of it
+        entries_per_user = values[:1].numel()
+        users_at_once = max(1, PIECE // max(1, entries_per_user))
     for value_piece, gradient_piece in zip(values.split(users_at_once), gradient.split(users_at_once), strict=True):
         value_piece.sub_(gradient_piece.to(values.dtype), alpha=rate)
 
@@ -282,39 +296,40 @@ def update(
     if settings.weight_decay:
         rows.mul_(1 - rate * settings.weight_decay)
     beta1, beta2 = settings.betas
-    count = steps.to(rows.dtype).unsqueeze(1)
+    t = steps.to(rows.dtype).unsqueeze(1)
     first.lerp_(gradient, 1 - beta1)
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = (second / (1 - beta2**count)).sqrt_().add_(settings.eps)
-    rows.sub_(first / denominator * (rate / (1 - beta1**count)))
+    denominator = (second / (1 - beta2**t)).sqrt_().add_(settings.eps)
+    rows.sub_(first / denominator * (rate / (1 - beta1**t)))
 
 
 def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
-    """Exchange gradients between phases: store those for later phases, and add stored ones to those of this phase.
+    """Store the gradients of tensors that other phases train; add stored ones to the gradients of this phase.
 
-    A backward pass of one phase may also compute gradients of tensors that another phase trains later. All gradients of
-    a tensor since its last step are added up and used in its next step. A user that has nothing for a phase to train
-    (one expert and no router) stores no gradients.
+    For example, a backward pass of the experts' phase may also compute gradients of the router. All gradients of a
+    tensor since its last step are added up and used in its next step.
 
     Args:
         cohort: The cohort, whose stored gradients are updated; nothing is done for methods that store none.
         phase: The phase that is about to take a step.
         gradients: Gradients by tensor name, updated in place; those of tensors that other phases train are removed.
     """
-    if GRADIENTS not in cohort.kept:  # no phase of the method leaves gradients to others
+    if GRADIENTS not in cohort.kept:
         return
     layout, stored = cohort.layout, cohort.kept[GRADIENTS]
-    trained = layout.touching(phase.roles)  # the tensors of this phase, which occupy the columns ``span``
-    span, new = layout.span(trained), torch.zeros_like(stored)
+    trained = layout.touching(phase.roles)
+    trained_columns = layout.span(trained)
+    new = torch.zeros_like(stored)
     for name, view in layout.views(new).items():
         if name in gradients:
             view.copy_(gradients.pop(name))
     if cohort.mask is not None:
-        has_trained_entries = cohort.mask[:, span].any(1, keepdim=True)
+        # A user without anything to train in this phase (one expert and no router) stores no gradients.
+        has_trained_entries = cohort.mask[:, trained_columns].any(1, keepdim=True)
         new *= cohort.mask & has_trained_entries
     stored += new
-    gradients |= trained.views(stored[:, span].clone())  # used in this step, and reset for the next one
-    stored[:, span] = 0
+    gradients |= trained.views(stored[:, trained_columns].clone())
+    stored[:, trained_columns] = 0  # used in this step
 
 
 def take_step(
@@ -338,27 +353,32 @@ def take_step(
         frozen_columns: True on entries that do not move.
     """
     layout, part = cohort.layout, cohort.part
-    # Joining gradients into one tensor needs a copy of them, which is large for whole nets. It is not needed for SGD
-    # without clipping and momentum ("memoryless"), which treats each tensor on its own.
+    # SGD without clipping and momentum ("memoryless") treats each tensor on its own, so they need not be joined into
+    # one tensor. The copy would be large for whole nets.
     if settings.memoryless and cohort.mask is None and frozen_columns is None:
         views = layout.views(part.rows)
         for slot in trained.slots:
             descend(settings, rate, views[slot.name], gradients.pop(slot.name))
         return
-    span = layout.span(trained)
+    columns = layout.span(trained)
     gradient = flatten([gradients.pop(slot.name) for slot in trained.slots], part.rows.dtype)
     if cohort.mask is not None:
-        gradient *= cohort.mask[:, span]
+        gradient *= cohort.mask[:, columns]
     if frozen_columns is not None:
-        gradient.masked_fill_(frozen_columns[:, span], 0.0)
-    all_columns = (part.rows, part.first, part.second)
-    values, first, second = [t[:, span] if t.shape[1] else t for t in all_columns]  # moments may have no columns
+        gradient.masked_fill_(frozen_columns[:, columns], 0.0)
+
+    has_first, has_second = part.first.shape[1] > 0, part.second.shape[1] > 0  # whether some optimizer uses moments
+    values = part.rows[:, columns]
+    first = part.first[:, columns] if has_first else part.first
+    second = part.second[:, columns] if has_second else part.second
     update(settings, rate, values, gradient, first, second, count)
-    if isinstance(span, slice):  # views, so the update was in place
+    if isinstance(columns, slice):  # a slice makes views, so the update was in place
         return
-    for t, updated in zip(all_columns, (values, first, second), strict=True):
-        if t.shape[1]:  # indexing with a tensor made a copy
-            t[:, span] = updated
+    part.rows[:, columns] = values
+    if has_first:
+        part.first[:, columns] = first
+    if has_second:
+        part.second[:, columns] = second
 
 
 def keep_statistics(layout: Layout, rows: Float[Tensor, "users columns"], tensors: Tree) -> None:
@@ -370,6 +390,8 @@ def keep_statistics(layout: Layout, rows: Float[Tensor, "users columns"], tensor
         tensors: Tensors of the forward pass.
     """
     statistics = layout.only({STATISTICS}).slots
-    views = layout.views(rows) if statistics else {}
+    if not statistics:
+        return
+    views_of_rows = layout.views(rows)
     for slot in statistics:
-        views[slot.name].copy_(tensors[slot.name])
+        views_of_rows[slot.name].copy_(tensors[slot.name])

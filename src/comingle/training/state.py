@@ -59,24 +59,29 @@ class State:
     best: Tree = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors with users on the leading dimension, by name."""
-        return {name: getattr(self, name) for name in _USER_TENSORS} | {
-            _KEPT_PREFIX + name: t for name, t in self.kept.items()
-        }
+        """Return all tensors with users on the leading dimension, by name; those of hooks begin with "kept/"."""
+        named = {name: getattr(self, name) for name in _USER_TENSORS}
+        for name, t in self.kept.items():
+            named[_KEPT_PREFIX + name] = t
+        return named
 
     def filled(self, tensors: dict[str, Tensor], best: Tree) -> State:
-        """Return a state with new tensors in place of those that :meth:`tensors` returns.
+        """Return a state with other tensors.
 
         Args:
-            tensors: The new tensors, with the same names.
+            tensors: The tensors, under the names of :meth:`tensors`.
             best: Tensors of the best round, as in :attr:`best`; empty without one.
         """
         return replace(self._with_tensors(tensors), best=best)
 
     def _with_tensors(self, tensors: dict[str, Tensor]) -> State:
         """Return a state with other tensors, under the names of :meth:`tensors`; ``best`` is unchanged."""
-        kept = {name.removeprefix(_KEPT_PREFIX): t for name, t in tensors.items() if name.startswith(_KEPT_PREFIX)}
-        return replace(self, **{name: tensors[name] for name in _USER_TENSORS}, kept=kept)
+        attributes = {name: tensors[name] for name in _USER_TENSORS}
+        kept: Tree = {}
+        for name, t in tensors.items():
+            if name.startswith(_KEPT_PREFIX):
+                kept[name.removeprefix(_KEPT_PREFIX)] = t
+        return replace(self, **attributes, kept=kept)
 
     def copy(self, *, compact: bool = False) -> State:
         """Return a deep copy.
@@ -85,11 +90,13 @@ class State:
             compact: Whether a tensor of zeros takes no memory: a single zero stands for all entries. Such a tensor must
                 not be updated in place; :meth:`copy` without ``compact`` makes it a full one again.
         """
-
-        def copy_of(t: Tensor) -> Tensor:
-            return t.new_zeros(()).expand(t.shape) if compact and not t.any() else t.clone()
-
-        return self._with_tensors({name: copy_of(t) for name, t in self.tensors().items()})
+        copies: dict[str, Tensor] = {}
+        for name, t in self.tensors().items():
+            if compact and not t.any():
+                copies[name] = t.new_zeros(()).expand(t.shape)
+            else:
+                copies[name] = t.clone()
+        return self._with_tensors(copies)
 
     def without_moments(self) -> State:
         """Return a state that shares all tensors except the moments, which are empty; for work without steps."""
@@ -116,15 +123,18 @@ class State:
 
     def take(self, users: Sequence[int]) -> State:
         """Return the rows of some users: a view if they are consecutive, otherwise a copy."""
-        return self._with_tensors({name: t[_slice_or_list(users)] for name, t in self.tensors().items()})
+        index = _slice_or_list(users)
+        return self._with_tensors({name: t[index] for name, t in self.tensors().items()})
 
     def put(self, users: Sequence[int], part: State) -> None:
         """Write back the result of :meth:`take`; does nothing if it was a view."""
         index = _slice_or_list(users)
-        if isinstance(index, slice):
+        is_view = isinstance(index, slice)
+        if is_view:
             return
+        new_values = part.tensors()
         for name, t in self.tensors().items():
-            t[index] = part.tensors()[name]
+            t[index] = new_values[name]
 
     # ---------------------------------------------------------------- the run folder
 
@@ -181,9 +191,13 @@ _KEPT_PREFIX = "kept/"
 
 
 def _slice_or_list(users: Sequence[int]) -> slice | list[int]:
-    """Return an index for the rows of users: a slice, which makes views, if they are consecutive, otherwise a list."""
-    first, last = users[0], users[-1] + 1
-    return slice(first, last) if list(users) == list(range(first, last)) else list(users)
+    """Return an index for the rows of users: a slice, which makes views, if they are consecutive, otherwise a list.
+
+    For example ``slice(3, 6)`` for users 3, 4 and 5.
+    """
+    first, end = users[0], users[-1] + 1
+    is_consecutive = list(users) == list(range(first, end))
+    return slice(first, end) if is_consecutive else list(users)
 
 
 def initial_state(
@@ -205,28 +219,31 @@ def initial_state(
         layout: Layout of the columns.
         mask: True where a user has a parameter.
         names: Names of the users.
-        local: Columns that are drawn from (seed, user, tensor); all other columns start equal for all users.
+        local: Columns that are drawn for each user, from (seed, user, tensor); others start equal for all users.
         ranks: LoRA rank of each user.
         seed: Seed of the run.
-        moments: Moments that some optimizer uses; others are empty.
+        moments: Moments that some optimizer uses, such as ``{"first"}``; others are empty.
         accumulates: Whether to allocate gradients that phases leave to each other.
         dtype: Dtype of parameters and moments.
         common_values: Initial values that are equal for all users; drawn here if None.
     """
+    num_users, device = len(names), mask.device
     if common_values is None:
         common_values = draw(layout, seed, "server")
-    rows = common_values.repeat(len(names), 1)
+    rows = common_values.repeat(num_users, 1)
     for row, name in zip(rows, names, strict=True):
-        row.copy_(torch.where(local, draw(layout, seed, name, only=local), row))
-    rows = rows.to(mask.device, dtype) * mask
-    zeros = torch.zeros(len(names), dtype=torch.int64, device=mask.device)
+        own_values = draw(layout, seed, name, only=local)
+        row.copy_(torch.where(local, own_values, row))
+    rows = rows.to(device, dtype) * mask
+    no_columns = rows[:, :0]
+    zeros = torch.zeros(num_users, dtype=torch.int64, device=device)
     return State(
         rows=rows,
-        first=torch.zeros_like(rows if "first" in moments else rows[:, :0]),
-        second=torch.zeros_like(rows if "second" in moments else rows[:, :0]),
+        first=torch.zeros_like(rows if "first" in moments else no_columns),
+        second=torch.zeros_like(rows if "second" in moments else no_columns),
         iterations=zeros,
         router_steps=zeros.clone(),
-        ranks=ranks.to(mask.device),
+        ranks=ranks.to(device),
         versions=zeros.clone(),
         kept={GRADIENTS: torch.zeros_like(rows)} if accumulates else {},
     )
@@ -243,14 +260,16 @@ def draw(
         layout: Layout of the columns: each slot is a named tensor that occupies a range of them.
         seed: Seed of the run.
         owner: Name of the user for its local parameters, or "server" for parameters that all users begin with.
-        only: Columns that are needed; tensors without any of them stay zero.
+        only: True on the columns that are needed; tensors without any of them stay zero. None if all are needed.
     """
     initial_values = torch.zeros(layout.columns)
     for slot in layout.slots:
-        span = slice(layout.starts[slot.name], layout.starts[slot.name] + slot.size)
-        if only is None or bool(only[span].any()):
+        start = layout.starts[slot.name]
+        columns = slice(start, start + slot.size)
+        is_needed = only is None or bool(only[columns].any())
+        if is_needed:
             random = generator(seed, owner, "init", slot.name)
-            initial_values[span] = slot.init(slot.shape, random).flatten()
+            initial_values[columns] = slot.init(slot.shape, random).flatten()
     return initial_values
 
 
@@ -261,10 +280,9 @@ NEEDS_CLUSTERS = (
 
 
 def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Float[Tensor, "rows clusters"]:
-    """Return router logits that select the component of each row's true cluster.
+    """Return router logits that select the component of each row's true cluster: their softmax is exactly one-hot.
 
-    The softmax of a row of logits is exactly one-hot. True cluster c has component ``c mod clusters``, so several true
-    clusters share a component if there are more true clusters than components.
+    True cluster c has component ``c mod clusters``: with 2 components, clusters 0 and 2 share the first one.
 
     Args:
         method: Name of the method, for the error.
@@ -292,13 +310,14 @@ def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
     """
     if list(was) == list(now):
         return state
-    old_places = UserNumbers(was)(now)
+    old_places = UserNumbers(was)(now)  # of each user in the new order
     copies = len(state.rows) // len(was)
     old_rows = [copy * len(was) + place for copy in range(copies) for place in old_places]
     tensors = state.tensors()
-    names_by_user = tensors.keys()  # all of them have a row per user; ``best`` also has the number of its round
-    reordered = _reorder_users(tensors, names_by_user, old_rows)
-    return state.filled(reordered, _reorder_users(state.best, names_by_user, old_rows))
+    has_users = tensors.keys()  # names of tensors with users on the leading dimension; in ``best``, "round" has none
+    reordered_tensors = _reorder_users(tensors, has_users, old_rows)
+    reordered_best = _reorder_users(state.best, has_users, old_rows)
+    return state.filled(reordered_tensors, reordered_best)
 
 
 def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Collection[str]) -> Tree:
@@ -307,21 +326,28 @@ def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Co
     Args:
         kept: Tensors with users in the order ``was``.
         was: Names of the users.
-        now: The same names in the new order; if it is the same object, nothing is compared.
+        now: The same names in the new order.
         by_user: Names of the tensors that have users on the leading dimension.
     """
-    return kept if was is now else _reorder_users(kept, by_user, UserNumbers(was)(now))
+    if was is now:  # names are not compared, as there may be millions
+        return kept
+    old_places = UserNumbers(was)(now)  # of each user in the new order
+    return _reorder_users(kept, by_user, old_places)
 
 
 def _reorder_users(tensors: Tree, names: Collection[str], old_rows: Sequence[int]) -> dict[str, Tensor]:
-    """Return tensors with their rows in another order; those that hold no value per user are unchanged.
+    """Return tensors with their rows in another order; those without users are unchanged.
 
     Args:
         tensors: Tensors by name.
         names: Names of the tensors with users on the leading dimension; a single row stands for all users.
         old_rows: For each row of the result, its number in ``tensors``.
     """
-    return {name: t[list(old_rows)] if name in names and len(t) > 1 else t for name, t in tensors.items()}
+    reordered: dict[str, Tensor] = {}
+    for name, t in tensors.items():
+        has_row_per_user = name in names and len(t) > 1
+        reordered[name] = t[list(old_rows)] if has_row_per_user else t
+    return reordered
 
 
 def check_names(where: Path, was: Sequence[str], now: Sequence[str]) -> None:
