@@ -69,7 +69,8 @@ class BatchShapes:
             count: Number of windows or samples of each user.
             fake: Converts a tensor on the meta device to a ``FakeTensor``, which only has a shape, dtype and device.
         """
-        return fake(torch.empty(users, count, self.plan.training.context + 1, dtype=torch.int64, device="meta"))
+        window = self.plan.training.context + 1  # inputs and their targets
+        return fake(torch.empty(users, count, window, dtype=torch.int64, device="meta"))
 
     def blank_inputs(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Tensor:
         """Return fake inputs for scoring a model, with a shape but no data, to count costs.
@@ -143,7 +144,9 @@ class BatchSource(Batches, BatchShapes):
 
     def size_of(self, trainer: int) -> int:
         """Return the number of windows or samples of a trainer in one local step; a last batch may be smaller."""
-        return self.plan.batch_size_of(self.trainers[trainer].name) if self.has_sizes else self.batch_size
+        if self.has_sizes:
+            return self.plan.batch_size_of(self.trainers[trainer].name)
+        return self.batch_size
 
     @abstractmethod
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch ..."]]:
@@ -257,37 +260,42 @@ class PassBatchSource(BatchSource):
         """Return the number of training samples or conversations of a trainer."""
         return self.count(trainer, "train")
 
-    def _batches(self, count: int, size: int) -> int:
+    def _num_batches(self, count: int, size: int) -> int:
         """Return the number of batches of ``size`` samples in one pass over ``count`` samples."""
-        full, rest = divmod(count, size)
-        return full + (rest >= self.least)
+        num_full, rest = divmod(count, size)
+        has_last_batch = rest >= self.least  # a smaller one is dropped
+        return num_full + has_last_batch
 
     @property
     def most_steps(self) -> int:
         """Largest number of local steps of a trainer in one round."""
-        # With batch sizes of their own, users with less data may take more steps.
-        return max(map(self.steps, range(len(self.trainers)))) if self.has_sizes else super().most_steps
+        if not self.has_sizes:  # trainers with the most data take the most steps
+            return super().most_steps
+        return max(self.steps(trainer) for trainer in range(len(self.trainers)))
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sizes of the batches in one pass over the samples of a user: for training, and for all samples.
 
-        A last batch of fewer than ``self.least`` samples is not trained on, as batch norm needs at least two samples.
+        For example ``(4, 4)`` and ``(4, 4, 1)`` for 9 samples: a last batch of fewer than ``self.least`` samples is not
+        trained on, as batch norm needs at least two samples.
         """
-        count = len(user.train)
-        batch_size = self.plan.batch_size_of(user.name) if self.has_sizes else self.batch_size
-        sizes = tuple(min(batch_size, count - first) for first in range(0, count, batch_size))
-        trained_sizes = tuple(size for size in sizes if size == batch_size or size >= self.least)
-        swept_sizes = tuple(min(self.batch_size, count - first) for first in range(0, count, self.batch_size))
-        return trained_sizes, swept_sizes
+        num_samples = len(user.train)
+        own_size = self.plan.batch_size_of(user.name) if self.has_sizes else self.batch_size
+        own_batches = [min(own_size, num_samples - first) for first in range(0, num_samples, own_size)]
+        trained_sizes = [size for size in own_batches if size == own_size or size >= self.least]
+        swept_sizes = [min(self.batch_size, num_samples - first) for first in range(0, num_samples, self.batch_size)]
+        return tuple(trained_sizes), tuple(swept_sizes)
 
     def steps(self, trainer: int) -> int:
         """Return the number of batches of all local epochs."""
-        return self.plan.training.local_epochs * self._batches(self.count(trainer, "train"), self.size_of(trainer))
+        steps_per_epoch = self._num_batches(self.count(trainer, "train"), self.size_of(trainer))
+        return self.plan.training.local_epochs * steps_per_epoch
 
     def trained_amount(self, trainer: int) -> int:
         """Return the number of training samples of one round."""
         count, size = self.count(trainer, "train"), self.size_of(trainer)
-        return self.plan.training.local_epochs * min(count, self._batches(count, size) * size)
+        samples_per_epoch = min(count, self._num_batches(count, size) * size)
+        return self.plan.training.local_epochs * samples_per_epoch
 
     def numbers(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
@@ -304,12 +312,16 @@ class PassBatchSource(BatchSource):
             repeat: Repeat of the phase within the step.
         """
         self.enter(round_number)
-        # Each phase shuffles each split in an order of its own, and so do steps before the first local step.
-        purpose = f"{phase.purpose}/{phase.stream}" if step >= 0 else "before"
-        number = repeat if step < 0 else step * phase.steps + repeat  # of the batch within the round
-        drawn = torch.stack([self._batch(trainer, phase.stream, purpose, round_number, number) for trainer in trainers])
+        if step < 0:  # batches before the first step have a shuffled order of their own
+            purpose, number_in_round = "before", repeat
+        else:  # so has each phase for each split
+            purpose, number_in_round = f"{phase.purpose}/{phase.stream}", step * phase.steps + repeat
+        batches = [self._batch(trainer, phase.stream, purpose, round_number, number_in_round) for trainer in trainers]
+        drawn = torch.stack(batches)
+        if self.even:
+            return drawn
         largest_batch = int((drawn != PAD).sum(1).max())
-        return drawn if self.even else drawn[:, : max(1, largest_batch)]
+        return drawn[:, : max(1, largest_batch)]
 
     def enter(self, round_number: int) -> None:
         """Set the current round, and drop the cached orders of earlier rounds."""
@@ -331,19 +343,21 @@ class PassBatchSource(BatchSource):
             number: Number of the batch within the round, counted from 0 over all epochs.
         """
         count, size = self.count(trainer, stream), self.size_of(trainer)
-        epoch_number, number_in_epoch = divmod(number, max(1, self._batches(count, size)))
+        batches_per_epoch = max(1, self._num_batches(count, size))
+        epoch_number, number_in_epoch = divmod(number, batches_per_epoch)
         key = (trainer, purpose, epoch_number)
         if key not in self._epoch_batches:
             random = generator(self.plan.seed, self.trainers[trainer].name, round_number, purpose, epoch_number)
             batches = epoch(count, size, random)
-            self._epoch_batches[key] = torch.nn.functional.pad(batches, (0, self.batch_size - size), value=PAD)
+            num_missing = self.batch_size - size
+            self._epoch_batches[key] = torch.nn.functional.pad(batches, (0, num_missing), value=PAD)
         return self._epoch_batches[key][number_in_epoch]
 
     def all_numbers(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:
         """Yield the numbers of all samples of each trainer, in order and in batches, padded with ``PAD``."""
-        counts = torch.tensor([self.count(trainer, stream) for trainer in trainers]).unsqueeze(1)
+        counts = torch.tensor([self.count(trainer, stream) for trainer in trainers]).unsqueeze(1)  # (users, 1)
         for first in range(0, int(counts.max()), self.batch_size):
-            numbers = torch.arange(first, first + self.batch_size).expand(len(counts), -1)
+            numbers = torch.arange(first, first + self.batch_size).expand(len(trainers), -1)
             yield torch.where(numbers < counts, numbers, PAD)
 
 
@@ -382,27 +396,30 @@ class Prefetcher(Batches):
         """
         place = (tuple(trainers), phase, round_number, step, repeat)
         batch = self.ready.pop(phase, None)
-        if batch is None or batch.place != place:  # not prefetched, or the cohort has changed
+        is_prefetched = batch is not None and batch.place == place  # False if the cohort has changed
+        if batch is None or not is_prefetched:
             batch = Batch(place=place, drawn=self.batch_source.draw(trainers, phase, round_number, step, repeat))
         self.current = batch
         return batch.drawn
 
     def move(self, drawn: Drawn, device: torch.device) -> Drawn:
         """Return the batch on the device; copy it now unless it was prefetched."""
-        if self.current is None or drawn is not self.current.drawn or self.current.on_device is None:
+        batch = self.current
+        if batch is None or drawn is not batch.drawn or batch.on_device is None:  # not prefetched
             return drawn.to(device)
         compute_stream = torch.cuda.current_stream(device)
         compute_stream.wait_stream(self.stream)  # for the end of the copy
-        self.current.on_device.record_stream(compute_stream)  # so that its memory is not reused while it is read
-        return self.current.on_device
+        batch.on_device.record_stream(compute_stream)  # so that its memory is not reused while it is read
+        return batch.on_device
 
     def prefetch(self) -> None:
         """Draw the batch that the current phase probably needs next, and start to copy it to the device."""
-        # A place identifies a batch: trainers, phase, round, step and repeat.
-        place = None if self.current is None else self._next_place(self.current.place)
-        if place is None:  # nothing was drawn yet, or this was the last batch of the round
+        if self.current is None:  # nothing was drawn yet
             return
-        _trainers, phase, *_ = place
+        place = self._next_place(self.current.place)
+        if place is None:  # this was the last batch of the round
+            return
+        phase = place[1]
         if phase in self.ready and self.ready[phase].place == place:  # prefetched before
             return
         drawn = self.batch_source.draw(*place)
@@ -413,14 +430,20 @@ class Prefetcher(Batches):
     def _next_place(self, place: Place) -> Place | None:
         """Return the place of the batch that the same phase needs next; None if the round has no such batch.
 
-        A place identifies a batch by trainers, phase, round, local step and repeat of the phase in the step. The next
-        place is the next repeat, or after the last repeat the first one of the next step.
+        It is the next repeat of the phase within the step, or after the last repeat the first one of the next step.
+
+        Args:
+            place: Trainers, phase, round, step and repeat of a batch.
         """
         trainers, phase, round_number, step, repeat = place
         if step < 0:  # before the first step, each batch is for a different phase
             return None
         if repeat + 1 < phase.steps:
             return trainers, phase, round_number, step, repeat + 1
+        next_step = step + 1
         # Trainers with less data take fewer steps.
-        active = tuple(trainer for trainer in trainers if self.batch_source.steps(trainer) > step + 1)
-        return (active, phase, round_number, step + 1, 0) if active else None
+        active_trainers = tuple(trainer for trainer in trainers if self.batch_source.steps(trainer) > next_step)
+        if not active_trainers:
+            return None
+        first_repeat = 0
+        return active_trainers, phase, round_number, next_step, first_repeat

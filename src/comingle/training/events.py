@@ -70,13 +70,17 @@ TRACKERS: Registry[Callable[[TrackedRun], Tracker]] = Registry(
 def check_trackers(names: Sequence[str]) -> None:
     """Check that the packages of the trackers are installed.
 
+    Args:
+        names: Names of trackers, which are those of their packages: "wandb", "mlflow".
+
     Raises:
         RecipeError: A package is not installed.
     """
-    extras = {"wandb": "pip install 'comingle[wandb]'", "mlflow": "pip install 'comingle[mlflow]'"}
+    commands = {"wandb": "pip install 'comingle[wandb]'", "mlflow": "pip install 'comingle[mlflow]'"}
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise RecipeError(f"runtime.track: {name} is not installed: {extras[name]}")
+        is_installed = importlib.util.find_spec(name) is not None
+        if not is_installed:
+            raise RecipeError(f"runtime.track: {name} is not installed: {commands[name]}")
 
 
 MAX_SERIES = 100
@@ -107,36 +111,40 @@ def to_quantiles(event: Event) -> Event:
     """
     if event["event"] == "round" and event["train_loss_nats"]:
         losses = event["train_loss_nats"].values()
-        return event | {"train_loss_nats": {"mean": fmean(losses)} | _quantiles(losses)}
-    if event["event"] != "evaluation" or not event["users"]:
-        return event
-    name = f"test_{measure_of(event)}"
-    quantiles = _quantiles([score[name] for score in event["users"].values()])
-    users = {quantile: {name: value} for quantile, value in quantiles.items()}  # under names such as "median"
-    return event | {"users": users} | _mean_expert_scores(event)
+        return {**event, "train_loss_nats": {"mean": fmean(losses), **_quantiles(losses)}}
+    if event["event"] == "evaluation" and event["users"]:
+        measure = f"test_{measure_of(event)}"
+        quantiles = _quantiles([scores[measure] for scores in event["users"].values()])
+        scores_by_quantile = {name: {measure: value} for name, value in quantiles.items()}  # "median" and others
+        return {**event, "users": scores_by_quantile, **_mean_expert_scores(event)}
+    return event
 
 
 def _quantiles(values: Collection[float]) -> dict[str, float]:
-    # Use existing values: interpolating with an infinite loss is undefined.
-    found = np.quantile(np.fromiter(values, float), list(_QUANTILES.values()), method="nearest")
-    return dict(zip(_QUANTILES, found.tolist(), strict=True))
+    """Return the quantiles of some values by name, such as ``{"least": 1.0, ..., "largest": 3.0}``."""
+    probabilities = list(_QUANTILES.values())
+    # Each quantile is one of the values: interpolating with an infinite loss is undefined.
+    quantiles = np.quantile(np.fromiter(values, float), probabilities, method="nearest")
+    return dict(zip(_QUANTILES, quantiles.tolist(), strict=True))
 
 
 def _mean_expert_scores(event: Event) -> Event:
     """Return the entries of an evaluation event with the mean expert scores over users, in place of each user's.
 
-    If users have experts of different names there is no mean, and the scores are left out.
+    For example ``{"expert_scores": {"mean": [[0.7, 0.3], ...]}, "experts": {"mean": ["generalist", "specialist"]}}``,
+    with a list per layer. If users have experts of different names there is no mean, and the scores are left out.
     """
-    scores = event.get("expert_scores")  # by user: (layers, experts)
-    if not scores:
+    scores_by_user = event.get("expert_scores")  # (layers, experts) of each user
+    if not scores_by_user:
         return {}
-    names = [event["experts"][user] for user in scores]
-    if any(other != names[0] for other in names):
+    names_of_users = [event["experts"][user] for user in scores_by_user]
+    expert_names = names_of_users[0]
+    if any(names != expert_names for names in names_of_users):
         return {"expert_scores": {}}
     means = []
-    for users_scores_of_layer in zip(*scores.values(), strict=True):
-        means.append([fmean(scores_of_expert) for scores_of_expert in zip(*users_scores_of_layer, strict=True)])
-    return {"expert_scores": {"mean": means}, "experts": {"mean": names[0]}}
+    for scores_in_layer in zip(*scores_by_user.values(), strict=True):  # (users, experts)
+        means.append([fmean(scores_of_expert) for scores_of_expert in zip(*scores_in_layer, strict=True)])
+    return {"expert_scores": {"mean": means}, "experts": {"mean": expert_names}}
 
 
 Observer = Callable[[Event], None]
@@ -168,9 +176,9 @@ class EventLog:
             return
         line = (json.dumps(finite(event)) + "\n").encode()
         try:
-            written = 0
-            while written < len(line):
-                written += self._file.write(line[written:])
+            written_bytes = 0
+            while written_bytes < len(line):  # the system may write a part only
+                written_bytes += self._file.write(line[written_bytes:])
         except OSError:
             self._file.truncate(self.size_bytes)
             raise
@@ -199,7 +207,10 @@ def _whole_lines_bytes(path: Path, content: bytes, expected: int) -> int:
     """
     size = content.rfind(b"\n") + 1
     if size < expected:
-        state = f"truncated after {size} bytes, its last complete line" if size else "missing or empty; started anew"
+        if size == 0:
+            state = "missing or empty; started anew"
+        else:
+            state = f"truncated after {size} bytes, its last complete line"
         logger.warning("%s: %s; %d bytes were expected, so reports lack the lost events", path, state, expected)
     return size
 
@@ -209,27 +220,32 @@ def scalars(event: Event) -> dict[str, float]:
 
     They are the losses, test results and expert scores of each user, their means, and epsilon; empty for other events.
     """
+    values: dict[str, float] = {}
     if event["event"] == "round":
-        found = {f"train_loss_nats/{user}": loss for user, loss in event["train_loss_nats"].items()}
-        # Rounds without participants take no time.
-        return found | ({"tokens_per_second": event["tokens"] / event["seconds"]} if event["seconds"] else {})
-    if event["event"] == "privacy":
-        return {"epsilon": event["epsilon"]}
-    if event["event"] != "evaluation":
-        return {}
-    name = f"test_{measure_of(event)}"
-    users = {f"{name}/{user}": score[name] for user, score in event["users"].items()}
-    means = {mean: event[mean] for mean in (f"mean_{name}", GEOMETRIC) if event.get(mean) is not None}
-    return users | means | _expert_scalars(event)
+        for user, loss in event["train_loss_nats"].items():
+            values[f"train_loss_nats/{user}"] = loss
+        if event["seconds"]:  # rounds without participants take no time
+            values["tokens_per_second"] = event["tokens"] / event["seconds"]
+    elif event["event"] == "privacy":
+        values["epsilon"] = event["epsilon"]
+    elif event["event"] == "evaluation":
+        measure = f"test_{measure_of(event)}"
+        for user, scores in event["users"].items():
+            values[f"{measure}/{user}"] = scores[measure]
+        for mean in (f"mean_{measure}", GEOMETRIC):
+            if event.get(mean) is not None:
+                values[mean] = event[mean]
+        values.update(_expert_scalars(event))
+    return values
 
 
 def _expert_scalars(event: Event) -> dict[str, float]:
-    """Return the mean score over layers of each expert of each user, by name."""
-    means = {}
-    for user, layers in event.get("expert_scores", {}).items():
-        for expert, *scores_by_layer in zip(event["experts"][user], *layers, strict=True):
-            name = f"expert_score/{user}/{expert.replace(' ', '_')}"
-            means[name] = sum(scores_by_layer) / len(scores_by_layer)
+    """Return the mean score over layers of each expert of each user: ``{"expert_score/ann/generalist": 0.7}``."""
+    means: dict[str, float] = {}
+    for user, scores_by_layer in event.get("expert_scores", {}).items():
+        for number, expert in enumerate(event["experts"][user]):
+            scores = [scores_of_layer[number] for scores_of_layer in scores_by_layer]
+            means[f"expert_score/{user}/{expert.replace(' ', '_')}"] = sum(scores) / len(scores)
     return means
 
 
@@ -267,16 +283,22 @@ class WeightsAndBiases:
     """Tracker of Weights & Biases; needs the extra ``wandb``."""
 
     def __init__(self, run: TrackedRun):
-        project = os.environ.get("WANDB_PROJECT", PROJECT)
-        self._run = importlib.import_module("wandb").init(
-            project=project, name=run.name, group=run.group, config=run.recipe, reinit="create_new"
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run.name,
+            group=run.group,
+            config=run.recipe,
+            reinit="create_new",
         )
         self._ended = False
 
     def __call__(self, event: Event) -> None:
         """Record one event."""
-        self._ended = self._ended or event["event"] == "end"
-        if values := scalars(event):
+        if event["event"] == "end":
+            self._ended = True
+        values = scalars(event)
+        if values:
             self._run.log(values, step=event["round"])
 
     def close(self) -> None:
@@ -288,24 +310,30 @@ class MLflow:
     """Tracker of MLflow that stores the recipe as ``recipe.yaml``; needs the extra ``mlflow``."""
 
     def __init__(self, run: TrackedRun):
-        self._client = importlib.import_module("mlflow").MlflowClient()
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        experiment = self._client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
-        tags = {"comparison": run.group}
-        self._run = self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
-        self._client.log_text(self._run, run.text, "recipe.yaml")
+        mlflow = importlib.import_module("mlflow")
+        self._client = mlflow.MlflowClient()
+        experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = self._client.get_experiment_by_name(experiment_name)
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = self._client.create_experiment(experiment_name)
+        created_run = self._client.create_run(experiment_id, run_name=run.name, tags={"comparison": run.group})
+        self._run_id = created_run.info.run_id
+        self._client.log_text(self._run_id, run.text, "recipe.yaml")
         self._ended = False
 
     def __call__(self, event: Event) -> None:
         """Record one event."""
-        self._ended = self._ended or event["event"] == "end"
+        if event["event"] == "end":
+            self._ended = True
         for name, value in scalars(event).items():
-            self._client.log_metric(self._run, mlflow_name(name), value, step=event["round"])
+            self._client.log_metric(self._run_id, mlflow_name(name), value, step=event["round"])
 
     def close(self) -> None:
         """End the run; mark it as failed if it has not ended."""
-        self._client.set_terminated(self._run, "FINISHED" if self._ended else "FAILED")
+        status = "FINISHED" if self._ended else "FAILED"
+        self._client.set_terminated(self._run_id, status)
 
 
 def mlflow_name(name: str) -> str:
@@ -314,4 +342,9 @@ def mlflow_name(name: str) -> str:
     >>> mlflow_name("test_perplexity/b<b>ob")
     'test_perplexity/b_3c_b_3e_ob'
     """
-    return re.sub(r"[^\w\-. :/]", lambda found: f"_{ord(found[0]):x}_", name)
+
+    def code_point(match: re.Match[str]) -> str:
+        """Return ``"_3c_"`` for the character ``"<"``."""
+        return f"_{ord(match[0]):x}_"
+
+    return re.sub(r"[^\w\-. :/]", code_point, name)

@@ -31,13 +31,11 @@ def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
     """
     recipe = recipe.for_users(names)
     placement = method.placement.for_users(names, known=recipe.data.names)  # made before the names were known
-    method = method if placement is method.placement else replace(method, placement=placement)
+    if placement is not method.placement:
+        method = replace(method, placement=placement)
     participation = recipe.training.participation
     if isinstance(participation, list):  # names of the participants of each round
-        for name in (name for names_of_round in participation for name in names_of_round):
-            if name not in names:
-                raise RecipeError(f"training.participation: no user {name!r}; allowed: {list_names(names)}")
-        participation = tuple(tuple(map(names.index, names_of_round)) for names_of_round in participation)
+        participation = _numbers_of_participants(participation, names)
     plan = RunPlan(
         method=method,
         training=training_by_name(recipe.training, names, pooled=placement.pooled),
@@ -50,13 +48,36 @@ def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
         participation=participation,
         test_limit=test_limit_of(recipe),
     )
-    return with_sums(with_noise(plan, names), names)
+    plan = with_noise(plan, names)
+    return with_sums(plan, names)
+
+
+def _numbers_of_participants(
+    participation: Sequence[Sequence[str]], names: Sequence[str]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the participants of each round by number, such as ``((0, 2), (1,))`` for ``[["ann", "cem"], ["bob"]]``.
+
+    Args:
+        participation: Names of the participants of each round.
+        names: Names of all users, in order.
+
+    Raises:
+        RecipeError: A participant is not a user.
+    """
+    numbers_by_round = []
+    for names_of_round in participation:
+        for name in names_of_round:
+            if name not in names:
+                raise RecipeError(f"training.participation: no user {name!r}; allowed: {list_names(names)}")
+        numbers_by_round.append(tuple(names.index(name) for name in names_of_round))
+    return tuple(numbers_by_round)
 
 
 def training_by_name(training: TrainingSection, names: Sequence[str], *, pooled: bool) -> TrainingSection:
     """Return the section with users' values by name instead of in their order.
 
-    The one trainer of pooled data has the largest number of local steps and the longest time.
+    For example ``local_steps: [5, 10]`` becomes ``{"ann": 5, "bob": 10}``. The one trainer of pooled data has the
+    largest number of local steps and the longest time.
 
     Args:
         training: The section, in which a value is one for all users or a list.
@@ -66,7 +87,7 @@ def training_by_name(training: TrainingSection, names: Sequence[str], *, pooled:
     Raises:
         RecipeError: A list is not as long as there are users.
     """
-    by_name: dict[str, object] = {}
+    changed_values: dict[str, object] = {}
     for key in ("local_steps", "batch_size", "max_seconds_per_round"):
         values = getattr(training, key)
         if not isinstance(values, list):
@@ -75,28 +96,35 @@ def training_by_name(training: TrainingSection, names: Sequence[str], *, pooled:
             raise RecipeError(
                 f"training.{key}: {len(values)} numbers for {len(names)} users; give one, or one per user"
             )
-        by_name[key] = largest(values) if pooled and key != "batch_size" else dict(zip(names, values, strict=True))
-    return training.model_copy(update=by_name) if by_name else training
+        if pooled and key != "batch_size":
+            changed_values[key] = largest(values)
+        else:
+            changed_values[key] = dict(zip(names, values, strict=True))
+    return training.model_copy(update=changed_values) if changed_values else training
 
 
 def check_normalisation(recipe: Recipe, method: Method) -> None:
-    """Check that the server may normalise uploads by the users' numbers of local steps, if the recipe says so.
+    """Check that ``training.normalise_steps: true`` is possible: uploads normalised by users' numbers of local steps.
+
+    Args:
+        recipe: The recipe.
+        method: Method of the recipe.
 
     Raises:
         RecipeError: The method's server uses more of uploads than their change against the download, or privacy or a
             robust aggregation rule does not allow it.
     """
-    key = "training.normalise_steps: got true"
     if not recipe.training.normalise_steps:
         return
+    setting = "training.normalise_steps: got true"
     if recipe.privacy is not None:
-        raise RecipeError(f"{key} with privacy, which hides users' numbers of local steps; allowed: false")
+        raise RecipeError(f"{setting} with privacy, which hides users' numbers of local steps; allowed: false")
     if not recipe.aggregation.is_mean:
         rule = recipe.aggregation.rule
-        raise RecipeError(f"{key} with aggregation {rule}, as a hostile user may report any number; allowed: false")
+        raise RecipeError(f"{setting} with aggregation {rule}, as a hostile user may report any number; allowed: false")
     if not method.server.knows_starts:
         raise RecipeError(
-            f"{key} for {method.name}, whose server uses more of uploads than their change; allowed: false"
+            f"{setting} for {method.name}, whose server uses more of uploads than their change; allowed: false"
         )
 
 
@@ -113,8 +141,8 @@ def aggregation_of(recipe: Recipe) -> AggregationSection | None:
 def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     """Return a plan with a noise multiplier: the given one, or the smallest with which all rounds keep to epsilon.
 
-    With privacy of single examples each user has a multiplier of its own, which depends on its number of examples.
-    These multipliers are computed once the data is known, for the user names that the returned plan has.
+    With privacy of single examples each user has a multiplier of its own, which is computed once its number of examples
+    is known; then the returned plan only has the names of the users.
 
     Args:
         plan: The plan.
@@ -124,9 +152,11 @@ def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
         RecipeError: The accountant's package is not installed, or no amount of noise is enough.
     """
     privacy = plan.privacy
-    if privacy is not None and privacy.protects == "example":
+    if privacy is None:
+        return plan
+    if privacy.protects == "example":
         return replace(plan, users=tuple(users))
-    if privacy is None or not privacy.noisy or privacy.noise_multiplier is not None:
+    if not privacy.noisy or privacy.noise_multiplier is not None:
         return plan
     num_releases = planned_releases(plan, users)
     multiplier = calibrate(privacy, plan.participation, len(users), num_releases)
@@ -136,9 +166,8 @@ def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
 def planned_releases(plan: RunPlan, users: Sequence[str]) -> int:
     """Return how often a run releases something about one user: the largest number of rounds that count for a user.
 
-    A release is a noised result of a round from which others could learn about the user's data. If participants are
-    drawn in secret, every round with an exchange counts, as the accountant allows for the sampling. Otherwise only
-    the rounds count in which the user takes part.
+    If participants are drawn in secret, every round with an exchange counts, as the accountant allows for the sampling.
+    Otherwise only the rounds count in which the user takes part.
 
     Args:
         plan: The plan; its privacy section is not None.
@@ -146,14 +175,20 @@ def planned_releases(plan: RunPlan, users: Sequence[str]) -> int:
     """
     privacy = plan.privacy
     assert privacy is not None
-    rounds, shares = plan.training.rounds if plan.method.trains else 0, bool(plan.method.shared)
-    rounds_with_exchange = [number for number in range(rounds) if exchanged_after(plan, shares, number + 1)]
-    # Whether participants are sampled does not depend on the noise multiplier, which may not be known yet.
+    num_rounds = plan.training.rounds if plan.method.trains else 0
+    shares_tensors = bool(plan.method.shared)
+    rounds_with_exchange = []
+    for round_number in range(num_rounds):
+        if exchanged_after(plan, shares_tensors, done=round_number + 1):
+            rounds_with_exchange.append(round_number)
+    # Whether participants are drawn in secret does not depend on the noise multiplier, which may not be known yet.
     any_multiplier = 1.0
     with_multiplier = privacy.model_copy(update={"noise_multiplier": privacy.noise_multiplier or any_multiplier})
-    if release_of(with_multiplier, plan.participation, len(users)).sampled:
+    release = release_of(with_multiplier, plan.participation, len(users))
+    if release.sampled:
         return len(rounds_with_exchange)
-    return most_releases([participants(plan, number, users) for number in rounds_with_exchange])
+    participants_by_round = [participants(plan, round_number, users) for round_number in rounds_with_exchange]
+    return most_releases(participants_by_round)
 
 
 def with_sums(plan: RunPlan, users: Sequence[str]) -> RunPlan:
@@ -216,14 +251,15 @@ def keep_key(folder: Path, *mechanisms: PrivacyMechanism, anew: bool = False, be
         folder: Run folder.
         *mechanisms: Mechanisms of the client, the server or both.
         anew: Whether to replace the key. Two runs with one key would draw the same users.
-        begun: Whether the run has drawn noise from the key before, so that a missing key is an error. With another key,
+        begun: Whether the run has drawn noise from the key before, so that a missing key is an error: with another key,
             a repeated round would have different noise, and both results together reveal more.
 
     Raises:
         RunError: The key is damaged or missing.
     """
     if anew:
-        (folder / KEY).unlink(missing_ok=True)
+        key_file = folder / KEY
+        key_file.unlink(missing_ok=True)
     for mechanism in mechanisms:
         if mechanism.needs_key:
             mechanism.key = load_or_create_key(folder, begun=begun)
@@ -231,7 +267,9 @@ def keep_key(folder: Path, *mechanisms: PrivacyMechanism, anew: bool = False, be
 
 def key_of(*mechanisms: PrivacyMechanism) -> str:
     """Return the key of the first mechanism; an empty string without mechanisms."""
-    return next((mechanism.key for mechanism in mechanisms), "")
+    if not mechanisms:
+        return ""
+    return mechanisms[0].key
 
 
 def set_key(key: str, *mechanisms: PrivacyMechanism) -> None:
@@ -245,5 +283,7 @@ def _key(plan: RunPlan) -> str:
 
     A run with a folder replaces it by the stored key (:func:`keep_key`).
     """
-    reproducible = plan.privacy is not None and plan.privacy.noise == "reproducible"
-    return f"seed {plan.seed}" if reproducible else new_key()
+    is_reproducible = plan.privacy is not None and plan.privacy.noise == "reproducible"
+    if is_reproducible:
+        return f"seed {plan.seed}"
+    return new_key()

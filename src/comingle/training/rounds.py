@@ -55,14 +55,18 @@ class Evaluations:
             self(event)
 
     def __call__(self, event: Event) -> None:
-        """Record one event."""
-        if event["event"] == "evaluation":
-            self.first, self.last = self.first or event, event
-            self.valid_losses[event["round"]] = event.get("valid_loss", {})
+        """Record an event if it is an evaluation; ignore others."""
+        if event["event"] != "evaluation":
+            return
+        if self.first is None:
+            self.first = event
+        self.last = event
+        self.valid_losses[event["round"]] = event.get("valid_loss", {})
 
     def add_valid_losses(self, metrics: JsonMapping) -> None:
         """Add the validation losses of the selected round to the users of a run's metrics, if they are known."""
-        for name, loss in self.valid_losses.get(metrics["selected_round"], {}).items():
+        loss_by_user = self.valid_losses.get(metrics["selected_round"], {})
+        for name, loss in loss_by_user.items():
             if name in metrics["users"]:
                 metrics["users"][name]["valid_loss"] = loss
 
@@ -84,10 +88,12 @@ def outcome_warnings(
     Returns:
         ``{"warnings": [...]}``, or an empty dict.
     """
-    found = [*_warn_if_worse(evaluations.first, metrics), *_warn_of_mixtures(method, evaluations)]
+    warnings: list[str] = []
+    warnings += _warn_if_worse(evaluations.first, metrics)
+    warnings += _warn_of_mixtures(method, evaluations)
     if method.trains and num_classes is not None:
-        found += _warn_of_chance(metrics, num_classes)
-    return {"warnings": found} if found else {}
+        warnings += _warn_of_chance(metrics, num_classes)
+    return {"warnings": warnings} if warnings else {}
 
 
 def _warn_of_chance(metrics: JsonMapping, num_classes: int) -> Sequence[str]:
@@ -99,16 +105,17 @@ def _warn_of_chance(metrics: JsonMapping, num_classes: int) -> Sequence[str]:
         metrics: Metrics of the finished run.
         num_classes: Number of classes C.
     """
-    results = [(user.get("test_loss"), user.get("test_accuracy")) for user in metrics["users"].values()]
-    finite = [(loss, accuracy) for loss, accuracy in results if loss is not None and accuracy is not None]
     if num_classes < 2 or metrics["selected_round"] == 0:  # untrained models are at chance
         return ()
-    if not finite or len(finite) < len(results):  # a user has no loss or no accuracy
+    losses = [user.get("test_loss") for user in metrics["users"].values()]
+    accuracies = [user.get("test_accuracy") for user in metrics["users"].values()]
+    if not losses or None in losses or None in accuracies:  # nothing to judge, or a user without a result
         return ()
     chance_loss = math.log(num_classes)
-    mean_accuracy = sum(accuracy for _loss, accuracy in finite) / len(finite)
-    has_chance_loss = all(abs(loss - chance_loss) <= _NEAR_CHANCE * chance_loss for loss, _accuracy in finite)
-    if not has_chance_loss or mean_accuracy > _CHANCE_ACCURACY / num_classes:
+    if not all(abs(loss - chance_loss) <= _NEAR_CHANCE * chance_loss for loss in losses):
+        return ()
+    mean_accuracy = sum(accuracies) / len(accuracies)
+    if mean_accuracy > _CHANCE_ACCURACY / num_classes:
         return ()
     return (
         f"all users' models are at chance: test losses are within 1% of ln {num_classes}, mean test accuracy is "
@@ -123,33 +130,34 @@ def _warn_if_worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[
         first: First evaluation event of the run; None without one.
         metrics: Metrics of the finished run.
     """
-    measure = metrics["measure"]
-    key, rounds_done = f"mean_test_{measure}", metrics["rounds"]
+    measure, rounds_done = metrics["measure"], metrics["rounds"]
     if first is None or first["round"] >= rounds_done or not metrics["users"]:  # no training between two results
         return ()
-    before, after = first[key], metrics[key]
-    began = "before training" if first["round"] == 0 else f"after round {first['round']}"
+    before, after = first[f"mean_test_{measure}"], metrics[f"mean_test_{measure}"]
     if before is None or not math.isfinite(before):
         return ()
-    if first["round"] == metrics["selected_round"] == 0:  # evaluation.select: best has chosen the start
-        return (f"no round is better than the start, so the run ends with the models {began}. {_remedy(metrics)}",)
+    first_time = "before training" if first["round"] == 0 else f"after round {first['round']}"
+    if first["round"] == 0 and metrics["selected_round"] == 0:  # evaluation.select: best has chosen the start
+        return (f"no round is better than the start, so the run ends with the models {first_time}. {_remedy(metrics)}",)
     if not _is_worse(before, after, measure):
         return ()
-    users = [name for name in metrics["users"] if name in first["users"]]
-    worse_users = [
-        name for name in users if _is_worse(_result(first, name, measure), _result(metrics, name, measure), measure)
-    ]
+    compared_users = [name for name in metrics["users"] if name in first["users"]]
+    worse_users = []
+    for name in compared_users:
+        if _is_worse(_result(first, name, measure), _result(metrics, name, measure), measure):
+            worse_users.append(name)
     return (
         f"the run ends worse than it began: mean test {measure} {number(_finite(after), measure)} "
-        f"after round {rounds_done}, "
-        f"{number(before, measure)} {began}; worse for {len(worse_users)} of {len(users)} users. {_remedy(metrics)}",
+        f"after round {rounds_done}, {number(before, measure)} {first_time}; "
+        f"worse for {len(worse_users)} of {len(compared_users)} users. {_remedy(metrics)}",
     )
 
 
 def _remedy(metrics: JsonMapping) -> str:
     """Return advice for a run whose models are worse than the base."""
     general_advice = "A lower training.experts.learning_rate, fewer rounds or more data may"
-    if (privacy := metrics.get("privacy")) is None:
+    privacy = metrics.get("privacy")
+    if privacy is None:
         return f"{general_advice} help"
     settings = f"epsilon {privacy['epsilon']:.3g}, noise multiplier {privacy['noise_multiplier']:.3g}"
     privacy_advice = "fewer trained parameters (adapters.rank), a larger privacy.epsilon, more users"
@@ -163,9 +171,13 @@ def _result(record: JsonMapping, name: str, measure: str) -> float | None:
 
 
 def _is_worse(before: float | None, after: float | None, measure: str) -> bool:
-    if before is None or after is None or not math.isfinite(after):
-        return before is not None
-    return after > before if MEASURES[measure] == "lower" else after < before
+    """Return whether a result is worse than an earlier one; a result that is not finite or missing is the worst."""
+    if before is None:
+        return False
+    if after is None or not math.isfinite(after):
+        return True
+    lower_is_better = MEASURES[measure] == "lower"
+    return after > before if lower_is_better else after < before
 
 
 def _finite(value: float | None) -> float | None:
@@ -181,35 +193,52 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
     """
     # Weights are trained by gradients, or computed from a sweep over the training data.
     is_learned = bool(ROUTERS & method.client.trained) or method.client.sweeps
-    mixtures = (evaluations.last or {}).get("mixtures", {})
-    if not is_learned or not mixtures or evaluations.last is evaluations.first:  # only one: no training between
+    if not is_learned or evaluations.last is None or evaluations.last is evaluations.first:  # no training between them
         return ()
-    num_components = len(next(iter(mixtures.values())))
+    mixtures: list[list[float]] = list(evaluations.last.get("mixtures", {}).values())  # one per user
+    if not mixtures:
+        return ()
+    num_components = len(mixtures[0])
     if num_components == 1:
         return ()
-    chosen = {
-        next((number for number, weight in enumerate(weights) if weight >= _ALL_WEIGHT), None)
-        for weights in mixtures.values()
-    }
-    has_common_choice = len(mixtures) > 1 and len(chosen) == 1 and None not in chosen
-    placement = method.placement
+    common_component = _common_component(mixtures)
     # Methods that mix predictions have shared models and a model of the user's own as components.
-    if placement.mixture is not None and placement.mixture.at == "predictions":
-        return _warn_of_one_model(chosen.pop() or 0, placement.generalists) if has_common_choice else ()
-    if has_common_choice:
+    mixture = method.placement.mixture
+    if mixture is not None and mixture.at == "predictions":
+        if common_component is None:
+            return ()
+        return _warn_of_one_model(common_component, method.placement.generalists)
+    if common_component is not None:
         return (
-            f"every user gives all its weight to the same of {num_components} components, number {chosen.pop()}, so "
-            "the users share one model. Fewer clusters or a lower training.router.learning_rate may help; if the users "
-            "are alike, use fedavg",
+            f"every user gives all its weight to the same of {num_components} components, number {common_component}, "
+            "so the users share one model. Fewer clusters or a lower training.router.learning_rate may help; if the "
+            "users are alike, use fedavg",
         )
-    entropies = [-sum(w * math.log(w) for w in weights if w > 0) for weights in mixtures.values()]
-    if sum(entropies) / len(entropies) < _UNIFORM * math.log(num_components):
+    entropies = [-sum(w * math.log(w) for w in weights if w > 0) for weights in mixtures]
+    mean_entropy = sum(entropies) / len(entropies)
+    if mean_entropy < _UNIFORM * math.log(num_components):
         return ()
     return (
         f"mixtures have stayed uniform: users weight each of the {num_components} components by about "
         f"{1 / num_components:.3g}, nearly as at the start, so no user has a mixture of its own. A higher "
         "training.router.learning_rate or more rounds may help",
     )
+
+
+def _common_component(mixtures: Sequence[Sequence[float]]) -> int | None:
+    """Return the component to which all users give nearly all their weight; None without one, or for a single user."""
+    components = {_main_component(weights) for weights in mixtures}
+    if len(mixtures) < 2 or len(components) > 1:
+        return None
+    return components.pop()
+
+
+def _main_component(weights: Sequence[float]) -> int | None:
+    """Return the first component to which a user gives nearly all its weight; None without one."""
+    for component, weight in enumerate(weights):
+        if weight >= _ALL_WEIGHT:
+            return component
+    return None
 
 
 def _warn_of_one_model(component: int, num_shared: int) -> Sequence[str]:
@@ -239,9 +268,8 @@ def run_rounds(
     """Train from ``first_round`` to the end and return the scores of the final models.
 
     If local models are evaluated (``evaluation.model``), the last exchange is left out, so that the run ends with the
-    models that were evaluated. A method that fine-tunes always starts from the exchanged model, and one that makes
-    final models makes them after the last exchange. With ``evaluation.select: best`` the run ends with the models of
-    the evaluated round with the lowest validation loss.
+    models that were evaluated. With ``evaluation.select: best`` the run ends with the models of the evaluated round
+    with the lowest validation loss.
 
     Args:
         backend: The users and their server.
@@ -257,12 +285,14 @@ def run_rounds(
         DivergenceError: The loss or the tensors of a user are not finite.
         RunError: Too few users answered.
     """
+    was_resumed = first_round > 0
     clock = clock or Clock()
     clock.started = time.perf_counter()
-    run, rounds = backend.start(observe, clock)  # the plan of the run, and the number of rounds after which it ends
+    run, num_rounds = backend.start(observe, clock)  # the plan of the run, and the number of rounds after which it ends
     method, account, shares = run.method, backend.server.mechanisms.account, backend.server.shares
-    exchanged = counts_exchanged(run)
-    stopped = rounds < run.training.rounds * method.trains  # the privacy budget was spent before the run was resumed
+    evaluates_exchanged = counts_exchanged(run)  # models after the server's aggregation, not users' own before it
+    # Whether the privacy budget was spent before the run was resumed.
+    was_stopped = num_rounds < run.training.rounds * method.trains
     scores: S | None = None
 
     def evaluate(done: int, *, receives: bool = True, finishes: bool = False, silent: bool = False) -> S | None:
@@ -274,26 +304,26 @@ def run_rounds(
             finishes: Whether users first make their final models.
             silent: Whether the event is left out, as it was logged before the run was resumed.
         """
-        found, event = backend.evaluate(done, receives=receives, finishes=finishes, silent=silent)
+        new_scores, event = backend.evaluate(done, receives=receives, finishes=finishes, silent=silent)
         if event and not silent:
             observe(event)
-        return scores if found is None else found
+        return scores if new_scores is None else new_scores
 
-    if rounds and first_round == 0 and run.evaluation.first:
+    if num_rounds and not was_resumed and run.evaluation.first:
         scores = evaluate(0)  # the pretrained model, the first point of curves
-    for round_number in range(first_round, rounds):
+    for round_number in range(first_round, num_rounds):
         plan = plan_round(run, shares, round_number)
         participants = backend.select_participants(plan)
         if participants is None:
             planned = run.training.rounds
             logger.warning("%s: the privacy budget is spent after round %d of %d", method.name, round_number, planned)
-            # The run ends here, with the models of the previous round. Score them, unless they were scored after that
-            # round and do not change any more. A remote backend evaluates in any case.
-            finishes = exchanged and bool(method.client.finishing)
-            if backend.remote or finishes or round_number % run.period:
+            # The run ends here, with the models of the previous round. They may have been scored after that round.
+            were_scored = round_number % run.period == 0
+            makes_final_models = evaluates_exchanged and bool(method.client.finishing)
+            if makes_final_models or not were_scored or backend.remote:  # a remote backend evaluates in any case
                 scores = None  # those of earlier models
-                scores = evaluate(round_number, receives=exchanged, finishes=exchanged)
-            rounds = round_number
+                scores = evaluate(round_number, receives=evaluates_exchanged, finishes=evaluates_exchanged)
+            num_rounds = round_number
             checkpoint(round_number, clock)
             break
         result = backend.train(plan, participants)  # downloads, local steps and uploads of participants
@@ -301,9 +331,11 @@ def run_rounds(
         if plan.evaluates == "local":
             scores = evaluate(plan.done)
         if plan.exchanges:
-            if reason := backend.aggregate():
-                observe({"event": "no_sum", "round": plan.done, "reason": reason})
-            if (rule_result := backend.server.mechanisms.rule_result) is not None:  # of a robust aggregation rule
+            failure = backend.aggregate()
+            if failure:
+                observe({"event": "no_sum", "round": plan.done, "reason": failure})
+            rule_result = backend.server.mechanisms.rule_result  # of a robust aggregation rule
+            if rule_result is not None:
                 observe(rule_result.as_event(plan.done))
         # Remote backends report no rounds without an exchange, in which nothing more is spent.
         if account is not None and (plan.exchanges or not backend.remote):
@@ -312,13 +344,14 @@ def run_rounds(
             scores = evaluate(plan.done, finishes=plan.ends)  # stale users download first
         if plan.saves:
             checkpoint(plan.done, clock)
-    scores = backend.choose(rounds, scores)
+
+    scores = backend.choose(num_rounds, scores)
     if scores is not None:
         return scores
     # A run without rounds is evaluated once here. A run that was resumed after its last round has logged its event.
     bytes_before = clock.upload_bytes, clock.download_bytes
-    scores = evaluate(rounds, receives=exchanged or not stopped, silent=first_round > 0)
-    if first_round or not backend.remote:  # the messages were counted before, or were not sent over a network
+    scores = evaluate(num_rounds, receives=evaluates_exchanged or not was_stopped, silent=was_resumed)
+    if was_resumed or not backend.remote:  # the messages were counted before, or were not sent over a network
         clock.upload_bytes, clock.download_bytes = bytes_before
     return scores
 
@@ -333,13 +366,15 @@ def plan_round(run: RunPlan, shares: bool, round_number: int) -> RoundPlan:
     """
     done = round_number + 1
     is_last = done == run.training.rounds
-    # Models after the server's aggregation, or the users' own before it.
-    evaluated_models = "exchanged" if counts_exchanged(run) else "local"
+    evaluates = None
+    if is_last or done % run.period == 0:
+        # Models after the server's aggregation, or the users' own before it.
+        evaluates = "exchanged" if counts_exchanged(run) else "local"
     return RoundPlan(
         number=round_number,
         ends=is_last,
         exchanges=exchanged_after(run, shares, done),
-        evaluates=evaluated_models if is_last or done % run.period == 0 else None,
+        evaluates=evaluates,
         saves=is_last or done % run.checkpoints.every == 0,
     )
 
@@ -351,23 +386,23 @@ def log_round(result: RoundResult, done: int, observe: Observer, clock: Clock) -
         result: Result of the round.
         done: Number of rounds that are done.
         observe: Called with the event.
-        clock: Clock of the run; ``told_...`` are its bytes at the previous round event.
+        clock: Clock of the run; ``told_upload_bytes`` are its uploaded bytes at the previous round event.
     """
-    upload_bytes = clock.upload_bytes - clock.told_upload_bytes
-    download_bytes = clock.download_bytes - clock.told_download_bytes
+    new_upload_bytes = clock.upload_bytes - clock.told_upload_bytes
+    new_download_bytes = clock.download_bytes - clock.told_download_bytes
     clock.told_upload_bytes, clock.told_download_bytes = clock.upload_bytes, clock.download_bytes
     clock.train_seconds += result.seconds
     clock.tokens += result.tokens
     clock.user_rounds += result.users
-    observe(
-        {
-            "event": "round",
-            "round": done,
-            "train_loss_nats": result.losses,
-            "upload_bytes": upload_bytes,
-            "download_bytes": download_bytes,
-            "tokens": result.tokens,
-            "seconds": result.seconds,
-            **({"local_steps": dict(result.steps)} if result.steps else {}),
-        }
-    )
+    event: Event = {
+        "event": "round",
+        "round": done,
+        "train_loss_nats": result.losses,
+        "upload_bytes": new_upload_bytes,
+        "download_bytes": new_download_bytes,
+        "tokens": result.tokens,
+        "seconds": result.seconds,
+    }
+    if result.steps:
+        event["local_steps"] = dict(result.steps)
+    observe(event)

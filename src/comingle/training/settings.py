@@ -94,8 +94,9 @@ class RunPlan:
         return _value_of(self.training.batch_size, user)
 
     def updated(self, section: str, **values: object) -> RunPlan:
-        """Return a copy with values of one section replaced."""
-        return replace(self, **{section: getattr(self, section).model_copy(update=values)})
+        """Return a copy with values of one section replaced, as in ``plan.updated("training", rounds=3)``."""
+        new_section = getattr(self, section).model_copy(update=values)
+        return replace(self, **{section: new_section})
 
     def max_seconds_of(self, user: str) -> float:
         """Return the seconds after which a trainer, by name, ends its local steps; infinite without limit."""
@@ -105,14 +106,18 @@ class RunPlan:
     @property
     def reports_steps(self) -> bool:
         """True if users report how many local steps they took; never with privacy."""
-        is_needed = self.training.max_seconds_per_round is not None or self.training.normalise_steps
-        return is_needed and self.privacy is None
+        if self.privacy is not None:
+            return False
+        has_time_limit = self.training.max_seconds_per_round is not None
+        return has_time_limit or self.training.normalise_steps
 
 
 def _value_of(setting: T | Sequence[T] | Mapping[str, T], user: str) -> T:
     """Return a user's value of a setting of a plan: one value for all users, or a mapping by name."""
     assert not isinstance(setting, list), "a plan has values by name: see make_plan"
-    return cast(T, setting[user] if isinstance(setting, Mapping) else setting)
+    if isinstance(setting, Mapping):
+        return setting[user]
+    return cast(T, setting)
 
 
 def check_needs(method: Method, name: str, layout: Layout) -> None:
@@ -145,6 +150,8 @@ class PassSize:
     def slots(self, most: int) -> tuple[int, int]:
         """Return the shape of a scoring pass that has as many sequences as a training pass.
 
+        For example ``(16, 4)`` for a training pass of 8 users with 8 sequences each and ``most=16``.
+
         Args:
             most: Largest number of sequences per slot; a slot is a place for the sequences of one model.
 
@@ -153,24 +160,27 @@ class PassSize:
         """
         sequences_of_pass = self.users * self.sequences
         sequences_per_slot = min(most, sequences_of_pass)
-        return sequences_per_slot, max(1, sequences_of_pass // sequences_per_slot)
+        num_slots = max(1, sequences_of_pass // sequences_per_slot)
+        return sequences_per_slot, num_slots
 
 
 def pass_size(plan: RunPlan, device: torch.device, batch_size: int) -> PassSize:
     """Return the size of a pass: by default whole batches of as many users as :data:`TOKENS_PER_PASS` allows.
 
-    A batch that does not fit is split: a pass has at most ``runtime.micro_batch`` sequences of each user if that is
-    set. This number does not depend on ``users_per_step``, so neither do results.
+    A batch that does not fit is split. The number of sequences does not depend on ``users_per_step``, so neither do
+    results.
 
     Args:
-        plan: Plan of the run.
+        plan: Plan of the run; ``runtime.micro_batch`` and ``runtime.users_per_step`` replace the defaults.
         device: Device of the model.
         batch_size: Sequences in a batch of one user.
     """
-    tokens = TOKENS_PER_PASS.get(device.type, TOKENS_PER_PASS["cpu"])
-    sequences_of_pass = max(1, tokens // plan.training.context)
-    sequences = min(plan.runtime.micro_batch or sequences_of_pass, batch_size)
-    return PassSize(users=plan.users_per_step or max(1, sequences_of_pass // sequences), sequences=sequences)
+    tokens_of_pass = TOKENS_PER_PASS.get(device.type, TOKENS_PER_PASS["cpu"])
+    sequences_of_pass = max(1, tokens_of_pass // plan.training.context)
+    most_sequences = plan.runtime.micro_batch or sequences_of_pass
+    sequences_per_user = min(most_sequences, batch_size)
+    users = plan.users_per_step or max(1, sequences_of_pass // sequences_per_user)
+    return PassSize(users=users, sequences=sequences_per_user)
 
 
 def participants(plan: RunPlan, round_number: int, users: Sequence[str]) -> list[int]:
@@ -203,10 +213,11 @@ def selected(
     if isinstance(participation, float | int):
         count = sample_size(participation, len(users))
         return draw_users(users, count, seed, round_number, "participation")
-    chosen = participation[round_number % len(participation)]
-    if wrong := [u for u in chosen if not 0 <= u < len(users)]:
-        raise RecipeError(f"training.participation: got user {wrong[0]}; allowed: 0 to {len(users) - 1}")
-    return sorted(set(chosen))
+    users_of_round = participation[round_number % len(participation)]
+    for user in users_of_round:
+        if not 0 <= user < len(users):
+            raise RecipeError(f"training.participation: got user {user}; allowed: 0 to {len(users) - 1}")
+    return sorted(set(users_of_round))
 
 
 def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work:
@@ -218,11 +229,12 @@ def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work
         examples: Number of its training examples.
         iterations: Number of its local steps in a round.
     """
-    # Optimizer steps per round of the phases that train shared tensors; a phase takes every n-th local step, and the
-    # number of these is rounded up.
-    steps = [phase.steps * -(-iterations // phase.every) for phase in plan.method.sharing]
-    rounds = _rounds_of_users(plan.participation, plan.seed, plan.training.rounds, plan.users)[name]
-    return Work(examples=examples, batch=plan.batch_size_of(name), steps=sum(steps), rounds=rounds)
+    steps_per_round = 0  # optimizer steps on shared tensors
+    for phase in plan.method.sharing:  # the phases that train shared tensors
+        local_steps_of_phase = -(-iterations // phase.every)  # it takes every n-th local step; rounded up
+        steps_per_round += phase.steps * local_steps_of_phase
+    rounds_by_user = _rounds_of_users(plan.participation, plan.seed, plan.training.rounds, plan.users)
+    return Work(examples=examples, batch=plan.batch_size_of(name), steps=steps_per_round, rounds=rounds_by_user[name])
 
 
 def warn_of_untrained(plan: RunPlan, local_steps: int) -> None:
@@ -244,9 +256,11 @@ def untrained_entry(plan: RunPlan, local_steps: int) -> dict[str, list[str]]:
         local_steps: Largest number of local steps of a user in one round.
 
     Returns:
-        ``{"untrained": [...]}``, or an empty dict.
+        For example ``{"untrained": ["router"]}``; empty if all roles are trained, or the method trains none.
     """
-    roles = [_names_of(phase) for phase in untrained_phases(plan, local_steps)] if plan.method.trains else []
+    if not plan.method.trains:
+        return {}
+    roles = [_names_of(phase) for phase in untrained_phases(plan, local_steps)]
     return {"untrained": roles} if roles else {}
 
 
@@ -257,20 +271,24 @@ def _names_of(phase: Phase) -> str:
 def untrained_phases(plan: RunPlan, local_steps: int) -> list[Phase]:
     """Return the phases that no user reaches in the whole run.
 
-    A phase may take only every n-th local step of a user, counted over all rounds.
+    For example, a phase in every 100th local step is not reached in 5 rounds of 10 local steps.
 
     Args:
         plan: Plan of the run.
         local_steps: Largest number of local steps of a user in one round.
     """
-    rounds, placement = plan.training.rounds, plan.method.placement
-    has_no_router = placement.routed and placement.generalists + placement.most_specialists < 2  # one needs none
-    return [
-        phase
-        for phase in plan.method.client.phases
-        if not (has_no_router and phase.roles <= ROUTERS)
-        and phase.every > rounds * local_steps > 0  # nothing to report of a run without local steps
-    ]
+    steps_of_run = plan.training.rounds * local_steps
+    if steps_of_run <= 0:  # nothing to report
+        return []
+    placement = plan.method.placement
+    has_single_expert = placement.routed and placement.generalists + placement.most_specialists < 2
+    phases = []
+    for phase in plan.method.client.phases:
+        if has_single_expert and phase.roles <= ROUTERS:  # a single expert has no router
+            continue
+        if phase.every > steps_of_run:
+            phases.append(phase)
+    return phases
 
 
 @cache
@@ -297,17 +315,20 @@ def _rounds_of_users(
         rounds: Number of rounds.
         users: Names of all users.
     """
-    participants_by_round = (selected(participation, seed, number, users) for number in range(rounds))
-    return Counter(users[user] for participants_of_round in participants_by_round for user in participants_of_round)
+    num_rounds_by_name: Counter[str] = Counter()
+    for round_number in range(rounds):
+        for user in selected(participation, seed, round_number, users):
+            num_rounds_by_name[users[user]] += 1
+    return num_rounds_by_name
 
 
 def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
-    """Return the set of all numbers of participants that a round may have."""
+    """Return the set of all numbers of participants that a round may have, such as ``{3, 5}``."""
     participation = plan.participation
     if isinstance(participation, float | int):
         return {sample_size(participation, len(users))}
     one_cycle = range(len(participation))  # lists of participants repeat after this many rounds
-    return {len(participants(plan, number, users)) for number in one_cycle}
+    return {len(participants(plan, round_number, users)) for round_number in one_cycle}
 
 
 def counts_exchanged(plan: RunPlan) -> bool:
@@ -326,10 +347,15 @@ def exchanged_after(plan: RunPlan, shares: bool, done: int) -> bool:
         shares: Whether users share any tensors.
         done: Number of rounds that are done.
     """
-    has_use = done < plan.training.rounds or counts_exchanged(plan)
-    return has_use and shares and plan.method.server.exchanges(done)
+    is_last = done >= plan.training.rounds
+    if is_last and not counts_exchanged(plan):
+        return False
+    return shares and plan.method.server.exchanges(done)
 
 
 def cohorts(members: Sequence[T], size: int) -> list[list[T]]:
-    """Return the items in groups of at most ``size``."""
-    return [list(members[i : i + size]) for i in range(0, len(members), size)]
+    """Return the items in groups of at most ``size``: ``[[1, 2], [3]]`` for ``[1, 2, 3]`` and size 2."""
+    groups = []
+    for first in range(0, len(members), size):
+        groups.append(list(members[first : first + size]))
+    return groups
