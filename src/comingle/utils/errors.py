@@ -53,14 +53,15 @@ def run_checks(*checks: Callable[[], object]) -> None:
     Raises:
         RecipeError: One or more checks raised it.
     """
-    problems: dict[str, None] = {}  # without repetitions, in order
+    problems: list[str] = []
     for check in checks:
         try:
             check()
         except RecipeError as error:
-            problems |= dict.fromkeys(error.problems)
+            problems += error.problems
     if problems:
-        raise RecipeError(*problems)
+        without_repetitions = dict.fromkeys(problems)
+        raise RecipeError(*without_repetitions)
 
 
 class UnknownMethodError(RecipeError):
@@ -125,9 +126,11 @@ def require_user(name: str, known: Iterable[str], where: str = "") -> str:
 
 
 def list_names(names: Iterable[object]) -> str:
-    """Return the first 20 names, and the number of others, on one line."""
-    listed = [str(name) for name in names]
-    return ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
+    """Return the first 20 names, and the number of others, on one line: "ann, bob, ... and 80 more"."""
+    all_names = [str(name) for name in names]
+    listed = ", ".join(all_names[:_LISTED])
+    num_others = len(all_names) - _LISTED
+    return f"{listed} and {num_others} more" if num_others > 0 else listed
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
@@ -137,21 +140,30 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
         got: The name that is not known.
         known: The known names.
     """
-    # Similarity that a name needs, by its length: one wrong letter in three or four is near, and of longer names a
-    # smaller share, so that a common prefix alone does not make them near.
-    cutoff = 0.65 if len(got) < _SHORT else 0.75 if len(got) < _LONG else 0.77
     names = list(islice(known, _COMPARED))  # a comparison with very many names would take minutes
-    similar = difflib.get_close_matches(got, names, n=1, cutoff=cutoff)
-    if not similar:  # an abbreviation, if only one name begins with it; very short ones would match by chance
-        longer = [name for name in names if len(got) > _SHORT and name.startswith(got)]
-        similar = longer if len(longer) == 1 else []
-    return f" Did you mean {similar[0]!r}?" if similar else ""
+    # Similarity from which a name is near, by its length: one wrong letter in a short name, a smaller share in a long
+    # one, so that a common prefix alone does not make names near.
+    if len(got) < _SHORT:
+        cutoff = 0.65
+    elif len(got) < _LONG:
+        cutoff = 0.75
+    else:
+        cutoff = 0.77
+    candidates = difflib.get_close_matches(got, names, n=1, cutoff=cutoff)
+    if not candidates and len(got) > _SHORT:  # an abbreviation? shorter ones would match by chance
+        candidates = [name for name in names if name.startswith(got)]
+        if len(candidates) > 1:
+            return ""
+    return f" Did you mean {candidates[0]!r}?" if candidates else ""
 
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an error was raised for lack of memory, on a CPU or a GPU. This does not import torch."""
+    if isinstance(error, MemoryError):
+        return True
     is_of_gpu = type(error).__name__ == "OutOfMemoryError"  # torch.cuda's class
-    return isinstance(error, MemoryError) or is_of_gpu or _ALLOCATION in str(error)
+    is_of_cpu = _ALLOCATION in str(error)
+    return is_of_gpu or is_of_cpu
 
 
 _ALLOCATION = "can't allocate memory"  # torch's allocator for CPUs raises a RuntimeError

@@ -77,11 +77,12 @@ def _hold_lock(folder: Path) -> Iterator[None]:
 
 
 def _read_holder(folder: Path) -> str:
-    """Return the description of the process that holds a folder's lock, for messages."""
+    """Return the description of the process that holds a folder's lock, for messages; "another process" if unknown."""
     try:
-        return (folder / HOLDER).read_text(encoding="utf-8").strip() or "another process"
+        description = (folder / HOLDER).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return "another process"
+    return description or "another process"
 
 
 # A partial folder this old belongs to a process that was killed.
@@ -94,7 +95,8 @@ def cache_folder() -> Path:
     Raises:
         RunError: There is no home directory, or $COMINGLE_CACHE names the home directory of an unknown user.
     """
-    if chosen := os.environ.get("COMINGLE_CACHE"):
+    chosen = os.environ.get("COMINGLE_CACHE")
+    if chosen:
         return expand_home(chosen)
     try:
         return _platform_cache() / "comingle"
@@ -118,8 +120,8 @@ def _platform_cache() -> Path:
 def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
     """Return the folder ``target``, after creating it with ``fill`` if it is missing.
 
-    The content is written to a temporary folder, which is renamed when it is complete. An interruption, even by kill -9
-    or a power cut, leaves no folder ``target``. If two processes create it, the first one to finish wins.
+    The content is written to a temporary folder, which is renamed when it is complete, so an interruption leaves no
+    folder ``target``. If two processes create it, the first one to finish wins.
 
     Args:
         target: The folder.
@@ -134,7 +136,7 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
         fill(partial)
         _publish(partial, target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)  # does nothing if it was renamed
     return target
 
 
@@ -158,10 +160,11 @@ def _delete_abandoned(target: Path) -> None:
 
     Folders that changed within the last hour are kept, as another process may still be writing to them.
     """
-    for left in target.parent.glob(f"{target.name}.partial-*"):
-        with suppress(FileNotFoundError):  # another process was faster
-            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
+    for partial in target.parent.glob(f"{target.name}.partial-*"):
+        with suppress(FileNotFoundError):  # another process has deleted it meanwhile
+            seconds_since_change = time.time() - partial.stat().st_mtime
+            if seconds_since_change > _ABANDONED_SECONDS:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def open_private(path: Path | str, *, folder: int | None = None) -> int | None:
@@ -174,8 +177,10 @@ def open_private(path: Path | str, *, folder: int | None = None) -> int | None:
         path: The file or folder.
         folder: Descriptor of an open folder that ``path`` is relative to, so that it cannot be replaced meanwhile.
     """
-    try:  # O_NONBLOCK: do not wait for the writer of a FIFO
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    # O_NOFOLLOW fails on links; O_NONBLOCK does not wait for the writer of a FIFO.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, dir_fd=folder)
     except OSError:
         return None
     if _is_private(os.fstat(handle)):
@@ -210,8 +215,16 @@ def seal(folder: Path, known: Sequence[bytes] | None = None) -> None:
         known: Lines ``DIGEST  NAME`` of ``SHA256SUMS`` that other processes have computed for the files that they
             wrote; other files are read.
     """
-    lines_by_name = {line[_DIGEST_COLUMNS:].strip().decode(): line for line in known or ()}
-    lines = [lines_by_name.get(name) or checksum_line(folder / name) for name in _checkpoint_files(folder)]
+    known_line_by_name: dict[str, bytes] = {}
+    for line in known or ():
+        name = line[_DIGEST_COLUMNS:].strip().decode()
+        known_line_by_name[name] = line
+    lines = []
+    for name in _checkpoint_files(folder):
+        if name in known_line_by_name:
+            lines.append(known_line_by_name[name])
+        else:
+            lines.append(checksum_line(folder / name))
     (folder / SUMS).write_bytes(b"".join(lines))
 
 
@@ -225,29 +238,34 @@ def verify(folder: Path, name: str | None = None) -> None:
     Raises:
         RunError: It is damaged. The message names the newest intact checkpoint.
     """
-    if damage := _find_damage(folder, name):
+    damage = _find_damage(folder, name)
+    if damage:
         raise RunError(f"{folder}: damaged: {damage}; {advise(folder)}")
 
 
 def advise(folder: Path) -> str:
-    """Return advice on a damaged checkpoint: which older one is intact, and how to resume the run from it."""
+    """Return advice on a damaged checkpoint: which older one is intact, and how to resume the run from it.
+
+    A run resumes from its newest checkpoint, so the damaged one, all later ones and damaged older ones must be removed.
+    """
     run = folder.parent.parent  # a checkpoint is the folder RUN/checkpoints/round-N
     checkpoints = list_checkpoints(run)
-    # A run resumes from its newest checkpoint, so the damaged one, all later ones and damaged older ones are to be
-    # removed.
-    removed = checkpoints[checkpoints.index(folder) :] if folder in checkpoints else [folder]
-    older = checkpoints[: len(checkpoints) - len(removed)]
+    if folder in checkpoints:
+        number = checkpoints.index(folder)
+        older, to_remove = checkpoints[:number], checkpoints[number:]
+    else:
+        older, to_remove = checkpoints[:-1], [folder]
     while older and _find_damage(older[-1]):
-        removed.insert(0, older.pop())
-    remove = f"`rm -r {' '.join(shlex.quote(str(path)) for path in removed)}`"
-    resume = f"{remove}, then {resume_command(run)}"
+        to_remove.insert(0, older.pop())
+    quoted_paths = " ".join(shlex.quote(str(path)) for path in to_remove)
+    resume = f"`rm -r {quoted_paths}`, then {resume_command(run)}"
     if not older:
         return f"no older checkpoint is intact: {resume} starts again"
     return f"{older[-1].name} is intact: {resume} continues from there"
 
 
 def _find_damage(folder: Path, name: str | None = None) -> str:
-    """Compare a checkpoint, or its file ``name``, with the checksums in ``SHA256SUMS``; return what is damaged.
+    """Return how a checkpoint differs from the checksums in ``SHA256SUMS``, such as "state.safetensors is missing".
 
     Args:
         folder: The checkpoint.
@@ -258,20 +276,21 @@ def _find_damage(folder: Path, name: str | None = None) -> str:
     """
     try:
         recorded = (folder / SUMS).read_bytes()  # a line "DIGEST  NAME" for each file
-        names = [name] if name else _checkpoint_files(folder)
+        names = _checkpoint_files(folder) if name is None else [name]
         lines = [checksum_line(folder / file) for file in names]
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
     for file, line in zip(names, lines, strict=True):
         if line not in recorded:  # the file has changed, or is not listed
             return f"{file} does not match {SUMS}"
-    if name or recorded == b"".join(lines):
+    if name is not None:
         return ""
-    missing = [line for line in recorded.splitlines(keepends=True) if line not in lines]  # files that do not exist
-    if not missing:
+    if recorded == b"".join(lines):
+        return ""
+    lines_without_file = [line for line in recorded.splitlines(keepends=True) if line not in lines]
+    if not lines_without_file:
         return f"{SUMS} is truncated"
-    # The name follows the digest, which has a fixed width.
-    missing_name = missing[0][_DIGEST_COLUMNS:].decode("utf-8", "replace").strip()
+    missing_name = lines_without_file[0][_DIGEST_COLUMNS:].decode("utf-8", "replace").strip()
     return f"{missing_name!r} is missing"
 
 
@@ -285,7 +304,8 @@ def checksum_line(path: Path) -> bytes:
     import hashlib  # slow to import, and most commands check no checkpoint
 
     with path.open("rb") as file:
-        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n".encode()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return f"{digest}  {path.name}\n".encode()
 
 
 def require_packages(verb: str) -> None:

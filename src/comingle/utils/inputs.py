@@ -60,7 +60,8 @@ def read_inputs(folder: Path) -> Inputs:
     path = folder / INPUTS
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        users = {name: UserInputs(**inputs) for name, inputs in content.pop("users").items()}
+        inputs_by_user = content.pop("users")
+        users = {name: UserInputs(**inputs) for name, inputs in inputs_by_user.items()}
         return Inputs(users=users, **content)
     except FileNotFoundError:
         raise RunError(f"{path}: no such file, so the run's inputs are unknown; run it again with --force") from None
@@ -94,12 +95,17 @@ def check_inputs(where: Path, recorded: Inputs, now: Inputs, *, pooled: str = ""
     check_base(where, recorded, now.base, now.tokenizer)
     check_users(where, recorded, now)
     for name, user in now.users.items():
+        recorded_values = recorded.users[name].given
         for key, value in user.given.items():  # settings for which the recipe lists a value per user
-            if (before := recorded.users[name].given.get(key)) != value:
-                raise RunError(f"{where}: user {name!r}: {key} was {before} and is {value}; use another --out")
-    if pooled and list(recorded.users) != list(now.users):
-        orders = f"was {list_names(recorded.users)} and is {list_names(now.users)}"
-        raise RunError(f"{where}: the order of users {orders}, and {pooled} depends on it; use another --out")
+            recorded_value = recorded_values.get(key)
+            if recorded_value != value:
+                raise RunError(f"{where}: user {name!r}: {key} was {recorded_value} and is {value}; use another --out")
+    has_same_order = list(recorded.users) == list(now.users)
+    if pooled and not has_same_order:
+        raise RunError(
+            f"{where}: the order of users was {list_names(recorded.users)} and is {list_names(now.users)}, and "
+            f"{pooled} depends on it; use another --out"
+        )
 
 
 def check_base(where: Path, recorded: Inputs, base: str, tokenizer: str) -> None:
@@ -114,11 +120,11 @@ def check_base(where: Path, recorded: Inputs, base: str, tokenizer: str) -> None
     Raises:
         RunError: The base or the tokenizer changed.
     """
-    for part, before, now in (("base", recorded.base, base), ("tokenizer", recorded.tokenizer, tokenizer)):
-        without_template = now.partition(":")[0]  # the same for a base, whose digest has no colon
-        is_same = before in (now, without_template)
-        if not is_same:
-            raise RunError(f"{where}: the {part} changed since the run began; {_ADVICE}")
+    if recorded.base != base:
+        raise RunError(f"{where}: the base changed since the run began; {_ADVICE}")
+    without_template = tokenizer.partition(":")[0]
+    if recorded.tokenizer not in (tokenizer, without_template):
+        raise RunError(f"{where}: the tokenizer changed since the run began; {_ADVICE}")
 
 
 def check_users(where: Path, recorded: Inputs, now: Inputs) -> None:
@@ -132,18 +138,21 @@ def check_users(where: Path, recorded: Inputs, now: Inputs) -> None:
     Raises:
         RunError: A user was added or removed, or has other data.
     """
-    # Populations that are stored on disk have one digest for all users.
-    if (POPULATION in recorded.settings) != (POPULATION in now.settings):
-        kept, got = ("disk", "memory") if POPULATION in recorded.settings else ("memory", "disk")
+    # Populations that are stored on disk have one digest for all users, under the key POPULATION.
+    recorded_store = "disk" if POPULATION in recorded.settings else "memory"
+    store = "disk" if POPULATION in now.settings else "memory"
+    if store != recorded_store:
         raise RunError(
-            f"{where}: the run was started with runtime.store: {kept}; got {got}; resume it with the same one"
+            f"{where}: the run was started with runtime.store: {recorded_store}; got {store}; resume it with the same "
+            "one"
         )
     if recorded.settings.get(POPULATION) != now.settings.get(POPULATION):
         raise RunError(f"{where}: the users or their data changed since the run began; {_ADVICE}")
     for name in [*now.users, *recorded.users]:
-        if name not in now.users or name not in recorded.users:
-            change = "was removed" if name in recorded.users else "was added"
-            raise RunError(f"{where}: user {name!r} {change} since the run began; {_ADVICE}")
+        if name not in now.users:
+            raise RunError(f"{where}: user {name!r} was removed since the run began; {_ADVICE}")
+        if name not in recorded.users:
+            raise RunError(f"{where}: user {name!r} was added since the run began; {_ADVICE}")
         for split in SPLITS:
             if recorded.users[name].digests[split] != now.users[name].digests[split]:
                 raise RunError(f"{where}: user {name!r}: the {split} data changed since the run began; {_ADVICE}")

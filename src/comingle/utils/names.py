@@ -32,13 +32,12 @@ def name_problem(names: Iterable[str]) -> str | None:
     for name in names:
         if not name.strip():
             return "a user's name is empty; allowed: text on one line"
-        refused = [
-            sign for sign in name if sign in _DISGUISING_CHARACTERS or unicodedata.category(sign) in _REFUSED_CATEGORIES
-        ]
-        if refused:
-            return (
-                f"user {name!r}: the name contains {refused[0]!r}; allowed: text on one line without control characters"
-            )
+        for character in name:
+            if character in _DISGUISING_CHARACTERS or unicodedata.category(character) in _REFUSED_CATEGORIES:
+                return (
+                    f"user {name!r}: the name contains {character!r}; allowed: text on one line without control "
+                    "characters"
+                )
         if name in seen:
             return f"two users are named {name!r}; names must be unique"
         seen.add(name)
@@ -58,8 +57,9 @@ _KEYS = ("config", "split", "files", "documents")
 
 def is_named(source: str) -> bool:
     """Return whether a source of data is ``hub:NAME`` or ``demo:NAME``, and not a path."""
-    prefix, colon, named = source.partition(":")
-    return bool(named) and prefix + colon in (HUB_PREFIX, DEMO_PREFIX)
+    scheme, colon, name = source.partition(":")
+    prefix = scheme + colon
+    return prefix in (HUB_PREFIX, DEMO_PREFIX) and name != ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +83,16 @@ def parse_hub_name(text: str) -> HubName:
         DataError: The name is missing, a key is unknown, or ``documents`` is not a whole number from 1.
     """
     name, _, query = text.removeprefix(HUB_PREFIX).partition("?")
-    given = dict(parse_qsl(query, keep_blank_values=True))
-    for key in given:
+    values = dict(parse_qsl(query, keep_blank_values=True))
+    for key in values:
         if key not in _KEYS:
             raise DataError(f"{text}: no key {key!r}.{did_you_mean(key, _KEYS)} Allowed: {', '.join(_KEYS)}")
-    documents = given.pop("documents", None)
-    if documents is not None and not (documents.isdecimal() and int(documents) > 0):
-        raise DataError(f"{text}: documents is {documents!r}; allowed: whole numbers from 1")
-    if not name or "" in given.values():
+    documents = values.pop("documents", None)
+    if documents is not None:
+        is_whole_number = documents.isdecimal()
+        if not is_whole_number or int(documents) == 0:
+            raise DataError(f"{text}: documents is {documents!r}; allowed: whole numbers from 1")
+    if not name or "" in values.values():
         raise DataError(f"{text}: a name or a value is empty; write {HUB_PREFIX}OWNER/NAME?config=CONFIG&split=SPLIT")
-    return HubName(name=name, documents=int(documents) if documents else None, **given)
+    num_documents = None if documents is None else int(documents)
+    return HubName(name=name, documents=num_documents, **values)

@@ -61,8 +61,8 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        name = Path(path).parts[0].removeprefix("~")
-        why = f"no user {name} on this machine" if name else "no home directory (HOME is not set)"
+        user = Path(path).parts[0].removeprefix("~")  # empty for the current user
+        why = f"no user {user} on this machine" if user else "no home directory (HOME is not set)"
         raise RunError(f"{os.fspath(path)}: {why}; give the full path") from None
 
 
@@ -105,16 +105,15 @@ class Metrics(RunScores):
     planned_rounds: int | None = None
 
     def as_dict(self) -> JsonObject:
-        """Return the content of ``metrics.json``.
+        """Return the content of ``metrics.json``: the fields that are not None, by name.
 
-        Its keys are the names of the fields, without fields that are None. Two fields have more telling keys: ``mean``
-        becomes ``mean_test_<measure>``, such as ``mean_test_perplexity``, and ``per_second`` becomes
-        ``<unit>_per_second``, such as ``tokens_per_second``. If the measure is perplexity, the key :data:`GEOMETRIC` is
-        added, with the geometric mean of the users' perplexities.
+        Two fields have other keys: ``mean`` becomes ``mean_test_<measure>``, such as ``mean_test_perplexity``, and
+        ``per_second`` becomes ``<unit>_per_second``, such as ``tokens_per_second``. If the measure is perplexity, the
+        geometric mean over users is added.
         """
         content = {key: value for key, value in asdict(self).items() if value is not None}
         content[f"mean_test_{self.measure}"] = content.pop("mean")
-        content |= geometric(self.users, self.measure)
+        content.update(geometric(self.users, self.measure))
         content[f"{self.unit}_per_second"] = content.pop("per_second")
         return content
 
@@ -128,19 +127,27 @@ def check_name(folder: Path) -> None:
     for parent in folder.parents:
         if os.path.isfile(parent):
             raise RunError(f"{folder}: cannot be a folder: {parent} is a file")
-    reason = None
-    try:
-        os.lstat(folder)  # fails with the reason if the system refuses the name
-    except (FileNotFoundError, NotADirectoryError):
-        # If parent folders are missing too, the system has not looked at the length of the last part.
-        if any(len(os.fsencode(part)) > _NAME_MAX for part in folder.parts):
-            reason = os.strerror(errno.ENAMETOOLONG)
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    reason = _refusal_of_name(folder)
     if reason:
         shown = str(folder)
-        shown = shown[:_SHOWN] + "..." if len(shown) > _SHOWN else shown
+        if len(shown) > _SHOWN:
+            shown = shown[:_SHOWN] + "..."
         raise RunError(f"{shown}: cannot be a folder: {reason}")
+
+
+def _refusal_of_name(folder: Path) -> str:
+    """Return why the system refuses a name, such as "File name too long"; empty if it accepts the name."""
+    try:
+        os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        # If parent folders are missing too, the system has not looked at the length of the last part.
+        is_too_long = any(len(os.fsencode(part)) > _NAME_MAX for part in folder.parts)
+        return os.strerror(errno.ENAMETOOLONG) if is_too_long else ""
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError as error:  # a NUL
+        return str(error)
+    return ""
 
 
 def measure_of(record: Container[str]) -> str:
@@ -161,39 +168,53 @@ def number(value: float | None, measure: str = "perplexity") -> str:
         return "not finite"
     if measure in SHARES:
         return f"{100 * value:,.1f}%"
-    formatted = {"rouge1": f"{value:.3f}", "loss": f"{value:,.3g}"}
-    return formatted.get(measure, f"{value:,.2f}")
+    if measure == "rouge1":
+        return f"{value:.3f}"
+    if measure == "loss":
+        return f"{value:,.3g}"
+    return f"{value:,.2f}"
 
 
 def geometric(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
-    """Return :data:`GEOMETRIC` with its value for perplexities; an empty mapping for other measures."""
+    """Return :data:`GEOMETRIC` with the geometric mean over users; an empty mapping unless perplexity is the measure.
+
+    Args:
+        users: Results by user name, such as ``{"ann": {"test_perplexity": 12.3}}``.
+        measure: Measure of the results.
+    """
     if measure != "perplexity":
         return {}
-    return {GEOMETRIC: geometric_mean([user["test_perplexity"] for user in users.values()])}
+    perplexities = [results["test_perplexity"] for results in users.values()]
+    return {GEOMETRIC: geometric_mean(perplexities)}
 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:
     """Return ``exp(mean(log(value)))``; None if a value is not finite or not positive, or if there are no values."""
     import statistics  # slow to import, and most commands need no mean
 
-    known = [value for value in values if value is not None and 0 < value < math.inf]
-    return statistics.geometric_mean(known) if known and len(known) == len(values) else None
+    valid = [value for value in values if value is not None and 0 < value < math.inf]
+    if not valid or len(valid) < len(values):
+        return None
+    return statistics.geometric_mean(valid)
 
 
 def describe_sample(record: JsonMapping) -> str:
     """Return a text about a mean over a sample of the users, with its 95% interval; empty for a mean over all users.
+
+    For example "mean of 50 of 1,000 users, 95% interval 11.20 to 12.10".
 
     Args:
         record: A run's metrics or an evaluation, with the key ``sample`` if only a sample was evaluated.
     """
     if "sample" not in record:
         return ""
-    sample, measure = record["sample"], measure_of(record)
+    sample = record["sample"]
     size = f"mean of {sample['users']:,} of {sample['of']:,} users"
     if sample["interval"] is None:
         return size
-    low, high = (number(value, measure) for value in sample["interval"])
-    return f"{size}, 95% interval {low} to {high}"
+    measure = measure_of(record)
+    low, high = sample["interval"]
+    return f"{size}, 95% interval {number(low, measure)} to {number(high, measure)}"
 
 
 def describe_privacy(privacy: JsonMapping) -> str:
@@ -202,10 +223,10 @@ def describe_privacy(privacy: JsonMapping) -> str:
     A release is one sum of private data that is published with noise, such as the mean change of a round.
 
     Args:
-        privacy: Entry ``privacy`` of the run's metrics; an infinite epsilon is None there, as JSON has no infinity.
+        privacy: Entry ``privacy`` of the run's metrics.
     """
     epsilon = privacy["epsilon"]
-    has_bound = epsilon is not None and math.isfinite(epsilon)
+    has_bound = epsilon is not None and math.isfinite(epsilon)  # JSON has None in place of infinity
     spent = f"epsilon {epsilon:.4g}" if has_bound else "no bound on epsilon"
     noise = f"noise multiplier {privacy['noise_multiplier']:.3g}, clip norm {privacy['clip_norm']:.3g}"
     return f"{privacy['mechanism']}, {spent} at delta {privacy['delta']:g}, {noise}, {privacy['releases']} releases"
@@ -270,9 +291,7 @@ def write_new(path: Path, data: bytes, *, private: bool = False) -> None:
 
 @contextmanager
 def convert_disk_errors(folder: Path) -> Iterator[None]:
-    """Convert errors of the disk within a ``with`` block to errors of one line that a user can correct.
-
-    Such errors are a full, read-only or broken disk and missing permissions; others are not converted.
+    """Convert errors of the disk within a ``with`` block, such as a full disk or missing permissions, to a run error.
 
     Args:
         folder: The folder that is written to, for errors that name no file.
@@ -283,16 +302,20 @@ def convert_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.errno not in _DISK_ERRORS:
+        is_of_disk = error.errno is not None and error.errno in _DISK_ERRORS
+        if error.errno is None or not is_of_disk:
             raise
-        raise RunError(f"{error.filename or folder}: cannot be written to: {os.strerror(error.errno)}") from None
+        path = error.filename or folder
+        raise RunError(f"{path}: cannot be written to: {os.strerror(error.errno)}") from None
 
 
 def to_disk(path: Path) -> None:
     """Flush a file or folder to the disk, so that it survives a power cut; on Windows only files can be flushed."""
-    if sys.platform == "win32" and path.is_dir():  # its entries; Windows cannot open a folder
+    if sys.platform == "win32" and path.is_dir():
         return
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # some systems sync writable files only
+    # Some systems flush a file only if it is open for writing; folders cannot be opened for writing.
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR
+    handle = os.open(path, flags)
     try:
         os.fsync(handle)
     finally:
@@ -315,7 +338,9 @@ def finite(value: object) -> Any:
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 FEDERATION, PUBLIC = "federation.json", "public.json"
@@ -344,17 +369,23 @@ def read_metrics(run: Path) -> JsonObject:
     if not run.is_dir():
         raise RunError(f"{run}: no such run folder")
     if not path.exists():
-        is_unfinished = (run / "events.jsonl").exists()
-        hint = f"{resume_command(run)} resumes the run" if is_unfinished else "not a run folder"
-        # The folder may hold run folders, as that of a comparison, or folders of clients, whose runs are in "model".
-        inner_metrics = [*run.glob("*/metrics.json"), *run.glob("*/model/metrics.json")]
-        if inner_metrics:
-            hint += f"; open one in it, such as {min(metrics.parent for metrics in inner_metrics)}"
-        raise RunError(f"{run}: no metrics.json; {hint}")
+        raise RunError(f"{run}: no metrics.json; {_hint_without_metrics(run)}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RunError(f"{path}: not JSON ({error}); delete it, then {resume_command(run)} writes it again") from None
+
+
+def _hint_without_metrics(run: Path) -> str:
+    """Return what to do with a folder without metrics: resume the run, or open a run folder in it."""
+    is_unfinished = (run / "events.jsonl").exists()
+    hint = f"{resume_command(run)} resumes the run" if is_unfinished else "not a run folder"
+    # It may be the folder of a comparison, which holds run folders, or of clients, whose runs are in "model".
+    inner_metrics = [*run.glob("*/metrics.json"), *run.glob("*/model/metrics.json")]
+    if inner_metrics:
+        first_run = min(path.parent for path in inner_metrics)
+        hint += f"; open one in it, such as {first_run}"
+    return hint
 
 
 def read_events(run: Path) -> Iterator[JsonObject]:
@@ -365,18 +396,21 @@ def read_events(run: Path) -> Iterator[JsonObject]:
     path = run / "events.jsonl"
     if not path.exists():
         return
-    *lines, last = path.read_bytes().split(b"\n")
-    damaged = []
-    for number, line in enumerate(lines, 1):
+    *lines, last_line = path.read_bytes().split(b"\n")
+    damaged: list[int] = []  # line numbers
+    for line_number, line in enumerate(lines, start=1):
         event = parse_event(line)
         if event is None:
-            damaged.append(number)
+            damaged.append(line_number)
         else:
             yield event
-    if (event := parse_event(last)) is not None:
-        yield event
+    last_event = parse_event(last_line)
+    if last_event is not None:
+        yield last_event
     if damaged:
-        numbers = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+        numbers = ", ".join(str(line_number) for line_number in damaged[:5])
+        if len(damaged) > 5:
+            numbers += ", ..."
         logger.warning("%s: %d of %d events are damaged and skipped: line %s", path, len(damaged), len(lines), numbers)
 
 
@@ -387,14 +421,18 @@ def read_evaluations(run: Path) -> Iterator[JsonObject]:
         return
     with path.open("rb") as lines:
         for line in lines:
-            if b'"event": "evaluation"' in line and (event := parse_event(line)) is not None:
+            if b'"event": "evaluation"' not in line:
+                continue
+            event = parse_event(line)
+            if event is not None:
                 yield event
 
 
 def parse_event(line: bytes) -> JsonObject | None:
     """Return the event in a line of an event log; None if it is not an event."""
     try:
-        event = json.loads(line)
+        content = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    is_event = isinstance(content, dict) and "event" in content
+    return content if is_event else None

@@ -48,8 +48,9 @@ class Plugin:
 
     @property
     def distributions(self) -> str:
-        """The packages that offer it, for example ``halfway 1.0``."""
-        return " and ".join(sorted(f"{point.dist.name} {point.dist.version}" for point in self.points if point.dist))
+        """The packages that offer it, for example ``halfway 1.0``, joined with "and"."""
+        packages = [f"{point.dist.name} {point.dist.version}" for point in self.points if point.dist]
+        return " and ".join(sorted(packages))
 
     def load(self) -> Any:
         """Import the implementation that the package offers under this name, and return it.
@@ -57,14 +58,14 @@ class Plugin:
         Raises:
             PluginError: Several packages offer the name, or the package cannot be imported.
         """
-        point, *others = self.points
-        if others:
+        if len(self.points) > 1:
             raise PluginError(f"{self.group}: {self.distributions} both offer {self.name!r}; uninstall all but one")
+        (point,) = self.points
         try:
             return point.load()
         except Exception as error:
             _log.info("%s", point.value, exc_info=True)
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
             raise PluginError(
                 f"{self.group}: {self.name!r} of {self.distributions} cannot be imported: {reason}"
             ) from error
@@ -73,10 +74,13 @@ class Plugin:
 @cache
 def find_plugins(group: str) -> Mapping[str, Plugin]:
     """Return the plug-ins of a group that installed packages declare, sorted by name, without importing them."""
-    by_name: dict[str, list[EntryPoint]] = {}
+    points_by_name: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=group):
-        by_name.setdefault(point.name, []).append(point)
-    return {name: Plugin(group=group, name=name, points=tuple(by_name[name])) for name in sorted(by_name)}
+        points_by_name.setdefault(point.name, []).append(point)
+    plugins: dict[str, Plugin] = {}
+    for name in sorted(points_by_name):
+        plugins[name] = Plugin(group=group, name=name, points=tuple(points_by_name[name]))
+    return plugins
 
 
 def load_object(place: str) -> Any:
@@ -104,8 +108,13 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         Raises:
             PluginError: The name is that of a built-in implementation or of a plug-in.
         """
-        if name in self._own or name in find_plugins(self._group):
-            owner = "comingle itself" if name in self._own else find_plugins(self._group)[name].distributions
+        plugin = find_plugins(self._group).get(name)
+        owner = None
+        if name in self._own:
+            owner = "comingle itself"
+        elif plugin is not None:
+            owner = plugin.distributions
+        if owner is not None:
             raise PluginError(f"{self._group}: {name!r} is taken by {owner}; register it under another name")
         self._registered[name] = offered
 
@@ -116,14 +125,14 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         Raises:
             PluginError: As for :meth:`register`.
         """
-        before = dict(self._registered)
+        registered_before = dict(self._registered)
         self.register(name, offered)
         try:
             yield
         finally:
             del self._registered[name]
-            if name in before:
-                self._registered[name] = before[name]
+            if name in registered_before:
+                self._registered[name] = registered_before[name]
 
     def __getitem__(self, name: str) -> Offered:
         """Return the implementation of this name; import it if necessary.
@@ -141,8 +150,9 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         if name in self._own:
             if plugin is not None:
                 raise name_conflict(plugin)
-            own: Any = self._own[name]
-            return load_object(own) if isinstance(own, str) else own
+            built_in: Any = self._own[name]
+            is_place = isinstance(built_in, str)  # "package.module:NAME"
+            return load_object(built_in) if is_place else built_in
         if plugin is None:
             raise KeyError(name)
         return plugin.load()

@@ -22,7 +22,11 @@ def printable(text: object, keep: str = "") -> str:
     """
 
     def escape(match: re.Match[str]) -> str:
-        return match[0] if match[0] in keep else match[0].encode("unicode_escape").decode("ascii")
+        """Return the escape of a control character, unless it is kept."""
+        character = match[0]
+        if character in keep:
+            return character
+        return character.encode("unicode_escape").decode("ascii")
 
     return _CONTROL_CHARACTERS.sub(escape, str(text))
 
@@ -45,7 +49,9 @@ class Terminal(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield segments with control characters escaped, except rich's own control codes."""
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else printable(text, keep="\n\t"), style, control)
+            is_control_code = bool(control)
+            shown = text if is_control_code else printable(text, keep="\n\t")
+            yield Segment(shown, style, control)
 
 
 errors = Terminal(stderr=True)
