@@ -58,9 +58,9 @@ class Plugin:
         Raises:
             PluginError: Several packages offer the name, or the package cannot be imported.
         """
-        if len(self.points) > 1:
+        point, *other_points = self.points
+        if other_points:
             raise PluginError(f"{self.group}: {self.distributions} both offer {self.name!r}; uninstall all but one")
-        (point,) = self.points
         try:
             return point.load()
         except Exception as error:
