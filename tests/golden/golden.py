@@ -113,7 +113,7 @@ def _serialise() -> None:
 
     def built(*given: Any) -> Any:
         federation = build(*given)
-        federation.serialise, federation.masked = True, simulate_sum
+        federation.serialise, federation.sum_masked = True, simulate_sum
         return federation
 
     session.build = built

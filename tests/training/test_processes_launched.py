@@ -26,7 +26,7 @@ ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 def test_a_process_among_several_knows_its_place() -> None:
     place = find_place(TORCHRUN | ADDRESS | {"TORCHELASTIC_RESTART_COUNT": "2"})
     assert place == Place(rank=1, size=4, local_rank=1, local_size=2, restarts=2)
-    assert not place.leads
+    assert not place.is_first_process
 
 
 @pytest.mark.parametrize("environment", [{}, TORCHRUN, TORCHRUN | ADDRESS | {"RANK": "0", "WORLD_SIZE": "1"}])
@@ -89,7 +89,7 @@ def test_each_process_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_beside_none_is_refused() -> None:
-    """Every process says what it computes on; the one that leads tells of the first that differs."""
+    """Every process says what it computes on; the first one tells of the first that differs."""
 
     def federation(*others: list[str]) -> Sharded:
         made: Any = object.__new__(Sharded)

@@ -86,20 +86,20 @@ class ObservedFederation(InProcess):
 
     record_view: RecordView = lambda view, users, tensors: None
 
-    def upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
+    def upload(self, users: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
         """Upload the shared tensors of users, and record them as what the server sees.
 
         Args:
-            members: Indices of the users.
+            users: Indices of the users.
             round_number: The round, counted from 1.
             losses: Mean training loss of each user.
         """
-        super().upload(members, round_number, losses)
+        super().upload(users, round_number, losses)
         message = self._upload_of_round  # made by the call above
         if message is None or not message.users:  # the round has no participants
             return
-        users = self.clients.numbers(message.users)
-        self.record_view(SERVER, users, uploaded(self.server, message))
+        senders = self.clients.numbers(message.users)
+        self.record_view(SERVER, senders, uploaded(self.server, message))
 
     def aggregate(self) -> str:
         """Aggregate, then record each user's download twice: as what the user itself sees and what others see.
@@ -847,8 +847,10 @@ def likelihood_ratios(
         scores: How much the loss of each window fell in each run.
         inside: Which windows each run trained on.
     """
-    scores = scores - scores.mean(1, keepdim=True)  # progress on all windows says nothing about one
-    return torch.stack([_ratios_of_run(scores, inside, run) for run in range(len(scores))])
+    mean_scores = scores.mean(1, keepdim=True)  # progress on all windows says nothing about one
+    centred_scores = scores - mean_scores
+    ratios = [_ratios_of_run(centred_scores, inside, run) for run in range(len(scores))]
+    return torch.stack(ratios)
 
 
 def _ratios_of_run(scores: Tensor, inside: Tensor, run: int) -> Float[Tensor, " windows"]:

@@ -265,7 +265,7 @@ def train_here(
         ComingleError: The user can correct the problem.
         SystemExit: Another process has ended, and the command that started all of them reports it.
     """
-    is_first = place is None or place.leads
+    is_first = place is None or place.is_first_process
     try:
         all_processes = nullcontext() if place is None else joined(place)
         with all_processes as ranks:  # None for a single process

@@ -409,7 +409,7 @@ def main() -> None:
             result = measure_parts(load_recipe(order["recipe"]), order["users"], ranks)
         except ComingleError as error:
             result = {"error": str(error)}
-    if place is None or place.leads:
+    if place is None or place.is_first_process:
         Path(order["out"]).write_text(json.dumps(result), encoding="utf-8")
 
 
@@ -465,7 +465,7 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
         "collectives": {name: count / ROUNDS for name, count in collective_counts.items()},
     }
     wait_for_others()
-    if federation.leads:
+    if federation.is_first_process:
         measured |= time_exchange(federation) | {"disk": measure_disk_rate()}
     wait_for_others()
     return measured | (measure_links(ranks) if ranks is not None else {})

@@ -166,7 +166,7 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
     """
     if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
         raise MessageError(f"message: got {len(data)} bytes that do not begin with the header of a message")
-    _, version, header_length, tensors_length, checksum = _PREFIX.unpack_from(data)
+    _magic, version, header_length, tensors_length, checksum = _PREFIX.unpack_from(data)
     if version != FORMAT:
         raise MessageError(f"message: got format {version}; allowed: {FORMAT}")
     length = _PREFIX.size + header_length + tensors_length

@@ -89,7 +89,7 @@ def read_users_of_process(
     Raises:
         ComingleError: The base or the users' data cannot be used, or there are more processes than users or GPUs.
     """
-    is_process_0 = ranks.leads
+    is_process_0 = ranks.is_first_process
     if not is_process_0:
         _RANK_HANDLER.install()  # so that a message that every process logs appears once, from process 0
     ranks.run_in_all(lambda: select_gpu(recipe, ranks.place))
@@ -202,7 +202,7 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     if plan.evaluation.select == "best":  # needs validation data, which the users of another process may have
         has_validation = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
         ranks.run_in_first(lambda: clients.require_validation(any(has_validation)))
-    if not federation.leads:
+    if not federation.is_first_process:
         federation.server.kept = {}  # free the server's state, which only process 0 needs
     return federation
 
@@ -400,8 +400,8 @@ def run(
         if ranks.has_opened(folder):  # the launcher has restarted the program, which goes on with its own run
             resume, force = True, False
         full_recipe = ranks.run_in_all(partial(with_bos_of_run, folder, full_recipe, resume=resume))
-        ranks.run_in_all(lambda: check_folder(folder, full_recipe, resume=resume, force=force) if place.leads else None)
-        with reporting(quiet=not (progress and place.leads)) as reporter:
+        ranks.run_in_first(partial(check_folder, folder, full_recipe, resume=resume, force=force))
+        with reporting(quiet=not (progress and place.is_first_process)) as reporter:
             with reporter.waiting(loading(full_recipe)):
                 # A chat template may write the date into prompts; a resumed run keeps that of its start.
                 given = replace(given, date=recorded_date(folder) if resume else "")

@@ -460,9 +460,9 @@ def run_in(
         resume: Whether to resume from the newest checkpoint in the folder.
         force: Whether to replace what is in the folder.
         method: The method of the recipe; None: it is made now.
-        observers: Makes observers of the run's events from its clients; called in the process that leads.
+        observers: Makes observers of the run's events from its clients; called in the first process.
         building: Function that makes the federation from recipe, data and method. If several processes share a run,
-            each has a shard of the federation, and the one that leads observes and writes.
+            each has a shard of the federation, and the first one observes and writes.
         entering: Function that opens the folder. It is called as ``entering(stack, context)`` and enters the context on
             the stack. If several processes share a run, only the one that writes enters it, and the others wait until
             the folder is open.
@@ -474,7 +474,7 @@ def run_in(
     with ExitStack() as contexts:
         contexts.enter_context(own_errors(method))  # names the file of a plug-in in errors that its code raises
         federation = building(recipe, run_data, method=method)
-        run_observers = observers(federation.clients) if federation.leads else ()
+        run_observers = observers(federation.clients) if federation.is_first_process else ()
         settings = run_data.kind.settings(run_data)
         num_classes = settings["classes"] if settings.get("loss") == CROSS_ENTROPY.name else None
         if folder is None:
@@ -543,7 +543,7 @@ def execute(
 ) -> Run:
     """Run the rounds of a federation and write its events, checkpoints and metrics.
 
-    If several processes share a run, each one calls this function with its shard of the federation. The one that leads
+    If several processes share a run, each one calls this function with its shard of the federation. The first one
     writes to the folder.
 
     Args:
@@ -564,12 +564,12 @@ def execute(
     clock, rounds_done, clients = Clock(), 0, federation.clients
     kept_bytes = 0  # size of the events before the checkpoint; the resumed run repeats the later ones
     federation.keep_key(folder, resume=resume)  # set the key from which privacy noise is drawn; store it in the folder
-    if federation.leads:
+    if federation.is_first_process:
         federation.server.warn_of_noise(clients.plan)
     if folder is not None and federation.open_folder(folder, resume=resume):
         progress = federation.restore(folder, recipe.fingerprint)
         rounds_done, kept_bytes, clock = progress.round, progress.events_bytes, progress.clock
-    writes = folder is not None and federation.leads
+    writes = folder is not None and federation.is_first_process
     log = EventLog(folder / "events.jsonl", keep_bytes=kept_bytes) if folder is not None and writes else None
     trackers = [*run_trackers(folder, recipe, len(clients.population_names))] if folder is not None and writes else []
     sinks = [sink for sink in (log, *trackers, *observers) if sink is not None]
@@ -584,7 +584,7 @@ def execute(
         for sink in sinks:
             sink(event)
 
-    if folder is not None and clients.skipped and federation.leads:
+    if folder is not None and clients.skipped and federation.is_first_process:
         # One line per user, which the indentation of `json.dumps` does not give.
         lines = (f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in clients.skipped.items())
         write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
@@ -606,7 +606,7 @@ def execute(
         metrics = summarise(clients, scores, clock, metrics_of_users).as_dict() | clients.left_out
         metrics |= federation.server.mechanisms.metrics
         # The confidence interval of the mean, if only a sample of the users was evaluated.
-        metrics |= sample_entry(clients, metrics_of_users, metrics["measure"]) if federation.leads else {}
+        metrics |= sample_entry(clients, metrics_of_users, metrics["measure"]) if federation.is_first_process else {}
         evaluations.add_valid_losses(metrics)
         metrics |= outcome_warnings(clients.method, evaluations, metrics, num_classes=num_classes)
         metrics |= untrained_entry(clients.plan, clients.steps.local_steps) | _settings_entry(recipe)

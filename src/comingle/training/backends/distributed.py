@@ -239,7 +239,7 @@ class Sharded(InProcess):
     shards: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.leads = self.ranks.leads
+        self.is_first_process = self.ranks.is_first_process
 
     def merge_users(self, work: Callable[[], JsonMapping]) -> JsonObject:
         """Merge the mappings of all processes in the first one; in others return their own."""
@@ -280,8 +280,8 @@ class Sharded(InProcess):
     def _report_round(self, local_round: LocalRound) -> RoundReport:
         """Return the report on the users of all processes in the first process, and on its own users in the others."""
         report_own_users = super()._report_round
-        own_report = partial(report_own_users, local_round)
-        reports = [RoundReport(**fields) for fields in self.ranks.gather(lambda: asdict(own_report()))]
+        fields_by_rank = self.ranks.gather(lambda: asdict(report_own_users(local_round)))
+        reports = [RoundReport(**fields) for fields in fields_by_rank]
 
         losses: dict[str, float] = {}
         rejected: dict[str, str] = {}
@@ -324,7 +324,7 @@ class Sharded(InProcess):
         has_checkpoint = self.ranks.run_in_first(lambda: resume and bool(list_checkpoints(folder)))
 
         def open_in_others() -> None:
-            if not self.leads:
+            if not self.is_first_process:
                 store.open(folder, anew=not has_checkpoint)
 
         # The first process opens the store before the others, as it deletes old files.
@@ -376,7 +376,7 @@ class Sharded(InProcess):
         try:
             checksums_by_rank = ranks.gather(write_users_here)
         except BaseException:
-            if self.leads:  # after all processes have stopped writing
+            if self.is_first_process:  # after all processes have stopped writing
                 shutil.rmtree(draft, ignore_errors=True)
             raise
         checksum_lines = "".join(checksums_by_rank).encode().splitlines(keepends=True)
@@ -398,7 +398,7 @@ class Sharded(InProcess):
         """Restore the users of this process; return the server's state, which is empty except in the first process."""
 
         def load_server_in_first() -> Tree:
-            if not self.leads:
+            if not self.is_first_process:
                 return {}
             return self._load_server(checkpoint, progress)
 
@@ -407,7 +407,7 @@ class Sharded(InProcess):
 
     def _restore_server(self, server_state: Tree, names: Sequence[str]) -> None:
         """Restore the server in the first process, and the version of its state in all."""
-        if self.leads:
+        if self.is_first_process:
             super()._restore_server(server_state, names)
         self._share_version()
 
@@ -417,35 +417,35 @@ class Sharded(InProcess):
 
     # ---------------------------------------------------------------- downloads
 
-    def download(self, members: Sequence[int]) -> None:
+    def download(self, users: Sequence[int]) -> None:
         """Send the newest shared tensors to those users of this process that have older ones.
 
         The first process makes the downloads of all processes. It broadcasts tensors that are equal for all users, and
         sends the others to the process of each user.
 
         Args:
-            members: Numbers of users of this process.
+            users: Numbers of users of this process.
         """
         if not self.clients.shares:
             return
-        stale = self.clients.stale(self.server.version, members)
-        stale_names_by_rank = self.ranks.gather(lambda: [self.clients.names[member] for member in stale])
+        stale = self.clients.stale(self.server.version, users)
+        stale_names_by_rank = self.ranks.gather(lambda: [self.clients.names[user] for user in stale])
         common: Tree = {}  # filled in the first process
         header, own_tensors = self.ranks.scatter(lambda: self._split_download(stale_names_by_rank, common))
         if not header["answered"]:  # no process has a stale user
             return
         tensors = own_tensors | self.ranks.broadcast(common)
-        users = tuple(header["users"])
-        if not users:
+        receivers = tuple(header["users"])
+        if not receivers:
             self.ranks.run_in_all(lambda: None)  # other processes call `run_in_all` below and wait for this one
             return
         message_tensors: Tree = {}
         for name in header["tensor_names"]:
             t = tensors[name]
-            message_tensors[name] = t.expand(len(users), *t.shape[1:])  # a common tensor has one row for all users
+            message_tensors[name] = t.expand(len(receivers), *t.shape[1:])  # a common tensor has one row for all users
         message = Download(
             version=header["version"],
-            users=users,
+            users=receivers,
             tensors=message_tensors,
             ranks=torch.tensor(header["ranks"], dtype=torch.int64),
             senders=tuple(header["senders"]),
@@ -462,9 +462,8 @@ class Sharded(InProcess):
             common: Filled with the tensors that are equal for all users, with one row each.
 
         Returns:
-            For each process the header of its message, and the tensors ``(users, *shape)`` that are not common. Keys of
-            the header: "answered" (False if no user is stale; then the only key), "version" and "senders" of the
-            message, "tensor_names" in its order, "users" of the process and their "ranks".
+            For each process a header with the fields of its message, and the tensors ``(users, *shape)`` that are not
+            common. If no user is stale, the header is ``{"answered": False}``.
         """
         names_by_rank = [self.server.with_download(names) for names in stale_names_by_rank]
         all_names = [name for names in names_by_rank for name in names]
@@ -497,21 +496,21 @@ class Sharded(InProcess):
 
     # ---------------------------------------------------------------- uploads
 
-    def upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
+    def upload(self, users: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
         """Make the upload of the users of this process for :meth:`aggregate`; count the bytes of all processes.
 
         Args:
-            members: Numbers of the users; may be empty.
+            users: Numbers of the users; may be empty.
             round_number: The round, counted from 1.
             losses: Mean training loss of each user.
         """
-        own_upload = self.ranks.run_in_all(lambda: self._make_upload(members, round_number, losses))
+        own_upload = self.ranks.run_in_all(lambda: self._make_upload(users, round_number, losses))
         self._upload_of_round = own_upload
         has_secure_sum = self.server.sums is not None
         if has_secure_sum:  # its messages have other sizes than the upload
             names_by_rank = self.ranks.gather(lambda: list(own_upload.users))
             names = [name for names in names_by_rank for name in names]
-            if self.leads and names:
+            if self.is_first_process and names:
                 self._count_sum_bytes(names, round_number)
             return
 
@@ -521,21 +520,21 @@ class Sharded(InProcess):
             return sum(packed_bytes(own_upload))
 
         bytes_by_rank = self.ranks.gather(count_own_bytes)
-        if self.leads:
+        if self.is_first_process:
             self.clock.upload_bytes += sum(bytes_by_rank)
 
-    def _make_upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> Upload:
+    def _make_upload(self, users: Sequence[int], round_number: int, losses: dict[int, float]) -> Upload:
         """Return the upload of users of this process, with their training losses as reports.
 
         Args:
-            members: Numbers of the users; may be empty.
+            users: Numbers of the users; may be empty.
             round_number: The round, counted from 1.
             losses: Mean training loss of each user.
         """
-        if not members:
+        if not users:
             return no_uploads(round_number)
-        reports = {LOSS: torch.tensor([losses[member] for member in members])}
-        return self.clients.upload(members, round_number, reports)
+        reports = {LOSS: torch.tensor([losses[user] for user in users])}
+        return self.clients.upload(users, round_number, reports)
 
     def aggregate(self) -> str:
         """Aggregate the uploads of the round.
@@ -595,13 +594,16 @@ class Sharded(InProcess):
         return ""
 
     def _aggregate_sums(self, sums: Tree, joined: Upload | None) -> str:
-        """Aggregate the weighted sums of all uploads; return an empty string, as there always is a sum.
+        """Aggregate the weighted sums of all uploads; runs in the first process.
 
         Args:
             sums: The weighted sums, by tensor name.
             joined: The uploads of all processes without tensors.
+
+        Returns:
+            An empty string: there is no reason why this may fail.
         """
-        assert joined is not None
+        assert joined is not None  # None in the other processes
         self.server.aggregate_weighted(sums, joined)
         return ""
 
@@ -618,7 +620,7 @@ class Sharded(InProcess):
             own_tensors["ranks"] = own_upload.ranks  # the users' LoRA ranks
         tensors_by_process = self.ranks.gather_tensors(own_tensors)
         users_by_process = self.ranks.gather(lambda: list(own_upload.users))
-        if not self.leads:
+        if not self.is_first_process:
             return None
         uploads: list[Upload] = []
         for users, tensors in zip(users_by_process, tensors_by_process, strict=True):

@@ -42,7 +42,7 @@ class Place:
     meeting: str = ""
 
     @property
-    def leads(self) -> bool:
+    def is_first_process(self) -> bool:
         """True in the process that has the server and writes the logs."""
         return self.rank == 0
 

@@ -67,7 +67,7 @@ from comingle.utils.trees import Tree
 
 logger = logging.getLogger("comingle")
 
-Masked = Callable[[Terms, Mapping[str, np.ndarray], int], np.ndarray]
+SumMasked = Callable[[Terms, Mapping[str, np.ndarray], int], np.ndarray]
 """Sums the uploads of users, by name, through masks that cancel out; entries are at most the last argument."""
 
 
@@ -100,20 +100,20 @@ class InProcess(Backend[Sequence[AnyScore]]):
         clients: The users.
         server: Their server.
         serialise: Whether every message is packed and unpacked, as over a network.
-        masked: Sums masked uploads if the server sees only sums (:func:`comingle.privacy.secure_server.simulate_sum`);
-            without it the numbers are added directly.
+        sum_masked: Simulates secure sums (:func:`comingle.privacy.secure_server.simulate_sum`); without it
+            the numbers are added directly.
         clock: Counts time and bytes.
         observe: Called with every event.
-        leads: Whether this process has the server and logs the run.
+        is_first_process: Whether this process has the server and logs the run.
     """
 
     clients: Clients
     server: ServerHalf
     serialise: bool = False
-    masked: Masked | None = None
+    sum_masked: SumMasked | None = None
     clock: Clock = field(default_factory=Clock)
     observe: Observer = lambda event: None
-    leads: bool = field(default=True, init=False)
+    is_first_process: bool = field(default=True, init=False)
     _upload_of_round: Upload | None = None
     _amounts: Sequence[int] | None = None
     """Amounts of data from which the evaluation interval was computed, until the first evaluation has been timed."""
@@ -130,11 +130,13 @@ class InProcess(Backend[Sequence[AnyScore]]):
         Returns:
             The plan with the interval, and the number of rounds after which the run ends.
         """
-        self.observe, self.clock, clients = observe, clock, self.clients
-        if clients.plan.evaluation.every == AUTO and clients.method.trains:
-            clients.plan = clients.plan.updated("evaluation", every=self._resolve_eval_interval())
-        if self.leads and clients.method.trains:
-            warn_of_untrained(clients.plan, clients.steps.local_steps)
+        self.observe, self.clock = observe, clock
+        clients = self.clients
+        if clients.method.trains:
+            if clients.plan.evaluation.every == AUTO:
+                clients.plan = clients.plan.updated("evaluation", every=self._resolve_eval_interval())
+            if self.is_first_process:
+                warn_of_untrained(clients.plan, clients.steps.local_steps)
         return clients.plan, clients.rounds_done
 
     def _resolve_eval_interval(self) -> int:
@@ -195,10 +197,10 @@ class InProcess(Backend[Sequence[AnyScore]]):
             suspect_optimizers = list(clients.steps.suspect_optimizers(first_rejected, row))
         steps: dict[str, int] = {}
         if clients.plan.reports_steps:
-            steps = {names[member]: num_steps for member, num_steps in local_round.steps.items()}
+            steps = {names[user]: num_steps for user, num_steps in local_round.steps.items()}
         return RoundReport(
-            losses={names[member]: loss for member, loss in local_round.losses.items()},
-            rejected={names[member]: reason for member, reason in local_round.rejected.items()},
+            losses={names[user]: loss for user, loss in local_round.losses.items()},
+            rejected={names[user]: reason for user, reason in local_round.rejected.items()},
             steps=steps,
             suspect_optimizers=suspect_optimizers,
             tokens=local_round.tokens,
@@ -247,7 +249,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             event_of_losses["mean_valid_loss"] = self.report_losses(done, valid_losses)
             event_of_losses["valid_loss"] = self.merge_users(lambda: valid_losses)  # by user
         report = self.merge_users(lambda: users_report(clients, scores))
-        if not self.leads:  # the first process logs the event
+        if not self.is_first_process:  # the first process logs the event
             return scores, {}
         measure = measure_among(report["users"])
         event = evaluation_event(report["users"], measure, done=done, iterations=done * clients.steps.local_steps)
@@ -434,16 +436,16 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
     # ---------------------------------------------------------------- messages
 
-    def download(self, members: Sequence[int]) -> None:
+    def download(self, users: Sequence[int]) -> None:
         """Send the newest shared tensors to those users that have older ones.
 
         Args:
-            members: Numbers of the users.
+            users: Numbers of the users.
         """
         if not self.clients.shares:
             return
-        stale = self.clients.stale(self.server.version, members)
-        stale_names = [self.clients.names[member] for member in stale]
+        stale = self.clients.stale(self.server.version, users)
+        stale_names = [self.clients.names[user] for user in stale]
         # With peer-to-peer methods the server has a download only for users that have uploaded in this round.
         names = self.server.with_download(stale_names)
         for names_of_message in cohorts(names, self.clients.users_per_message):
@@ -457,19 +459,19 @@ class InProcess(Backend[Sequence[AnyScore]]):
             message = _repack_downloads(message.split())
         self.clients.receive(message)
 
-    def upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
+    def upload(self, users: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
         """Make the upload of users for :meth:`aggregate`: their shared tensors and training losses.
 
         Args:
-            members: Numbers of the users.
+            users: Numbers of the users.
             round_number: The round, counted from 1.
             losses: Mean training loss of each user.
         """
-        if not members:
+        if not users:
             self._upload_of_round = no_uploads(round_number)
             return
-        reports = {LOSS: torch.tensor([losses[member] for member in members])}
-        message = self.clients.upload(members, round_number, reports)
+        reports = {LOSS: torch.tensor([losses[user] for user in users])}
+        message = self.clients.upload(users, round_number, reports)
         has_secure_sum = self.server.sums is not None
         if has_secure_sum:  # its messages have other sizes than the upload
             self._count_sum_bytes(message.users, round_number)
@@ -509,8 +511,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
             Reason why the sum failed, for example too few users; empty if it succeeded.
         """
         try:
-            if self.masked is not None:
-                total = self._sum_masked(self.masked, sums, upload)
+            if self.sum_masked is not None:
+                total = self._simulate_secure_sum(self.sum_masked, sums, upload)
             else:  # the same total, without masks
                 sums.require(len(upload.users), upload.round)  # raises NoSumError if there are too few users
                 total = upload.tensors[VECTOR].long().sum(0)
@@ -521,11 +523,11 @@ class InProcess(Backend[Sequence[AnyScore]]):
         self.server.aggregate_sum(total, upload.users, upload.round)
         return ""
 
-    def _sum_masked(self, add_masked: Masked, sums: Sums, upload: Upload) -> np.ndarray:
+    def _simulate_secure_sum(self, sum_masked: SumMasked, sums: Sums, upload: Upload) -> np.ndarray:
         """Return the sum of the users' vectors, computed by the protocol with masks that cancel out.
 
         Args:
-            add_masked: Simulates the protocol.
+            sum_masked: Simulates the protocol.
             sums: Settings of secure sums.
             upload: The joined uploads; each is a vector of integers.
 
@@ -537,7 +539,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         run_id = ""  # tells runs apart; messages of this one do not leave the process
         terms = terms_of(self.clients.plan, run_id, upload.round, self.server.size)
         largest_entry = sums.grid(upload.round).largest
-        return add_masked(terms, words_by_name, largest_entry)
+        return sum_masked(terms, words_by_name, largest_entry)
 
     def _count_sum_bytes(self, users: Sequence[str], round_number: int) -> None:
         """Count the bytes of the messages of a secure sum; with too few users, only those of their public keys.

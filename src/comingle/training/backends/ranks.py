@@ -55,18 +55,16 @@ class Ranks:
 
     def __init__(self, place: Place, launcher_store: Store):
         self.place, self._launcher_store = place, launcher_store
-        self.rank, self.size, self.leads = place.rank, place.size, place.leads
+        self.rank, self.size, self.is_first_process = place.rank, place.size, place.is_first_process
 
     def barrier(self) -> None:
-        """Wait until all processes have come here.
-
-        If a process went on alone and ended, others would wait for it in their rendezvous.
-        """
-        self._all_gather_number(0)  # returns only once every process has sent a number, whatever it is
+        """Wait until all processes have called this method."""
+        any_number = 0
+        self._all_gather_number(any_number)  # returns once every process has sent a number
 
     def record_opened(self, folder: Path) -> None:
         """Record that this run's folder was opened: :meth:`has_opened` is then true after a restart by the launcher."""
-        if self.leads:
+        if self.is_first_process:
             self._launcher_store.set(str(folder.absolute()), "opened")
 
     def has_opened(self, folder: Path) -> bool:
@@ -104,7 +102,7 @@ class Ranks:
         own_result = self.run_in_all(work)
         message = _to_json(own_result)
         lengths = self._all_gather_number(len(message))  # receivers need to know the size of a message
-        if not self.leads:
+        if not self.is_first_process:
             self._send(message, 0)
             return [own_result]
         results = [own_result]
@@ -116,15 +114,15 @@ class Ranks:
         """Call ``work`` in rank 0 and return its result, which must be JSON, in every process."""
 
         def run_if_first() -> T | None:
-            return work() if self.leads else None
+            return work() if self.is_first_process else None
 
         result = self.run_in_all(run_if_first)
-        message = _to_json(result) if self.leads else b""
+        message = _to_json(result) if self.is_first_process else b""
         length = self._all_gather_number(len(message))[0]
-        message_tensor = _tensor(message) if self.leads else torch.empty(length, dtype=torch.uint8)
+        message_tensor = _tensor(message) if self.is_first_process else torch.empty(length, dtype=torch.uint8)
         with _peer_errors():
             dist.broadcast(message_tensor, 0)
-        if self.leads:
+        if self.is_first_process:
             return result  # type: ignore[return-value]
         return json.loads(bytes(message_tensor.numpy()))
 
@@ -155,7 +153,7 @@ class Ranks:
             dist.broadcast(message_tensor, first_failed)
         if failure is not None and not isinstance(failure, ComingleError):
             raise failure  # a bug
-        if not self.leads:
+        if not self.is_first_process:
             raise SystemExit(2)
         if failure is not None:
             raise failure
@@ -167,7 +165,7 @@ class Ranks:
     def gather_tensors(self, tree: Tree) -> list[Tree]:
         """Return the tensors of all processes in rank 0, in the order of the ranks; an empty list in others."""
         descriptions = self.gather(lambda: _describe(tree))
-        if not self.leads:
+        if not self.is_first_process:
             self._send_tensors(tree, 0)
             return []
         trees = [tree]
@@ -184,18 +182,18 @@ class Ranks:
         result_by_rank: list[tuple[Any, Tree]] = []  # filled in rank 0
 
         def run_if_first() -> None:
-            if self.leads:
+            if self.is_first_process:
                 result_by_rank.extend(work())
 
         self.run_in_all(run_if_first)
         messages = [_to_json([result, _describe(tree)]) for result, tree in result_by_rank]
-        if self.leads:
+        if self.is_first_process:
             lengths = torch.tensor([len(message) for message in messages])
         else:
             lengths = torch.zeros(self.size, dtype=torch.int64)  # to receive into
         with _peer_errors():
             dist.broadcast(lengths, 0)
-        if not self.leads:
+        if not self.is_first_process:
             own_length = int(lengths[self.rank])
             result, description = json.loads(self._receive(0, own_length))
             return result, self._receive_tensors(description, 0)
@@ -209,7 +207,7 @@ class Ranks:
         """Return the tensors of rank 0, by name, in every process; the argument of other processes is ignored."""
         description = self.run_in_first(lambda: _describe(tree))
         own_tensors = {name: t.contiguous() for name, t in tree.items()}
-        tensors = own_tensors if self.leads else _empty_tensors(description)
+        tensors = own_tensors if self.is_first_process else _empty_tensors(description)
         for t in tensors.values():
             with _peer_errors():
                 dist.broadcast(_as_bytes(t), 0)  # bytes, as not every backend supports every dtype

@@ -569,9 +569,9 @@ def language_model(recipe: Recipe, base: Base, method: Method, num_trainers: int
         num_tokens: Number of training tokens of the run, to decide whether to compile.
     """
     mixture = method.placement.mixture
-    if mixture is not None and not mixture.trains_independently:  # adaptors are mixed inside the layers
+    mixes_adaptors_in_layers = mixture is not None and not mixture.trains_independently
+    if mixes_adaptors_in_layers:
         return mix_base(recipe, base, method, num_trainers)
-    # Models that are mixed only in their predictions are trained separately, each with adapters of its own.
     return adapt_base(recipe, base, method, num_trainers, num_tokens)
 
 

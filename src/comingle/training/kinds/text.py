@@ -243,7 +243,8 @@ class TextKind(LanguageKind):
     def check(self, recipe: Recipe, method: Method) -> None:
         """Check the method, and refuse to select the best round by validation text that is also trained on."""
         super().check(recipe, method)
-        if section(recipe).train_on_valid and recipe.evaluation.select == "best":
+        trains_on_validation_text = section(recipe).train_on_valid
+        if trains_on_validation_text and recipe.evaluation.select == "best":
             why = "needs validation text that is not trained on, but data.train_on_valid trains on it"
             raise RecipeError(f"evaluation.select: best {why}; allowed: last")
 

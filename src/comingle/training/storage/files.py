@@ -539,11 +539,11 @@ class Shard:
 
 def _grown(array: np.ndarray, size: int) -> np.ndarray:
     """Return the array with at least ``size`` entries; new ones are zero."""
-    missing = size - len(array)
-    if missing <= 0:
+    num_missing = size - len(array)
+    if num_missing <= 0:
         return array
-    added = max(1024, len(array), missing)  # doubles at least, so that appending one by one stays linear
-    return np.concatenate([array, np.zeros(added, array.dtype)])
+    num_added = max(1024, len(array), num_missing)  # doubles at least, so that appending one by one stays linear
+    return np.concatenate([array, np.zeros(num_added, array.dtype)])
 
 
 ROWS, VERSIONS, SUMS = "rows", "versions", "sums/"
