@@ -139,7 +139,7 @@ def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
     for name, adapted in model.of_one_user(tensors).layers().items():
         a = _widen(adapted.get_parameter("a").detach())
         b = _widen(adapted.get_parameter("b").detach()).mT
-        shares = adapted.alpha * adapted.of_mixture(pi)
+        shares = adapted.alpha * adapted.own_mixture(pi)
         key = ""  # not a linear of an MLP's experts, so that `averaged` keeps the shares
         changes.append(_change_of(module_names, adapted.base, _layer_number(name), key, a, b, shares))
     return changes
