@@ -78,15 +78,15 @@ class Federation:
         """Run it with those who are ``here``, which ``beside`` may change."""
         began = time.monotonic()
 
-        def tend() -> None:
+        def keep_running() -> None:
             assert time.monotonic() - began < LIMIT_SECONDS, self.said
             for name in here:
-                self.clients[name].tend()
+                self.clients[name].keep_running()
             self.peak_bytes = max(self.peak_bytes, self.memory_of_the_server())
             beside()
 
         try:
-            supervise(self.link, tend)
+            supervise(self.link, keep_running)
         finally:
             for client in self.clients.values():
                 client.stop()
@@ -189,7 +189,7 @@ def test_users_who_come_late_are_late_or_never_come_back(tmp_path: Path) -> None
     def meanwhile() -> None:
         done = federation.rounds
         if done:
-            other.tend()
+            other.keep_running()
         if len(done) >= 2:  # of which Bob has missed one; who comes during a round takes part in it
             let_go(federation, "bob")
             here.add("cem")

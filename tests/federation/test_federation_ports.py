@@ -315,8 +315,8 @@ def guarded(tmp_path: Path) -> Iterator[Federation]:
         "ada", tmp_path / "ada", federation.link.address, federation.said.append, key=key, authority=files.authority
     )
     federation.clients = [client]
-    federation.link.tend()
-    client.tend()
+    federation.link.keep_running()
+    client.keep_running()
     assert wait_until((tmp_path / "ada" / "flower" / "place").exists, 120)
     yield federation
     federation.link.stop()
@@ -442,7 +442,7 @@ def test_a_client_runs_no_app_but_its_own(tmp_path: Path) -> None:
     server = serve_fleet_api(make_fleet_api(states, keys_only=False), "127.0.0.1", port, None, None)
     client = toy_client("ada", tmp_path / "ada", f"127.0.0.1:{port}", print)
     try:
-        client.tend()
+        client.keep_running()
         assert wait_until(lambda: bool(state.get_nodes(number)), 120)
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = number, run.primary_task_id, 1
         grid = InProcessGrid(state, number)

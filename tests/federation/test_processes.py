@@ -51,7 +51,7 @@ class Federation:
         def beside() -> None:
             assert time.monotonic() - began < LIMIT_SECONDS, self.said
             for client in self.clients:
-                client.tend()
+                client.keep_running()
             if waiting and self.rounds:
                 waiting.pop()()
 
@@ -129,7 +129,7 @@ def test_a_mistake_of_the_persons_ends_the_run_with_its_line(federation: Federat
     federation.clients.pop()
     federation.link.run_config = {"users": "ada eve", "timeout": 20, "rounds": 1}
     with pytest.raises(RunError, match=r"^users: ada came; wanted: ada, eve$"):
-        supervise(federation.link, federation.clients[0].tend)
+        supervise(federation.link, federation.clients[0].keep_running)
 
 
 @pytest.mark.slow
@@ -142,9 +142,9 @@ from comingle.federation.client_command import take_part
 from comingle.federation.participant import Participant
 from comingle.federation.flower.server import SuperLink
 link = SuperLink(folder=Path({str(tmp_path)!r}) / "run", say=print)
-link.tend()
+link.keep_running()
 client = toy_client("ada", Path({str(tmp_path)!r}) / "ada", link.address, print)
-client.tend()
+client.keep_running()
 print("started", flush=True)
 time.sleep(600)
 """
@@ -193,8 +193,8 @@ class TestKeys:
         mallory = self.client(guarded, "mallory", keys / "bob.key")
 
         def beside() -> None:
-            guarded.clients[0].tend()
-            mallory.tend()
+            guarded.clients[0].keep_running()
+            mallory.keep_running()
 
         guarded.link.run_config = {"users": "ada", "timeout": 60, "rounds": 3, "request": "sleep 2"}
         supervise(guarded.link, beside)
@@ -218,8 +218,8 @@ class TestKeys:
             guarded, name, None if name == "keyless" else eve, other.authority if name == "deceived" else None
         )
         guarded.link.run_config = {"users": "ada", "timeout": 600, "rounds": 1}  # waits for ada
-        guarded.link.tend()
-        assert wait_until(lambda: client.tend() or bool(client.refusal), 60)
+        guarded.link.keep_running()
+        assert wait_until(lambda: client.keep_running() or bool(client.refusal), 60)
         assert re.match(rf"{name}'s client: .*{why}", client.refusal)
         assert "\n" not in client.refusal
 
@@ -247,7 +247,7 @@ class TestServices:
         service = self.service(tmp_path, "print('no such thing'); raise SystemExit(3)", said)
         began = time.monotonic()
         while service.starts < 3:
-            service.tend()
+            service.keep_running()
             time.sleep(0.05)
         assert 3.0 < time.monotonic() - began < 6.0  # after 1 s, then after 2
         assert len(said) == 2
@@ -258,13 +258,13 @@ class TestServices:
         monkeypatch.setattr("comingle.federation.flower.processes._FIRST_WAIT_SECONDS", 0.0)
         service = self.service(tmp_path, "raise SystemExit('nothing to be done')", [])
 
-        def tend() -> None:
+        def keep_running() -> None:
             while True:
-                service.tend()
+                service.keep_running()
                 time.sleep(0.01)
 
         with pytest.raises(RunError, match=r"^it: ended 10 times.*\(nothing to be done\); see .*it.log"):
-            tend()
+            keep_running()
 
 
 class TestOtherMachines:

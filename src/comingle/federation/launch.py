@@ -216,7 +216,7 @@ def _restart_clients(clients: Sequence[ClientProcess], needed: int) -> None:
             all settings come from one recipe.
     """
     for client in clients:
-        client.tend()
+        client.keep_running()
     num_left = sum(not client.refusal for client in clients)
     if num_left < needed:
         raise RunError(f"{num_left} of {len(clients)} users have joined; needed: {needed}")

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from comingle import __version__
@@ -64,8 +65,7 @@ class Public:
         """Digest of everything except the section ``runtime`` and the chat template: 16 hexadecimal digits."""
         content = self.as_dict()
         content["recipe"] = {key: value for key, value in self.recipe.items() if key != "runtime"}
-        # Without the chat template, which is compared separately: older runs have no digest of it.
-        content["tokenizer"] = tokens_of(self.tokenizer)
+        content["tokenizer"] = tokens_of(self.tokenizer)  # without the chat template
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,15 +78,19 @@ class Public:
         Raises:
             MessageError: A check fails. If versions differ, the message has both.
         """
-        for what, own in (("format", FORMAT), ("version", __version__)):
-            if (theirs := getattr(self, what)) != own:
-                raise MessageError(f"the federation: the server has {what} {theirs}, this client {own}; use the same")
+        for key, own_version in (("format", FORMAT), ("version", __version__)):
+            servers_version = getattr(self, key)
+            if servers_version != own_version:
+                raise MessageError(
+                    f"the federation: the server has {key} {servers_version}, this client {own_version}; use the same"
+                )
         try:
             recipe = self.whole_recipe()
             check_remote_clients(recipe)
         except RecipeError as error:  # The recipe is the server's, so the message reveals nothing about the user.
             raise MessageError(str(error)) from None
-        if recipe.data.given is None:  # `given` stands for sources that are elsewhere: in clients' files
+        names_data = recipe.data.given is None  # `given` stands for sources in clients' files
+        if names_data:
             raise MessageError("the federation's recipe: data: has a source; allowed: sources in clients' files only")
 
     def whole_recipe(self) -> Recipe:
@@ -106,14 +110,15 @@ def read_public(content: object) -> Public:
     Raises:
         MessageError: The content has another form.
     """
-    if not isinstance(content, Mapping) or not {"recipe", "users"} <= content.keys():
+    if not isinstance(content, Mapping) or "recipe" not in content or "users" not in content:
         raise MessageError("the federation: no recipe or no users")
     for key, value in content.items():
         if type(value) is not _TYPES.get(key):
             allowed = _TYPES[key].__name__ if key in _TYPES else f"only {', '.join(_TYPES)}"
             raise MessageError(f"the federation: {str(key)[:70]!r} is a {type(value).__name__}; allowed: {allowed}")
     names = content["users"]
-    if not names or not all(isinstance(name, str) for name in names) or name_problem(names):
+    are_texts = all(isinstance(name, str) for name in names)
+    if not names or not are_texts or name_problem(names):
         raise MessageError("the federation: users are not unique names")
     return Public(**{**content, "users": tuple(names)})
 
@@ -128,24 +133,28 @@ def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, A
         base: The base; None if users train networks from scratch.
 
     Raises:
-        RecipeError: The recipe needs all users' data in one place, or values by user name an unknown user or lack one.
+        RecipeError: The recipe needs all users' data in one place, or it sets a value by user name for an unknown user
+            or not for all users.
     """
     check_remote_clients(recipe)
-    content = without_data(recipe.for_users(users))  # lists, as a client's own recipe names a single user
-    data = {key: value for key, value in content["data"].items() if key != BOS}
-    # The key of begin-of-text tokens is included only if it is on, so that older federations keep their digests.
-    if getattr(recipe.data, BOS, False):
+    # `for_users` replaces values by user name with lists, as a client's own recipe names a single user.
+    public_recipe = without_data(recipe.for_users(users))
+    data = public_recipe["data"]
+    data.pop(BOS, None)
+    if getattr(recipe.data, BOS, False):  # Only if it is on, so that older federations keep their digests.
         data[BOS] = True
-    data["given"] = True  # makes the recipe valid without sources, which only the clients have
-    public_recipe = {**content, "data": data}
-    return replace(Public(recipe=public_recipe, users=users, settings=dict(settings)), **digests_of(base))
+    data["given"] = True  # stands for sources in clients' files
+    public = Public(recipe=public_recipe, users=users, settings=dict(settings))
+    return replace(public, **digests_of(base))
 
 
 def without_data(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe's content without data sources."""
     content = recipe.model_dump(mode="json", exclude_unset=True)
-    options = {key: value for key, value in content["data"].items() if key not in ("users", "dataset", "given")}
-    return {**content, "data": {**options, "kind": recipe.data.kind}}
+    for source in ("users", "dataset", "given"):
+        content["data"].pop(source, None)
+    content["data"]["kind"] = recipe.data.kind
+    return content
 
 
 def check_remote_clients(recipe: Recipe) -> None:
@@ -180,7 +189,7 @@ def plan_of(public: Public, recipe: Recipe) -> RunPlan:
 def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
     """Return the data of a run as its server sees it: the users' names, and no data.
 
-    All users are on other machines, so reading a user's data raises a DataError.
+    Reading a user's data raises a DataError.
 
     Args:
         public: Public part of the federation.
@@ -188,9 +197,12 @@ def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
         base: The base; None if users train networks from scratch.
     """
     kind = kind_of(recipe)
-    users = tuple(lazy_user(kind.user, name, lambda name=name: _raise_not_here(name)) for name in public.users)
-    data = kind.reopened(base, users, public.settings)  # as if the run was opened again, without reading data
-    return replace(data, here=())  # no user is on this machine
+    users = []
+    for name in public.users:
+        read_data = partial(_raise_not_here, name)
+        users.append(lazy_user(kind.user, name, read_data))
+    run_data = kind.reopened(base, tuple(users), public.settings)
+    return replace(run_data, here=())  # no user is on this machine
 
 
 def _raise_not_here(name: str) -> Any:
@@ -248,8 +260,8 @@ class ServerContext:
     def most_steps(self, max_samples: int, user: str | None = None) -> int:
         """Return the largest number of local steps per round that a user with at most ``max_samples`` samples takes.
 
-        For text it is ``local_steps`` of the recipe. For samples and conversations a user takes ``local_epochs`` passes
-        over its data, each of ``ceil(max_samples / batch_size)`` steps, at least one.
+        For text it is ``local_steps`` of the recipe. For samples and conversations it is ``local_epochs`` times the
+        number of batches, ``ceil(max_samples / batch_size)``.
 
         Args:
             max_samples: Largest number of samples or conversations that the user may have; not used for text.
@@ -259,15 +271,14 @@ class ServerContext:
         if not counts_samples(self.recipe):
             return training.most_local_steps if user is None else plan.local_steps_of(user)
         batch_size = min(values_in(training.batch_size)) if user is None else plan.batch_size_of(user)
-        steps_per_epoch = max(1, -(-max_samples // batch_size))  # rounded up
-        return training.local_epochs * steps_per_epoch
+        num_batches = max(1, -(-max_samples // batch_size))  # rounded up
+        return training.local_epochs * num_batches
 
     def check_steps(self, steps: int, max_samples: int) -> None:
         """Check the number of local steps per round that a user reports.
 
-        The learning rate's schedule of the run follows from the largest number of all users. For text the recipe sets
-        the number. For samples and conversations it follows from how many of them the user has, so only an upper limit
-        is known.
+        For text the recipe sets the number. For samples and conversations it follows from how many of them the user
+        has, so only an upper limit is known.
 
         Args:
             steps: The number.
@@ -281,19 +292,17 @@ class ServerContext:
         if recipe_sets_steps and steps != most:
             raise MessageError(f"answer: got {steps:,} local steps; allowed: {most:,}, as in the recipe")
         if steps > most:
-            why = f"allowed: up to {most:,} (network.max_samples is {max_samples:,})"
-            raise MessageError(f"answer: got {steps:,} local steps; {why}")
+            limit = f"up to {most:,} (network.max_samples is {max_samples:,})"
+            raise MessageError(f"answer: got {steps:,} local steps; allowed: {limit}")
 
     def work_by_user(self, examples: Mapping[str, int]) -> dict[str, Work]:
         """Return each user's work, from which the epsilon of DP-SGD follows: examples, batch size, steps and rounds.
 
-        Only needed if privacy protects single examples.
-
         Args:
             examples: Number of examples by user.
         """
-        return {
-            # A user with this many examples takes exactly the largest number of local steps that they allow.
-            name: work_of(self.plan, name, examples=count, iterations=self.most_steps(count, name))
-            for name, count in examples.items()
-        }
+        work = {}
+        for name, num_examples in examples.items():
+            num_steps = self.most_steps(num_examples, name)  # a user with this many examples takes exactly these
+            work[name] = work_of(self.plan, name, examples=num_examples, iterations=num_steps)
+        return work

@@ -23,7 +23,7 @@ from comingle.utils.errors import ComingleError, RunError
 
 LOG = "client.log"
 
-_LOOK_SECONDS = 0.3
+_CHECK_SECONDS = 0.3
 _MAX_FAILURES = 10
 """Limit on unexpected failures of a message loop."""
 _FIRST_RESTART_SECONDS, _LAST_RESTART_SECONDS = 1.0, 20.0
@@ -41,9 +41,9 @@ class CallQueue:
     """
 
     def __init__(self) -> None:
-        self._calls: list[tuple[str, Future[object], Callable[[], object]]] = []
+        self._requested: list[_Call] = []
         self._changed = threading.Condition()
-        self._active: set[str] = set()  # users whose calls are being made
+        self._busy_users: set[str] = set()  # users whose calls are being made
 
     def call(self, function: Callable[[], Result], *, user: str = "") -> Result:
         """Return the result of a function that the thread of :meth:`serve` calls; raise what the function raises.
@@ -54,7 +54,7 @@ class CallQueue:
         """
         future: Future[Result] = Future()
         with self._changed:
-            self._calls.append((user, future, function))  # type: ignore[arg-type]  (each function has a future of its type)
+            self._requested.append(_Call(user=user, function=function, future=future))  # type: ignore[arg-type]  (each function has a future of its type)
             self._changed.notify()
         return future.result()
 
@@ -62,20 +62,39 @@ class CallQueue:
         """Wait up to ``seconds`` for a requested call, and make it."""
         with self._changed:
             self._changed.wait_for(lambda: self._next_call() is not None, timeout=seconds)
-            if (index := self._next_call()) is None:
+            call = self._next_call()
+            if call is None:
                 return
-            user, future, function = self._calls.pop(index)
-        self._active.add(user)
+            self._requested.remove(call)
+        self._busy_users.add(call.user)
         try:
-            future.set_result(function())
+            call.future.set_result(call.function())
         except Exception as error:
-            future.set_exception(error)
+            call.future.set_exception(error)
         finally:
-            self._active.discard(user)
+            self._busy_users.discard(call.user)
 
-    def _next_call(self) -> int | None:
-        """Return the index of the first call for a user without a call in progress; None if there is none."""
-        return next((index for index, (user, *_) in enumerate(self._calls) if user not in self._active), None)
+    def _next_call(self) -> _Call | None:
+        """Return the first requested call of a user without a call in progress; None if there is none."""
+        for call in self._requested:
+            if call.user not in self._busy_users:
+                return call
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Call:
+    """A requested function call.
+
+    Args:
+        user: The user that it belongs to.
+        function: The function.
+        future: Gets the function's result, or the error that it raises.
+    """
+
+    user: str
+    function: Callable[[], object]
+    future: Future[object]
 
 
 class FleetClient:
@@ -161,37 +180,37 @@ class FleetClient:
 
     def _exchange(self) -> None:
         """Run the message loop; restart it after an unexpected failure, later each time."""
-        line = ""
-        for failures in range(_MAX_FAILURES):
+        reason = ""
+        for num_failures in range(_MAX_FAILURES):
             try:
-                return self._loop.run()
+                self._loop.run()
+                return
             except ComingleError as error:
                 self.refusal = str(error)
-                return None
+                return
             except Exception as error:  # A response that this version of Flower does not expect, for example.
-                line = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            self._say(f"{line}; reconnecting")
-            self._connection.closed.wait(min(_FIRST_RESTART_SECONDS * 2**failures, _LAST_RESTART_SECONDS))
-        self.refusal = f"failed {_MAX_FAILURES} times, giving up ({line})"
-        return None
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            self._say(f"{reason}; reconnecting")
+            pause = min(_FIRST_RESTART_SECONDS * 2**num_failures, _LAST_RESTART_SECONDS)
+            self._connection.closed.wait(pause)
+        self.refusal = f"failed {_MAX_FAILURES} times, giving up ({reason})"
 
 
 def participate(clients: Sequence[FleetClient], calls: CallQueue, until: Callable[[], bool]) -> None:
     """Exchange the messages of all clients of this process and carry out their tasks, one at a time.
 
-    Each client exchanges messages in a thread of its own and puts its tasks into ``calls``; this thread carries them
-    out. Returns once ``until`` is true, and then closes all clients.
+    Returns once ``until`` is true, and then closes all clients.
 
     Args:
-        clients: Clients of this process.
-        calls: Their queue.
+        clients: Clients of this process, each of which exchanges messages in a thread of its own.
+        calls: Queue into which the clients put their tasks; this thread carries them out.
         until: Called between two tasks. Errors that it raises end the clients, too.
 
     Raises:
         KeyboardInterrupt: The process was interrupted, or got SIGTERM.
     """
     try:
-        with interrupt_on_sigterm() as interrupted:
+        with interrupt_on_sigterm() as got_sigterm:
             for client in clients:
                 client.start()
             for client in clients:
@@ -199,9 +218,9 @@ def participate(clients: Sequence[FleetClient], calls: CallQueue, until: Callabl
                     with suppress(ComingleError):  # `client.refusal` has the reason
                         client.load()
             while not until():
-                if interrupted.is_set():  # by SIGTERM, whose KeyboardInterrupt may have been lost in a callback
+                if got_sigterm.is_set():  # The KeyboardInterrupt may have been lost in a callback.
                     raise KeyboardInterrupt
-                calls.serve(_LOOK_SECONDS)
+                calls.serve(_CHECK_SECONDS)
     finally:
         for client in clients:
             client.close()
@@ -228,7 +247,7 @@ class ClientProcess:
     service: Service = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the state folder and prepare the child process, which :meth:`tend` starts."""
+        """Create the state folder and prepare the child process, which :meth:`keep_running` starts."""
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         flower_folder = self.state / FOLDER  # logs, and settings of Flower
         self.service = Service(
@@ -239,16 +258,16 @@ class ClientProcess:
             say=self.say,
         )
 
-    def tend(self) -> None:
-        """Start the process, or restart it if it has died; call this repeatedly.
+    def keep_running(self) -> None:
+        """Start the process, or restart it if it has ended; call this repeatedly.
 
-        If it has failed too often, or with an error that a user has to fix, the reason is stored in ``refusal``. The
-        process is not restarted then, and the clients of other users continue.
+        A process that has failed too often, or with an error that a user has to fix, is not restarted; ``refusal`` has
+        the reason.
         """
         if self.refusal:
             return
         try:
-            self.service.tend()
+            self.service.keep_running()
         except RunError as error:  # A restart would not help.
             self.refusal = str(error)
 

@@ -64,16 +64,16 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 def build_bundle() -> bytes:
     """Return Flower's bundle (FAB) of this app: a ZIP file of :data:`PROJECT` and its manifest.
 
-    The bytes are the same on every machine, so that server and clients compute the same digest. Files have a fixed
-    date, are not compressed, and are marked as written on Unix for this reason.
+    The bytes are the same on every machine, so that server and clients compute the same digest.
     """
     unix = 3  # the default of zipfile differs on Windows
     project = PROJECT.encode()
-    size_bits = 8 * len(project)  # Flower's manifest has a line "path,SHA-256,size in bits" for each file.
-    manifest = f"pyproject.toml,{hashlib.sha256(project).hexdigest()},{size_bits}"
+    size_bits = 8 * len(project)
+    # Flower's manifest has a line "path,SHA-256,size in bits" for each file.
+    manifest = f"pyproject.toml,{hashlib.sha256(project).hexdigest()},{size_bits}".encode()
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as bundle:
-        for name, content in (("pyproject.toml", project), (".info/CONTENT", manifest.encode())):
+        for name, content in (("pyproject.toml", project), (".info/CONTENT", manifest)):
             entry = zipfile.ZipInfo(name, _DATE)
             entry.create_system = unix
             bundle.writestr(entry, content)
@@ -129,7 +129,8 @@ class Failure:
 
 def wrap(data: bytes) -> RecordDict:
     """Return message content that holds bytes."""
-    return RecordDict({_BYTES: ArrayRecord({_KEY: Array("uint8", (len(data),), "comingle", data)})})
+    array = Array("uint8", (len(data),), "comingle", data)
+    return RecordDict({_BYTES: ArrayRecord({_KEY: array})})
 
 
 def wrap_failure(line: str) -> RecordDict:
@@ -142,7 +143,7 @@ def wrap_hello(hello: Hello) -> RecordDict:
     return RecordDict({_HELLO: ConfigRecord({"name": hello.name, "instance": hello.instance, "format": hello.format})})
 
 
-_LOST = {
+_FLOWER_ERRORS = {
     ErrorCode.NODE_UNAVAILABLE: "connection lost",
     ErrorCode.MESSAGE_UNAVAILABLE: "reply lost in transit",
 }
@@ -152,15 +153,18 @@ _LOST = {
 def unwrap(message: Message) -> bytes | Failure:
     """Return the bytes in a message, or the reason why it has none.
 
-    Bytes are in a record of arrays, the client's own reason in a record of settings, as written by :func:`wrap` and
-    :func:`wrap_failure`. An error of Flower, for example after a lost connection, is transient: a retry may succeed.
+    An error of Flower, such as a lost connection, is transient; a reason that the client has sent is final.
     """
     if message.has_error():
-        line = _LOST.get(message.error.code) or _one_line(f"{message.error.reason or message.error.code}")
+        error = message.error
+        line = _FLOWER_ERRORS.get(error.code)
+        if line is None:
+            line = _one_line(str(error.reason or error.code))
         return Failure(line=line, is_transient=True)
     content = message.content
-    if (record := content.config_records.get(_LINE)) is not None:
-        return Failure(line=_one_line(record.get("line")), is_transient=False)
+    failure_record = content.config_records.get(_LINE)  # as `wrap_failure` has written it
+    if failure_record is not None:
+        return Failure(line=_one_line(failure_record.get("line")), is_transient=False)
     try:
         return content.array_records[_BYTES][_KEY].data
     except KeyError:
@@ -182,26 +186,28 @@ def unwrap_hello(message: Message) -> Hello | Failure:
         name, instance, version = record["name"], record["instance"], record["format"]
     except KeyError:
         return not_a_client
-    if not (isinstance(name, str) and isinstance(instance, str) and isinstance(version, int)):
+    if not isinstance(name, str) or not isinstance(instance, str) or not isinstance(version, int):
         return not_a_client
-    hello = Hello(name=name, instance=instance, format=version)
-    if name_problem([hello.name]) or max(len(hello.name), len(hello.instance)) > _LONGEST:
-        line = f"node name: got {hello.name[:70]!r}; allowed: one line of up to {_LONGEST} characters"
+    is_too_long = len(name) > _LONGEST or len(instance) > _LONGEST
+    if is_too_long or name_problem([name]):
+        line = f"node name: got {name[:70]!r}; allowed: one line of up to {_LONGEST} characters"
         return Failure(line=_one_line(line), is_transient=False)
-    return hello
+    return Hello(name=name, instance=instance, format=version)
 
 
 def _one_line(text: object) -> str:
     """Return text from another machine as a short line that is safe to print in a terminal."""
-    line = " ".join(text[: 2 * _LONGEST].split()) if isinstance(text, str) else ""
-    return printable(line)[:_LONGEST] or "no readable text"
+    if not isinstance(text, str):
+        return "no readable text"
+    words = text[: 2 * _LONGEST].split()
+    return printable(" ".join(words))[:_LONGEST] or "no readable text"
 
 
 def request_of(message: Message) -> bytes:
     """Return the bytes of a request.
 
     Raises:
-        MessageError: There are none.
+        MessageError: The message has no bytes.
     """
     data = unwrap(message)
     if isinstance(data, Failure):
@@ -233,24 +239,26 @@ def read_user(node_config: Mapping[str, object]) -> User:
     Raises:
         RecipeError: The name or the folder is missing, or the file cannot be read.
     """
-    config = expand_home(str(node_config["config"])) if node_config.get("config") else None
-    from_file = _read_mapping(config) if config else {}
+    config, from_file = None, dict[str, object]()
+    if node_config.get("config"):
+        config = expand_home(str(node_config["config"]))
+        from_file = _read_mapping(config)
     name = node_config.get("name") or node_config.get("client-key") or from_file.get("name")
     if not name:
         raise RecipeError('node-config: no name; give name="NAME", or config="FILE" that has \'name\'')
     state = node_config.get("state") or node_config.get("state-dir")
-    if not state and config and from_file.get("state"):
+    if not state and config is not None and from_file.get("state"):
         state = config.parent / str(from_file["state"])  # Paths in a file are relative to it.
     if not state:
         raise RecipeError(f"node-config: no state folder for {name}; give state=\"FOLDER\", or 'state' in its file")
-    return User(name=str(name), state=expand_home(str(state)).absolute(), config=config and config.absolute())
+    state_folder = expand_home(str(state)).absolute()
+    return User(name=str(name), state=state_folder, config=None if config is None else config.absolute())
 
 
 def instance_of(state: Path) -> str:
     """Return a random text that identifies a state folder, stored in the folder by the first call.
 
-    The server uses this text to recognise a client that reconnects, and to distinguish it from another client that
-    claims the same name.
+    The server recognises a client that reconnects by this text.
     """
     state.mkdir(parents=True, exist_ok=True)
     path = state / INSTANCE
@@ -273,12 +281,12 @@ def _read_mapping(config: Path) -> dict[str, object]:
         RecipeError: The file cannot be read, or is no mapping.
     """
     try:
-        read = yaml.safe_load(config.read_text(encoding="utf-8"))
+        content = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RecipeError(f"{config}: cannot be read ({' '.join(str(error).split())})") from None
-    if not isinstance(read, dict):
-        raise RecipeError(f"{config}: got {type(read).__name__}; allowed: a mapping with 'name' and 'state'")
-    return read
+    if not isinstance(content, dict):
+        raise RecipeError(f"{config}: got {type(content).__name__}; allowed: a mapping with 'name' and 'state'")
+    return content
 
 
 _SHOWN_BYTES = 1000
@@ -292,8 +300,7 @@ def make_client_app(ask: Ask, refuse: Callable[[str], None]) -> ClientApp:
     """Return the Flower app of a client, which answers three types of messages from the server.
 
     They are "query.hello" (which user does this node belong to?), "query.refused" (the reason why the server refuses
-    this node) and "train" (a request, such as a task). If the name or the answer to a request cannot be given, one line
-    is sent that says why. The user is configured in ``--node-config``.
+    this node) and "train" (a request, such as a task).
 
     Args:
         ask: Answers a request of a user. Raises a ComingleError if it cannot; its text is sent to the server.
@@ -303,7 +310,7 @@ def make_client_app(ask: Ask, refuse: Callable[[str], None]) -> ClientApp:
 
     @client_app.query("hello")
     def hello(message: Message, context: Context) -> Message:
-        """Return the name of this node's user."""
+        """Return the name of this node's user, or why it cannot be read."""
         try:
             user = read_user(context.node_config)
             content = wrap_hello(Hello(name=user.name, instance=instance_of(user.state)))
@@ -320,10 +327,12 @@ def make_client_app(ask: Ask, refuse: Callable[[str], None]) -> ClientApp:
 
     @client_app.train()
     def train(message: Message, context: Context) -> Message:
-        """Answer a request."""
+        """Answer a request, or send the reason why it cannot be answered."""
         deadline = time.time() + message.metadata.ttl  # not from `created_at`: the server's clock may differ
         try:
-            content = wrap(ask(read_user(context.node_config), request_of(message), deadline))
+            user = read_user(context.node_config)
+            answer = ask(user, request_of(message), deadline)
+            content = wrap(answer)
         except (ComingleError, OSError) as error:
             content = wrap_failure(str(error))
         return Message(content, reply_to=message)

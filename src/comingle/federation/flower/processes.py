@@ -27,20 +27,17 @@ from comingle.utils.errors import RunError
 PARENT = "COMINGLE_PARENT"
 """Environment variable with the PID of the process with which this one ends; that process may have ended already."""
 
-_LOOK_SECONDS, _GRACE_SECONDS = 0.3, 8.0
+_CHECK_SECONDS, _GRACE_SECONDS = 0.3, 8.0
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends: with SIGTERM, and 8 s later with SIGKILL.
-
-    A thread watches the parent, so this also works if the parent is killed.
-    """
+    """End this process when its parent ends, even if that is killed: with SIGTERM, and 8 s later with SIGKILL."""
     # The parent passes its PID in the environment, as it may have ended before this process asks for it.
     parent = int(os.environ.get(PARENT) or os.getppid())
 
     def watch() -> None:
         while os.getppid() == parent:  # A process whose parent has ended gets another parent.
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -65,7 +62,8 @@ class ProcessId:
         try:
             process = psutil.Process(self.pid)
             # Start times are rounded, and no PID is used again within a second.
-            return abs(process.create_time() - self.began) < 1 and process.status() != psutil.STATUS_ZOMBIE
+            has_same_start = abs(process.create_time() - self.began) < 1
+            return has_same_start and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
@@ -103,11 +101,15 @@ def environment(folder: Path) -> dict[str, str]:
 
     It has its own home for Flower below ``folder``, neither telemetry nor update checks, and no proxy for this machine.
     """
-    without_proxy = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]))
+    hosts_without_proxy = list(LOCAL_HOSTS)
+    inherited = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    if inherited:
+        hosts_without_proxy.insert(0, inherited)
+    no_proxy = ",".join(hosts_without_proxy)
     return {
         **os.environ,
-        "no_proxy": without_proxy,
-        "NO_PROXY": without_proxy,
+        "no_proxy": no_proxy,
+        "NO_PROXY": no_proxy,
         "FLWR_HOME": str(folder / "home"),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -139,30 +141,30 @@ def interrupt_on_sigterm() -> Iterator[threading.Event]:
     """Treat SIGTERM as KeyboardInterrupt within the block, so that cleanup code ends child processes.
 
     Yields:
-        An event that is set by SIGTERM. Python drops exceptions in destructors and callbacks, so the KeyboardInterrupt
-        may be lost; a loop in the block checks the event.
+        An event that is set by SIGTERM. A loop in the block should check it, as Python drops exceptions in destructors
+        and callbacks.
     """
     received = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # Python allows signal handlers only in the main thread.
+        return
 
     def interrupt(*_: object) -> None:
         received.set()
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # Python allows signal handlers only in the main thread.
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    earlier_handler = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, earlier_handler)
 
 
 def free_port() -> int:
     """Return a free port on loopback."""
-    with socket.socket() as looking:
-        looking.bind((LOOPBACK, 0))
-        return looking.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))  # 0: any free port
+        return probe.getsockname()[1]
 
 
 def bind_free_port(host: str) -> tuple[int, int]:
@@ -173,10 +175,12 @@ def bind_free_port(host: str) -> tuple[int, int]:
     Returns:
         The socket's file descriptor, which the caller closes, and the port.
     """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as bound:
-        bound.bind((host, 0))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as bound:
+        bound.bind((host, 0))  # 0: any free port
         port = bound.getsockname()[1]
-        return bound.detach(), port
+        descriptor = bound.detach()  # so that the end of the block does not close it
+        return descriptor, port
 
 
 def listens(address: str) -> bool:
@@ -190,7 +194,7 @@ def listens(address: str) -> bool:
 
 @dataclass
 class Service:
-    """A child process that runs until stopped; :meth:`tend` restarts it with increasing pauses, up to a limit.
+    """A child process that runs until stopped; :meth:`keep_running` restarts it with increasing pauses, up to a limit.
 
     A child that ends with status :data:`REFUSED` has printed an error that a user has to fix, and is not restarted.
     """
@@ -205,7 +209,7 @@ class Service:
     starts: int = 0
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     _started: float = 0.0
-    _died: float = 0.0
+    _ended: float = 0.0
 
     @property
     def running(self) -> bool:
@@ -234,11 +238,10 @@ class Service:
         self._started = time.monotonic()
         self.starts += 1
 
-    def tend(self) -> bool:
+    def keep_running(self) -> bool:
         """Start the child, or restart it if it has ended and the pause is over; call this repeatedly.
 
-        The pause doubles with each start (``starts`` counts them), up to a limit. A child that has run for long counts
-        as started once.
+        The pause doubles with each start, up to 20 s.
 
         Returns:
             Whether it was started.
@@ -246,16 +249,17 @@ class Service:
         Raises:
             RunError: It has ended too often, or with an error that a user has to fix.
         """
+        now = time.monotonic()
         if self.running:
-            if time.monotonic() - self._started > _HEALTHY_SECONDS:
+            if now - self._started > _HEALTHY_SECONDS:
                 self.starts = 1
             return False
-        now = time.monotonic()
         if self._process is not None:
             self._record_exit(now)
-        pause = min(_FIRST_WAIT_SECONDS * 2 ** (self.starts - 1), _LAST_WAIT_SECONDS)
-        if self.starts and now - self._died < pause:
-            return False
+        if self.starts > 0:
+            pause = min(_FIRST_WAIT_SECONDS * 2 ** (self.starts - 1), _LAST_WAIT_SECONDS)
+            if now - self._ended < pause:
+                return False
         self.start()
         return True
 
@@ -282,7 +286,7 @@ class Service:
         assert self._process is not None
         exit_code = self._process.returncode
         self._process = None
-        self._died = now
+        self._ended = now
         if exit_code < 0:
             reason = f"killed by signal {-exit_code}"
         else:
@@ -304,12 +308,15 @@ def last_line(log: Path) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    plain = [" ".join(_plain(line).split()).strip("│╭╮╰╯─ ") for line in lines]
-    return next((line for line in reversed(plain) if line and not line.startswith(_UNINFORMATIVE)), "")
+    for line in reversed(lines):
+        text = " ".join(_without_colours(line).split()).strip("│╭╮╰╯─ ")
+        if text and not text.startswith(_UNINFORMATIVE):
+            return text
+    return ""
 
 
 _UNINFORMATIVE = "INFO", "WARNING", "For more information"
 
 
-def _plain(line: str) -> str:
+def _without_colours(line: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", line)

@@ -76,7 +76,7 @@ class SuperLink:
     def __post_init__(self) -> None:
         """Check that clients on other machines can only connect with TLS and keys, and prepare the server process.
 
-        Without a port, bind a free one now, so that it is known before the process starts (:meth:`tend`).
+        Without a port, bind a free one now, so that it is known before the process starts (:meth:`keep_running`).
         """
         self.host = bare_host(self.host)
         if self.host not in LOCAL_HOSTS and not (self.certificates and self.keys):
@@ -106,13 +106,13 @@ class SuperLink:
         """The address for programs on this machine, as ``HOST:PORT``."""
         return join_address({"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host), self.port)
 
-    def tend(self) -> None:
+    def keep_running(self) -> None:
         """Start or restart the process, and wait until it listens.
 
         Raises:
             RunError: It does not start, or dies repeatedly.
         """
-        if not self.service.tend():  # True if it was started now
+        if not self.service.keep_running():  # True if it was started now
             return
         until = time.monotonic() + _LISTEN_SECONDS
         while not listens(self.address):
@@ -167,7 +167,7 @@ class ServerWatch:
             RunError: The app has failed, or the process ends repeatedly.
         """
         try:
-            self.link.tend()
+            self.link.keep_running()
         except RunError:
             status = read_status(self.link.folder)
             if status is not None and status.state == FAILED:  # The app's own error says more.
