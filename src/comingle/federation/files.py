@@ -43,7 +43,8 @@ def load_plan(path: Path) -> Plan:
     is_list_of_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not is_list_of_names or not names:
         raise RecipeError(f"{path}: participants: got {names!r}; allowed: a list of names, such as [ada, ben]")
-    if problem := name_problem(names):
+    problem = name_problem(names)
+    if problem:
         raise RecipeError(f"{path}: participants: {problem}")
     network = parse_section(NetworkSection, content.pop("network", {}), f"{path}: network")
     if network.min_participants > len(names):
@@ -70,8 +71,11 @@ def load_plan(path: Path) -> Plan:
 
 def save_plan(path: Path, plan: Plan) -> None:
     """Write a server's file, to be read by :func:`load_plan`."""
-    content = without_data(plan.recipe) | {"participants": list(plan.users), "network": plan.network.model_dump()}
-    content |= {"shapes": plan.settings} if plan.settings else {}
+    content = without_data(plan.recipe)
+    content["participants"] = list(plan.users)
+    content["network"] = plan.network.model_dump()
+    if plan.settings:
+        content["shapes"] = plan.settings
     write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
@@ -89,20 +93,24 @@ def split_recipe(recipe: Recipe, network: NetworkSection | None = None) -> tuple
     check_remote_clients(recipe)
     kind = kind_of(recipe)
     names = kind.names_of(recipe)
-    # A network without a base has input shapes and labels that depend on all users' data.
-    shapes_and_labels = {} if kind.needs_base else kind.settings(prepare(recipe))
+    shapes_and_labels = {}
+    if not kind.needs_base:  # The input shapes and labels of a net depend on all users' data.
+        shapes_and_labels = kind.settings(prepare(recipe))
     plan = Plan(recipe=recipe, users=names, settings=shapes_and_labels, network=network or NetworkSection())
-    # Clients refuse paths from a server, so each gets its own copy of the same path.
-    base = recipe.base if kind.needs_base and expand_home(recipe.base).exists() else None
-    # All data is on this machine, so all metrics may be reported, even with privacy.
-    return plan, [Own(name=name, data=_source_of_user(recipe, name), base=base, tells="all") for name in names]
+    base_path = None
+    if kind.needs_base and expand_home(recipe.base).exists():  # Clients refuse paths from a server.
+        base_path = recipe.base
+    own_settings = []
+    for name in names:
+        # "all": the data of all users is on this machine, so metrics reveal nothing.
+        own_settings.append(Own(name=name, data=_source_of_user(recipe, name), base=base_path, tells="all"))
+    return plan, own_settings
 
 
 def _source_of_user(recipe: Recipe, name: str) -> Any:
     """Return the value of ``data`` for a user's own file: the user's source in ``data.users`` of the recipe.
 
-    If the recipe has a ``data.dataset`` with the rows of all users instead, the file gets all of it, and the client
-    reads only the rows of its user.
+    If the recipe has ``data.dataset`` instead, all of it is returned, and the client reads only the rows of its user.
 
     Raises:
         RecipeError: The recipe has no source for this user.
@@ -110,6 +118,7 @@ def _source_of_user(recipe: Recipe, name: str) -> Any:
     content = recipe.data.model_dump(mode="json", exclude_unset=True)
     if content.get("dataset") is not None:
         return {"dataset": content["dataset"]}
-    if (content.get("users") or {}).get(name) is None:
+    source_by_user = content.get("users") or {}
+    if source_by_user.get(name) is None:
         raise RecipeError(f"data: no source for user {name!r}; allowed: users, dataset")
-    return content["users"][name]
+    return source_by_user[name]

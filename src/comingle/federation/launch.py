@@ -60,16 +60,17 @@ def serve(
     if has_ended(folder):
         raise RunError(f"{folder}: this federation has ended; use another --out")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    tls_files, keys = None, {}
+    tls_files, public_keys = None, {}
     if certificates is not None:
         files = read_certificates(certificates)
         tls_files = Certificates(authority=files.authority, certificate=files.certificate, key=files.key)
-        if without_key := [name for name in plan.users if name not in files.users]:
+        without_key = [name for name in plan.users if name not in files.users]
+        if without_key:
             raise RecipeError(
                 f"{certificates}: no key for {', '.join(without_key)}; create the missing ones with "
                 f"`comingle server {file} --make-certificates {certificates}`"
             )
-        keys = {name: files.users[name] for name in plan.users}
+        public_keys = {name: files.users[name] for name in plan.users}
     flower_folder = folder / FLOWER  # status and logs of the server process
     flower_folder.mkdir(exist_ok=True)
     with locked(flower_folder):  # Two servers must not share a run folder.
@@ -79,28 +80,32 @@ def serve(
             host=host,
             port=port,
             certificates=tls_files,
-            keys=keys,
+            keys=public_keys,
             run_config={"federation": str(file.absolute()), "users": encode_names(plan.users)},
         )
-        if port:  # A free port that the system has chosen is bound already.
+        chose_free_port = port == 0  # Then `link` has bound it already.
+        if not chose_free_port:
             _require_free_port(link.host, link.port)
-        listening = join_address(link.host, link.port)
-        say(f"listening on {listening} for {len(plan.users)} users: {', '.join(plan.users)}")
-        if not keys:
+        address = join_address(link.host, link.port)
+        say(f"listening on {address} for {len(plan.users)} users: {', '.join(plan.users)}")
+        if not public_keys:
             say("no keys: any program on this machine can join under an unused name; see --certificates")
         supervise(link)
     return read_metrics(folder)
 
 
 def _require_free_port(host: str, port: int) -> None:
-    """Check that the port is free: clients would otherwise reach the process that already listens on it.
+    """Check that no other process listens on a port, as clients would reach that process.
 
     Raises:
         RunError: The port is in use, or binding to it is not permitted.
     """
-    until = time.monotonic() + _PORT_SECONDS  # Processes of a killed server may not have ended yet.
-    while error := _bind_error(host, port):
-        if time.monotonic() > until:
+    give_up_at = time.monotonic() + _PORT_SECONDS  # Processes of a killed server may not have ended yet.
+    while True:
+        error = _bind_error(host, port)
+        if error is None:
+            return
+        if time.monotonic() > give_up_at:
             raise RunError(
                 f"server: cannot listen on {join_address(host, port)} ({error.strerror}); give another --port"
             )
@@ -109,7 +114,8 @@ def _require_free_port(host: str, port: int) -> None:
 
 def _bind_error(host: str, port: int) -> OSError | None:
     """Return the error of binding to a port; None if it is free."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Ignore connections that have just ended.
         try:
             probe.bind((host, port))
@@ -118,7 +124,7 @@ def _bind_error(host: str, port: int) -> OSError | None:
     return None
 
 
-_SHOWN = 3
+_MAX_LISTED_REFUSALS = 3
 """Number of users whose reasons are shown if a federation has failed."""
 
 USERS, PLAN = "users", "federation.yaml"
@@ -158,31 +164,34 @@ def federate(
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     save_plan(folder / PLAN, plan)
-    # Clients share this machine's cores.
-    threads = {"threads": max(1, (os.cpu_count() or 1) // len(settings_of_users))}
-    state_folders = {user.name: (folder / USERS / as_folder(user.name)).absolute() for user in settings_of_users}
-    # Files of a private and a public key for each user, so that no other program on this machine can take part.
-    keys = {name: make_key(state_folder / FLOWER, name) for name, state_folder in state_folders.items()}
+
+    # With a key for each user, no other program on this machine can take part.
+    state_folders, private_keys, public_keys = dict[str, Path](), dict[str, Path](), dict[str, Path]()
+    for name in plan.users:
+        state_folders[name] = (folder / USERS / as_folder(name)).absolute()
+        private_keys[name], public_keys[name] = make_key(state_folders[name] / FLOWER, name)
     link = SuperLink(
         folder=folder,
         say=say,
-        keys={name: public for name, (_, public) in keys.items()},
+        keys=public_keys,
         run_config={"federation": str((folder / PLAN).absolute()), "users": encode_names(plan.users)},
     )
+    threads_per_client = max(1, (os.cpu_count() or 1) // len(settings_of_users))
     for user in settings_of_users:
-        user_settings = user if recipe.runtime.threads else user.model_copy(update={"runtime": threads})
-        private, _ = keys[user.name]
-        content: dict[str, Any] = user_settings.model_dump(exclude_defaults=True) | {
-            "server": link.address,
-            "key": str(private.absolute()),
-        }
+        if not recipe.runtime.threads:
+            user = user.model_copy(update={"runtime": {"threads": threads_per_client}})
+        content = user.model_dump(exclude_defaults=True)
+        content["server"] = link.address
+        content["key"] = str(private_keys[user.name].absolute())
         save_participant(state_folders[user.name] / FILE, Participant(**content, state="."))
     clients = [_client_process(name, state_folder, say) for name, state_folder in state_folders.items()]
+
     try:
-        supervise(link, lambda: _restart_clients(clients, plan.network.min_participants))
+        supervise(link, meanwhile=lambda: _restart_clients(clients, plan.network.min_participants))
     except RunError as error:
+        has_checkpoint = bool(list_checkpoints(folder))
         # Without a checkpoint not even the first round is done, perhaps because users cannot take part.
-        reasons = "" if list_checkpoints(folder) else _refusals(clients)
+        reasons = "" if has_checkpoint else _refusals(clients)
         raise RunError(f"{error}{reasons}") from None
     finally:
         for client in clients:
@@ -198,25 +207,22 @@ def _client_process(name: str, state: Path, say: Callable[[str], None]) -> Clien
 
 def _refusals(clients: Sequence[ClientProcess]) -> str:
     """Return why the first few users cannot take part, as the end of an error message."""
-    reasons = [client.refusal for client in clients if client.refusal]
-    return "".join(f"; {reason}" for reason in reasons[:_SHOWN])
+    reasons = [f"; {client.refusal}" for client in clients if client.refusal]
+    return "".join(reasons[:_MAX_LISTED_REFUSALS])
 
 
-def _restart_clients(clients: Sequence[ClientProcess], needed: int) -> None:
-    """Restart clients that have died, and check that enough are left.
-
-    A client that has ended for good has a ``refusal``: for example, its user's settings do not fit the federation.
+def _restart_clients(clients: Sequence[ClientProcess], num_needed: int) -> None:
+    """Restart clients that have ended, and check that enough can still take part.
 
     Args:
-        clients: Processes of all clients.
-        needed: Number of clients that the federation needs.
+        clients: Processes of all clients. A client with a ``refusal`` is not restarted.
+        num_needed: Number of clients that the federation needs.
 
     Raises:
-        RunError: Fewer are left. A federation with other machines would wait for users to mend their settings; here
-            all settings come from one recipe.
+        RunError: Too few clients can still take part.
     """
     for client in clients:
         client.keep_running()
     num_left = sum(not client.refusal for client in clients)
-    if num_left < needed:
-        raise RunError(f"{num_left} of {len(clients)} users have joined; needed: {needed}")
+    if num_left < num_needed:
+        raise RunError(f"{num_left} of {len(clients)} users have joined; needed: {num_needed}")

@@ -29,17 +29,17 @@ def run_federation_app(channel: Channel, config: Mapping[str, Any], folder: Path
     Raises:
         ComingleError: The file or the folder cannot be used, or too few clients answered.
     """
-    if not (file := str(config.get("federation") or "").strip()):
+    file = str(config.get("federation") or "").strip()
+    if not file:
         raise RecipeError("run config: no 'federation'; give --run-config 'federation=\"FILE\"'")
     load_files_of_command()  # Python files with the user's own methods, given with ``--plugin``
+
+    def show(event: Mapping[str, Any]) -> None:
+        _show_event(say, event)
+
+    has_begun = (folder / "recipe.yaml").exists()
     with _warnings_shown(say):
-        run_federation(
-            load_plan(expand_home(file)),
-            channel,
-            folder,
-            resume=(folder / "recipe.yaml").exists(),
-            observers=[lambda event: _show_event(say, event)],
-        )
+        run_federation(load_plan(expand_home(file)), channel, folder, resume=has_begun, observers=[show])
 
 
 class _WarningHandler(logging.Handler):
@@ -79,17 +79,16 @@ def _show_event(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
         say(f"round {event['round']}: {event['rule']} left out {', '.join(event['left_out'])}")
     elif kind == "round":
         say(f"round {event['round']}: {event['upload_bytes']:,} bytes up, {event['download_bytes']:,} down")
-    elif kind == "evaluation" and (mean_score := _mean_score_text(event)):
-        say(f"after round {event['round']}: {mean_score}")
+    elif kind == "evaluation" and event["users"]:  # Users with scores; without them there is no mean.
+        say(f"after round {event['round']}: {_mean_score_text(event)}")
 
 
 def _mean_score_text(event: Mapping[str, Any]) -> str:
-    """Return the mean test score in an evaluation event as text, such as "mean test loss 2.1 over 3 users".
+    """Return the mean test score of an evaluation event as text, such as "mean test loss 2.1 over 3 users".
 
-    Empty if no user has reported a score. The event has the scores by user ("users"), and their mean under a key that
-    ends with the name of the measure, such as "mean_test_loss".
+    The event has the mean under a key that ends with the name of the measure, such as "mean_test_loss".
     """
-    if not event["users"]:
-        return ""
-    key = next(key for key in event if key.startswith("mean_test_"))
-    return f"mean test {key.removeprefix('mean_test_')} {event[key]:.4g} over {len(event['users'])} users"
+    prefix = "mean_test_"
+    key = next(key for key in event if key.startswith(prefix))
+    measure = key.removeprefix(prefix)
+    return f"mean test {measure} {event[key]:.4g} over {len(event['users'])} users"

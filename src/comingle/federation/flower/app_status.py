@@ -39,7 +39,8 @@ def read_status(folder: Path) -> AppStatus | None:
     """Return the status of a run folder's app; None before its first start, or if the file is damaged."""
     try:
         content = json.loads((folder / FOLDER / STATE).read_text(encoding="utf-8"))
-        return AppStatus(**(content | {"process": ProcessId(**content["process"])}))
+        content["process"] = ProcessId(**content["process"])
+        return AppStatus(**content)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -60,9 +61,10 @@ class StatusWriter:
         return writer
 
     def say(self, line: str) -> None:
-        """Write one line for the operator."""
+        """Write one line for the operator, with the time before it."""
+        words = line.split()
         with (self._folder / LOG).open("a", encoding="utf-8") as log:
-            log.write(f"{time.strftime('%F %T')} {printable(' '.join(line.split()))}\n")
+            log.write(f"{time.strftime('%F %T')} {printable(' '.join(words))}\n")
 
     def finish(self) -> None:
         """Record that all rounds are done."""
@@ -79,4 +81,5 @@ class StatusWriter:
         self._write(BROKEN, line)
 
     def _write(self, state: str, line: str = "") -> None:
-        write_text(self._folder / STATE, json.dumps(asdict(AppStatus(process=self._process, state=state, line=line))))
+        status = AppStatus(process=self._process, state=state, line=line)
+        write_text(self._folder / STATE, json.dumps(asdict(status)))

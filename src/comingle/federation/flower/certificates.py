@@ -72,15 +72,18 @@ def require_valid(path: Path) -> None:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
     except (ValueError, OSError) as error:
         raise RecipeError(f"certificates: {path} is not a certificate ({' '.join(str(error).split())})") from None
-    now, form = datetime.datetime.now(datetime.UTC), "%F %H:%M UTC"
-    clock = f"this machine's clock says {now:{form}}"
-    if now > (until := certificate.not_valid_after_utc):
+    valid_from, valid_until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    now, time_format = datetime.datetime.now(datetime.UTC), "%F %H:%M UTC"
+    clock = f"this machine's clock says {now:{time_format}}"
+    if now > valid_until:
         raise RecipeError(
-            f"certificates: {path} expired on {until:{form}} ({clock}); create new ones with "
+            f"certificates: {path} expired on {valid_until:{time_format}} ({clock}); create new ones with "
             "--make-certificates NEW_FOLDER"
         )
-    if now < (since := certificate.not_valid_before_utc):
-        raise RecipeError(f"certificates: {path} is not valid before {since:{form}} ({clock}); correct the clock")
+    if now < valid_from:
+        raise RecipeError(
+            f"certificates: {path} is not valid before {valid_from:{time_format}} ({clock}); correct the clock"
+        )
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] = ()) -> Files:
@@ -120,28 +123,30 @@ def _make_server(folder: Path, hosts: Sequence[str]) -> None:
     """
     if not hosts:
         raise RecipeError("certificates: no --host; give the name or address at which clients reach the server")
-    authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    authority_key = ec.generate_private_key(ec.SECP384R1())
+    server_key = ec.generate_private_key(ec.SECP384R1())
     issuer = _name("comingle's authority")
-    root_certificate = (
-        _certificate(issuer, issuer, authority)
+    authority_certificate = (
+        _certificate(issuer, issuer, authority_key)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
-        .sign(authority, hashes.SHA384())
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority_key.public_key()), critical=False)
+        .sign(authority_key, hashes.SHA384())
     )
-    names = [_alternative(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+    all_hosts = dict.fromkeys([*hosts, "localhost", "127.0.0.1"])  # each once
+    names = [_alternative_name(host) for host in all_hosts]
     server_certificate = (
-        _certificate(_name(hosts[0]), issuer, server)
+        _certificate(_name(hosts[0]), issuer, server_key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
-        .sign(authority, hashes.SHA384())
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
+        .sign(authority_key, hashes.SHA384())
     )
-    write_new(folder / AUTHORITY, root_certificate.public_bytes(Encoding.PEM))
-    private = server.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    write_new(folder / KEY, private, private=True)
+    write_new(folder / AUTHORITY, authority_certificate.public_bytes(Encoding.PEM))
+    server_key_bytes = server_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_new(folder / KEY, server_key_bytes, private=True)
     write_new(folder / CERTIFICATE, server_certificate.public_bytes(Encoding.PEM))
 
 
@@ -154,13 +159,16 @@ def make_key(folder: Path, user: str) -> tuple[Path, Path]:
         folder: Folder of the files.
         user: Name of the user, after which the files are named.
     """
-    private, public = (folder / f"{quote_name(user)}.{ending}" for ending in ("key", "pub"))
-    if not public.exists():
+    private_path = folder / f"{quote_name(user)}.key"
+    public_path = folder / f"{quote_name(user)}.pub"
+    if not public_path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         key = ec.generate_private_key(ec.SECP384R1())
-        write_new(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), private=True)
-        write_new(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
-    return private, public
+        private_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        public_bytes = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        write_new(private_path, private_bytes, private=True)
+        write_new(public_path, public_bytes)
+    return private_path, public_path
 
 
 def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
@@ -202,7 +210,7 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
-def _alternative(host: str) -> x509.GeneralName:
+def _alternative_name(host: str) -> x509.GeneralName:
     """Return a host as a subject alternative name: an IP address, or else a DNS name."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))

@@ -35,7 +35,7 @@ class ProbeResult(Enum):
 def probe_server(server: str, seconds: float = _SECONDS) -> ProbeResult:
     """Find out what listens at an address: first with an HTTP request without TLS, then with a TLS handshake.
 
-    A server of comingle refuses the request with status 401, as it is not signed. This refusal identifies it.
+    A server of comingle refuses the request, which is not signed, with status 401.
 
     Args:
         server: The address, ``HOST:PORT``.
@@ -49,8 +49,8 @@ def probe_server(server: str, seconds: float = _SECONDS) -> ProbeResult:
             return ProbeResult.OTHER
         if _is_secure(server, seconds):  # A TLS server takes the request for a broken handshake and may send an alert.
             return ProbeResult.SECURE
-        # No HTTP and no TLS. A few bytes may be what is left of a lost response, so they count as none.
-        return ProbeResult.OTHER if len(received) >= len(_REFUSAL) else ProbeResult.NO_RESPONSE
+        is_part_of_lost_response = len(received) < len(_REFUSAL)
+        return ProbeResult.NO_RESPONSE if is_part_of_lost_response else ProbeResult.OTHER
     except (OSError, UnicodeError):  # No connection, a timeout, or an invalid host name.
         return ProbeResult.NO_RESPONSE
 
@@ -58,21 +58,20 @@ def probe_server(server: str, seconds: float = _SECONDS) -> ProbeResult:
 def tls_problem(server: str, found: ProbeResult, *, secure: bool) -> str:
     """Return why client and server cannot talk to each other: only one of them uses TLS.
 
-    Return an empty string if both use TLS or neither does. The string is also empty if another service answers, or
-    none: a gateway may answer before the federation's server has started, so the client tries again later.
-
     Args:
         server: The address.
         found: Result of the probe.
         secure: Whether the client uses TLS.
+
+    Returns:
+        The reason; an empty string if both use TLS or neither does, or if no server of comingle has answered, which may
+        start later.
     """
-    match found:
-        case ProbeResult.SECURE if not secure:
-            return f"{server} uses TLS; give the certificate of the server or its authority with --certificates FILE"
-        case ProbeResult.PLAIN if secure:
-            return f"{server} does not use TLS; omit --certificates and --key, or start the server with --certificates"
-        case _:  # both or neither use TLS, another service, or no response
-            return ""
+    if found is ProbeResult.SECURE and not secure:
+        return f"{server} uses TLS; give the certificate of the server or its authority with --certificates FILE"
+    if found is ProbeResult.PLAIN and secure:
+        return f"{server} does not use TLS; omit --certificates and --key, or start the server with --certificates"
+    return ""
 
 
 def certificate_problem(server: str, authority: Path, seconds: float = _SECONDS) -> str:
@@ -93,9 +92,10 @@ def certificate_problem(server: str, authority: Path, seconds: float = _SECONDS)
     except OSError as error:
         raise RecipeError(f"certificates: {authority} cannot be read ({error.strerror})") from None
     try:
+        host, port = split_address(server)
         with (
-            socket.create_connection(split_address(server), timeout=seconds) as connection,
-            context.wrap_socket(connection, server_hostname=split_address(server)[0]),
+            socket.create_connection((host, port), timeout=seconds) as connection,
+            context.wrap_socket(connection, server_hostname=host),
         ):
             return ""
     except ssl.SSLCertVerificationError as error:
@@ -127,20 +127,23 @@ def _why_untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationE
 def _first_bytes(server: str, seconds: float) -> bytes:
     """Return the first bytes of the response to an unsigned HTTP request of the Fleet API, sent without TLS.
 
-    Reads only as many bytes as a server of comingle sends when it refuses such a request, or fewer if the server sends
-    fewer.
-
     Args:
         server: The address.
         seconds: Timeout of the connection and of each read.
+
+    Returns:
+        As many bytes as :data:`_REFUSAL` has, or fewer if the server sends fewer.
     """
     with socket.create_connection(split_address(server), timeout=seconds) as connection:
         connection.sendall(_REQUEST)
         received = b""
         try:
-            while len(received) < len(_REFUSAL) and (more := connection.recv(len(_REFUSAL) - len(received))):
+            while len(received) < len(_REFUSAL):
+                more = connection.recv(len(_REFUSAL) - len(received))
+                if not more:  # The server has closed the connection.
+                    break
                 received += more
-        except OSError:  # The server has closed the connection, or waits for more.
+        except OSError:  # The connection is broken, or the server waits for more.
             pass
         return received
 
@@ -152,12 +155,13 @@ def _is_secure(server: str, seconds: float) -> bool:
         TimeoutError: It takes too long.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    address = split_address(server)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    host, port = split_address(server)
     try:
         with (
-            socket.create_connection(address, timeout=seconds) as connection,
-            context.wrap_socket(connection, server_hostname=address[0]),  # The certificate may depend on the name.
+            socket.create_connection((host, port), timeout=seconds) as connection,
+            context.wrap_socket(connection, server_hostname=host),  # The certificate may depend on the name.
         ):
             return True
     except TimeoutError:

@@ -28,7 +28,7 @@ from comingle.federation.flower.processes import (
 )
 from comingle.utils.errors import RecipeError, RunError
 
-_LOOK_SECONDS = 0.2
+_CHECK_SECONDS = 0.2
 _LISTEN_SECONDS = 300.0
 """Time limit for the start; imports alone take a minute on a busy machine."""
 
@@ -74,16 +74,17 @@ class SuperLink:
     _socket: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        """Check that clients on other machines can only connect with TLS and keys, and prepare the server process.
-
-        Without a port, bind a free one now, so that it is known before the process starts (:meth:`keep_running`).
-        """
+        """Check that other machines can only connect with TLS and keys, bind a free port, and prepare the process."""
         self.host = bare_host(self.host)
-        if self.host not in LOCAL_HOSTS and not (self.certificates and self.keys):
-            what = f"no {'user keys' if self.certificates else 'certificates'} for listening on {self.host}"
-            raise RecipeError(f"server: {what}; create them with --make-certificates, or use {LOOPBACK}")
+        is_local = self.host in LOCAL_HOSTS
+        if not is_local and not (self.certificates and self.keys):
+            missing = "user keys" if self.certificates else "certificates"
+            raise RecipeError(
+                f"server: no {missing} for listening on {self.host}; create them with --make-certificates, or use "
+                f"{LOOPBACK}"
+            )
         self.folder = self.folder.absolute()
-        if not self.port:
+        if self.port == 0:
             self._socket, self.port = bind_free_port(self.host)
         self.service = Service(
             name="server",
@@ -99,32 +100,38 @@ class SuperLink:
         self.service.stop()
         if self._socket is not None:
             os.close(self._socket)
-            self._socket, self.service.descriptors = None, ()
+            self._socket = None
+            self.service.descriptors = ()
 
     @property
     def address(self) -> str:
         """The address for programs on this machine, as ``HOST:PORT``."""
-        return join_address({"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host), self.port)
+        all_interfaces = {"0.0.0.0": LOOPBACK, "::": "::1"}
+        host = all_interfaces.get(self.host, self.host)
+        return join_address(host, self.port)
 
     def keep_running(self) -> None:
-        """Start or restart the process, and wait until it listens.
+        """Start the process, or restart it if it has ended, and wait until it listens.
 
         Raises:
-            RunError: It does not start, or dies repeatedly.
+            RunError: It does not start, or ends repeatedly.
         """
-        if not self.service.keep_running():  # True if it was started now
+        was_started = self.service.keep_running()
+        if not was_started:
             return
-        until = time.monotonic() + _LISTEN_SECONDS
+        give_up_at = time.monotonic() + _LISTEN_SECONDS
         while not listens(self.address):
             if not self.service.running:
                 return  # The next call reports why.
-            if time.monotonic() > until:
-                why = last_line(self.service.log)
-                raise RunError(f"server: does not listen on {self.address} ({why}); see {self.service.log}")
-            time.sleep(_LOOK_SECONDS)
+            if time.monotonic() > give_up_at:
+                reason = last_line(self.service.log)
+                raise RunError(f"server: does not listen on {self.address} ({reason}); see {self.service.log}")
+            time.sleep(_CHECK_SECONDS)
 
     def _command(self) -> list[str]:
         """Return the command that starts the process, with its options."""
+        keys = {name: str(path.absolute()) for name, path in self.keys.items()}
+        run_config = {"out": str(self.folder), **self.run_config}
         command = [sys.executable, "-m", "comingle.federation.flower.fleet_server"]
         command += ["--host", self.host, "--port", str(self.port), "--app", self.app]
         if self._socket is not None:
@@ -132,9 +139,9 @@ class SuperLink:
         if self.certificates is not None:
             command += ["--certificate", str(self.certificates.certificate.absolute())]
             command += ["--private-key", str(self.certificates.key.absolute())]
-        keys = {name: str(path.absolute()) for name, path in self.keys.items()}
         command += ["--keys", json.dumps(keys)]
-        return [*command, "--run-config", json.dumps({"out": str(self.folder), **self.run_config})]
+        command += ["--run-config", json.dumps(run_config)]
+        return command
 
 
 @dataclass
@@ -181,24 +188,27 @@ class ServerWatch:
             return
         with log.open("rb") as file:
             file.seek(self._shown_bytes)
-            content = file.read()
-        complete_lines = content[: content.rfind(b"\n") + 1]  # the rest is shown when its line is complete
+            new_bytes = file.read()
+        end_of_last_line = new_bytes.rfind(b"\n") + 1
+        complete_lines = new_bytes[:end_of_last_line]
         self._shown_bytes += len(complete_lines)
+        length_of_time = len("2000-01-01 00:00:00 ")
         for line in complete_lines.decode(errors="replace").splitlines():
-            self.link.say(line[len("2000-01-01 00:00:00 ") :])  # without the time, as `say` may add its own
+            self.link.say(line[length_of_time:])
 
 
 def supervise(link: SuperLink, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Run the server process until the run is finished; restart it if it dies, and show the new lines of its log.
+    """Run the server process until the run is finished; restart it if it ends early, and show new lines of its log.
 
     Args:
         link: The server process.
         meanwhile: Called several times per second while the server runs, for example to restart clients; may raise.
 
     Raises:
-        RunError: The server reports an error that the operator has to fix, or dies repeatedly.
+        RunError: The server reports an error that the operator has to fix, or ends repeatedly.
     """
-    (link.folder / FOLDER / STATE).unlink(missing_ok=True)  # from an earlier process
+    status_of_earlier_process = link.folder / FOLDER / STATE
+    status_of_earlier_process.unlink(missing_ok=True)
     log = link.folder / FOLDER / LOG
     old_bytes = log.stat().st_size if log.exists() else 0
     watch = ServerWatch(link, _shown_bytes=old_bytes)
@@ -210,6 +220,6 @@ def supervise(link: SuperLink, meanwhile: Callable[[], None] = lambda: None) -> 
                     break
                 watch.restart_if_ended()
                 meanwhile()
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_CHECK_SECONDS)
     finally:
         link.stop()

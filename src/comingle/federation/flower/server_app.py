@@ -30,8 +30,8 @@ RunFunction = Callable[[Channel, Mapping[str, Any], Path, Callable[[str], None]]
 def make_server_app(run: RunFunction) -> ServerApp:
     """Return the Flower app that calls ``run`` for the rounds and writes its status to the run folder.
 
-    The status says whether the app has finished, and otherwise in one line why not: after a ComingleError the operator
-    has to fix something, after any other exception a restart may succeed.
+    After a ComingleError the status says that the operator has to fix something; after any other exception a restart
+    may succeed.
 
     Args:
         run: Runs the rounds.
@@ -75,8 +75,9 @@ def encode_names(names: Sequence[str]) -> str:
 
 
 def _run_federation(channel: Channel, run_config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
-    module, name = RUN_FUNCTION
-    getattr(importlib.import_module(module), name)(channel, run_config, folder, say)
+    module_name, function_name = RUN_FUNCTION
+    run = getattr(importlib.import_module(module_name), function_name)
+    run(channel, run_config, folder, say)
 
 
 app = make_server_app(_run_federation)
