@@ -101,7 +101,7 @@ def environment(folder: Path) -> dict[str, str]:
 
     It has its own home for Flower below ``folder``, neither telemetry nor update checks, and no proxy for this machine.
     """
-    hosts_without_proxy = list(LOCAL_HOSTS)
+    hosts_without_proxy: list[str] = list(LOCAL_HOSTS)
     inherited = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     if inherited:
         hosts_without_proxy.insert(0, inherited)
