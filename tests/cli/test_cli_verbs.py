@@ -337,6 +337,6 @@ def test_help_tells_what_arguments_mean_in_whole_paragraphs(comingle: Any, monke
     told = comingle("audit", "--help").out
     assert all(word in told for word in ("RUN", "--trials", "--shadows", "(default: RUN)"))
     lines = [line.strip() for line in told.splitlines()]
-    first = next(at for at, line in enumerate(lines) if line.startswith("With text or conversations, short runs"))
+    first = next(at for at, line in enumerate(lines) if line.startswith("Text and conversations: bound epsilon"))
     paragraph = lines[first : lines.index("", first)]
     assert all(len(line) > 85 for line in paragraph[:-1]), paragraph

@@ -65,8 +65,7 @@ class CommandGroup(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help page, with one line per subcommand.
 
-        To build all subcommands would be slow, so :meth:`get_command` returns for comingle's own ones only a name and a
-        help text while this runs.
+        Meanwhile :meth:`get_command` returns only names and help texts, as building all subcommands is slow.
         """
         self._only_help_texts = True
         super().format_help(ctx, formatter)
@@ -76,17 +75,17 @@ class CommandGroup(TyperGroup):
         """Return the name of the called subcommand, the subcommand, and its arguments.
 
         Raises:
-            RecipeError: A launcher such as torchrun has started several processes, and the subcommand is not ``run``,
-                the only one that can share its work among processes.
+            RecipeError: A launcher such as torchrun has started several processes of a subcommand other than ``run``.
         """
         try:
             name, command, rest = super().resolve_command(ctx, args)
         except Exception as error:
-            if "Did you mean" in getattr(error, "message", ""):  # typer's hint; click 8.4 would add a second one
+            has_hint = "Did you mean" in getattr(error, "message", "")
+            if has_hint:  # from typer; click 8.4 would add a second one, made of ``possibilities``
                 vars(error).update(possibilities=None)
             raise
         has_launcher = find_place() is not None
-        if name != MULTI_PROCESS_COMMAND and has_launcher:
+        if has_launcher and name != MULTI_PROCESS_COMMAND:
             raise RecipeError(
                 f"{name}: runs in one process; only `comingle {MULTI_PROCESS_COMMAND}` can run in several"
             )
@@ -95,60 +94,68 @@ class CommandGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the subcommand of this name, which is comingle's own or a plugin's; None if there is none.
 
-        If a plugin cannot be loaded, or has the name of one of comingle's own subcommands, the subcommand shows the
-        problem as its help text and raises it when called. So one broken plugin does not stop ``comingle --help``.
+        A plugin that cannot be loaded, or that has the name of one of comingle's own subcommands, becomes a subcommand
+        that raises this error when called.
         """
-        plugin, core_function = registry.find_plugins(GROUP).get(cmd_name), self.core_functions.get(cmd_name)
-        if plugin is None:
-            if core_function is None:
-                return None
-            if self._only_help_texts:  # while format_help lists the subcommands
-                return TyperCommand(cmd_name, help=getdoc(core_function))
-            return _build_command(cmd_name, core_function)
-        try:
-            if core_function is not None:
-                raise registry.name_conflict(plugin)
-            function = plugin.load()
-            if not callable(function):
-                raise PluginError(f"{GROUP}: {cmd_name!r} is {type(function).__name__}; allowed: a function for typer")
-        except PluginError as error:
-            return _build_broken_command(cmd_name, error)
-        return _build_command(cmd_name, function)
+        plugin = registry.find_plugins(GROUP).get(cmd_name)
+        core_function = self.core_functions.get(cmd_name)
+        if plugin is not None:
+            try:
+                if core_function is not None:
+                    raise registry.name_conflict(plugin)
+                plugin_function = _load_plugin_function(plugin, cmd_name)
+            except PluginError as error:
+                return _build_broken_command(cmd_name, error)
+            return _build_command(cmd_name, plugin_function)
+        if core_function is None:
+            return None
+        if self._only_help_texts:
+            return TyperCommand(cmd_name, help=getdoc(core_function))
+        return _build_command(cmd_name, core_function)
 
 
 class _Command(TyperCommand):
     """A command whose error for an unknown ``--method`` names the setting, if it has ``--set`` instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the options and arguments of a command line; hint at ``--set method=NAME`` if ``--method`` is unknown.
-
-        Commands that take the method from a recipe have no option ``--method``; there ``--set`` changes the method.
-        Commands with an option ``--methods`` keep click's own hint, which suggests that option.
-        """
-        given = list(args)  # click removes what it has read
+        """Read options and arguments of a command line; hint at ``--set method=NAME`` if ``--method`` is unknown."""
+        given_args = list(args)  # click removes from ``args`` what it has read
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
             options = {option for parameter in self.params for option in parameter.opts}
+            has_method_in_recipe = "--set" in options and "--methods" not in options
             # click's class of this error is not public in all versions of typer
-            if getattr(error, "option_name", "") == "--method" and "--set" in options and "--methods" not in options:
-                vars(error).update(possibilities=[f"--set method={_value_after('--method', given)}"])
+            unknown_option = getattr(error, "option_name", "")
+            if unknown_option == "--method" and has_method_in_recipe:
+                vars(error).update(possibilities=[f"--set method={_value_after('--method', given_args)}"])
             raise
 
 
-def _value_after(option: str, args: Sequence[str]) -> str:
-    """Return the value of an option in the arguments of a command, or the placeholder ``NAME`` if it has no value.
+def _load_plugin_function(plugin: registry.Plugin, name: str) -> Callable[..., object]:
+    """Return the function of a plugin's subcommand.
 
-    Error messages show the value in a command that the user should give instead.
+    Raises:
+        PluginError: The plugin cannot be loaded, or is not a function.
+    """
+    function = plugin.load()
+    if not callable(function):
+        raise PluginError(f"{GROUP}: {name!r} is {type(function).__name__}; allowed: a function for typer")
+    return function
+
+
+def _value_after(option: str, args: Sequence[str]) -> str:
+    """Return the value of an option in the arguments of a command; "NAME" if it has none.
 
     Args:
         option: The option, such as "--method".
-        args: Arguments of the command, with ``--option VALUE`` or ``--option=VALUE``.
+        args: Arguments such as ``["--method", "fedavg"]`` or ``["--method=fedavg"]``.
     """
-    for position, word in enumerate(args):
-        if word.startswith(f"{option}="):
-            return word.partition("=")[2]
-        if word == option and position + 1 < len(args):
+    for position, arg in enumerate(args):
+        if arg.startswith(f"{option}="):
+            return arg.partition("=")[2]
+        is_last = position + 1 == len(args)
+        if arg == option and not is_last:
             return args[position + 1]
     return "NAME"
 
@@ -162,22 +169,24 @@ def _build_command(name: str, function: Callable[..., object], **settings: Any) 
         settings: Settings for typer, which replace those made here, such as the help text.
     """
     single_app = typer.Typer(add_completion=False)  # typer builds commands of apps only
-    help_text = _join_lines(getdoc(function) or "")
-    single_app.command(name, **{"cls": _Command, "help": help_text, **settings})(function)
+    all_settings: dict[str, Any] = {"cls": _Command, "help": _join_lines(getdoc(function) or "")}
+    all_settings.update(settings)
+    single_app.command(name, **all_settings)(function)
     command = typer.main.get_command(single_app)
-    if not any("--plugin" in parameter.opts for parameter in command.params):
+    has_plugin_option = any("--plugin" in parameter.opts for parameter in command.params)
+    if not has_plugin_option:
         command.params.append(_plugin_option())
-    declared = get_params_from_function(function)
+    declared_parameters = get_params_from_function(function)
     for parameter in command.params:  # typer before 0.21 with click 8.5 drops the help of arguments
         if isinstance(parameter, TyperArgument) and not parameter.help:
-            parameter.help = declared[parameter.name].default.help
+            parameter.help = declared_parameters[parameter.name].default.help
     return command
 
 
 def _plugin_option() -> Any:
     """Return the option ``--plugin``, which loads a user's own methods before a command reads its other options."""
 
-    def load(context: Any, paths: list[Path] | None) -> None:
+    def load_files(context: Any, paths: list[Path] | None) -> None:
         """Load the files; typer calls it as the option's callback."""
         is_shell_completion = context.resilient_parsing  # the shell asks for completions; no command will run
         if not paths or is_shell_completion:
@@ -187,15 +196,14 @@ def _plugin_option() -> Any:
         for path in paths:
             load_file(path)
 
-    help_text = "Load your own methods from a Python file (repeatable)."
     option = typer.Option(
         None,
         "--plugin",
         metavar="<file>",
-        help=help_text,
+        help="Load your own methods from a Python file (repeatable).",
         expose_value=False,
         is_eager=True,
-        callback=load,
+        callback=load_files,
         show_default=False,
     )
 
@@ -205,31 +213,28 @@ def _plugin_option() -> Any:
     single_app = typer.Typer(add_completion=False)
     single_app.command()(command)
     parameters = typer.main.get_command(single_app).params
-    (plugin_option,) = (parameter for parameter in parameters if "--plugin" in parameter.opts)
-    return plugin_option
+    return next(parameter for parameter in parameters if "--plugin" in parameter.opts)
 
 
 def _join_lines(text: str) -> str:
     """Join the lines of each paragraph, for terminals of any width; paragraphs with lists or indents are unchanged."""
-
-    def is_list(paragraph: str) -> bool:
-        return "\n " in paragraph or "\n-" in paragraph
-
-    paragraphs = text.split("\n\n")
-    return "\n\n".join(part if is_list(part) else part.replace("\n", " ") for part in paragraphs)
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        has_list_or_indent = "\n-" in paragraph or "\n " in paragraph
+        paragraphs.append(paragraph if has_list_or_indent else paragraph.replace("\n", " "))
+    return "\n\n".join(paragraphs)
 
 
 def _build_broken_command(name: str, error: PluginError) -> object:
-    """Return the command of a plugin that cannot be loaded: called with any arguments, it raises ``error``.
-
-    The error's message is also the command's help text.
-    """
+    """Return the command of a plugin that cannot be loaded: called with any arguments, it raises ``error``."""
 
     def raise_error() -> None:
         raise error
 
-    any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return _build_command(name, raise_error, help=str(error), add_help_option=False, context_settings=any_arguments)
+    accept_any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return _build_command(
+        name, raise_error, help=str(error), add_help_option=False, context_settings=accept_any_arguments
+    )
 
 
 COMMANDS = (
@@ -304,8 +309,7 @@ def main() -> None:
     """Run the command line, and turn errors into messages and exit codes.
 
     Exit codes: 2 for an error that the user can correct, with one line of text; 130 for an interrupt; 1 if the output
-    goes to a pipe whose reader has closed it. Other errors are bugs and print a traceback. If a launcher has started
-    several processes that fail with the same error, only the first one prints it (:func:`should_print_errors`).
+    goes to a pipe whose reader has closed it. Other errors are bugs and print a traceback.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when tokenizers is imported
     _replace_unknown_characters()
@@ -315,17 +319,22 @@ def main() -> None:
     except BrokenPipeError:  # the reader has closed the pipe, as in `comingle methods | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would fail too
         raise SystemExit(1) from None
-    except (KeyboardInterrupt, SystemExit) as stop:  # typer converts interrupts to SystemExit(130)
-        if isinstance(stop, SystemExit) and stop.code != 130:
+    except (KeyboardInterrupt, SystemExit) as stop:
+        was_interrupted = isinstance(stop, KeyboardInterrupt) or stop.code == 130  # typer converts interrupts
+        if not was_interrupted:
             raise
-        if should_print_errors(interrupted=True):
-            print(f"\ncomingle: stopped{_RESUME_HINTS.get(sys.argv[1] if sys.argv[1:] else '', '')}", file=sys.stderr)
+        if should_print_errors(interrupted=True):  # of several processes only the first
+            command = sys.argv[1] if len(sys.argv) > 1 else ""
+            print(f"\ncomingle: stopped{_RESUME_HINTS.get(command, '')}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
-        if (message := _message_to_user(error)) is None:
+        message = _message_to_user(error)
+        if message is None:
             raise
-        if should_print_errors():
-            problems = error.problems if isinstance(error, RecipeError) and len(error.problems) > 1 else (message,)
+        if should_print_errors():  # of several processes with the same error only the first
+            problems = [message]
+            if isinstance(error, RecipeError) and len(error.problems) > 1:
+                problems = list(error.problems)
             for problem in problems:
                 print(f"comingle: {printable(problem)}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -338,8 +347,10 @@ def _message_to_user(error: Exception) -> str | None:
     if isinstance(error, ComingleError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:  # raised by the system, not by a library
-        where = " to ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-        return f"{where}: {error.strerror}" if where else error.strerror
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        if not names:
+            return error.strerror
+        return f"{' to '.join(names)}: {error.strerror}"  # two names for a file that is moved
     if lacks_memory(error):
         return f"out of memory ({str(error) or 'no details'}); `comingle cost` estimates what a recipe needs"
     return None

@@ -62,12 +62,23 @@ def compare(
     every method that has KEY. A method can be given several times with different settings, for example
     fedprox:proximal=0.01,fedprox:proximal=0.1.
     """
-    read, names = read_recipe(recipe, sets), split_names(methods)
-    folder = out or Path("runs") / f"compare-{recipe.stem}"
-    options = {"resume": resume, "force": force, "all_users": all_users, "quiet": quiet, "jobs": jobs}
-    # Settings given with --set for every method that has them; the name of a method ends at the first ":".
-    for_all = method_settings(sets, [name.partition(":")[0] for name in names])
-    compare_methods(read, names, split_seeds(seeds), folder, for_all=for_all, against=against, **options)
+    read = read_recipe(recipe, sets)
+    labels = split_names(methods)  # such as "fedprox:proximal=0.1"
+    names = [label.partition(":")[0] for label in labels]
+    for_all = method_settings(sets, names)  # for every method that has such a setting
+    compare_methods(
+        read,
+        labels,
+        split_seeds(seeds),
+        folder=out or Path("runs") / f"compare-{recipe.stem}",
+        resume=resume,
+        force=force,
+        all_users=all_users,
+        quiet=quiet,
+        jobs=jobs,
+        against=against,
+        for_all=for_all,
+    )
 
 
 def compare_methods(
@@ -112,33 +123,38 @@ def compare_methods(
 
     recipes = recipes_of(recipe, methods, seeds, for_all)  # by method's label and seed
     check_baseline(recipes, folder, against)
-    options = {"resume": resume, "force": force, "quiet": quiet}
     if jobs > 1:
-        outcomes = _run_in_parallel(recipes, folder, jobs, **options)
+        outcomes = _run_in_parallel(recipes, folder, jobs, resume=resume, force=force, quiet=quiet)
     else:
-        outcomes = _run_in_sequence(recipes, folder, **options)
-    # An outcome is the error of a run that failed, else a Run, or only its metrics (a dict) from another process.
-    last_outcome, failed = None, {}
-    for key, outcome in outcomes:
+        outcomes = _run_in_sequence(recipes, folder, resume=resume, force=force, quiet=quiet)
+    last_outcome = None
+    failures: dict[Key, ComingleError] = {}
+    for key, outcome in outcomes:  # a run, its metrics if it ran in another process, or its error
         if isinstance(outcome, ComingleError):
-            failed[key] = outcome
+            failures[key] = outcome
         last_outcome = outcome
-    folders = folders_of(recipes, folder)
-    finished = {run_folder: key[0] for key, run_folder in folders.items() if key not in failed}  # labels
-    if not finished:
-        raise next(iter(failed.values()))
-    table, _ = write_table(folder, finished, against, failed=[folders[key] for key in failed])
+
+    folder_by_key = folders_of(recipes, folder)
+    failed_folders = [folder_by_key[key] for key in failures]
+    label_by_finished_folder: dict[Path, str] = {}
+    for key, run_folder in folder_by_key.items():
+        if key not in failures:
+            label, _ = key
+            label_by_finished_folder[run_folder] = label
+    if not label_by_finished_folder:
+        raise next(iter(failures.values()))
+    table, _ = write_table(folder, label_by_finished_folder, against, failed=failed_folders)
     for part in tables_of(table, all_users=all_users):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
-    if failed:
-        raise RunError(_failures(failed, len(recipes)))
+    if failures:
+        raise RunError(_failures_text(failures, len(recipes)))
     return None if isinstance(last_outcome, dict | ComingleError) else last_outcome
 
 
-def _failures(failed: Mapping[Key, ComingleError], num_runs: int) -> str:
-    causes = "; ".join(f"{method}, seed {seed}: {error}" for (method, seed), error in failed.items())
-    return f"{len(failed)} of {num_runs} runs failed and are not in the table: {causes}"
+def _failures_text(failures: Mapping[Key, ComingleError], num_runs: int) -> str:
+    causes = "; ".join(f"{method}, seed {seed}: {error}" for (method, seed), error in failures.items())
+    return f"{len(failures)} of {num_runs} runs failed and are not in the table: {causes}"
 
 
 def _run_in_sequence(
@@ -183,14 +199,14 @@ def _run_in_parallel(
     from comingle.utils.records import measure_of, number
     from comingle.utils.terminal import errors, words
 
-    # ``ready`` is called once with the users' data before the first run.
-    options = {"resume": resume, "force": force, "quiet": quiet, "ready": warn_overlaps}
-    outcomes = compare_in_processes(recipes, folder, jobs=jobs, **options)
+    outcomes = compare_in_processes(
+        recipes, folder, jobs=jobs, resume=resume, force=force, quiet=quiet, ready=warn_overlaps
+    )
     for num_ended, (key, outcome) in enumerate(outcomes, start=1):
         if isinstance(outcome, ComingleError):
             result = f"failed: {outcome}"
         else:
-            measure = measure_of(outcome)  # the measure by which methods are compared, such as "perplexity"
+            measure = measure_of(outcome)
             score = number(outcome[f"mean_test_{measure}"], measure)
             result = f"test {measure} {score} · {outcome['wall_seconds']:.0f} s"
         if not quiet:
@@ -201,16 +217,14 @@ def _run_in_parallel(
 
 
 def split_names(text: str) -> list[str]:
-    """Split names separated by commas, as the value of ``--methods``; return each name once, in order.
-
-    A comma within square brackets is part of a name, as in ``comigs-1gxs:specialists=[1,2]``.
+    """Split the value of ``--methods`` at commas: "a, b:ranks=[1,2]" becomes ``["a", "b:ranks=[1,2]"]``.
 
     Raises:
         RecipeError: There are no names.
     """
-    # Split at each comma, unless a closing bracket follows before any opening one: the comma is then within brackets.
-    parts = re.split(r",(?![^\[]*\])", text)
-    names = list(dict.fromkeys(part.strip() for part in parts if part.strip()))
+    comma_outside_brackets = r",(?![^\[]*\])"  # no closing bracket follows before an opening one
+    parts = [part.strip() for part in re.split(comma_outside_brackets, text)]
+    names = list(dict.fromkeys(part for part in parts if part))  # each once
     if not names:
         raise RecipeError("--methods: no method given; `comingle methods` lists them")
     return names

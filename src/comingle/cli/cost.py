@@ -85,8 +85,7 @@ def cluster_of(
         gpus: GPUs per machine, with a process for each.
         processes: Processes per machine.
         threads: Threads per process.
-        step: Seconds of a local step of one user in a process; None if it is measured later, which with ``gpus`` needs
-            a GPU on this machine. It is not part of the result.
+        step: Seconds of a local step; None if it is measured later, which with ``gpus`` needs a GPU on this machine.
         cores: Cores per machine; None for those of this machine.
         price: Price of a machine per hour.
         link: Bandwidth between machines, in bytes per second.
@@ -97,10 +96,19 @@ def cluster_of(
         RecipeError: Options need ``--machines``, contradict each other, or need a GPU that this machine does not have.
     """
     if machines is None:
-        hardware = {"cores": cores, "price": price, "link": link, "latency": latency, "disk": disk}
-        options = {"gpus": gpus, "processes": processes, "step": step, **hardware}
-        defaults = (None, LINK, LATENCY)  # an option with one of these values is not given
-        if given := [name for name, value in options.items() if value not in defaults]:
+        options = {
+            "gpus": gpus,
+            "processes": processes,
+            "step": step,
+            "cores": cores,
+            "price": price,
+            "link": link,
+            "latency": latency,
+            "disk": disk,
+        }
+        defaults = (None, LINK, LATENCY)
+        given = [name for name, value in options.items() if value not in defaults]
+        if given:
             raise RecipeError(f"--{given[0]}: is used only with --machines N")
         return None
     if gpus is not None and processes is not None:
@@ -140,24 +148,28 @@ def read_recipe_or_plan(path: Path, sets: list[str] | None) -> tuple[Recipe, tup
     from comingle.config.files import read_yaml
 
     content = read_yaml(path) if path.is_file() else None
-    if not isinstance(content, Mapping) or "participants" not in content:
+    is_servers_file = isinstance(content, Mapping) and "participants" in content
+    if not is_servers_file:
         return read_recipe(path, sets), ()
     require_flower()
     from comingle.config.settings import protects_examples
     from comingle.federation.files import load_plan
     from comingle.training.kinds.base import kind_of
 
-    plan, overrides = load_plan(path), parse_sets(sets)
-    recipe = plan.recipe.with_changes(overrides, where="--set") if overrides else plan.recipe
-    where = f"{path}: the clients have the data; got"
+    plan = load_plan(path)
+    recipe = plan.recipe
+    overrides = parse_sets(sets)
+    if overrides:
+        recipe = recipe.with_changes(overrides, where="--set")
     if not kind_of(recipe).needs_base:
         raise RecipeError(
-            f"{where} data.kind {recipe.data.kind}, whose costs depend on it; use a recipe with data.users"
+            f"{path}: the clients have the data; got data.kind {recipe.data.kind}, whose costs depend on it; use a "
+            "recipe with data.users"
         )
     if recipe.privacy is not None and protects_examples(recipe.privacy.mechanism):
         raise RecipeError(
-            f"{where} privacy.mechanism {recipe.privacy.mechanism}, whose epsilon depends on it; count the other costs "
-            "with --set privacy=null"
+            f"{path}: the clients have the data; got privacy.mechanism {recipe.privacy.mechanism}, whose epsilon "
+            "depends on it; count the other costs with --set privacy=null"
         )
     return recipe, plan.users
 
@@ -208,24 +220,30 @@ def cost(
     from comingle.cost.planning import plan
     from comingle.reports.costs import PlanRecord, TimesRecord, memory_verdicts, render_plan, render_times
 
-    names = split_names(",".join(method)) if method else []  # none: the recipe's method
+    names = split_names(",".join(method)) if method else []  # empty for the recipe's method
     for_all = method_settings(sets, names or [read.method.name])  # for every method that has such a setting
+    if users is not None:  # --users replaces the participants of a server's file
+        participants = ()
     with status("counting"):
-        costs = plan(read, names, users=users, participants=participants if users is None else (), for_all=for_all)
-    costs_record, times = costs.as_dict(), None
+        costs = plan(read, names, users=users, participants=participants, for_all=for_all)
+    record = costs.as_dict()
+    times = None
     if cluster is not None:
         with status("measuring"):
             times = plan_times(read, costs, cluster, step=step, for_all=for_all)
     if as_json:
-        print(json.dumps(costs_record if times is None else {**costs_record, "time": times}, indent=2))
+        if times is not None:
+            record = {**record, "time": times}
+        print(json.dumps(record, indent=2))
         return
-    typed_record = cast(PlanRecord, costs_record)  # names the keys for the type checker
-    for part in render_plan(typed_record):
+    plan_record = cast(PlanRecord, record)
+    for part in render_plan(plan_record):
         console.print(part, highlight=False)
-    for line, fits in memory_verdicts(typed_record):
+    for line, fits in memory_verdicts(plan_record):
         console.print(line, style="green" if fits else "bold red", highlight=False)
-    for part in () if times is None else render_times(cast(TimesRecord, times)):
-        console.print(part, highlight=False)
+    if times is not None:
+        for part in render_times(cast(TimesRecord, times)):
+            console.print(part, highlight=False)
 
 
 def advise(

@@ -45,32 +45,42 @@ def data(
 
 
 def _describe_placement(method: Method) -> str:
-    """Return the roles of a user's model that are shared, local and frozen, as text.
+    """Return which roles of a user's model are shared, local and frozen: "shared: generalist; local: router; ...".
 
-    Roles are the parts of a model. A method that works for language models is described with their roles, such as
-    "attention" and "router". Other methods and mixtures are described with the roles that they train or share.
+    A method that works for language models is described with all roles that its model has; other methods and mixtures
+    only with the roles that they train or share.
     """
     placement, trained, shared = method.placement, method.client.trained, method.shared
-    if "language" not in method.applies_to or placement.mixture is not None or not trained | shared:
-        existing = sorted({role.partition(".")[0] for role in trained | shared})
+    # Names such as "attention.a" are parts of a role, here the LoRA factor A.
+    trained_roles = {_role_of(name) for name in trained}
+    shared_roles = {_role_of(name) for name in shared}  # wholly or in parts
+    partly_shared_roles = {_role_of(name) for name in shared if "." in name}
+    is_language_model = "language" in method.applies_to and placement.mixture is None
+    if is_language_model and (trained or shared):
+        roles = ["attention"]
+        if placement.generalists > 0:
+            roles.append("generalist")
+        if placement.specialists != 0:
+            roles.append("specialist")
+        if placement.routed:
+            roles.append("router")
     else:
-        roles_of_language_model = {
-            "attention": True,
-            "generalist": placement.generalists > 0,
-            "specialist": placement.specialists != 0,
-            "router": placement.routed,
-        }
-        existing = [role for role, exists in roles_of_language_model.items() if exists]
-    # A name such as "attention.a" is a part of the role "attention", here the LoRA factor A.
-    shared_texts = [role for role in sorted(shared) if role.partition(".")[0] in existing]
-    partly_shared = {role.partition(".")[0] for role in shared if "." in role}
-    trained_roles = {role.partition(".")[0] for role in trained}
-    local = [role for role in existing if role in trained_roles and role not in shared | partly_shared]
-    local += [f"other parts of {role}" for role in existing if role in partly_shared - shared]
-    frozen = [role for role in existing if role not in trained_roles and role not in shared | partly_shared]
-    frozen += [] if "base" in existing else ["base"]
-    parts = {"shared": shared_texts, "local": local, "frozen": frozen}
-    return "; ".join(f"{name}: {', '.join(of_kind) or 'none'}" for name, of_kind in parts.items())
+        roles = sorted(trained_roles | shared_roles)
+
+    shared_texts = [name for name in sorted(shared) if _role_of(name) in roles]
+    not_shared = [role for role in roles if role not in shared_roles]
+    local_texts = [role for role in not_shared if role in trained_roles]
+    local_texts += [f"other parts of {role}" for role in roles if role in partly_shared_roles and role not in shared]
+    frozen_texts = [role for role in not_shared if role not in trained_roles]
+    if "base" not in roles:
+        frozen_texts.append("base")
+    texts_by_placement = {"shared": shared_texts, "local": local_texts, "frozen": frozen_texts}
+    return "; ".join(f"{name}: {', '.join(texts) or 'none'}" for name, texts in texts_by_placement.items())
+
+
+def _role_of(name: str) -> str:
+    """Return the role of a tensor name: "attention" for "attention.a"."""
+    return name.partition(".")[0]
 
 
 def methods(

@@ -45,20 +45,22 @@ def require_flower(*, complete: bool = True) -> None:
     """Check that Flower is installed.
 
     Args:
-        complete: Check also the packages that Flower imports in a server, but not in a client. They are absent after
-            an installation for small devices, which is described in ``docs/install.md``.
+        complete: Check also the packages that Flower imports in a server, but not in a client. An installation for
+            small devices (``docs/install.md``) lacks them.
 
     Raises:
         PluginError: Flower or one of these packages is missing. The message says how to install it.
     """
     if find_spec("flwr") is None:
         raise PluginError("flwr is not installed; install it with `pip install 'comingle[flower]'`")
-    absent = [name for name in ("alembic", "sqlalchemy", "uvicorn") if find_spec(name) is None]
-    if complete and absent:
-        raise PluginError(
-            f"{absent[0]} is not installed, which flwr needs for all but `comingle client`, for which "
-            "`pip install 'comingle[device]'` suffices; install it with `pip install 'comingle[flower]'`"
-        )
+    if not complete:
+        return
+    for name in ("alembic", "sqlalchemy", "uvicorn"):
+        if find_spec(name) is None:
+            raise PluginError(
+                f"{name} is not installed, which flwr needs for all but `comingle client`, for which "
+                "`pip install 'comingle[device]'` suffices; install it with `pip install 'comingle[flower]'`"
+            )
 
 
 def line_printer(*, quiet: bool) -> Callable[[str], None]:
@@ -107,10 +109,9 @@ AllUsers = Annotated[bool, typer.Option("--all", help="Show all users, however m
 
 
 def parse_path(out: str | Path) -> Path:
-    """Convert the text given with ``--out`` or a similar option to a path; refuse an empty text.
+    """Convert the text given with ``--out`` or a similar option to a path; typer calls it as the option's parser.
 
-    Typer calls it as the option's parser. The text is empty if the user writes ``--out "$FOLDER"`` and the shell
-    variable is not set. ``Path("")`` would be the current folder.
+    It refuses an empty text, as of ``--out "$FOLDER"`` with an unset variable: ``Path("")`` is the current folder.
     """
     if not str(out).strip():
         raise typer.BadParameter("is empty; give a path, or omit the option")
@@ -138,7 +139,7 @@ def check_out(out: Path | None) -> Path | None:
 def finite(context: object, option: Any, value: float | None) -> float | None:
     """Check that the value of a number option is finite, and return it; the option's callback.
 
-    Click compares values with an option's bounds, but NaN is neither below nor above any bound.
+    Bounds of options do not refuse NaN, which is neither below nor above them.
 
     Args:
         context: Not used; click passes it.
@@ -161,19 +162,19 @@ def out_option(help_text: str) -> object:
 Out = Annotated[Path | None, out_option("Write to this folder (default: a folder in runs/).")]
 
 
-def _check_exclusive(context: Any, given: bool) -> bool:
+def _check_exclusive(context: Any, is_given: bool) -> bool:
     """Refuse ``--resume`` together with ``--force``; return the option's value unchanged.
 
-    Click calls it as the callback of both options, first for one and then for the other, and stores each returned value
-    in ``context.params``. So the second call finds the value of the first option there.
+    It is the callback of both options. In the second call ``context.params`` has the value of the first option.
 
     Args:
         context: The context of click.
-        given: Value of the option for which it is called: True if the option is given.
+        is_given: Whether the option for which it is called is given.
     """
-    if given and (context.params.get("resume") or context.params.get("force")):
+    other_is_given = context.params.get("resume") or context.params.get("force")
+    if is_given and other_is_given:
         raise RecipeError("--resume and --force: got both; --resume continues a run, --force replaces it")
-    return given
+    return is_given
 
 
 Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.", callback=_check_exclusive)]
@@ -183,7 +184,7 @@ Force = Annotated[
 
 
 def parse_sets(sets: list[str] | None) -> dict[str, object]:
-    """Parse ``--set KEY=VALUE`` options; return the values, read as YAML, by dotted key such as ``training.rounds``.
+    """Parse ``--set KEY=VALUE`` options: ``["training.rounds=3"]`` becomes ``{"training.rounds": 3}``; values are YAML.
 
     Args:
         sets: The texts KEY=VALUE; None if the option is not given.
@@ -193,15 +194,17 @@ def parse_sets(sets: list[str] | None) -> dict[str, object]:
     """
     from comingle.config.files import read_text
 
-    by_key: dict[str, Any] = {}
-    for item in sets or []:
-        key, equals, value = item.partition("=")
-        if not equals or not key.strip():
-            raise RecipeError(f"--set {shorten(item)!r}: give KEY=VALUE, for example training.rounds=3")
-        if key.strip() in by_key:
-            raise RecipeError(f"--set {shorten(item)!r}: duplicate key {shorten(key.strip())!r}; give each key once")
-        by_key[key.strip()] = read_text(value, f"--set {shorten(item)!r}")
-    return by_key
+    value_by_key: dict[str, object] = {}
+    for text in sets or []:
+        option = f"--set {shorten(text)!r}"
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise RecipeError(f"{option}: give KEY=VALUE, for example training.rounds=3")
+        if key in value_by_key:
+            raise RecipeError(f"{option}: duplicate key {shorten(key)!r}; give each key once")
+        value_by_key[key] = read_text(value, option)
+    return value_by_key
 
 
 def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str, object]:
@@ -224,14 +227,16 @@ def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str,
     for dotted_key, value in parse_sets(sets).items():
         if dotted_key.startswith("method."):
             key = dotted_key.removeprefix("method.").removeprefix("settings.")  # both spellings are allowed
-            if key not in ("name", "settings"):  # these replace the recipe's method as a whole
+            replaces_method = key in ("name", "settings")
+            if not replaces_method:
                 settings[key] = value
     known = {key: None for name in methods for key in settings_of(name)}
     for key in settings:
         if key not in known:
             allowed = ", ".join(known) or "no settings"
-            hint = f".{found}" if (found := setting_hint(key, known)) else ""
-            raise RecipeError(f"--set method.{key}: no setting of {', '.join(methods)}; allowed: {allowed}{hint}")
+            message = f"--set method.{key}: no setting of {', '.join(methods)}; allowed: {allowed}"
+            hint = setting_hint(key, known)
+            raise RecipeError(f"{message}.{hint}" if hint else message)
     return settings
 
 
@@ -253,22 +258,28 @@ def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> 
     """
     from comingle.config import load_recipe
 
-    overrides, recipe = parse_sets(sets), load_recipe(path)
+    overrides = parse_sets(sets)
+    recipe = load_recipe(path)
     keeps_method = "method" not in overrides and "method.name" not in overrides
     if path.is_dir() and keeps_method:
         from comingle.methods.user_files import check_origin
 
         check_origin(path, recipe.method.name)  # a user's own method must be loaded with --plugin
-    recipe = recipe.with_changes(overrides, where="--set") if overrides else recipe
-    return recipe if seed is None else recipe.with_changes({"seed": seed}, where="--seed")
+    if overrides:
+        recipe = recipe.with_changes(overrides, where="--set")
+    if seed is not None:
+        recipe = recipe.with_changes({"seed": seed}, where="--seed")
+    return recipe
 
 
 def default_folder(path: Path, method: str, seed: int) -> Path:
-    """Return the run folder of a recipe: ``runs/RECIPE-METHOD-seedN``, or the path itself if it is a run folder.
+    """Return the run folder of a recipe, such as ``runs/demo-fedavg-seed0``, or the path itself if it is a run folder.
 
     Args:
         path: A recipe file or a run folder.
         method: Name of the method.
         seed: The seed.
     """
-    return path if path.is_dir() else Path("runs") / f"{path.stem}-{method}-seed{seed}"
+    if path.is_dir():
+        return path
+    return Path("runs") / f"{path.stem}-{method}-seed{seed}"

@@ -57,7 +57,6 @@ def serve(
 
     names = users_in(find_run(run, method))
     if make_keys is not None:
-        from comingle.cli.options import console
         from comingle.utils.terminal import words
 
         write_keys(make_keys, names)
@@ -89,7 +88,6 @@ def load_all_models(run: Path, method: str | None) -> UserModels:
 
 def print_addresses(url: str) -> None:
     """Print the addresses of the chat page and of the API of the server at ``url``."""
-    from comingle.cli.options import console
     from comingle.utils.terminal import words
 
     console.print(words(f"{url}  chat page · {url}/v1  OpenAI-compatible API; Ctrl-C stops the server"))
@@ -157,9 +155,9 @@ def chat(
 
     folder = find_run(run, method)
     names = users_in(folder)
-    user = require_user(user, names) if user is not None else names[0]
+    user = names[0] if user is None else require_user(user, names)
     loaded = load_all_models(run, method)
-    pretrained = without_adapters(loaded.models[user])  # the same for all users: the base, for /compare
+    pretrained = without_adapters(loaded.models[user])  # the base, which is the same for all users
     engine = Engine({**loaded.models, PRETRAINED: pretrained}, rows=1)  # one answer at a time
     conversation = Chat(
         engine=engine,
@@ -169,25 +167,29 @@ def chat(
         temperature=temperature,
         seed=seed,
     )
-    _Session(conversation, names, _local_run(run, folder, against)).run()
+    session = _Session(conversation, names, _local_run(run, folder, against))
+    session.run()
 
 
 def _local_run(run: Path, folder: Path, against: Path | None) -> Path | None:
     """Return the run of the method ``local`` whose models ``/compare`` shows; None if there is none.
 
-    If the chat uses a run of a comparison, it is the run of ``local`` with the same seed in that comparison.
-
     Args:
         run: The folder given on the command line: a run, or a comparison with several runs.
-        folder: The run whose models the chat uses, named ``METHOD-seedN`` if it is in a comparison.
+        folder: The run whose models the chat uses. In a comparison, ``local-seed0`` belongs to ``fedavg-seed0``.
         against: The folder given by ``--against``, which takes precedence; None if it is not given.
     """
     if against is not None:
         return against
     is_in_comparison = folder != run
+    if not is_in_comparison:
+        return None
     seed = folder.name.rpartition("-")[2]
-    local = folder.parent / f"local-{seed}"
-    return local if is_in_comparison and local != folder and (local / "metrics.json").exists() else None
+    local_run = folder.parent / f"local-{seed}"
+    has_finished = (local_run / "metrics.json").exists()
+    if local_run == folder or not has_finished:
+        return None
+    return local_run
 
 
 class _Session:
@@ -200,29 +202,42 @@ class _Session:
     """
 
     def __init__(self, conversation: Chat, user_names: list[str], local_run: Path | None) -> None:
-        self.conversation, self.user_names, self.local_run, self.console = conversation, user_names, local_run, console
+        self.conversation = conversation
+        self.user_names = user_names
+        self.local_run = local_run
+        self.console = console
         self.last_text = ""
-        self.engines_of_runs: dict[str, Engine] = {}
+        self.engine_by_run: dict[Path, Engine] = {}
 
     def run(self) -> None:
         """Read texts and commands until the user quits; an error or Ctrl-C ends one answer, not the session."""
         if isinstance(sys.stdin, TextIOWrapper):  # invalid UTF-8 is reported instead of ending the chat
             sys.stdin.reconfigure(errors="surrogateescape")
-        continues_texts = self.conversation.plain  # --plain, or a model that cannot answer messages
-        mode = "continues your texts" if continues_texts else "answers"
+        mode = "continues your texts" if self._continues_texts else "answers"
         self._print(f"{self.conversation.user}'s model {mode}; /help lists commands, Ctrl-D quits", "dim")
         for text in _read_texts(self._read_line):
             try:
                 if text.strip() in ("/quit", "/exit"):
                     return
-                self._run_command(text) if text.startswith("/") else self._send(text)
+                if text.startswith("/"):
+                    self._run_command(text)
+                else:
+                    self._send(text)
             except ComingleError as error:
                 self._print(str(error), "yellow")
             except KeyboardInterrupt:
                 self._print("\n(stopped)", "dim")
 
-    def _read_line(self, more: bool) -> str:
-        return input("… " if more else f"{self.conversation.user}> ") if self.console.is_terminal else input()
+    @property
+    def _continues_texts(self) -> bool:
+        """Whether the model continues each text by itself, instead of answering messages of a conversation."""
+        return self.conversation.plain
+
+    def _read_line(self, *, continues_text: bool) -> str:
+        """Read a line, in terminals with a prompt."""
+        if not self.console.is_terminal:
+            return input()
+        return input("… " if continues_text else f"{self.conversation.user}> ")
 
     def _print(self, text: str, style: str = "") -> None:
         """Print a line in a style of rich, without control characters and without wrapping it."""
@@ -236,11 +251,11 @@ class _Session:
         """Send a text to the model, and print the answer as it is generated."""
         from comingle.utils.terminal import printable
 
-        def show(part: str) -> None:
+        def print_part(part: str) -> None:
             self.console.file.write(printable(part, keep="\n\t"))
             self.console.file.flush()
 
-        self.conversation.say(text, show)
+        self.conversation.say(text, print_part)
         self.last_text = text
         self.console.file.write("\n")
 
@@ -250,8 +265,10 @@ class _Session:
         Raises:
             RecipeError: There is no such command, or its argument is wrong.
         """
-        command, _, rest = text.strip().partition(" ")
-        known = {
+        from comingle.utils.errors import did_you_mean
+
+        command, _, argument = text.strip().partition(" ")
+        function_by_command = {
             "/user": self._switch,
             "/route": self._show_route,
             "/compare": self._show_comparison,
@@ -259,12 +276,11 @@ class _Session:
         }
         if command == "/help":
             self._print(HELP)
-        elif command in known:
-            known[command](rest.strip())
+        elif command in function_by_command:
+            run_command = function_by_command[command]
+            run_command(argument.strip())
         else:
-            from comingle.utils.errors import did_you_mean
-
-            hint = did_you_mean(command, [*known, "/help", "/quit"])
+            hint = did_you_mean(command, [*function_by_command, "/help", "/quit"])
             raise RecipeError(f"no command {command!r}; /help lists them.{hint}")
 
     def _switch(self, name: str) -> None:
@@ -285,12 +301,10 @@ class _Session:
         self._print("new conversation", "dim")
 
     def _show_route(self, layer: str) -> None:
-        """Print the last answer with each token in the colour of the expert to which the router gives most weight.
-
-        Below it, print the share of the tokens of each expert in its colour.
+        """Print the last answer with each token in the colour of its top expert, and each expert's share of the tokens.
 
         Args:
-            layer: Number of a layer, from 1; empty for the mean of all layers.
+            layer: Number of a layer, from 1; empty for the mean gates of all layers.
 
         Raises:
             RecipeError: There is no such layer.
@@ -302,21 +316,27 @@ class _Session:
         from comingle.utils.terminal import printable
 
         routing = self.conversation.route()
-        num_layers = len(routing.gates)
-        if layer and not (layer.isdecimal() and 1 <= int(layer) <= num_layers):
-            raise RecipeError(f"/route: got {layer!r}; allowed: layers 1 to {num_layers}")
         gates = routing.gates.float()  # (layers, tokens, experts)
-        top_experts = (gates[int(layer) - 1] if layer else gates.mean(0)).argmax(-1).tolist()
-        colours = [f"#ffffff on {expert_colour(name).dark}" for name in routing.experts]
+        num_layers = len(gates)
+        if layer == "":
+            shown_gates, layer_text = gates.mean(0), "mean of all layers"
+        elif layer.isdecimal() and 1 <= int(layer) <= num_layers:
+            shown_gates, layer_text = gates[int(layer) - 1], f"layer {layer}"
+        else:
+            raise RecipeError(f"/route: got {layer!r}; allowed: layers 1 to {num_layers}")
+        top_experts = shown_gates.argmax(-1).tolist()
+        styles = [f"#ffffff on {expert_colour(name).dark}" for name in routing.experts]
         coloured_tokens = Text()
         for token, expert in zip(routing.tokens, top_experts, strict=True):
-            coloured_tokens.append(printable(token, keep="\n"), style=colours[expert])
+            coloured_tokens.append(printable(token, keep="\n"), style=styles[expert])
         self.console.print(coloured_tokens, highlight=False)
+
+        legend = Text(f"{layer_text}: ", style="dim")
         num_tokens = max(1, len(top_experts))  # an answer may be empty
-        shares = [top_experts.count(number) / num_tokens for number in range(len(routing.experts))]
-        legend = Text(f"{'layer ' + layer if layer else 'mean of all layers'}: ", style="dim")
-        for name, share, colour in zip(routing.experts, shares, colours, strict=True):
-            legend.append(f"{name} {share:.0%}", style=colour).append("  ")
+        for expert, name in enumerate(routing.experts):
+            share = top_experts.count(expert) / num_tokens
+            legend.append(f"{name} {share:.0%}", style=styles[expert])
+            legend.append("  ")
         self.console.print(legend, highlight=False)
 
     def _show_comparison(self, text: str) -> None:
@@ -333,54 +353,51 @@ class _Session:
         text = text or self.last_text
         if not text:
             raise RecipeError("/compare: give a text, for example /compare Once upon a time")
-        continues_texts = self.conversation.plain  # texts are then independent, without a conversation
-        if not continues_texts and text == self.last_text:
+        if text == self.last_text and not self._continues_texts:
             self._print("comparing on your last text, appended to the conversation", "dim")
-        # By the column's title: an engine, and the name under which it has the model.
-        models: dict[str, Any] = {"pretrained": (self.conversation.engine, PRETRAINED)}
+        user, engine = self.conversation.user, self.conversation.engine
+        # By heading: an engine, and the name under which it has the model.
+        models: dict[str, Any] = {"pretrained": (engine, PRETRAINED)}
         if self.local_run is not None:
-            models["local"] = (self._engine_of_run(self.local_run), self.conversation.user)
-        models[self.conversation.user] = (self.conversation.engine, self.conversation.user)
-        replies = self.conversation.compare(models, text)
-        table = Table(*replies, expand=True)
-        table.add_row(*replies.values())
+            models["local"] = (self._engine_of_run(self.local_run), user)
+        models[user] = (engine, user)
+        answer_by_heading = self.conversation.compare(models, text)
+        table = Table(*answer_by_heading, expand=True)
+        table.add_row(*answer_by_heading.values())
         self.console.print(table)
         if self.local_run is None:
             self._print("no local models here; add those of another run with --against RUN", "dim")
 
     def _engine_of_run(self, run: Path) -> Engine:
-        """Return an engine that generates text with the models of another run.
-
-        The first call for a run loads its models; later calls return the same engine.
-        """
+        """Return an engine that generates text with the models of another run; load them in the first call."""
         from comingle.serving.engine import Engine
 
-        if str(run) not in self.engines_of_runs:
-            models = load_all_models(run, method=None).models  # None: a folder of one run, not of several methods
-            self.engines_of_runs[str(run)] = Engine(models, rows=1)  # rows: number of answers at a time
-        return self.engines_of_runs[str(run)]
+        if run not in self.engine_by_run:
+            loaded = load_all_models(run, method=None)
+            self.engine_by_run[run] = Engine(loaded.models, rows=1)  # one answer at a time
+        return self.engine_by_run[run]
 
 
-def _read_texts(read_line: Callable[[bool], str]) -> Iterator[str]:
+def _read_texts(read_line: Callable[..., str]) -> Iterator[str]:
     """Yield typed texts until the input ends: a line, lines joined by a backslash, or a block between triple quotes.
 
     Ctrl-C discards an unfinished text. Empty texts are skipped.
 
     Args:
-        read_line: Reads a line; its argument is whether the line continues a text.
+        read_line: Reads a line; its argument ``continues_text`` is whether the line continues a text.
     """
     with suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history, if the system has it)
     while True:
         try:
-            text = read_line(False)
+            text = read_line(continues_text=False)
             if text.strip().startswith('"""'):
                 text = text.strip().removeprefix('"""')
                 while not text.endswith('"""'):
-                    text = f"{text}\n{read_line(True)}"
+                    text = f"{text}\n{read_line(continues_text=True)}"
                 text = text.removesuffix('"""').strip("\n")
             while text.endswith("\\"):
-                text = f"{text[:-1]}\n{read_line(True)}"
+                text = f"{text[:-1]}\n{read_line(continues_text=True)}"
         except EOFError:
             return
         except KeyboardInterrupt:

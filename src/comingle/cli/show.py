@@ -74,11 +74,12 @@ def report(
     path = out or runs[0] / "report.html"
     entries = read_entries(runs)
     check_target(path, force=force)
-    baseline_comparison(entries, against)  # raises before anything is drawn
-    with status("loading models and routing texts"):
+    baseline_comparison(entries, against)  # reports a wrong --against before anything is drawn
+    token_views = []  # the experts to which routers send each token of some texts
+    if not no_tokens:
         user_names = None if users is None else split_names(users)
-        # A token view shows, for a method, the experts to which its routers send each token of some texts.
-        token_views = [] if no_tokens else route_texts(entries, text, user_names, tokens)
+        with status("loading models and routing texts"):
+            token_views = route_texts(entries, text, user_names, tokens)
     with status("drawing"):
         page = render_page(entries, token_views, baseline=against)
     try:
@@ -87,7 +88,8 @@ def report(
         raise RunError(f"{path}: cannot be written: {error.strerror}") from None
     warn_if_incomparable(entries)
     console.print(f"{path}  {len(page.encode()) / 1e6:.2f} MB; open it in a browser", highlight=False)
-    has_private_text = any(text.owner for view in token_views for text in view.texts)  # a text of --text has no owner
+    shown_texts = [shown_text for view in token_views for shown_text in view.texts]
+    has_private_text = any(shown_text.owner for shown_text in shown_texts)  # texts of --text have no owner
     if has_private_text:
         console.print("the page shows the beginning of each user's test text; --no-tokens omits it", style="dim")
 
@@ -101,8 +103,8 @@ def warn_if_incomparable(entries: Sequence[Entry]) -> None:
     from comingle.reports.page import comparability_warnings
     from comingle.utils.terminal import errors, words
 
-    for line in comparability_warnings(entries):
-        errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
+    for warning in comparability_warnings(entries):
+        errors.print(Text.assemble(("warning: ", "yellow"), words(warning)), highlight=False, soft_wrap=True)
 
 
 def show(
@@ -136,61 +138,72 @@ def show(
     force: Replace = False,
 ) -> None:
     """Print the results of a run or of a comparison, or write each user's results to a file."""
-    targets = {"--csv": csv, "--parquet": parquet, "--latex": latex}
-    for option, path in targets.items():
+    target_by_option = {"--csv": csv, "--parquet": parquet, "--latex": latex}
+    given_options = [option for option, path in target_by_option.items() if path is not None]
+    for option, path in target_by_option.items():
         if path is not None:
             check_target(path, force=force, option=option)
-    record_options = [option for option in ("--csv", "--parquet") if targets[option] is not None]
+    record_options = [option for option in given_options if option != "--latex"]
     if against is not None and record_options:
         raise RecipeError(
             f"--against: got it with {' and '.join(record_options)}, whose rows are results of single runs; allowed: "
             "the printed tables, or --latex"
         )
+    if not given_options:
+        for table in _run_tables(run, against, all_users=all_users):
+            console.print(table)
     if record_options:
         _write_records(run, csv, parquet)
     if latex is not None:
         _write_latex(run, latex, against, all_users=all_users)
-    if not record_options and latex is None:
-        for part in _run_tables(run, against, all_users=all_users):
-            console.print(part)
 
 
 def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[RenderableType]:
     """Return what ``comingle show`` prints of a run (its results and learning curve) or of a comparison (its tables).
 
     Args:
-        run: Folder of the run or of the comparison; a comparison has the file ``table.json``.
-        against: Value of ``--against``: methods of the comparison, separated by commas. The best of them is the
-            baseline that the others are tested against. None for the baseline with which the comparison was written.
+        run: Folder of the run or of the comparison.
+        against: Value of ``--against``: names of the baseline's methods, separated by commas; None for the baseline
+            with which the comparison was written.
         all_users: Whether to list all users.
 
     Raises:
         RecipeError: ``against`` is given for a single run.
     """
-    from comingle.reports.comparisons import with_baseline
     from comingle.reports.tables import render_curve, render_run, tables_of
     from comingle.utils.records import read_events, read_metrics
 
-    if (run / "table.json").exists():
-        table = _read_comparison(run)
-        table = table if against is None else with_baseline(table, against)
-        return list(tables_of(table, all_users=all_users))
+    if _is_comparison(run):
+        return list(tables_of(_read_comparison(run, against), all_users=all_users))
     _refuse_baseline(run, against)
     metrics = read_metrics(run)
-    nothing_reported = not metrics["users"] and "untold" in metrics  # a federation whose users keep their results
-    events = list(read_events(run))  # a client's model has none: the server has those of the run
-    has_curve = not nothing_reported and any(event["event"] == "evaluation" for event in events)
-    curves = [render_curve(events)] if has_curve else []
-    return [render_run(metrics, all_users=all_users), *curves]
+    tables: list[RenderableType] = [render_run(metrics, all_users=all_users)]
+    all_results_are_private = not metrics["users"] and "untold" in metrics  # in a federation
+    events = list(read_events(run))
+    has_evaluations = any(event["event"] == "evaluation" for event in events)  # a federation's client has none
+    if has_evaluations and not all_results_are_private:
+        tables.append(render_curve(events))
+    return tables
 
 
-def _read_comparison(folder: Path) -> ComparisonTable:
-    """Return the table of a comparison.
+def _is_comparison(folder: Path) -> bool:
+    """Return whether a folder is that of a comparison, rather than of a single run."""
+    return (folder / "table.json").exists()
+
+
+def _read_comparison(folder: Path, against: str | None) -> ComparisonTable:
+    """Return the table of a comparison, with verdicts against another baseline if ``against`` is given.
+
+    Args:
+        folder: Folder of the comparison.
+        against: Names of the baseline's methods, separated by commas; None for the baseline with which the comparison
+            was written.
 
     Raises:
         RunError: The folder has the table of a reproduced publication, or an unreadable one.
+        RecipeError: The comparison does not have these methods.
     """
-    from comingle.reports.comparisons import read_comparison
+    from comingle.reports.comparisons import read_comparison, with_baseline
 
     table = read_comparison(folder)
     if "methods" not in table:
@@ -198,7 +211,7 @@ def _read_comparison(folder: Path) -> ComparisonTable:
             f"{folder}: has a table of `comingle reproduce`, not of `comingle compare`; print it, or write it as "
             f"LaTeX, with {_reproduce_command(folder, table)}"
         )
-    return table
+    return table if against is None else with_baseline(table, against)
 
 
 def _reproduce_command(folder: Path, table: Mapping[str, Any]) -> str:
@@ -210,11 +223,12 @@ def _reproduce_command(folder: Path, table: Mapping[str, Any]) -> str:
     """
     if "counted" in table:  # costs, which are counted and not run; they have no LaTeX table
         return f"its `comingle reproduce` command again, or read {folder / 'table.md'}"
-    command = (
-        f"comingle reproduce {table.get('name', 'NAME')} --scale {table.get('scale', 'SCALE')} --out {folder.parent}"
+    name, scale = table.get("name", "NAME"), table.get("scale", "SCALE")
+    results_option = "--measured FILE" if "measured" in table else "--resume"
+    return (
+        f"`comingle reproduce {name} --scale {scale} --out {folder.parent} {results_option} [--latex FILE]` and the "
+        "same --methods, --columns and --seeds"
     )
-    stored = "--measured FILE" if "measured" in table else "--resume"
-    return f"`{command} {stored} [--latex FILE]` and the same --methods, --columns and --seeds"
 
 
 def _refuse_baseline(run: Path, against: str | None) -> None:
@@ -250,21 +264,19 @@ def _write_latex(run: Path, path: Path, against: str | None, *, all_users: bool)
     Args:
         run: Folder of the run or of the comparison.
         path: The file to write.
-        against: Value of ``--against``: methods of the comparison, separated by commas. The best of them is the
-            baseline that the verdicts compare the others with. None for the baseline with which the comparison was
-            written.
+        against: Value of ``--against``: names of the baseline's methods, separated by commas; None for the baseline
+            with which the comparison was written.
         all_users: Whether to list all users.
 
     Raises:
         RecipeError: ``against`` is given for a single run, or there are no verdicts.
     """
-    from comingle.reports.comparisons import compare_metrics, with_baseline
+    from comingle.reports.comparisons import compare_metrics
     from comingle.reports.tables import latex
     from comingle.utils.records import read_metrics, write_text
 
-    if (run / "table.json").exists():
-        table = _read_comparison(run)
-        table = table if against is None else with_baseline(table, against)
+    if _is_comparison(run):
+        table = _read_comparison(run, against)
     else:
         _refuse_baseline(run, against)
         metrics = read_metrics(run)
@@ -280,10 +292,9 @@ def _parquet(records: Sequence[Mapping[str, object]]) -> bytes:
     Raises:
         RunError: pandas or pyarrow is not installed.
     """
-    from comingle.utils.errors import RunError
-
     try:
-        return importlib.import_module("pandas").DataFrame.from_records(records).to_parquet(index=False)
+        pandas = importlib.import_module("pandas")
+        return pandas.DataFrame.from_records(records).to_parquet(index=False)
     except ImportError:
         message = "--parquet needs the packages pandas and pyarrow: pip install pandas pyarrow; --csv needs neither"
         raise RunError(message) from None
@@ -323,11 +334,12 @@ def plot(
     for kind in kinds:
         if kind not in KINDS:
             raise RecipeError(f"--figure {kind!r}: allowed: {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
-    entries, folder = read_entries(runs), out or runs[0] / "figures"
+    entries = read_entries(runs)
+    folder = out or runs[0] / "figures"
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out must be a folder")
     with status("drawing"):
-        drawn = []
+        drawn = []  # names, figures and their numbers
         for kind in kinds:
             if kind == "tokens":
                 drawn += _token_figures(entries, text, users, tokens, layer)
@@ -369,17 +381,9 @@ def _draw_figures(kind: str, entries: list[Entry]) -> Figures:
 def _panels_of_kind(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Panels | None]]:
     """Yield the figures of one kind that consist of several panels, each with a name for its files.
 
-    The kinds are:
-
-    - "curves": test results during training, in a figure with all evaluations and one without the first, from which
-      results often change so much that later differences are invisible beside it
-    - "bytes": final test results against uploaded bytes
-    - "scores": scores of the experts, a figure for each method with routers
-    - "users": changes of each user's result against a baseline, a figure for each of ``local`` and ``fedavg`` among
-      the methods, and for many users another one with the distribution of the changes
-
     Args:
-        kind: The kind.
+        kind: "curves" (test results during training), "bytes" (final results against uploaded bytes), "scores" (of the
+            experts, for each method with routers) or "users" (changes of users' results against a baseline).
         entries: The runs; an entry has the runs of one method, which differ in their seeds.
 
     Yields:
@@ -412,7 +416,7 @@ def _panels_of_kind(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Pane
 
 
 def _mixtures_figures(entries: list[Entry]) -> Figures:
-    """Draw the learned mixture weights of each run with a client-level mixture: one vector of weights for each user.
+    """Draw each user's mixture weights over the rounds, for each run of a method with client-level mixtures.
 
     Args:
         entries: The runs; an entry has the runs of one method, which differ in their seeds.
@@ -425,9 +429,13 @@ def _mixtures_figures(entries: list[Entry]) -> Figures:
 
     for entry in entries:
         for run in entry.runs:
-            if (mixtures := read_mixtures(run.folder)) is not None:  # None without a client-level mixture
-                seed = f"-seed{run.seed}" if len(entry.runs) > 1 else ""
-                yield f"mixtures-{file_name(entry.label)}{seed}", mixtures_figure(mixtures), mixtures_sheet(mixtures)
+            mixtures = read_mixtures(run.folder)
+            if mixtures is None:
+                continue
+            name = f"mixtures-{file_name(entry.label)}"
+            if len(entry.runs) > 1:
+                name += f"-seed{run.seed}"
+            yield name, mixtures_figure(mixtures), mixtures_sheet(mixtures)
 
 
 def _token_figures(
@@ -452,10 +460,13 @@ def _token_figures(
     from comingle.reports.page import tokens_figure, tokens_sheet
     from comingle.runs.views import route_texts
 
-    for view in route_texts(entries, text, None if users is None else split_names(users), length):
-        for layer in layers or sorted({0, (view.layers - 1) // 2, view.layers - 1}):
-            if not 0 <= layer < view.layers:
-                raise RecipeError(f"--layer {layer}: {view.label} has layers 0 to {view.layers - 1}")
+    user_names = None if users is None else split_names(users)
+    for view in route_texts(entries, text, user_names, length):
+        last_layer = view.layers - 1
+        first_middle_last = sorted({0, last_layer // 2, last_layer})
+        for layer in layers or first_middle_last:
+            if not 0 <= layer <= last_layer:
+                raise RecipeError(f"--layer {layer}: {view.label} has layers 0 to {last_layer}")
             name = f"tokens-{file_name(view.label)}-layer{layer}"
             yield name, tokens_figure(view, layer), tokens_sheet(view, layer)
 
