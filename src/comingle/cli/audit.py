@@ -12,10 +12,7 @@ from comingle.utils.errors import RecipeError
 
 
 def _check_shadows(context: object, option: object, num_runs: int) -> int:
-    """Check the number of reference runs that ``--shadows`` gives, and return it unchanged.
-
-    Click calls it as the option's callback. Membership inference needs at least 3 runs: the attacked one, and for each
-    window of text a run that trained on it and a run that did not.
+    """Check the number of reference runs that ``--shadows`` gives, and return it unchanged; the option's callback.
 
     Args:
         context: Not used; click passes it.
@@ -23,13 +20,14 @@ def _check_shadows(context: object, option: object, num_runs: int) -> int:
         num_runs: The number; 0 for no reference runs.
 
     Raises:
-        RecipeError: The number is 1 or 2.
+        RecipeError: The number is not 0, but less than membership inference needs.
     """
-    if num_runs:
-        from comingle.audits.canaries import FEWEST
+    if num_runs == 0:
+        return num_runs
+    from comingle.audits.canaries import FEWEST
 
-        if num_runs < FEWEST:
-            raise RecipeError(f"--shadows: got {num_runs}; allowed: 0, or a whole number from {FEWEST}")
+    if num_runs < FEWEST:
+        raise RecipeError(f"--shadows: got {num_runs}; allowed: 0, or a whole number from {FEWEST}")
     return num_runs
 
 
@@ -64,8 +62,8 @@ def audit(
     from comingle.utils.terminal import words
 
     folder = out or run
-    if run.is_dir():  # checked before the run is opened, which takes a while
-        check_targets(folder, force=force)
+    if run.is_dir():
+        check_targets(folder, force=force)  # before the run is opened, which takes a while
     with status("opening the run"):
         opened = load(run)
     results = auditing.audit(

@@ -91,11 +91,9 @@ def methods(
 
     from rich.table import Table
 
-    from comingle.cli.options import console
     from comingle.methods import REGISTRY, make, settings_of
     from comingle.methods.settings import allowed_values
     from comingle.utils.errors import PluginError
-    from comingle.utils.terminal import words
 
     if name is not None:
         settings = settings_of(name)  # raises for an unknown name
@@ -103,16 +101,17 @@ def methods(
         console.print(inspect.getdoc(REGISTRY[name]) or "", highlight=False)
         console.print(f"Placement: {_describe_placement(make(name))}", highlight=False, soft_wrap=True)
         allowed = allowed_values(REGISTRY[name])
-        ranges = "; ".join(f"{key}: {allowed[key][0]}" for key in settings if key in allowed)
+        ranges = [f"{key}: {allowed[key][0]}" for key in settings if key in allowed]
         if ranges:
-            console.print(f"Allowed: {ranges}", highlight=False, soft_wrap=True)
-        shown = ", ".join(f"{key}: {value}" for key, value in settings.items()) or "none"
-        console.print(f"Settings: {shown}", highlight=False, soft_wrap=True)
+            console.print(f"Allowed: {'; '.join(ranges)}", highlight=False, soft_wrap=True)
+        defaults = [f"{key}: {value}" for key, value in settings.items()]
+        console.print(f"Settings: {', '.join(defaults) or 'none'}", highlight=False, soft_wrap=True)
         return
     table = Table("method", "description", box=None, pad_edge=False)
-    for key in REGISTRY:
+    for method_name in REGISTRY:
         try:
-            table.add_row(key, (inspect.getdoc(REGISTRY[key]) or "").partition("\n")[0])
+            docstring = inspect.getdoc(REGISTRY[method_name]) or ""
+            table.add_row(method_name, docstring.partition("\n")[0])
         except PluginError as error:
-            table.add_row(key, words(str(error), "red"))
+            table.add_row(method_name, words(str(error), "red"))
     console.print(table)

@@ -58,12 +58,13 @@ def _print_samples(run: Run) -> None:
     from comingle.runs.views import generating_model
     from comingle.utils.terminal import printable, words
 
-    title = ("\nText from each user's model", "bold"), f" ({run.metrics['method']}, greedy)"
-    console.print(Text.assemble(*title), highlight=False)
+    title = Text.assemble(("\nText from each user's model", "bold"), f" ({run.metrics['method']}, greedy)")
+    console.print(title, highlight=False)
     for name in run.users:
         prompt = PROMPTS.get(name, "The")
         generated = generating_model(run, name).generate(prompt, max_new_tokens=40)
-        # Source code keeps its lines; prose is joined to one line.
-        shown = generated.rstrip() if name == "library" else re.sub(r"\s+", " ", generated).rstrip()
+        is_source_code = name == "library"
+        if not is_source_code:
+            generated = re.sub(r"\s+", " ", generated)  # on one line
         line = Text.assemble("  ", words(name, "cyan"), ": ", words(prompt, "bold"))
-        console.print(line + printable(shown, keep="\n\t"), highlight=False)
+        console.print(line + printable(generated.rstrip(), keep="\n\t"), highlight=False)

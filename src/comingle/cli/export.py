@@ -64,21 +64,19 @@ def export(
             exported = generating_model(opened, name).export(target, format=format, dtype=dtype, force=force)
         if quiet:
             continue
-        console.print(f"{name}: {target}", highlight=False, markup=False, soft_wrap=True)
         sentence_on_format = exported.form
+        scores_before_and_after = exported.lost  # only for formats that approximate the model
+        console.print(f"{name}: {target}", highlight=False, markup=False, soft_wrap=True)
         console.print(f"  {sentence_on_format}", highlight=False, markup=False)
-        # An approximation loses quality: scores of the user's model and of the written one, by name. Else empty.
-        scores_before_and_after = exported.lost
         for key, value in scores_before_and_after.items():
             console.print(f"  {key.replace('_', ' ')}: {value:.4g}", highlight=False, markup=False)
 
 
 def targets_of(user: str | None, users: Sequence[str], to: Path) -> dict[str, Path]:
-    """Return the folder to which each exported user's model is written, by the user's name.
+    """Return the folder to which each exported user's model is written: ``{"ann": Path("out/ann")}``.
 
     Args:
-        user: Name of a user, or "all" for all users. If a user is named "all", only that user is exported. None for the
-            only user of the run.
+        user: Name of a user, or "all" for all users; None for the only user of the run.
         users: All users of the run.
         to: Folder to write to; with "all" each user has a folder in it.
 
@@ -90,6 +88,8 @@ def targets_of(user: str | None, users: Sequence[str], to: Path) -> dict[str, Pa
         if len(users) > 1:
             raise RecipeError(f"--user: got none for {len(users)} users; allowed: {list_names(users)}, or all")
         return dict.fromkeys(users, to)
-    if user == "all" and "all" not in users:
+    means_all_users = user == "all" and "all" not in users  # not a user with this name
+    if means_all_users:
         return {name: to / as_folder(name) for name in users}
-    return {require_user(user, users, "--user: "): to}
+    name = require_user(user, users, "--user: ")
+    return {name: to}

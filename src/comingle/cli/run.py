@@ -44,18 +44,16 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Train the users of a recipe together and write a run folder."""
-    # Rank and number of processes if torchrun, or this command with --processes, has started this process as one of
-    # several; None if it is the only one.
-    place = find_place()
-    if place is not None and processes not in (None, place.size):
-        raise RecipeError(f"--processes: got {processes}, but a launcher has started {place.size}; omit the option")
+    place = find_place()  # rank and number of processes; None if this is the only process
     if place is None and processes is not None and processes > 1:
         from comingle.cli.training import launch
 
         read = read_recipe(recipe, sets, seed)  # reports mistakes once, before any process starts
-        # Starts this same command in several processes. In each of them find_place() is then not None.
-        launch(processes, out or default_folder(recipe, read.method.name, read.seed))
+        folder = out or default_folder(recipe, read.method.name, read.seed)
+        launch(processes, folder)  # runs this same command in each process
         return
+    if place is not None and processes not in (None, place.size):
+        raise RecipeError(f"--processes: got {processes}, but a launcher has started {place.size}; omit the option")
     from comingle.cli.training import train_here
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words
@@ -105,7 +103,6 @@ def join(
     folder = out or Path("runs") / f"{run.resolve().name}-{as_folder(name)}"
     new_user = prepare_newcomer(opened, name, data, rounds=rounds, local_step=local_step)
     with reporting(quiet=quiet) as reporter:
-        # Programs can pass Python objects in place of names and paths of the recipe; the command line passes none.
         joined = join_run(opened, new_user, folder, reporter, given=NOTHING, force=force)
     console.print(render_joined(name, joined.measure, joined.rows))
     use = "export, chat and serve" if kind_of(new_user.recipe).needs_base else "comingle.load in Python"
