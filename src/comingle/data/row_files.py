@@ -1,12 +1,12 @@
 """Readers of local files of rows (JSON, CSV and Parquet), and collection of bad rows.
 
-Code that processes a row raises a ``ValueError`` (any ``DataError`` is one) within :meth:`BadRows.row` to report a bad
-row; reading continues with the next row::
+Code that processes a row raises a ``ValueError`` (any ``DataError`` is one) within :meth:`BadRows.catch` to report a
+bad row; reading continues with the next row::
 
     for place, row in rows:
-        with bad.row(f"chats.jsonl: {place}"):
+        with bad_rows.catch(f"chats.jsonl: {place}"):
             conversations.append(messages_of(row))
-    bad.report()
+    bad_rows.report()
 
 The readers do not infer types, since 007 and 7 would become the same user. :mod:`json` reads JSON (lines, a list, or
 concatenated objects, whatever the suffix is), pyarrow reads Parquet without a copy on disk.
@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, groupby, takewhile
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,7 +75,7 @@ class BadRows:
         """Number of rows and place of the first, by the text of a note on rows that are used."""
 
     @contextmanager
-    def row(self, where: str) -> Iterator[None]:
+    def catch(self, where: str) -> Iterator[None]:
         """Collect a ``ValueError`` raised in the block as the problem of the row at ``where``."""
         try:
             yield
@@ -114,31 +114,32 @@ class BadRows:
         self.remarks[what] = count + 1, first_place
 
     def report(self) -> None:
-        """Log the remarks, then raise an error for the collected bad rows or warn that they are skipped; clear both.
+        """Log the remarks, then raise an error that lists the bad rows, or warn that they are skipped; clear both.
 
-        Remarks are notes on rows that are used, collected by :meth:`remark`. Each kind of remark is one line with the
-        number of rows and the place of the first.
+        Remarks are notes on rows that are used (:meth:`remark`).
 
         Raises:
             BadRowsError: The policy is ``refuse``, and there are bad rows.
         """
-        count, found = self.count, self.problems  # `found` may be shorter, as only the first problems are kept
-        problems = tuple(f"{where}: {problem}" for where, problem in found)
-        self.count, self.problems = 0, []
-        remarks, self.remarks = self.remarks, {}
+        count, first_problems, remarks = self.count, self.problems, self.remarks
+        self.count, self.problems, self.remarks = 0, [], {}
         for remark, (num_rows, first_place) in list(remarks.items())[:_LISTED_REMARKS]:
             rows = "rows" if num_rows > 1 else "row"
             logger.warning("%d %s: %s (first: %s)", num_rows, rows, remark, first_place)
-        if not count:
+        if count == 0:
             return
-        listed = "; ".join(_merge_equal(found[:_LISTED])) + (f"; and {count - _LISTED} more" if count > _LISTED else "")
+        listed = "; ".join(_merge_equal(first_problems[:_LISTED]))
+        if count > _LISTED:
+            listed += f"; and {count - _LISTED} more"
         if self.policy == "skip":
             self.skipped += count
             logger.warning("data.on_bad_row: skipped %d rows that cannot be used: %s", count, listed)
-        elif count == 1:
-            raise BadRowsError(f"{listed}; {BAD_ROWS_ADVICE.replace('them', 'it')}", problems)
-        else:
-            raise BadRowsError(f"{count} rows cannot be used: {listed}; {BAD_ROWS_ADVICE}", problems)
+            return
+        lines = tuple(f"{where}: {problem}" for where, problem in first_problems)
+        if count == 1:
+            advice = BAD_ROWS_ADVICE.replace("them", "it")
+            raise BadRowsError(f"{listed}; {advice}", lines)
+        raise BadRowsError(f"{count} rows cannot be used: {listed}; {BAD_ROWS_ADVICE}", lines)
 
 
 def _merge_equal(problems: list[tuple[str, str]]) -> list[str]:
@@ -150,8 +151,15 @@ def _merge_equal(problems: list[tuple[str, str]]) -> list[str]:
     Returns:
         Lines such as ``chats.jsonl: line 3, line 4: not JSON``.
     """
-    lines = list[str]()
-    for (source, problem), group in groupby(problems, key=lambda item: (item[0].rpartition(": ")[0], item[1])):
+
+    def source_and_problem(item: tuple[str, str]) -> tuple[str, str]:
+        """Return such as ``("chats.jsonl", "not JSON")``; the source is empty if the place names none."""
+        where, problem = item
+        source, _colon, _line = where.rpartition(": ")
+        return source, problem
+
+    lines: list[str] = []
+    for (source, problem), group in groupby(problems, key=source_and_problem):
         places = ", ".join(where.removeprefix(f"{source}: ") for where, _problem in group)
         lines.append(f"{source}: {places}: {problem}" if source else f"{places}: {problem}")
     return lines
@@ -211,22 +219,27 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, extr
     Raises:
         DataError: A Parquet file cannot be opened.
     """
-    # `read` takes a collection of bad rows and the columns to read, and yields the rows with their places. Only Parquet
-    # files can be read by column; the other formats read all columns.
-    suffix, columns = suffix_of(path), None
+    suffix = suffix_of(path)
     if suffix == ".parquet":
         columns, read = _open_parquet(path)
     elif suffix in (".csv", ".tsv"):
         sep = sep or ("\t" if suffix == ".tsv" else ",")
-        columns, read = _csv_columns(path, sep), lambda bad, _columns: read_csv(path, sep, bad)
+        columns = _csv_columns(path, sep)
+
+        def read(bad_rows: BadRows, _columns: Sequence[str] | None) -> PlacedRows:
+            return read_csv(path, sep, bad_rows)
     else:
-        read = lambda bad, _columns: read_json(path, bad)  # noqa: E731
+        columns = None
+
+        def read(bad_rows: BadRows, _columns: Sequence[str] | None) -> PlacedRows:
+            return read_json(path, bad_rows)
+
     if not extra_columns:
         return Table(where=str(path), split=split, read=read, columns=columns)
 
-    def read_extended(bad: BadRows, wanted: Sequence[str] | None) -> PlacedRows:
+    def read_extended(bad_rows: BadRows, columns_to_read: Sequence[str] | None) -> PlacedRows:
         """Yield the rows with the extra columns; a column of the file of the same name takes precedence."""
-        for place, row in read(bad, wanted):
+        for place, row in read(bad_rows, columns_to_read):
             yield place, {**extra_columns, **row}
 
     all_columns = None if columns is None else (*extra_columns, *columns)
@@ -236,15 +249,19 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, extr
 def read_name(value: object, column: str) -> str:
     """Return a cell of a user or split column as a name, with numbers spelled as in the file.
 
+    Args:
+        value: The cell: a string, an integer, or a JSON number that keeps its spelling.
+        column: Name of the column, for the message.
+
     Raises:
-        ValueError: The value is not a string or number. Or it is a ``float`` whose spelling in the file is unknown,
-            so that two users, such as 1.0 and 1.00, could be merged into one.
+        ValueError: The cell holds something else. This includes a plain ``float``, since 1.0 and 1.00 may be two users.
     """
     if isinstance(value, str):
         return value
-    if isinstance(value, int) and not isinstance(value, bool):
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if is_integer:
         return str(value)
-    if isinstance(value, TypedNumber) and math.isfinite(value):  # a number of a JSON file, with its spelling
+    if isinstance(value, TypedNumber) and math.isfinite(value):
         return value.spelling
     raise ValueError(f"column {column!r} holds {_describe_value(value)}; allowed: text or a whole number")
 
@@ -257,48 +274,55 @@ def describe_cause(error: BaseException) -> str:
 
 def _describe_value(value: object) -> str:
     """Describe a value that is not a name, for messages: numbers and booleans literally, others by their type."""
-    return f"{value!r:.60}" if isinstance(value, bool | float) else f"a value of type {type(value).__name__}"
+    if isinstance(value, bool | float):
+        return f"{value!r:.60}"  # at most 60 characters
+    return f"a value of type {type(value).__name__}"
 
 
 # -------------------------------------------------------------------- JSON
 
 
-def read_json(path: Path, bad: BadRows) -> PlacedRows:
+def read_json(path: Path, bad_rows: BadRows) -> PlacedRows:
     """Yield the rows of a file of JSON lines, of a JSON list of objects, or of concatenated objects.
 
     Skips a byte order mark and blank lines. Memory is bounded by the longest row.
 
     Args:
         path: The file; the suffix ``.json`` allows objects that span several lines.
-        bad: Collects rows that are not JSON objects.
+        bad_rows: Collects rows that are not JSON objects.
 
     Raises:
         DataError: The file cannot be read, or a list has a syntax error, after which no row can be located.
     """
     try:
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as file:
-            # The first line may be a list of many gigabytes. A chunk of it shows whether it is a list.
+            # The first line may be a list of many gigabytes, so only a chunk of it is read at first.
             line_number, line = 1, file.readline(_CHUNK_CHARACTERS)
             while line and not line.strip():  # skip blank lines, which may be longer than a chunk
-                line_number += int(line.endswith("\n"))
+                if line.endswith("\n"):
+                    line_number += 1
                 line = file.readline(_CHUNK_CHARACTERS)
-            if line.lstrip().startswith("["):
-                yield from _stream_objects(file, line, line_number, path, bad)
+            is_list = line.lstrip().startswith("[")
+            if is_list:
+                yield from _stream_objects(file, line, line_number, path, bad_rows)
                 return
-            if not line.endswith("\n"):  # only a chunk of the first line was read: read the rest
+            is_complete = line.endswith("\n")
+            if not is_complete:
                 line += _read_line(file, path, line_number)
-            if suffix_of(path) == ".json" and not _is_object(line):  # the first object spans several lines
-                yield from _stream_objects(file, line, line_number, path, bad)
+            spans_lines = suffix_of(path) == ".json" and not _is_object(line)
+            if spans_lines:
+                yield from _stream_objects(file, line, line_number, path, bad_rows)
                 return
             while line:
                 if line.strip():
                     try:
                         row = _parse_object(line)
                     except ValueError as error:
-                        bad.add(f"{path}: line {line_number}", str(error))
+                        bad_rows.add(f"{path}: line {line_number}", str(error))
                     else:
                         yield f"line {line_number}", row
-                line_number, line = line_number + 1, _read_line(file, path, line_number + 1)
+                line_number += 1
+                line = _read_line(file, path, line_number)
     except (*UNREADABLE, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text with JSON: {error}") from None
 
@@ -363,95 +387,116 @@ _TOO_DEEP = "JSON nested too deeply"
 _JSON_TYPES = {list: "list", str: "string", bool: "boolean", type(None): "null"}
 
 
-def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: Path, bad: BadRows) -> PlacedRows:
-    """Yield the objects of a JSON list, or of concatenated JSON values.
-
-    Reads the file in chunks and keeps one object in memory. Adds a value that is not an object to ``bad``; raises at a
-    syntax error, since no later row can be located.
+def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: Path, bad_rows: BadRows) -> PlacedRows:
+    """Yield the objects of a JSON list, or of concatenated JSON values; only one object is in memory at a time.
 
     Args:
         file: The file, from which ``head`` has been read.
         head: The beginning of the file.
         line_number: Number of the line in which ``head`` begins.
         path: Path of the file, for messages.
-        bad: Collects values that are not objects.
+        bad_rows: Collects values that are not objects.
 
     Raises:
-        DataError: There is a syntax error.
+        DataError: There is a syntax error, after which no row can be located.
     """
-    # The chunk in memory, the position in it, whether the file has ended, and the number of rows so far.
-    text, at, ended, num_rows = head, 0, False, 0
-    decoder = json.JSONDecoder(parse_float=TypedNumber)
+    values = _JsonValues(file, head, line_number, path)
+    is_list = values.next_character() == "["
+    if is_list:
+        values.position += 1
+    while character := values.next_character():
+        if is_list and character == "]":
+            values.position += 1
+            if values.next_character():
+                raise values.error("text after the end of the list", values.position)
+            return
+        if is_list and values.num_parsed > 0:
+            if character != ",":
+                raise values.error("not JSON: Expecting ',' delimiter", values.position)
+            values.position += 1
+            values.next_character()
+        place = f"row {values.num_parsed + 1}"
+        try:
+            row = _require_object(values.parse_next())
+        except DataError:
+            raise
+        except ValueError as error:
+            bad_rows.add(f"{path}: {place}", str(error))
+        else:
+            yield place, row
+        values.num_parsed += 1
+    if is_list:
+        raise values.error("the list is not closed", values.position)
 
-    def read_more() -> None:
-        """Drop the text before ``at``, then read a chunk at least as long as the rest, so long rows need few reads."""
-        nonlocal text, at, ended, line_number
-        line_number += text.count("\n", 0, at)
-        piece = file.read(max(_CHUNK_CHARACTERS, len(text) - at))
-        text, at, ended = text[at:] + piece, 0, not piece
 
-    def next_character() -> str:
-        """Skip white space and return the next character; an empty string at the end."""
-        nonlocal at
+class _JsonValues:
+    """Parser of one JSON value after another from a file that is read in chunks.
+
+    Args:
+        file: The file, from which ``text`` has been read.
+        text: The chunk in memory.
+        line_number: Number of the line in which ``text`` begins.
+        path: Path of the file, for messages.
+    """
+
+    def __init__(self, file: io.TextIOWrapper, text: str, line_number: int, path: Path):
+        self.file, self.text, self.line_number, self.path = file, text, line_number, path
+        self.position = 0  # in `text`, of the next character to parse
+        self.at_end_of_file = False
+        self.num_parsed = 0  # set by the caller
+        self._decoder = json.JSONDecoder(parse_float=TypedNumber)
+
+    def next_character(self) -> str:
+        """Skip white space and return the next character without moving past it; an empty string at the end."""
         while True:
-            space = _SPACE.match(text, at)
-            at = space.end() if space else at
-            if at < len(text) or ended:
-                return text[at : at + 1]
-            read_more()
+            space = _SPACE.match(self.text, self.position)
+            if space is not None:
+                self.position = space.end()
+            if self.position < len(self.text):
+                return self.text[self.position]
+            if self.at_end_of_file:
+                return ""
+            self._read_more()
 
-    def error_at(what: str, position: int) -> DataError:
-        """Return the error for a problem at a position of ``text``, with the numbers of the line and the row."""
-        return DataError(f"{path}: line {line_number + text.count(chr(10), 0, position)}: row {num_rows + 1}: {what}")
-
-    def parse_value() -> object:
-        """Parse the value at ``at`` and move ``at`` behind it; read more of the file if the value is cut off.
+    def parse_next(self) -> object:
+        """Return the value at ``position`` and move behind it; read more of the file if the value is cut off.
 
         Raises:
             DataError: There is a syntax error, or the value is too long or nested too deeply.
         """
-        nonlocal at
         while True:
             try:
-                found, at = decoder.raw_decode(text, at)
-                return found
+                value, self.position = self._decoder.raw_decode(self.text, self.position)
+                return value
             except json.JSONDecodeError as error:
-                near_end = error.pos > len(text) - _LONGEST_LITERAL  # maybe a literal such as `false`, cut in two
-                is_cut_off = not ended and (error.msg.startswith("Unterminated") or near_end)
-                if not is_cut_off:
-                    raise error_at(f"not JSON: {error.msg}", error.pos) from None
+                # Near the end of the chunk, the error may be due to a literal such as `false` that is cut in two.
+                is_near_end = error.pos > len(self.text) - _LONGEST_LITERAL
+                may_be_cut_off = error.msg.startswith("Unterminated") or is_near_end
+                if self.at_end_of_file or not may_be_cut_off:
+                    raise self.error(f"not JSON: {error.msg}", error.pos) from None
             except RecursionError:
-                raise error_at(_TOO_DEEP, at) from None
+                raise self.error(_TOO_DEEP, self.position) from None
             except ValueError as error:
-                raise error_at(f"not JSON: {error}", at) from None
-            if len(text) - at > MAX_ROW_CHARACTERS:
-                raise error_at(_TOO_LONG, at)
-            read_more()
+                raise self.error(f"not JSON: {error}", self.position) from None
+            if len(self.text) - self.position > MAX_ROW_CHARACTERS:
+                raise self.error(_TOO_LONG, self.position)
+            self._read_more()
 
-    is_list = next_character() == "["
-    at += 1 if is_list else 0  # skip the bracket
-    while character := next_character():
-        if is_list and character == "]":
-            at += 1
-            if next_character():
-                raise error_at("text after the end of the list", at)
-            return
-        if is_list and num_rows:
-            if character != ",":
-                raise error_at("not JSON: Expecting ',' delimiter", at)
-            at += 1
-            next_character()
-        try:
-            row = _require_object(parse_value())
-        except DataError:
-            raise
-        except ValueError as error:
-            bad.add(f"{path}: row {num_rows + 1}", str(error))
-        else:
-            yield f"row {num_rows + 1}", row
-        num_rows += 1
-    if is_list:
-        raise error_at("the list is not closed", at)
+    def _read_more(self) -> None:
+        """Drop the text before ``position``, and append the next chunk of the file to the rest.
+
+        The chunk is at least as long as the rest, so that a long value needs few reads.
+        """
+        self.line_number += self.text.count("\n", 0, self.position)
+        rest = self.text[self.position :]
+        chunk = self.file.read(max(_CHUNK_CHARACTERS, len(rest)))
+        self.text, self.position = rest + chunk, 0
+        self.at_end_of_file = not chunk
+
+    def error(self, problem: str, position: int) -> DataError:
+        """Return the error for a problem at a position of ``text``, with the numbers of the line and the row."""
+        line_number = self.line_number + self.text.count("\n", 0, position)
+        return DataError(f"{self.path}: line {line_number}: row {self.num_parsed + 1}: {problem}")
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -462,29 +507,29 @@ _LONGEST_LITERAL = len("-Infinity") + 1
 # -------------------------------------------------------------------- CSV
 
 
-def read_csv(path: Path, sep: str, bad: BadRows) -> PlacedRows:
+def read_csv(path: Path, sep: str, bad_rows: BadRows) -> PlacedRows:
     """Yield the rows of a file whose first line names the columns; of columns with equal names the first counts.
 
-    Missing fields at the end of a row are empty. A row with more fields than columns is bad; ``datasets`` takes the
-    first field of such rows for an index instead, which shifts the columns.
+    Missing fields at the end of a row are empty. A row with more fields than columns is a bad row.
 
     Args:
         path: The file.
         sep: Separator of fields.
-        bad: Collects rows with too many fields.
+        bad_rows: Collects rows with too many fields.
 
     Raises:
         DataError: The file cannot be read, or its quotes are malformed.
     """
     with _open_csv(path, sep) as (columns, rows):
-        for line, row in rows:
-            if len(row) > len(columns):
-                what = f"got {len(row)} fields for {len(columns)} columns; quote texts that contain {sep!r}"
-                bad.add(f"{path}: line {line}", what)
+        for line_number, fields in rows:
+            if len(fields) > len(columns):
+                problem = f"got {len(fields)} fields for {len(columns)} columns; quote texts that contain {sep!r}"
+                bad_rows.add(f"{path}: line {line_number}", problem)
                 continue
-            row += [""] * (len(columns) - len(row))
+            num_missing = len(columns) - len(fields)
+            fields += [""] * num_missing
             # Reversed, since of equal keys a dict keeps the value that comes last.
-            yield f"line {line}", dict(zip(reversed(columns), reversed(row), strict=True))
+            yield f"line {line_number}", dict(zip(reversed(columns), reversed(fields), strict=True))
 
 
 def _csv_columns(path: Path, sep: str) -> tuple[str, ...]:
@@ -497,24 +542,33 @@ def _csv_columns(path: Path, sep: str) -> tuple[str, ...]:
 def _open_csv(path: Path, sep: str) -> Iterator[tuple[list[str], Iterator[tuple[int, list[str]]]]]:
     """Open a CSV file for the duration of the context.
 
-    Yields the names of the columns, and an iterator over the rows that are not blank, each with the number of its last
-    line.
+    Yields the names of the columns, and an iterator over the rows that are not blank: the number of the row's last
+    line, and its fields.
 
     Raises:
         DataError: The file cannot be read, or its quotes are malformed.
     """
     csv.field_size_limit(MAX_ROW_CHARACTERS)
     reader: Any = None
+
+    def read_lines(file: io.TextIOWrapper) -> Iterator[str]:
+        """Yield the lines; raise an error for one that is too long for memory."""
+        for line_number in count(1):
+            line = _read_line(file, path, line_number)
+            if not line:  # the end of the file
+                return
+            yield line
+
     try:
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
-            # Not `file` itself, whose lines have no limit. An empty string marks the end of the file.
-            lines = takewhile(bool, (_read_line(file, path, number) for number in count(1)))
-            reader = csv.reader(lines, delimiter=sep, strict=True)
-            rows = ((reader.line_num, row) for row in reader if row)
-            _line_number, columns = next(rows, (0, []))  # the first line names the columns; none in an empty file
+            reader = csv.reader(read_lines(file), delimiter=sep, strict=True)
+            rows = ((reader.line_num, fields) for fields in reader if fields)
+            empty_file = (0, [])
+            _line_number, columns = next(rows, empty_file)  # the first line names the columns
             yield columns, rows
     except (*UNREADABLE, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: line {reader.line_num if reader else 0}: {error}") from None
+        line_number = reader.line_num if reader else 0
+        raise DataError(f"{path}: line {line_number}: {error}") from None
 
 
 # -------------------------------------------------------------------- Parquet
@@ -537,37 +591,42 @@ def _open_parquet(path: Path) -> tuple[tuple[str, ...], Callable[[BadRows, Seque
 
     def open_file() -> Any:
         """Open the file; a compressed one is decompressed in memory, since Parquet needs random access."""
-        compressed = path.suffix.lower() != ".parquet"
-        return parquet.ParquetFile(pyarrow.BufferReader(open_bytes(path).read()) if compressed else str(path))
+        is_compressed = path.suffix.lower() != ".parquet"
+        if is_compressed:
+            return parquet.ParquetFile(pyarrow.BufferReader(open_bytes(path).read()))
+        return parquet.ParquetFile(str(path))
 
-    def read(_bad: BadRows, wanted: Sequence[str] | None) -> PlacedRows:
+    def read(_bad_rows: BadRows, columns_to_read: Sequence[str] | None) -> PlacedRows:
         """Yield the rows; no row of a Parquet file can be bad, since all have the same columns and types."""
-        for number, row in enumerate(_parquet_rows(path, open_file, wanted), start=1):
+        for number, row in enumerate(_parquet_rows(path, open_file, columns_to_read), start=1):
             yield f"row {number}", row
 
     try:
         with open_file() as file:
-            return tuple(file.schema_arrow.names), read
+            columns = tuple(file.schema_arrow.names)
     except Exception as error:  # pyarrow's exceptions have no useful common base
         raise DataError(f"{path}: cannot be read as Parquet: {describe_cause(error)}") from None
+    return columns, read
 
 
-def _parquet_rows(path: Path, open_file: Callable[[], Any], wanted: Sequence[str] | None) -> Iterator[Row]:
+def _parquet_rows(path: Path, open_file: Callable[[], Any], columns_to_read: Sequence[str] | None) -> Iterator[Row]:
     """Yield the rows of a Parquet file, with class labels replaced by their names.
 
     Args:
         path: Path of the file, for messages.
         open_file: Opens the file as a ``ParquetFile``.
-        wanted: Columns to read; None for all.
+        columns_to_read: Columns to read; None for all.
 
     Raises:
         DataError: Reading fails.
     """
     with open_file() as file:
         schema = file.schema_arrow
-        names = schema.names if wanted is None else [name for name in schema.names if name in wanted]
-        labels = _class_labels(schema)
-        batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=names)
+        columns = schema.names
+        if columns_to_read is not None:
+            columns = [name for name in columns if name in columns_to_read]
+        labels_by_column = _class_labels(schema)
+        batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns)
         while True:
             try:
                 # "lossy" keeps the last of equal keys of a map; any other setting gives pairs or an error.
@@ -577,7 +636,7 @@ def _parquet_rows(path: Path, open_file: Callable[[], Any], wanted: Sequence[str
             except Exception as error:
                 raise DataError(f"{path}: reading failed: {describe_cause(error)}") from None
             for row in rows:
-                yield {name: _name_label(value, labels.get(name)) for name, value in row.items()}
+                yield {column: _name_label(value, labels_by_column.get(column)) for column, value in row.items()}
 
 
 def _class_labels(schema: Any) -> dict[str, list[str]]:
@@ -586,13 +645,16 @@ def _class_labels(schema: Any) -> dict[str, list[str]]:
     Args:
         schema: The file's ``pyarrow.Schema``.
     """
+    metadata = schema.metadata or {}
     try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-    except (KeyError, ValueError, TypeError):
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError):  # not written by `datasets`
         return {}
     return {name: item["names"] for name, item in features.items() if isinstance(item, dict) and "names" in item}
 
 
 def _name_label(value: object, labels: Sequence[str] | None) -> object:
     """Return the name of a class label, given its number; return other values unchanged."""
-    return labels[value] if labels and isinstance(value, int) and 0 <= value < len(labels) else value
+    if labels and isinstance(value, int) and 0 <= value < len(labels):
+        return labels[value]
+    return value

@@ -35,7 +35,7 @@ Groups = dict[str, dict[str, list[str]]]
 
 
 def read_documents(
-    path: str | Path, *, column: str = "text", max_bytes: int | None = None, bad: BadRows | None = None
+    path: str | Path, *, column: str = "text", max_bytes: int | None = None, bad_rows: BadRows | None = None
 ) -> list[str]:
     """Read the documents of one user.
 
@@ -53,13 +53,13 @@ def read_documents(
         path: Path or name of the source.
         column: Column that holds the documents of rows.
         max_bytes: Number of bytes of text after which reading ends, approximately, with a warning; None for all.
-        bad: Collects bad rows; None to raise an error for them.
+        bad_rows: Collects bad rows; None to raise an error for them.
 
     Raises:
         NoTextError: The source has no text.
         DataError: The path or column does not exist, the path is a device or pipe, or the file is unreadable.
     """
-    collected = bad or BadRows()
+    collected = bad_rows or BadRows()
     if str(path).startswith(HUB_PREFIX):
         documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents, max_bytes, collected)
     elif is_named(str(path)):
@@ -70,7 +70,7 @@ def read_documents(
         path = expand_home(path)
         check_regular(path)
         documents = [document for document in _read_path(path, column, max_bytes, collected) if document.strip()]
-    if bad is None:
+    if bad_rows is None:
         collected.report()
     if not documents:
         raise NoTextError(f"{path}: no text; at least one document is needed")
@@ -147,8 +147,8 @@ def group_documents(
         unpack=lambda content: content.decode("utf-8", "surrogatepass"),
     )
     if not rows.owners:  # no row has a user
-        if (bad := options.get("bad")) is not None:
-            bad.report()  # raises an error if rows are bad, which may be why no row has a user
+        if (bad_rows := options.get("bad_rows")) is not None:
+            bad_rows.report()  # raises an error if rows are bad, which may be why no row has a user
         raise no_texts_error(source, text, user, name=options.get("name"), data_files=options.get("data_files"))
     wanted = choose_users(rows.owners, users, where)
     if problem := name_problem(wanted):
@@ -191,7 +191,7 @@ def iterate_documents(
     name: str | None = None,
     data_files: str | Sequence[str] | Mapping[str, object] | None = None,
     max_documents: int | None = None,
-    bad: BadRows | None = None,
+    bad_rows: BadRows | None = None,
 ) -> Iterator[tuple[str, str, str]]:
     """Yield user, split and document of each row of a data set.
 
@@ -209,7 +209,7 @@ def iterate_documents(
         data_files: Passed on to ``datasets.load_dataset``.
         max_documents: Number of first documents of each user and split to keep. Rows of ``hub:NAME`` are then streamed;
             with ``users``, streaming ends when all of them have that many.
-        bad: Collects bad rows; None to raise an error for them when reading ends.
+        bad_rows: Collects bad rows; None to raise an error for them when reading ends.
 
     Raises:
         DataError: A source or column is unknown, or rows are unreadable.
@@ -219,10 +219,10 @@ def iterate_documents(
         raise DataError(f"{where}: documents applies only to the source of a single user; use max_documents instead")
     columns = [text, user] if split is None else [text, user, split]
     counts: dict[str, Counter[str]] = {}
-    collected = bad or BadRows()
+    collected = bad_rows or BadRows()
     for table in read_tables(source, name=name, data_files=data_files, stream=max_documents is not None):
         yield from _within_limits(counts, iterate_texts(table, columns, collected), table.split, users, max_documents)
-    if bad is None:
+    if bad_rows is None:
         collected.report()
 
 
@@ -271,7 +271,7 @@ def _within_limits(
                 return
 
 
-def _read_rows(source: str, column: str, count: int | None, max_bytes: int | None, bad: BadRows) -> list[str]:
+def _read_rows(source: str, column: str, count: int | None, max_bytes: int | None, bad_rows: BadRows) -> list[str]:
     """Read one column of the rows of a source as documents.
 
     Args:
@@ -279,12 +279,12 @@ def _read_rows(source: str, column: str, count: int | None, max_bytes: int | Non
         column: Column with the documents.
         count: Number of first rows to read, as a stream if the source is on the hub; None for all.
         max_bytes: Stop with a warning after about this many bytes of text; None for all.
-        bad: Collects bad rows.
+        bad_rows: Collects bad rows.
     """
     documents: list[str] = []
     left = math.inf if max_bytes is None else max_bytes
     tables = read_tables(source, stream=count is not None)
-    rows = (document for table in tables for (document,) in iterate_texts(table, [column], bad))
+    rows = (document for table in tables for (document,) in iterate_texts(table, [column], bad_rows))
     for document in islice(rows, count):
         if left <= 0:
             assert max_bytes is not None  # otherwise `left` is infinite
@@ -295,18 +295,18 @@ def _read_rows(source: str, column: str, count: int | None, max_bytes: int | Non
     return documents
 
 
-def _read_path(path: Path, column: str, max_bytes: int | None, bad: BadRows) -> Iterator[str]:
+def _read_path(path: Path, column: str, max_bytes: int | None, bad_rows: BadRows) -> Iterator[str]:
     """Yield the documents of a folder of texts, a file or saved data set of rows, or a text file.
 
     Args:
         path: The file or folder.
         column: Column with the documents of rows.
         max_bytes: Stop after about this many bytes; None for all.
-        bad: Collects bad rows.
+        bad_rows: Collects bad rows.
     """
     if path.is_dir() and not is_saved(path):
         yield from read_text_folder(path, max_bytes=max_bytes)
     elif path.is_dir() or has_rows(path):
-        yield from _read_rows(str(path), column, count=None, max_bytes=max_bytes, bad=bad)
+        yield from _read_rows(str(path), column, count=None, max_bytes=max_bytes, bad_rows=bad_rows)
     else:
         yield from read_text_file(path, max_bytes=max_bytes)

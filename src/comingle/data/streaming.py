@@ -278,20 +278,20 @@ class StoredRows(Rows):
 
 def read_each(
     readers: Iterable[tuple[str, Callable[[], Read]]],
-    without_data: Callable[[str], Read],
     *,
+    make_empty: Callable[[str], Read],
     skips: bool,
     noun: str,
     report: Callable[[], None],
 ) -> Generator[Read, None, None]:
-    """Yield the data of each user, then raise one error if some users had no data.
+    """Yield the data of each user, then raise one error that lists the users without data.
 
-    The error has the number of these users and the names of the first of them. Users without data are yielded as empty
-    users. With ``skips`` the caller skips them, so an error is raised only if no user has data.
+    Users without data are yielded as empty users. With ``skips`` the caller skips them, so there is an error only if no
+    user has data.
 
     Args:
         readers: Name of each user, and the function that reads its data.
-        without_data: Returns an empty user with this name.
+        make_empty: Returns an empty user with this name.
         skips: Whether the caller skips users with too little data.
         noun: Name of the data in the error, such as "conversations".
         report: Called after the last user; raises an error for bad rows or warns of them.
@@ -299,22 +299,25 @@ def read_each(
     Raises:
         DataError: A reader raised it, users have no data, or bad rows are refused.
     """
-    num_users, empty = 0, FirstUsers()
+    num_users, empty_users = 0, FirstUsers()
     for name, read in readers:
         num_users += 1
         try:
-            found = read()
+            user = read()
         except NoTextError as error:
-            empty.add(name, str(error))
-            found = without_data(name)
-        yield found
-        del found, read  # free memory before the next user is read
+            empty_users.add(name, str(error))
+            user = make_empty(name)
+        yield user
+        del user, read  # free memory before the next user is read
     report()
-    if not empty.count or (skips and empty.count < num_users):
+    num_empty = empty_users.count
+    some_have_data = num_empty < num_users
+    if num_empty == 0 or (skips and some_have_data):
         return
-    if empty.count == 1:
-        raise DataError(next(iter(empty.first.values())))
-    raise DataError(f"{empty.count} of {num_users} users have no {noun}: {empty.listed}")
+    if num_empty == 1:
+        (message,) = empty_users.first.values()
+        raise DataError(message)
+    raise DataError(f"{num_empty} of {num_users} users have no {noun}: {empty_users.listed}")
 
 
 class SmallUserFilter(Generic[User]):

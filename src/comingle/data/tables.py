@@ -43,7 +43,7 @@ Rows = Any
 """A ``datasets.Dataset`` or ``IterableDataset``; untyped because their package is optional."""
 
 
-def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterator[tuple[str, ...]]:
+def iterate_texts(table: Table, columns: Sequence[str], bad_rows: BadRows) -> Iterator[tuple[str, ...]]:
     """Yield the named columns of every row that has them all: the first as document, the others as names.
 
     Skips rows with no value in one of the columns, and rows with a blank document.
@@ -51,7 +51,7 @@ def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterato
     Args:
         table: The rows.
         columns: The columns; ``meta.set`` is the field ``set`` of a column ``meta``.
-        bad: Collects rows whose document is not text, or whose name is not valid.
+        bad_rows: Collects rows whose document is not text, or whose name is not valid.
 
     Raises:
         DataError: No row has one of the columns.
@@ -64,14 +64,14 @@ def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterato
         missing = [column for column in columns if column not in names and column.partition(".")[0] not in names]
         _require_columns(missing, names, table.where)
     is_empty = True
-    for place, row in table.read(bad, columns_to_read):
+    for place, row in table.read(bad_rows, columns_to_read):
         is_empty = False
         names = names or list(row)
         missing = [column for column in missing if not has_column(row, column)]
         document, *others = (field_of(row, column) for column in columns)
         if document is None or any(other is None for other in others):
             continue
-        with bad.row(f"{table.where}: {place}"):
+        with bad_rows.catch(f"{table.where}: {place}"):
             text = _check_document(document, columns[0])
             owners = [read_name(other, column) for other, column in zip(others, columns[1:], strict=True)]
             if text.strip():

@@ -267,11 +267,11 @@ class Encoder:
         data: The recipe's section.
         template: Chat template of the base model.
         context: Largest number of tokens of a conversation.
-        bad: Collects conversations that the template rejects.
+        bad_rows: Collects conversations that the template rejects.
     """
 
-    def __init__(self, data: ConversationsSection, template: ChatTemplate, context: int, bad: BadRows):
-        self.data, self.context, self.template, self.bad = data, context, template, bad
+    def __init__(self, data: ConversationsSection, template: ChatTemplate, context: int, bad_rows: BadRows):
+        self.data, self.context, self.template, self.bad_rows = data, context, template, bad_rows
         self.counts, self.ends = Counter[str](), self.template.ends()
         self.longest = 0  # tokens of the longest conversation so far, before it is cut
 
@@ -332,7 +332,7 @@ class Encoder:
             DataError: The loss is on all tokens, but the template rewrites earlier turns.
         """
         where, messages = placed
-        with self.bad.row(f"user {name!r}: {where}"):  # catches the template's error and notes a bad row
+        with self.bad_rows.catch(f"user {name!r}: {where}"):  # catches the template's error and notes a bad row
             encoded = self.template.encode_turns(messages)
             # With several results an earlier turn would have a loss several times. `masked` is None if it is unknown
             # where the responses without a loss are.
@@ -471,7 +471,7 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
     @cached_property
     def encoder(self) -> Encoder:
         """Encoder of all users, which reports conversations that the template rejects as bad rows."""
-        return Encoder(self.data, ChatTemplate(self.tokenizer, self.base.date), self.context, self.bad)
+        return Encoder(self.data, ChatTemplate(self.tokenizer, self.base.date), self.context, self.bad_rows)
 
     def key(self) -> list[object]:
         """Return the base class's key, extended by the chat template and the date in it."""
@@ -480,7 +480,7 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
 
     def read(self, rows: Rows) -> Generator[UserConversations, None, None]:
         """Yield the messages of each user."""
-        return iterate_users(self.data, self.seed, rows, self.bad, self.duplicates, self.given)
+        return iterate_users(self.data, self.seed, rows, self.bad_rows, self.duplicates, self.given)
 
     def encode(self, unencoded: UserConversations) -> UserAnswers:
         """Return the conversations as windows, none longer than the context."""
@@ -496,7 +496,7 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
 
     def report(self) -> None:
         """Report conversations that the template rejects."""
-        self.bad.report()
+        self.bad_rows.report()
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """Return the base class's summary, with warnings about conversations that are too long."""
@@ -559,7 +559,7 @@ def count_conversations(recipe: Recipe, data: ConversationsSection, validates: b
     # `_no_base` stands for the function that loads the base model, which is not needed here.
     reader = reader_class(data, recipe.data_seed, _no_base, context=context, validates=validates)
     if tokenizer is not None:  # set the cached property, which would load the base model
-        reader.encoder = Encoder(data, ChatTemplate(tokenizer), context, reader.bad)
+        reader.encoder = Encoder(data, ChatTemplate(tokenizer), context, reader.bad_rows)
     reader.on_skip = lambda name, what: skipped.add(name)
     users = [user for _unencoded, user in reader.stream(list(reader.read(ListedRows())))]
     _totals, warnings = reader.summary()

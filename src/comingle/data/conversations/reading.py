@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,23 +36,23 @@ T = TypeVar("T")
 
 
 def read_records(
-    source: str | Sequence[str], *, config: str | None = None, bad: BadRows | None = None
+    source: str | Sequence[str], *, config: str | None = None, bad_rows: BadRows | None = None
 ) -> Iterator[Record]:
     """Yield the rows of files, folders, or a data set of the hub.
 
     Args:
         source: Files, folders or hub names.
         config: Configuration of a data set of the hub.
-        bad: Collects rows that cannot be read; None to raise an error for them when reading ends.
+        bad_rows: Collects rows that cannot be read; None to raise an error for them when reading ends.
 
     Raises:
         DataError: A source is missing, unknown or unreadable.
     """
-    collected = bad or BadRows()
+    collected = bad_rows or BadRows()
     for table in read_tables(source, name=config):
         for place, row in table.read(collected, None):  # None: all columns
             yield table.split, f"{table.where}: {place}", row
-    if bad is None:
+    if bad_rows is None:
         collected.report()
 
 
@@ -70,7 +70,7 @@ class UserConversations:
     test: tuple[PlacedConversation, ...] = ()
 
 
-def read_users(data: ConversationsSection, seed: int, bad: BadRows | None = None) -> list[UserConversations]:
+def read_users(data: ConversationsSection, seed: int, bad_rows: BadRows | None = None) -> list[UserConversations]:
     """Read and split the conversations of all users.
 
     Users without conversations are refused. With ``data.on_small_user: skip`` they are returned with empty splits.
@@ -78,21 +78,21 @@ def read_users(data: ConversationsSection, seed: int, bad: BadRows | None = None
     Args:
         data: The recipe's section.
         seed: Seed of the splits.
-        bad: Collects bad rows; None for a new collection.
+        bad_rows: Collects bad rows; None for a new collection.
 
     Raises:
         DataError: A source is missing or unreadable, or bad rows or users without conversations are refused.
     """
-    return list(
-        iterate_users(data, seed, ListedRows(), bad or BadRows(data.on_bad_row), DuplicateFilter(data.deduplicate))
-    )
+    bad_rows = bad_rows or BadRows(data.on_bad_row)
+    duplicates = DuplicateFilter(data.deduplicate)
+    return list(iterate_users(data, seed, ListedRows(), bad_rows, duplicates))
 
 
 def iterate_users(
     data: ConversationsSection,
     seed: int,
     group_rows: Rows,
-    bad: BadRows,
+    bad_rows: BadRows,
     duplicates: DuplicateFilter,
     given: Mapping[str, object] | None = None,
 ) -> Generator[UserConversations, None, None]:
@@ -102,7 +102,7 @@ def iterate_users(
         data: The recipe's section.
         seed: Seed of the splits.
         group_rows: Groups the rows of a data set by user, in memory or on disk.
-        bad: Collects bad rows.
+        bad_rows: Collects bad rows.
         duplicates: Drops duplicate conversations of a user if the section enables this.
         given: Each user's rows by the user's name, if a program passes them: a list of rows, a ``Dataset``, a path, or
             a mapping from splits to lists or ``Dataset`` objects. None to read what the section names.
@@ -110,30 +110,30 @@ def iterate_users(
     Raises:
         DataError: A source is missing or unreadable, or bad rows or users without conversations are refused.
     """
+    readers: Iterable[tuple[str, Reader]]
     if given is not None:
-        readers: Iterable[tuple[str, Reader]] = given_readers(data, given, bad, duplicates).items()
+        readers = given_readers(data, given, bad_rows, duplicates).items()
     elif data.given:
         raise DataError("data.given: a program must pass the users; call comingle.run(recipe, users=...)")
     elif data.dataset is not None:
-        readers = _dataset_readers(data, group_rows, bad, duplicates)
+        readers = _dataset_readers(data, group_rows, bad_rows, duplicates)
     else:
-        readers = file_readers(data, bad, duplicates).items()
+        readers = file_readers(data, bad_rows, duplicates).items()
+    seeded_readers = ((name, partial(read, name, seed)) for name, read in readers)
+
+    def empty_user(name: str) -> UserConversations:
+        return UserConversations(name=name)
 
     def report() -> None:
-        bad.report()
+        bad_rows.report()
         duplicates.report()
 
-    return read_each(
-        ((name, partial(read, name, seed)) for name, read in readers),
-        without_data=lambda name: UserConversations(name=name),
-        skips=data.on_small_user == "skip",
-        noun="conversations",
-        report=report,
-    )
+    skips = data.on_small_user == "skip"
+    return read_each(seeded_readers, make_empty=empty_user, skips=skips, noun="conversations", report=report)
 
 
 def given_readers(
-    data: ConversationsSection, given: Mapping[str, object], bad: BadRows, duplicates: DuplicateFilter
+    data: ConversationsSection, given: Mapping[str, object], bad_rows: BadRows, duplicates: DuplicateFilter
 ) -> dict[str, Reader]:
     """Return a reader for the conversations of each user that a program passes.
 
@@ -141,7 +141,7 @@ def given_readers(
         data: The recipe's section.
         given: Each user's data by name: a list of rows, a ``Dataset``, a path, or a mapping from splits to lists or
             ``Dataset`` objects.
-        bad: Collects bad rows.
+        bad_rows: Collects bad rows.
         duplicates: Drops duplicate conversations.
 
     Raises:
@@ -152,35 +152,36 @@ def given_readers(
     readers: dict[str, Reader] = {}
     for name, rows in given.items():
         if isinstance(rows, str | Path):
-            readers[name] = partial(read_files, data, bad, duplicates, UserFiles(path=str(rows)))
+            readers[name] = partial(read_files, data, bad_rows, duplicates, UserFiles(path=str(rows)))
         elif isinstance(rows, Mapping):
             # The program passes splits: use them instead of the recipe's fractions.
-            valid_name = next((split for split in ("valid", "validation") if split in rows), None)
-            section = data.split.model_copy(update={"given": True, "valid_name": valid_name})
-            by_split = {str(split): list(rows_of(part, str(split), bad)) for split, part in rows.items()}
-            readers[name] = partial(split_records, data, bad, duplicates, by_split, split=section)
+            valid_name = next((key for key in ("valid", "validation") if key in rows), None)
+            split_section = data.split.model_copy(update={"given": True, "valid_name": valid_name})
+            records = {str(key): list(rows_of(part, str(key), bad_rows)) for key, part in rows.items()}
+            readers[name] = partial(split_records, data, bad_rows, duplicates, records, split=split_section)
         else:
-            by_split = {"train": list(rows_of(rows, "train", bad))}
-            readers[name] = partial(split_records, data, bad, duplicates, by_split)
+            records = {"train": list(rows_of(rows, "train", bad_rows))}
+            readers[name] = partial(split_records, data, bad_rows, duplicates, records)
     return readers
 
 
-def rows_of(rows: Any, split: str, bad: BadRows) -> Iterator[Record]:
-    """Yield the rows of a list of mappings or a ``Dataset``, each with its split and its place for messages.
+def rows_of(rows: Any, split: str, bad_rows: BadRows) -> Iterator[Record]:
+    """Yield the rows of a list of mappings or a ``Dataset``, each with its split and its place, such as ``row 3``.
 
     Args:
         rows: The list or ``Dataset``.
         split: Split of the rows.
-        bad: Collects rows that are not mappings.
+        bad_rows: Collects rows that are not mappings.
     """
-    if hasattr(rows, "column_names"):
-        table = table_of(rows, "", split)  # without a name, since the caller names the user in messages
+    if hasattr(rows, "column_names"):  # a Dataset
+        table = table_of(rows, where="", split=split)  # without a name, since the caller names the user in messages
         all_columns = None
-        yield from ((split, place, row) for place, row in table.read(bad, all_columns))
+        for place, row in table.read(bad_rows, all_columns):
+            yield split, place, row
         return
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            bad.add(f"row {number}", f"got {reprlib.repr(row)}; allowed: a mapping with messages")
+            bad_rows.add(f"row {number}", f"got {reprlib.repr(row)}; allowed: a mapping with messages")
         else:
             yield split, f"row {number}", row
 
@@ -192,52 +193,57 @@ Reader = Callable[[str, int], UserConversations]
 # -------------------------------------------------------------------- one user
 
 
-def file_readers(data: ConversationsSection, bad: BadRows, duplicates: DuplicateFilter) -> dict[str, Reader]:
+def file_readers(data: ConversationsSection, bad_rows: BadRows, duplicates: DuplicateFilter) -> dict[str, Reader]:
     """Return a reader for each user in the recipe; warn of users that train on the same file.
 
     Args:
         data: The recipe's section.
-        bad: Collects bad rows.
+        bad_rows: Collects bad rows.
         duplicates: Drops duplicate conversations.
     """
     users = data.users or {}
-    # A user trains on `train`, or on part of `path`. The same test file for several users is not a mistake.
-    warn_same_files({name: (source.path, source.train) for name, source in users.items()})
-    return {name: partial(read_files, data, bad, duplicates, source) for name, source in users.items()}
+    # Not valid and test: users may well be tested on the same file.
+    train_sources = {name: (source.path, source.train) for name, source in users.items()}
+    warn_same_files(train_sources)
+    return {name: partial(read_files, data, bad_rows, duplicates, source) for name, source in users.items()}
 
 
 def read_files(
-    data: ConversationsSection, bad: BadRows, duplicates: DuplicateFilter, source: UserFiles, name: str, seed: int
+    data: ConversationsSection, bad_rows: BadRows, duplicates: DuplicateFilter, source: UserFiles, name: str, seed: int
 ) -> UserConversations:
     """Read and split the conversations of a user in the recipe.
 
-    A user has one file that is split here, or a file for each split.
+    A user has one file (``path``) that is split here, or a file for each split.
 
     Args:
         data: The recipe's section.
-        bad: Collects bad rows.
+        bad_rows: Collects bad rows.
         duplicates: Drops duplicate conversations.
         source: Files of the user.
         name: Name of the user.
         seed: Seed of the splits.
     """
-    has_own_splits = source.path is None
-    paths = {"train": source.train or source.path, "valid": source.valid, "test": source.test}
+    has_file_per_split = source.path is None
+    if has_file_per_split:
+        paths = {"train": source.train, "valid": source.valid, "test": source.test}
+    else:
+        paths = {"train": source.path}  # one file to split; its conversations are under "train" until then
     max_conversations = data.max_conversations_of(name)
     records_by_split: dict[str, list[Record]] = {}
     for split, path in paths.items():
-        if path is not None:  # the key counts, not the split that the name of the file denotes
-            records = islice(read_records(path, bad=bad), max_conversations)
-            records_by_split[split] = [(split, where, row) for _named_split, where, row in records]
+        if path is not None:
+            records = islice(read_records(path, bad_rows=bad_rows), max_conversations)
+            # The recipe's key is the split, even if the name of the file denotes another one.
+            records_by_split[split] = [(split, where, row) for _split_of_file_name, where, row in records]
     valid_name = "valid" if source.valid is not None else None
-    names = {"train_name": "train", "valid_name": valid_name, "test_name": "test"}
-    section = data.split.model_copy(update={"given": has_own_splits, **names})
-    return split_records(data, bad, duplicates, records_by_split, name, seed, split=section)
+    split_names = {"train_name": "train", "valid_name": valid_name, "test_name": "test"}
+    split_section = data.split.model_copy(update={"given": has_file_per_split, **split_names})
+    return split_records(data, bad_rows, duplicates, records_by_split, name, seed, split=split_section)
 
 
 def split_records(
     data: ConversationsSection,
-    bad: BadRows,
+    bad_rows: BadRows,
     duplicates: DuplicateFilter,
     records_by_split: Mapping[str, Sequence[Record]],
     name: str,
@@ -247,12 +253,12 @@ def split_records(
 ) -> UserConversations:
     """Read the conversations in a user's rows, and return them as train, valid and test.
 
-    If ``split.given`` is set, the rows keep their splits; a missing valid may be cut from train. Otherwise all
-    conversations are shuffled by (seed, name) and split by the fractions.
+    With ``split.given``, the rows keep their splits; a missing valid is cut from train if ``split.valid`` is above 0.
+    Otherwise all conversations are shuffled by (seed, name) and split by the fractions.
 
     Args:
         data: The recipe's section.
-        bad: Collects rows that are not conversations.
+        bad_rows: Collects rows that are not conversations.
         duplicates: Drops duplicate conversations if the section enables this.
         records_by_split: Rows by the splits that they are in.
         name: Name of the user.
@@ -264,48 +270,58 @@ def split_records(
     """
     split = split or data.split
     max_conversations = data.max_conversations_of(name)
+    all_conversations: dict[str, list[PlacedConversation]] = {}
+    for key, records in records_by_split.items():
+        all_conversations[key] = _conversations(data, bad_rows, name, records[:max_conversations])
     # A duplicate is kept in test, else in valid, so that no held-out conversation is also trained on.
-    held_out = (split.test_name, split.valid_name or "")  # "" if the recipe names no validation split
-    all_conversations = {
-        key: _conversations(data, bad, name, records[:max_conversations]) for key, records in records_by_split.items()
-    }
+    held_out = [split.test_name]
+    if split.valid_name:
+        held_out.append(split.valid_name)
     by_split = duplicates.drop(name, all_conversations, _comparable_text, held_out=held_out)
     if not any(by_split.values()):
         raise NoTextError(f"user {name!r}: no conversations; at least one is needed")
+
     if not split.given:
-        conversations = [conversation for of_split in by_split.values() for conversation in of_split]
+        conversations = list(chain.from_iterable(by_split.values()))
         train, valid, test = split_by_count(conversations, split.valid, split.test, seed, name)
         return UserConversations(name=name, train=train, valid=valid, test=test)
-    for wanted in filter(None, (split.train_name, split.valid_name, split.test_name)):
-        is_replaceable = wanted == split.valid_name and split.valid  # by a fraction of train
-        if wanted not in by_split and not is_replaceable:
+
+    needed = [split.train_name, split.test_name]
+    can_cut_valid_from_train = split.valid > 0
+    if split.valid_name and not can_cut_valid_from_train:
+        needed.insert(1, split.valid_name)
+    for wanted in needed:
+        if wanted not in by_split:
             advice = "" if data.dataset is None else column_advice(data.dataset.split)
             raise missing_split(name, wanted, by_split, advice)
-    train, test = tuple(by_split[split.train_name]), by_split[split.test_name]
-    valid = by_split.get(split.valid_name or "")
-    if valid is None:
-        train, valid, _no_test = split_by_count(train, split.valid, 0.0, seed, name)  # test is given
-    return UserConversations(name=name, train=train, valid=tuple(valid), test=tuple(test))
+    train = tuple(by_split[split.train_name])
+    test = tuple(by_split[split.test_name])
+    if split.valid_name in by_split:
+        valid = tuple(by_split[split.valid_name])
+    else:
+        train, valid, _no_test = split_by_count(train, split.valid, test=0.0, seed=seed, name=name)
+    return UserConversations(name=name, train=train, valid=valid, test=test)
 
 
 def _conversations(
-    data: ConversationsSection, bad: BadRows, name: str, records: Iterable[Record]
+    data: ConversationsSection, bad_rows: BadRows, name: str, records: Iterable[Record]
 ) -> list[PlacedConversation]:
     """Return the conversations of a user's rows, without those of rows that cannot be used.
 
     Args:
         data: The recipe's section.
-        bad: Collects the rows that cannot be used, and remarks.
+        bad_rows: Collects the rows that cannot be used, and remarks.
         name: Name of the user.
         records: The rows.
     """
     conversations: list[PlacedConversation] = []
-    dataset = data.dataset
-    other_columns = [] if dataset is None else [column for column in (dataset.user, dataset.split) if column]
+    other_columns: list[str] = []  # columns that have a meaning but hold no message
+    if data.dataset is not None:
+        other_columns = [column for column in (data.dataset.user, data.dataset.split) if column]
     for _split, where, row in records:
         place = f"user {name!r}: {where}"
-        with bad.row(place):
-            messages = messages_of(row, data.columns, read=other_columns, remark=partial(bad.remark, place))
+        with bad_rows.catch(place):  # a ValueError makes the row a bad row
+            messages = messages_of(row, data.columns, read=other_columns, remark=partial(bad_rows.remark, place))
             for message in messages:
                 if problem := long_word_problem(str(message["content"])):
                     raise ValueError(f"a message holds {problem}")
@@ -315,16 +331,19 @@ def _conversations(
 
 
 def _comparable_text(conversation: PlacedConversation) -> str:
-    """Return a conversation as text that is equal for duplicates: its messages as JSON with normalised white space.
+    """Return the messages of a conversation as JSON, in which white space is normalised; equal for duplicates.
 
     Args:
-        conversation: Place in its source, which does not count, and messages.
+        conversation: Place in its source, which is ignored, and messages.
     """
     _place, messages = conversation
-    normalised = [
-        {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in message.items()}
-        for message in messages
-    ]
+    normalised: list[dict[str, object]] = []
+    for message in messages:
+        fields = dict(message)
+        for key, value in message.items():
+            if isinstance(value, str):
+                fields[key] = " ".join(value.split())
+        normalised.append(fields)
     return json.dumps(normalised, sort_keys=True, default=str)  # str: values that JSON does not know, such as dates
 
 
@@ -366,9 +385,10 @@ def split_by_count(
         raise DataError(f"user {name!r}: split fractions valid={valid}, test={test}: their sum must be below 1")
     shuffled = list(conversations)
     random.Random(derive("split", seed, name)).shuffle(shuffled)
-    num_test, num_valid = (_split_size(len(shuffled), fraction) for fraction in (test, valid))
-    held_out, train = shuffled[: num_test + num_valid], shuffled[num_test + num_valid :]
-    return tuple(train), tuple(held_out[num_test:]), tuple(held_out[:num_test])
+    num_test = _split_size(len(shuffled), test)
+    num_valid = _split_size(len(shuffled), valid)
+    test_end, valid_end = num_test, num_test + num_valid
+    return tuple(shuffled[valid_end:]), tuple(shuffled[test_end:valid_end]), tuple(shuffled[:test_end])
 
 
 def _split_size(count: int, fraction: float) -> int:
@@ -381,82 +401,102 @@ def _split_size(count: int, fraction: float) -> int:
 
 
 def _dataset_readers(
-    data: ConversationsSection, rows: Rows, bad: BadRows, duplicates: DuplicateFilter
+    data: ConversationsSection, rows: Rows, bad_rows: BadRows, duplicates: DuplicateFilter
 ) -> Iterator[tuple[str, Reader]]:
-    """Yield a reader for each user of a data set, after grouping all of its rows.
+    """Yield name and reader of each selected user of a data set, after grouping all of its rows by user.
 
     Args:
         data: The recipe's section.
-        rows: Groups the rows by user; stores them as JSON if it keeps them on disk.
-        bad: Collects bad rows.
+        rows: Store that groups the rows by user, in memory or as JSON on disk.
+        bad_rows: Collects bad rows.
         duplicates: Drops duplicate conversations.
 
     Raises:
         DataError: No row names a user, or a selected user has no rows.
     """
+
+    def owners_and_splits() -> Iterator[tuple[str, str, Record]]:
+        for owner, record in records_with_users(data, bad_rows):
+            split, _place, _row = record
+            yield owner, split, record
+
+    def pack(record: Record) -> bytes:
+        return json.dumps(record, default=_placeholder).encode()
+
+    def unpack(content: bytes) -> tuple[Any, ...]:
+        return tuple(json.loads(content))
+
     assert data.dataset is not None
-    rows.fill(
-        # A record is a row with its split and place; the split comes first.
-        ((owner, record[0], record) for owner, record in records_with_users(data, bad)),
-        pack=lambda record: json.dumps(record, default=_placeholder).encode(),
-        unpack=lambda content: tuple(json.loads(content)),
-    )
-    for name, records_by_split in rows.groups(choose_dataset_users(data.dataset, rows.owners)):
-        yield name, partial(split_records, data, bad, duplicates, records_by_split)
+    rows.fill(owners_and_splits(), pack=pack, unpack=unpack)
+    names = choose_dataset_users(data.dataset, rows.owners)
+    for name, records_by_split in rows.groups(names):
+        yield name, partial(split_records, data, bad_rows, duplicates, records_by_split)
 
 
 def _placeholder(value: object) -> dict[str, str]:
-    """Return a JSON placeholder for a value such as a date or bytes, which is neither a message nor text."""
+    """Return ``{"": "date"}`` for a date, to be stored in its place; JSON has no dates, and no message needs them."""
     return {"": type(value).__name__}
 
 
-def records_with_users(data: ConversationsSection, bad: BadRows) -> Iterator[tuple[str, Record]]:
-    """Yield the rows of a data set that have a user, with the user, up to the limit per user and split.
+def records_with_users(data: ConversationsSection, bad_rows: BadRows) -> Iterator[tuple[str, Record]]:
+    """Yield user and record of each row of a data set that has a user, up to the limit per user and split.
+
+    Args:
+        data: The recipe's section, with a data set.
+        bad_rows: Collects bad rows.
 
     Raises:
         DataError: No row of a file names a user.
     """
-    source, counts = data.dataset, Counter[tuple[str, str]]()
+    source = data.dataset
     assert source is not None
+    num_rows = Counter[tuple[str, str]]()  # by user and split
     for table in read_tables(source.path, name=source.config):
-        columns, has_user_column = list(table.columns or ()), False
+        columns = list(table.columns or ())  # of JSON files, empty until the first row
+        has_user_column = False
         all_columns = None
-        for place, row in table.read(bad, all_columns):
-            columns, where = columns or list(row), f"{table.where}: {place}"
+        for place, row in table.read(bad_rows, all_columns):
+            columns = columns or list(row)
             has_user_column = has_user_column or has_column(row, source.user)
-            with bad.row(where):
-                if (user_and_split := _user_and_split(row, source, table.split)) is None:
+            where = f"{table.where}: {place}"
+            with bad_rows.catch(where):
+                user_and_split = _user_and_split(row, source, table.split)
+                if user_and_split is None:
                     continue
-                counts[user_and_split] += 1
                 user, split = user_and_split
+                num_rows[user, split] += 1
                 limit = data.max_conversations_of(user)
-                if limit is None or counts[user_and_split] <= limit:
+                if limit is None or num_rows[user, split] <= limit:
                     yield user, (split, where, row)
-        if columns and not has_user_column:
+        has_rows = bool(columns)
+        if has_rows and not has_user_column:
             hint, found = did_you_mean(source.user, columns), list_names(columns)
             raise DataError(f"{table.where}: no row has a user in column {source.user!r}; found: {found}.{hint}")
-    if not counts:
-        bad.report()  # raises an error if rows are bad, which may be why no row has a user
+    if not num_rows:
+        bad_rows.report()  # raises an error if rows are bad, which may be why no row has a user
         raise DataError(f"{_source_label(source)}: no row has a user in column {source.user!r}")
 
 
-def _user_and_split(row: Row, source: ConversationRows, own_split: str) -> tuple[str, str] | None:
+def _user_and_split(row: Row, source: ConversationRows, split_of_table: str) -> tuple[str, str] | None:
     """Return the user and the split of a row; None if either has no value.
 
     Args:
         row: The row.
         source: The recipe's section, which names the columns.
-        own_split: Split of the row's table, which counts if the recipe names no column with the split.
+        split_of_table: Split of the row if the recipe names no column with the split.
 
     Raises:
         ValueError: A value is not a name.
     """
-    owner = field_of(row, source.user)
-    split = own_split if source.split is None else field_of(row, source.split)
-    if owner is None or split is None:
+    user = field_of(row, source.user)
+    if user is None:
         return None
-    split_column = source.split or ""  # only for messages; the split of a table needs none
-    return read_name(owner, source.user), read_name(split, split_column)
+    if source.split is None:
+        return read_name(user, source.user), split_of_table
+    split = field_of(row, source.split)
+    if split is None:
+        return None
+    return read_name(user, source.user), read_name(split, source.split)
 
 
 def choose_dataset_users(source: ConversationRows, groups: Mapping[str, T]) -> Mapping[str, T]:
@@ -491,5 +531,9 @@ def has_messages(data: object, columns: Columns) -> bool:
     if isinstance(data, Mapping):
         return bool(data) and all(has_messages(rows_of_split, columns) for rows_of_split in data.values())
     if hasattr(data, "column_names"):  # a Dataset
-        return columns.has(list(getattr(data, "column_names", None) or ()))
-    return isinstance(data, list | tuple) and bool(data) and isinstance(data[0], Mapping) and columns.has(list(data[0]))
+        names: Any = data.column_names or ()
+        return columns.has(list(names))
+    if not isinstance(data, list | tuple) or not data:
+        return False
+    first_row = data[0]
+    return isinstance(first_row, Mapping) and columns.has(list(first_row))

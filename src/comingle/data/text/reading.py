@@ -6,6 +6,7 @@ import os
 import reprlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ def tokenise_user(data: TextSection, text: UserText, tokenizer: PreTrainedTokeni
         tokenizer: Tokenizer of the base model.
     """
     user = pack(text, tokenizer, **limits_for_user(data, text.name))
-    return add_validation_to_train(user) if data.train_on_valid else user
+    if data.train_on_valid:
+        return add_validation_to_train(user)
+    return user
 
 
 def token_limits(data: TextSection, names: Sequence[str]) -> dict[str, dict[str, int | None]]:
@@ -77,12 +80,18 @@ def token_limits(data: TextSection, names: Sequence[str]) -> dict[str, dict[str,
 def check_limits(data: TextSection, names: Collection[str]) -> None:
     """Check that all limits are for existing users.
 
+    Args:
+        data: The recipe's section.
+        names: Names of all users.
+
     Raises:
         RecipeError: A limit names an unknown user.
     """
     for key in LIMITS:
-        given = getattr(data, key)
-        for user in given if isinstance(given, Mapping) else ():
+        limit = getattr(data, key)
+        if not isinstance(limit, Mapping):  # one number for all users, or None
+            continue
+        for user in limit:
             if user not in names:
                 hint = did_you_mean(user, names)
                 raise RecipeError(f"data.{key}: no user {user!r}; allowed: {list_names(names)}.{hint}")
@@ -93,17 +102,28 @@ LIMITS = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
 
 
 def limits_for_user(data: TextSection, name: str) -> dict[str, int | None]:
-    """Return the token limits of a user by recipe key; the limit of the user's own entry overrides the general one.
+    """Return the token limits of a user by recipe key, such as ``{"max_train_tokens": 50000, ...}``; None is no limit.
 
-    A user's entry in the recipe can only limit train.
+    ``max_train_tokens`` in the user's own entry overrides the limit for all users.
+
+    Args:
+        data: The recipe's section.
+        name: Name of the user.
     """
-    given = {key: getattr(data, key) for key in LIMITS}
-    limits = {key: limit.get(name) if isinstance(limit, Mapping) else limit for key, limit in given.items()}
-    own = data.users[name].max_train_tokens if data.users is not None and name in data.users else None
-    return limits if own is None else {**limits, "max_train_tokens": own}
+    limits: dict[str, int | None] = {}
+    for key in LIMITS:
+        limit = getattr(data, key)
+        if isinstance(limit, Mapping):  # limits by user
+            limit = limit.get(name)
+        limits[key] = limit
+    if data.users is not None and name in data.users:
+        own_limit = data.users[name].max_train_tokens
+        if own_limit is not None:
+            limits["max_train_tokens"] = own_limit
+    return limits
 
 
-def read_users(data: TextSection, seed: int, bad: BadRows | None = None) -> list[UserText]:
+def read_users(data: TextSection, seed: int, bad_rows: BadRows | None = None) -> list[UserText]:
     """Read and split the documents of all users.
 
     Users without documents are refused, or returned without any if ``data.on_small_user`` is ``skip``.
@@ -111,21 +131,21 @@ def read_users(data: TextSection, seed: int, bad: BadRows | None = None) -> list
     Args:
         data: The recipe's section.
         seed: Seed of the splits.
-        bad: Collects bad rows; None for a new collection.
+        bad_rows: Collects bad rows; None for a new collection.
 
     Raises:
         DataError: A source is missing or unreadable, or users without text are refused.
     """
-    return list(
-        iterate_users(data, seed, ListedRows(), bad or BadRows(data.on_bad_row), DuplicateFilter(data.deduplicate))
-    )
+    bad_rows = bad_rows or BadRows(data.on_bad_row)
+    duplicates = DuplicateFilter(data.deduplicate)
+    return list(iterate_users(data, seed, ListedRows(), bad_rows, duplicates))
 
 
 def iterate_users(
     data: TextSection,
     seed: int,
     rows: Rows,
-    bad: BadRows,
+    bad_rows: BadRows,
     duplicates: DuplicateFilter,
     given: Mapping[str, object] | None = None,
 ) -> Generator[UserText, None, None]:
@@ -135,26 +155,30 @@ def iterate_users(
         data: The recipe's section.
         seed: Seed of the splits.
         rows: Groups the rows of a data set by user.
-        bad: Collects bad rows.
+        bad_rows: Collects bad rows.
         duplicates: Drops duplicate documents of a user if the section enables this.
         given: Data of the users if a program passes it: documents, a table, a path, or a mapping from splits to these.
 
     Raises:
         DataError: A source is missing or unreadable, data is not text, or users without text or bad rows are refused.
     """
+    readers: Iterable[tuple[str, Reader]]
     if given is not None:
-        readers: Iterable[tuple[str, Reader]] = given_readers(data, given, seed, bad, duplicates).items()
+        readers = given_readers(data, given, seed, bad_rows, duplicates).items()
     elif data.dataset is not None:
-        readers = _dataset_readers(data, seed, rows, bad, duplicates)
+        readers = _dataset_readers(data, seed, rows, bad_rows, duplicates)
     else:
-        readers = user_readers(data, seed, bad, duplicates).items()
+        readers = user_readers(data, seed, bad_rows, duplicates).items()
+
+    def empty_user(name: str) -> UserText:
+        return UserText(name=name, train=())
 
     def report() -> None:
-        bad.report()
+        bad_rows.report()
         duplicates.report()
 
     skips = data.on_small_user == "skip"
-    return read_each(readers, lambda name: UserText(name=name, train=()), skips=skips, noun="text", report=report)
+    return read_each(readers, make_empty=empty_user, skips=skips, noun="text", report=report)
 
 
 Reader = Callable[[], UserText]
@@ -165,29 +189,30 @@ ReadUpTo = Callable[[int | None], list[str]]
 
 
 def _dataset_readers(
-    data: TextSection, seed: int, rows: Rows, bad: BadRows, duplicates: DuplicateFilter
+    data: TextSection, seed: int, rows: Rows, bad_rows: BadRows, duplicates: DuplicateFilter
 ) -> Iterator[tuple[str, Reader]]:
     """Yield name and reader of each selected user of a data set, after grouping all rows of the data set by user.
 
     Args:
         data: The recipe's section, with a data set.
         seed: Seed of the splits.
-        rows: Groups the rows by user.
-        bad: Collects bad rows.
+        rows: Store that groups the rows by user.
+        bad_rows: Collects bad rows.
         duplicates: Drops duplicate documents.
 
     Raises:
         RecipeError: A token limit names an unknown user.
     """
     assert data.dataset is not None
-    selected = group_documents(data.dataset.path, rows, **dataset_options(data.dataset), bad=bad)
-    check_limits(data, list(selected))
-    for name, splits in rows.groups(selected):
-        yield name, partial(split_rows, name, splits, data.split, seed, duplicates, column_advice(data.dataset.split))
+    names = group_documents(data.dataset.path, rows, **dataset_options(data.dataset), bad_rows=bad_rows)
+    check_limits(data, list(names))
+    advice = column_advice(data.dataset.split)
+    for name, documents_by_split in rows.groups(names):
+        yield name, partial(split_rows, name, documents_by_split, data.split, seed, duplicates, advice)
 
 
 def dataset_options(source: DatasetSource) -> dict[str, Any]:
-    """Return the section's arguments for :func:`comingle.data.sources.iterate_documents` besides the source."""
+    """Return the keyword arguments of :func:`comingle.data.sources.group_documents` for a recipe's data set."""
     return {
         "user": source.user,
         "text": source.text,
@@ -198,21 +223,22 @@ def dataset_options(source: DatasetSource) -> dict[str, Any]:
     }
 
 
-def user_readers(data: TextSection, seed: int, bad: BadRows, duplicates: DuplicateFilter) -> dict[str, Reader]:
+def user_readers(data: TextSection, seed: int, bad_rows: BadRows, duplicates: DuplicateFilter) -> dict[str, Reader]:
     """Return a reader for each user in the recipe; warn of users that train on the same file.
 
     Args:
         data: The recipe's section.
         seed: Seed of the splits.
-        bad: Collects bad rows.
+        bad_rows: Collects bad rows.
         duplicates: Drops duplicate documents.
     """
     users = data.users or {}
     limits = token_limits(data, list(users))
-    # A user trains on `train`, or on part of `path`. The same test file for several users is not a mistake.
-    warn_same_files({name: (source.path, source.train) for name, source in users.items()})
+    # Not valid and test: users may well be tested on the same file.
+    train_sources = {name: (source.path, source.train) for name, source in users.items()}
+    warn_same_files(train_sources)
     return {
-        name: partial(_read_user, name, source, data.split, seed, limits[name], bad, duplicates)
+        name: partial(_read_user, name, source, data.split, seed, limits[name], bad_rows, duplicates)
         for name, source in users.items()
     }
 
@@ -223,28 +249,31 @@ def _read_user(
     split: SplitSection,
     seed: int,
     limits: Mapping[str, int | None],
-    bad: BadRows,
+    bad_rows: BadRows,
     duplicates: DuplicateFilter,
 ) -> UserText:
     """Read and split the documents of a user in the recipe, from one source or from one for each split.
 
     Args:
         name: Name of the user.
-        source: The user's entry in the recipe.
+        source: The user's entry in the recipe: ``path``, or ``train``, ``valid`` and ``test``.
         split: The recipe's section with the fractions.
         seed: Seed of the shuffle.
         limits: Token limits of the user by recipe key, which bound how much is read.
-        bad: Collects bad rows.
+        bad_rows: Collects bad rows.
         duplicates: Drops duplicate documents.
     """
 
-    def reader_of(path: str) -> ReadUpTo:
-        return lambda max_bytes: read_documents(path, column=source.column, max_bytes=max_bytes, bad=bad)
+    def read(path: str, max_bytes: int | None) -> list[str]:
+        return read_documents(path, column=source.column, max_bytes=max_bytes, bad_rows=bad_rows)
 
     if source.path is not None:
-        return split_source(name, reader_of(source.path), split, seed, limits, duplicates)
-    paths = {key: path for key in ("train", "valid", "test") if (path := getattr(source, key)) is not None}
-    readers = {key: reader_of(path) for key, path in paths.items()}
+        return split_source(name, partial(read, source.path), split, seed, limits, duplicates)
+    readers: dict[str, ReadUpTo] = {}
+    for key in ("train", "valid", "test"):
+        path = getattr(source, key)
+        if path is not None:
+            readers[key] = partial(read, path)
     return split_sources(name, readers, split, seed, limits, duplicates)
 
 
@@ -256,25 +285,28 @@ def split_source(
     limits: Mapping[str, int | None],
     duplicates: DuplicateFilter,
 ) -> UserText:
-    """Split one source into train, valid and test by fractions.
+    """Read one source and split its documents into train, valid and test by fractions.
+
+    Reads only as much as the token limits need; the caller cuts the splits to these limits when it tokenises them.
 
     Args:
         name: Name of the user.
         read: Reads documents, up to about a given number of bytes.
         split: The recipe's section ``split`` with the fractions ``valid`` and ``test``; the rest is train.
         seed: Seed of the shuffle.
-        limits: Token limits of the user by recipe key, such as ``max_train_tokens``; None is no limit. They are used
-            only to stop reading once all splits can be full. The caller cuts the splits to them when it tokenises.
+        limits: Token limits of the user by recipe key, such as ``max_train_tokens``; None is no limit.
         duplicates: Drops duplicate documents.
     """
-    max_train, max_valid, max_test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
     train_fraction = 1 - split.valid - split.test
     max_bytes = max_read_bytes(
-        train=(max_train, train_fraction), valid=(max_valid, split.valid), test=(max_test, split.test)
+        train=(limits["max_train_tokens"], train_fraction),
+        valid=(limits["max_valid_tokens"], split.valid),
+        test=(limits["max_test_tokens"], split.test),
     )
-    whole = {"": read(max_bytes)}  # `drop` takes documents by split; these are not split yet
-    documents = duplicates.drop(name, whole, text_of=str)[""]
-    return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
+    documents = read(max_bytes)
+    # `drop` takes and returns documents by split. These are not split yet, so they go in under one key.
+    kept = duplicates.drop(name, {"all": documents}, text_of=str)
+    return split_by_fractions(kept["all"], valid=split.valid, test=split.test, seed=seed, name=name)
 
 
 def split_sources(
@@ -287,22 +319,22 @@ def split_sources(
 ) -> UserText:
     """Read a user's documents from a separate source for each split.
 
-    Without a source for valid, a fraction of train becomes valid.
+    Without a source for valid, the fraction ``split.valid`` of train becomes valid.
 
     Args:
         name: Name of the user.
-        readers: Functions that read the documents, by split.
+        readers: For each split with a source, a function that reads its documents up to about a number of bytes.
         split: The recipe's section with the fractions.
         seed: Seed of the shuffle.
-        limits: Token limits of the user by recipe key, such as ``max_train_tokens``; None is no limit. Not more bytes
-            of a source are read than are needed to reach them.
+        limits: Token limits of the user by recipe key, such as ``max_train_tokens``; None is no limit. Only as many
+            bytes are read as are needed to reach them.
         duplicates: Drops duplicate documents.
     """
     max_train, max_valid, max_test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
     valid_fraction = split.valid if "valid" not in readers else 0.0
+    # The keywords of `max_read_bytes` say how one source is divided. A source that is not divided is its `train`.
     max_bytes = {
         "train": max_read_bytes(train=(max_train, 1 - valid_fraction), valid=(max_valid, valid_fraction)),
-        # These sources are used entirely for one split. `max_read_bytes` calls the first split of a source train.
         "valid": max_read_bytes(train=(max_valid, 1.0)),
         "test": max_read_bytes(train=(max_test, 1.0)),
     }
@@ -315,7 +347,7 @@ def split_sources(
 
 def split_rows(
     name: str,
-    splits: Mapping[str, list[str]],
+    documents_by_split: Mapping[str, list[str]],
     split: SplitSection,
     seed: int,
     duplicates: DuplicateFilter,
@@ -325,28 +357,30 @@ def split_rows(
 
     Args:
         name: Name of the user.
-        splits: The documents by the data set's splits.
-        split: The recipe's section ``split``. ``given`` says whether to use the data set's splits, whose names are
-            ``train_name``, ``valid_name`` and ``test_name``. Otherwise all documents are split by the fractions
-            ``valid`` and ``test``.
+        documents_by_split: The documents by the data set's splits.
+        split: The recipe's section ``split``. With ``given``, the data set's splits ``train_name``, ``valid_name`` and
+            ``test_name`` are used; otherwise all documents are split by the fractions ``valid`` and ``test``.
         seed: Seed of the shuffle.
         duplicates: Drops duplicate documents.
         advice: Advice in the error message about a missing split.
     """
     # A duplicate is kept in test, else in valid, so that no held-out document is also trained on.
-    held_out = (split.test_name, split.valid_name or "")  # "" if the recipe names no validation split
-    splits = duplicates.drop(name, splits, text_of=str, held_out=held_out)
+    held_out = [split.test_name]
+    if split.valid_name:
+        held_out.append(split.valid_name)
+    kept = duplicates.drop(name, documents_by_split, text_of=str, held_out=held_out)
     if not split.given:
-        documents = [document for documents_of_split in splits.values() for document in documents_of_split]
+        documents = list(chain.from_iterable(kept.values()))
         return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
+    # Validation documents are cut from train only if the recipe names no validation split.
+    valid_fraction = 0.0 if split.valid_name else split.valid
     return split_given(
-        splits,
+        kept,
         name=name,
         train=split.train_name,
         valid=split.valid_name,
         test=split.test_name,
-        # Validation documents are cut from train only if the recipe names no validation split.
-        valid_fraction=0.0 if split.valid_name else split.valid,
+        valid_fraction=valid_fraction,
         seed=seed,
         advice=advice,
     )
@@ -370,9 +404,14 @@ def is_user_text(data: object) -> bool:
 
 def _is_source(data: object) -> bool:
     """Return whether an object may be documents without splits: a path, a table, or a sequence of texts."""
-    if isinstance(data, str | os.PathLike) or _text_column(data) is not None:
+    is_path = isinstance(data, str | os.PathLike)
+    is_table = _text_column(data) is not None
+    if is_path or is_table:
         return True
-    return isinstance(data, Sequence) and not isinstance(data, bytes) and (not data or isinstance(data[0], str))
+    if isinstance(data, bytes) or not isinstance(data, Sequence):
+        return False
+    is_empty = not data
+    return is_empty or isinstance(data[0], str)
 
 
 def _text_column(data: object) -> str | None:
@@ -394,7 +433,7 @@ def _text_column(data: object) -> str | None:
 
 
 def given_readers(
-    data: TextSection, given: Mapping[str, object], seed: int, bad: BadRows, duplicates: DuplicateFilter
+    data: TextSection, given: Mapping[str, object], seed: int, bad_rows: BadRows, duplicates: DuplicateFilter
 ) -> dict[str, Reader]:
     """Return a reader for the text of each user that a program passes.
 
@@ -402,28 +441,29 @@ def given_readers(
         data: The recipe's section.
         given: Data by user, of the types in :data:`ALLOWED_TEXT`.
         seed: Seed of the splits.
-        bad: Collects bad rows.
+        bad_rows: Collects bad rows.
         duplicates: Drops duplicate documents.
     """
     limits = token_limits(data, list(given))
     readers: dict[str, Reader] = {}
     for name, source in given.items():
         if isinstance(source, Mapping):
-            sources = {  # `_SPLITS` also maps the key "validation" to "valid"
-                _SPLITS[str(split)]: partial(_read_documents_of, bad, name, part) for split, part in source.items()
-            }
-            readers[name] = partial(split_sources, name, sources, data.split, seed, limits[name], duplicates)
+            read_split: dict[str, ReadUpTo] = {}
+            for key, source_of_split in source.items():
+                split = _SPLITS[str(key)]  # "validation" is another key of the split "valid"
+                read_split[split] = partial(_read_documents_of, bad_rows, name, source_of_split)
+            readers[name] = partial(split_sources, name, read_split, data.split, seed, limits[name], duplicates)
         else:
-            read = partial(_read_documents_of, bad, name, source)
+            read = partial(_read_documents_of, bad_rows, name, source)
             readers[name] = partial(split_source, name, read, data.split, seed, limits[name], duplicates)
     return readers
 
 
-def _read_documents_of(bad: BadRows, name: str, source: object, max_bytes: int | None) -> list[str]:
+def _read_documents_of(bad_rows: BadRows, name: str, source: object, max_bytes: int | None) -> list[str]:
     """Return the documents of a user that a program passes, without blank ones.
 
     Args:
-        bad: Collects documents that are not text.
+        bad_rows: Collects documents that are not text.
         name: Name of the user.
         source: A path, a ``datasets.Dataset``, or a sequence of texts.
         max_bytes: Stop after about this many bytes of text; None for all.
@@ -433,24 +473,27 @@ def _read_documents_of(bad: BadRows, name: str, source: object, max_bytes: int |
         DataError: A path cannot be read.
     """
     if isinstance(source, str | os.PathLike):
-        return _read_documents_at(bad, name, os.fspath(source), max_bytes)
-    where, documents, left = f"user {name!r}", [], max_bytes
-    for document in _iterate_documents(bad, source, where):
-        if left is not None and left <= 0:
+        return _read_documents_at(bad_rows, name, os.fspath(source), max_bytes)
+    where = f"user {name!r}"
+    documents: list[str] = []
+    num_bytes = 0
+    for document in _iterate_documents(bad_rows, source, where):
+        if max_bytes is not None and num_bytes >= max_bytes:
             break
-        left = None if left is None else left - len(document.encode())
         documents.append(document)
+        if max_bytes is not None:
+            num_bytes += len(document.encode())
     if not documents:
         raise NoTextError(f"{where}: no text; at least one document is needed")
     return documents
 
 
-def _read_documents_at(bad: BadRows, name: str, path: str, max_bytes: int | None) -> list[str]:
-    """Return the documents of a file or folder.
+def _read_documents_at(bad_rows: BadRows, name: str, path: str, max_bytes: int | None) -> list[str]:
+    """Return the documents of a file or folder that a program passes as a user's data.
 
     Args:
-        bad: Collects documents that are not text.
-        name: Name of the user.
+        bad_rows: Collects documents that are not text.
+        name: Name of the user, for messages.
         path: The file or folder.
         max_bytes: Stop after about this many bytes of text; None for all.
 
@@ -458,30 +501,32 @@ def _read_documents_at(bad: BadRows, name: str, path: str, max_bytes: int | None
         DataError: The path cannot be read.
     """
     try:
-        return read_documents(path, max_bytes=max_bytes, bad=bad)
+        return read_documents(path, max_bytes=max_bytes, bad_rows=bad_rows)
     except (NoTextError, BadRowsError):
         raise
     except DataError as error:
-        # A program may have passed a long text as the path; the message contains the path, so it is cut.
+        # A program may have passed a text of many pages as the path, which the message would repeat.
         reason = str(error)[:300]
         raise DataError(f"user {name!r}: {reason}; to pass the text itself, give a list of documents") from None
 
 
-def _iterate_documents(bad: BadRows, source: Any, where: str) -> Iterator[str]:
+def _iterate_documents(bad_rows: BadRows, source: Any, where: str) -> Iterator[str]:
     """Yield the documents of a table or sequence that are not blank.
 
     Args:
-        bad: Collects documents that are not text.
+        bad_rows: Collects documents that are not text.
         source: A ``datasets.Dataset`` with a column of texts, or a sequence of texts.
         where: Name of the user in messages.
     """
-    if (column := _text_column(source)) is not None:
-        table = table_of(source, where, "train")  # the name of the split is not used
-        yield from (document for (document,) in iterate_texts(table, (column,), bad))
+    column = _text_column(source)
+    if column is not None:
+        table = table_of(source, where, split="train")  # any name of the split will do: it is not used
+        for (document,) in iterate_texts(table, (column,), bad_rows):
+            yield document
         return
     for number, document in enumerate(source, start=1):
         if not isinstance(document, str):
-            bad.add(f"{where}: document {number}", f"got {reprlib.repr(document)}; allowed: text")
+            bad_rows.add(f"{where}: document {number}", f"got {reprlib.repr(document)}; allowed: text")
         elif document.strip():
             yield document
 
@@ -513,8 +558,13 @@ class LanguageReader(StreamingReader[Read, User]):
     ):
         """Initialise the reader, without loading the base model yet.
 
-        ``context`` is the number of tokens per window, and ``validates`` says whether the method needs validation data.
-        With ``skips``, users with too little data are left out; without, they are an error.
+        Args:
+            data: The recipe's section.
+            seed: Seed of the splits.
+            load_base: Loads the base model.
+            context: Tokens per window, excluding the last target.
+            validates: The method needs validation data.
+            skips: Skip users with too little data; otherwise such users are an error.
         """
         super().__init__(data, seed, skips=skips)
         self.load_base, self.context, self.validates = load_base, context, validates
@@ -534,15 +584,16 @@ class LanguageReader(StreamingReader[Read, User]):
         return tokenizer_of(self.base)
 
     def key(self) -> list[object]:
-        """Return what determines how users are encoded and checked; part of the key of cached users.
+        """Return the settings that affect encoding and checks of users; cached users are valid only for equal ones.
 
-        This is the tokenizer's digest, the context, and whether users need validation data. If the base model has fewer
-        embedding rows than the tokenizer has tokens, the number of rows is added. Users with tokens that have no
-        embedding row are refused.
+        They are the tokenizer's digest, the context, and whether users need validation data. The base model's number of
+        embedding rows is added if it is less than the number of tokens, as users with other tokens are refused.
         """
-        has_few_rows = self.base.rows < len(tokenizer_of(self.base))  # type: ignore[arg-type]
-        embedding_rows = [self.base.rows] if has_few_rows else []
-        return [digest_tokenizer(self.base.tokenizer), self.context, self.validates, *embedding_rows]
+        settings: list[object] = [digest_tokenizer(self.base.tokenizer), self.context, self.validates]
+        num_tokens = len(tokenizer_of(self.base))  # type: ignore[arg-type]
+        if self.base.rows < num_tokens:
+            settings.append(self.base.rows)
+        return settings
 
     def inspect(self, unencoded: Read, user: User) -> None:
         """Check that the base model has an embedding row for each token of the user."""
@@ -553,17 +604,20 @@ def require_rows(base: Base, user: Named) -> None:
     """Check that the base model has an embedding row for each token of a user.
 
     Args:
-        base: The base model; its attribute ``begin`` is the begin-of-text token, or None.
+        base: The base model.
         user: The user, whose attribute for each split is a token stream or an object with padded ``windows``.
 
     Raises:
         DataError: A token has no embedding row.
     """
-    splits = [getattr(user, split) for split in SPLITS]
-    tokens_by_split = [split if isinstance(split, torch.Tensor) else split.windows for split in splits]
-    begin = [] if base.begin is None else [base.begin]
-    for tokens in (begin, *tokens_by_split):
-        base.require_rows(tokens, f"user {user.name!r}")
+    where = f"user {user.name!r}"
+    if base.begin is not None:  # the begin-of-text token, which is put in front of each window
+        base.require_rows([base.begin], where)
+    for split in SPLITS:
+        data_of_split = getattr(user, split)
+        is_stream = isinstance(data_of_split, torch.Tensor)
+        tokens = data_of_split if is_stream else data_of_split.windows
+        base.require_rows(tokens, where)
 
 
 class DocumentsReader(LanguageReader[Read, User]):
@@ -594,43 +648,60 @@ class DocumentsReader(LanguageReader[Read, User]):
     ):
         """Initialise the reader, without loading the base model yet.
 
-        ``context`` is the number of tokens per window, and ``validates`` says whether the method needs validation data.
-        ``given`` has the data of each user if a program passes the data and the recipe names no files.
+        Args:
+            data: The recipe's section.
+            seed: Seed of the splits.
+            load_base: Loads the base model.
+            context: Tokens per window, excluding the last target.
+            validates: The method needs validation data.
+            given: Data by user, if a program passes it instead of naming files in the recipe.
         """
         skips = data.on_small_user == "skip"
         super().__init__(data, seed, load_base, context=context, validates=validates, skips=skips)
         self.given = given
         self.overlaps = FirstUsers()  # users whose held-out documents are also in their training data
-        self.bad, self.duplicates = BadRows(data.on_bad_row), DuplicateFilter(data.deduplicate)
+        self.bad_rows, self.duplicates = BadRows(data.on_bad_row), DuplicateFilter(data.deduplicate)
 
     def sources(self) -> list[str]:
         """Return the paths of users' files, or of the data set."""
-        if self.data.dataset is not None:
-            path = self.data.dataset.path
-            return [path] if isinstance(path, str) else list(path)
-        return _paths_of_users(self.data)
+        if self.data.dataset is None:
+            return _paths_of_users(self.data)
+        path_or_paths = self.data.dataset.path
+        if isinstance(path_or_paths, str):
+            return [path_or_paths]
+        return list(path_or_paths)
 
     def inspect(self, unencoded: Read, user: User) -> None:
-        """Check a user's tokens, and record the user if its held-out documents are also in its training data.
+        """Check a user's tokens, and record the user for a warning if held-out documents are also in its training data.
 
-        :meth:`summary` warns of the recorded users.
+        Args:
+            unencoded: The user before encoding.
+            user: The user as tokens.
         """
         super().inspect(unencoded, user)
         text = self.text(unencoded)
         assert text is not None
         overlap = find_overlap(text)
-        if overlap.total:
+        if overlap.total > 0:
             valid = f"{overlap.valid} of {overlap.valid_documents} validation"
             test = f"{overlap.test} of {overlap.test_documents} test"
             self.overlaps.add(text.name, f"{valid} and {test} {self.documents}")
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the number of skipped rows, and warnings about skipped users and overlaps."""
-        about = {"skipped_rows": self.bad.skipped} if self.bad.skipped else {}
+        """Return totals over all users and warnings.
+
+        Returns:
+            ``{"skipped_rows": 3}``, empty if no row was skipped; and warnings about skipped users, and about users
+            whose held-out documents are also in their training data.
+        """
+        totals: dict[str, Any] = {}
+        if self.bad_rows.skipped:
+            totals["skipped_rows"] = self.bad_rows.skipped
         warnings = list(self.left_out_lines)
-        if count := self.overlaps.count:
-            warnings.append(f"{count} users have held-out {self.documents} {REPEATED}: {self.overlaps.listed}")
-        return about, warnings
+        num_users = self.overlaps.count
+        if num_users > 0:
+            warnings.append(f"{num_users} users have held-out {self.documents} {REPEATED}: {self.overlaps.listed}")
+        return totals, warnings
 
 
 class TextReader(DocumentsReader[UserText, UserData]):
@@ -640,20 +711,26 @@ class TextReader(DocumentsReader[UserText, UserData]):
     data: TextSection
 
     def key(self) -> list[object]:
-        """Return what the key of cached users depends on besides their data: the base class's key and one more entry.
+        """Return the settings that affect encoding and checks of users; cached users are valid only for equal ones.
 
-        The entry says whether the base model needs a begin-of-text token in front of each window. This token is not
-        part of a user's token stream, so a stream that is one token shorter than a window is still long enough. The
-        entry therefore affects which users are skipped for having too little text.
+        "begins" is added if the base model puts a begin-of-text token in front of each window. A user then has enough
+        text with one token less.
         """
-        return [*super().key(), *(["begins"] if self.base.begin is not None else [])]
+        settings = super().key()
+        if self.base.begin is not None:
+            settings.append("begins")
+        return settings
 
     def read(self, rows: Rows) -> Generator[UserText, None, None]:
         """Yield the documents of each user.
 
-        With ``data.held_out: mixture``, users with too little text are skipped before the others are mixed.
+        With ``data.held_out: mixture``, valid and test are mixtures of all users' documents, without those of users
+        that are skipped for too little text.
+
+        Args:
+            rows: Empty store for the rows of a data set and for the documents to mix.
         """
-        users = iterate_users(self.data, self.seed, rows, self.bad, self.duplicates, self.given)
+        users = iterate_users(self.data, self.seed, rows, self.bad_rows, self.duplicates, self.given)
         if self.data.held_out != "mixture":
             yield from users
             return
@@ -663,7 +740,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
                 if not self.skips or self.has_enough(self.encode(text)):
                     mixture.add(text)
             self.require_some()
-            self.skips = False  # small users are gone; none may be skipped once its text is in the mixtures
+            self.skips = False  # the small users are skipped already; no other may be, as its text is in the mixtures
             yield from mixture.texts()
         finally:
             mixture.remove()
@@ -700,9 +777,10 @@ ABSENT_NOTE = "Some of the users' text is not on this machine, so no text is che
 
 
 def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set[str], str]:
-    """Check that users in the recipe have enough text for a run, as far as their files are on this machine.
+    """Check that users in the recipe have enough text for a run, without downloading anything.
 
-    Skips the check if a source is a demo user, a hub name or a data set, or if a file is missing.
+    Checks nothing if a source is a demo user, a hub name or a data set, or if a file or the tokenizer is not on this
+    machine.
 
     Args:
         recipe: The recipe.
@@ -710,7 +788,7 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
         validates: The method needs validation data.
 
     Returns:
-        The users that a run would skip, and a note if the check was skipped because files are missing.
+        The users that a run would skip; and a note if files are missing, else an empty string.
 
     Raises:
         DataError: A run would refuse the text.
@@ -719,22 +797,24 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
     is_local, note = check_local_text(data)
     if not is_local:
         return set(), note
-    texts, tokenizer = read_users(data, recipe.data_seed), local_tokenizer(recipe.base)
-    if tokenizer is None:  # texts can be read, but their tokens cannot be counted
+    texts = read_users(data, recipe.data_seed)
+    tokenizer = local_tokenizer(recipe.base)
+    if tokenizer is None:  # tokens cannot be counted
         return set(), ""
     return _users_with_short_text(recipe, data, texts, tokenizer, validates), ""
 
 
 def check_local_text(data: TextSection) -> tuple[bool, str]:
-    """Return whether all users' files are on this machine, and a note if some are missing.
+    """Return whether the recipe lists its users and all their files are here, and a note if some files are missing.
 
-    False without a note if a source is a demo user or a hub name, or if the recipe does not list users.
+    Demo users and hub names are not files, so for these the result is False without a note.
     """
     sources = _paths_of_users(data)
     if not sources or any(is_named(source) for source in sources):
         return False, ""
-    is_local = all(os.path.exists(os.path.expanduser(source)) for source in sources)
-    return is_local, "" if is_local else ABSENT_NOTE
+    if all(os.path.exists(os.path.expanduser(source)) for source in sources):
+        return True, ""
+    return False, ABSENT_NOTE
 
 
 def _users_with_short_text(
@@ -756,13 +836,19 @@ def _users_with_short_text(
     skips = data.on_small_user == "skip"
     if data.held_out == "mixture" and not skips:  # with skipping, a run tests users before it mixes their text
         texts = mix_held_out(texts, seed=recipe.data_seed)
-    # One window per stream shows whether there is enough text, and is quickly tokenised.
+
+    # Tokenise only as much as is needed to see that there is enough: one window per stream.
     window_tokens = context + 1  # the last token is only a target
-    window_limits: dict[str, dict[str, int | None]] = {}
-    for name, limits in token_limits(data, [text.name for text in texts]).items():
-        window_limits[name] = {key: min(limit or window_tokens, window_tokens) for key, limit in limits.items()}
-    users = [pack(text, tokenizer, **window_limits[text.name]) for text in texts]
-    users = [add_validation_to_train(user) for user in users] if data.train_on_valid else users
+    limits_by_user = token_limits(data, [text.name for text in texts])
+    users: list[UserData] = []
+    for text in texts:
+        limits = limits_by_user[text.name]
+        window_limits = {key: min(limit or window_tokens, window_tokens) for key, limit in limits.items()}
+        user = pack(text, tokenizer, **window_limits)
+        if data.train_on_valid:
+            user = add_validation_to_train(user)
+        users.append(user)
+
     # If true, windows get a begin-of-text token that the users' streams lack, so a stream may be one token shorter.
     begins = data.add_bos_token and bool(begin_of(tokenizer))
     needed = {"context": context, "needs_validation": validates, "begins": begins}

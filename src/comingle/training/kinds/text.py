@@ -330,7 +330,7 @@ class TextKind(LanguageKind):
                 text=source.text,
                 split=source.split,
                 name=source.config,
-                bad=BadRows("skip"),  # wrong rows are reported when the data is read
+                bad_rows=BadRows("skip"),  # wrong rows are reported when the data is read
             )
             for owner, _split, _document in documents:
                 yield owner
