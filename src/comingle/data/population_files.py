@@ -77,7 +77,7 @@ _METADATA = "told"
 
 
 def _arrays_of_answers(user: UserAnswers) -> Arrays:
-    """Return a user's conversations as arrays by ``SPLIT.NAME``.
+    """Return a user's conversations as arrays by ``SPLIT.NAME``, such as ``train.windows``.
 
     The array ``SPLIT.told`` (:data:`_METADATA`) has the fields that are not tensors, as the bytes of a JSON list.
     """
@@ -85,13 +85,10 @@ def _arrays_of_answers(user: UserAnswers) -> Arrays:
     for split in SPLITS:
         answers = user.split(split)
         metadata = json.dumps([answers.references, answers.limit, answers.measures, answers.ends]).encode()
-        arrays_of_split = {
-            "windows": answers.windows,
-            "owners": answers.owners,
-            "prompts": answers.prompt_tokens,
-            _METADATA: torch.from_numpy(np.frombuffer(metadata, dtype=np.uint8).copy()),
-        }
-        arrays |= {f"{split}.{key}": t for key, t in arrays_of_split.items()}
+        arrays[f"{split}.windows"] = answers.windows
+        arrays[f"{split}.owners"] = answers.owners
+        arrays[f"{split}.prompts"] = answers.prompt_tokens
+        arrays[f"{split}.{_METADATA}"] = torch.from_numpy(np.frombuffer(metadata, dtype=np.uint8).copy())
     return arrays
 
 
@@ -120,10 +117,11 @@ def _totals_of_answers(user: UserAnswers) -> Mapping[str, int]:
     """Return what a user with conversations adds to the totals of a population (``UserForm.counts``).
 
     Returns:
-        ``most_width``, the width of the train windows; the population's total is the maximum over the users. And
-        ``tokens``, the number of tokens in the train windows without padding; the population's total is the sum.
+        ``most_width``, the width of the train windows, of which the total is the maximum; and ``tokens``, the number of
+        tokens in the train windows without padding, of which the total is the sum.
     """
-    return {"most_width": user.train.windows.shape[1], "tokens": int((user.train.windows != PAD).sum())}
+    is_token = user.train.windows != PAD
+    return {"most_width": user.train.windows.shape[1], "tokens": int(is_token.sum())}
 
 
 def _arrays_of_samples(user: UserSamples) -> Arrays:
@@ -191,22 +189,33 @@ class PopulationWriter:
 
     def __init__(self, folder: Path):
         """Open the files of the population in an existing folder for writing."""
-        self.folder, self._names = folder, StoredNamesWriter(folder)
-        self._open = ExitStack()  # closes the three files
-        self._files = [self._open.enter_context(open(folder / name, "wb")) for name in (USERS, ENDS, SIZES)]  # noqa: SIM115 (closed with it)
-        self._end, self.count = 0, 0  # bytes and users written so far
-        self._user_type: type = type(None)  # type of the users, known from the first user on
-        self._digest, self._counts = hashlib.sha256(), dict[str, int]()  # digest and totals of all users
+        self.folder = folder
+        self.count = 0
+        """Number of users written so far."""
+        self._names = StoredNamesWriter(folder)
+        self._open_files = ExitStack()
+        self._users_file, self._ends_file, self._sizes_file = (
+            self._open_files.enter_context(open(folder / name, "wb"))  # noqa: SIM115 (closed with the stack)
+            for name in (USERS, ENDS, SIZES)
+        )
+        self._end = 0
+        """End of the last user in the file of users, in bytes."""
+        self._user_type: type = type(None)
+        """Type of all users, known from the first user on."""
+        self._digest = hashlib.sha256()
+        """Digest of all users' data."""
+        self._totals: dict[str, int] = {}
+        """Totals over all users."""
 
     def __enter__(self) -> PopulationWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._names.close()
-        self._open.close()
+        self._open_files.close()
 
     def add(self, user: Named) -> None:
-        """Append a user: its record, the end of the record in bytes with a checksum, and the sizes of its splits.
+        """Append a user's data, the end of the data in bytes with a checksum, and the sizes of the user's splits.
 
         Also adds the user to the totals. The total of a key is a maximum if the key begins with ``most_``, else a sum.
 
@@ -214,21 +223,24 @@ class PopulationWriter:
             DataError: The name is invalid, or the user's type is not registered or differs from the other users' type.
         """
         form = FORMS.get(type(user))
-        if form is None or (self.count and type(user) is not self._user_type):
-            allowed = self._user_type.__name__ if self.count else ", ".join(known.__name__ for known in FORMS)
+        is_first = self.count == 0
+        has_other_type = not is_first and type(user) is not self._user_type
+        if form is None or has_other_type:
+            allowed = ", ".join(known.__name__ for known in FORMS) if is_first else self._user_type.__name__
             raise DataError(f"user {user.name!r}: got {type(user).__name__}; allowed: {allowed}")
-        self._user_type, self.count = type(user), self.count + 1
+        self._user_type = type(user)
+        self.count += 1
         self._names.add(user.name)
-        content = _serialise(form, user)
-        users, ends, sizes = self._files
-        users.write(content)
-        self._digest.update(content)
-        self._end += len(content)
-        ends.write(np.array((self._end, zlib.crc32(content)), dtype=_END_DTYPE).tobytes())
-        sizes.write(np.array([len(getattr(user, split)) for split in SPLITS], dtype="<i8").tobytes())
+        data = _serialise(form, user)
+        self._users_file.write(data)
+        self._digest.update(data)
+        self._end += len(data)
+        self._ends_file.write(np.array((self._end, zlib.crc32(data)), dtype=_END_DTYPE).tobytes())
+        sizes = [len(getattr(user, split)) for split in SPLITS]
+        self._sizes_file.write(np.array(sizes, dtype="<i8").tobytes())
         for key, value in form.counts(user).items():
-            before = self._counts.get(key, 0)
-            self._counts[key] = max(before, value) if key.startswith("most_") else before + value
+            total = self._totals.get(key, 0)
+            self._totals[key] = max(total, value) if key.startswith("most_") else total + value
 
     def finish(self, more: Mapping[str, object] | None = None) -> int:
         """Write the names and ``about.json``; return the number of users.
@@ -241,44 +253,51 @@ class PopulationWriter:
         Raises:
             DataError: Two users have the same name.
         """
-        self._open.close()
+        self._open_files.close()
         self._names.finish()
-        # The file of users has a checksum per user instead; the file that is written here has none.
+        # The file of users has a checksum per user instead; `about.json` is written below.
         hashed_files = [path for path in sorted(self.folder.iterdir()) if path.name not in (USERS, ABOUT)]
-        checksums = {path.name: _checksum(path) for path in hashed_files}
         about = {
             "type": self._user_type.__name__,
             "digest": self._digest.hexdigest(),
-            "counts": self._counts,
-            "sums": checksums,
+            "counts": self._totals,
+            "sums": {path.name: _checksum(path) for path in hashed_files},
+            **(more or {}),
         }
-        (self.folder / ABOUT).write_text(json.dumps(about | dict(more or {}), indent=2) + "\n", encoding="utf-8")
+        (self.folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         return self.count
 
 
 def _checksum(path: Path) -> int:
     """Return the CRC-32 of a file, read in chunks."""
-    found = 0
+    checksum = 0
     with open(path, "rb") as file:
         while content := file.read(_READ_BYTES):
-            found = zlib.crc32(content, found)
-    return found
+            checksum = zlib.crc32(content, checksum)
+    return checksum
 
 
 def _serialise(form: UserForm, user: object) -> bytes:
-    """Return the record of a user: a JSON line with the name, dtype and shape of each array, then the arrays.
+    """Return a user as bytes: a JSON line with the name, dtype and shape of each array, then the arrays.
 
     The line and each array are padded to multiples of 16 bytes, since memory-mapped tensors need aligned starts.
+
+    Args:
+        form: Conversion of the user to arrays.
+        user: The user.
     """
-    arrays = {key: t.detach().cpu().contiguous() for key, t in form.parts(user).items()}
-    header = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in arrays.items()]
+    arrays = {name: array.detach().cpu().contiguous() for name, array in form.parts(user).items()}
+    header: list[list[object]] = []
+    for name, array in arrays.items():
+        dtype_name = str(array.dtype).removeprefix("torch.")  # such as "int64"
+        header.append([name, dtype_name, list(array.shape)])
     line = json.dumps(header).encode() + b"\n"
-    record = [b" " * _padding_bytes(len(line)), line]  # padded in front, since the arrays begin after the line end
-    for t in arrays.values():
-        if t.numel():
-            content = t.flatten().view(torch.uint8).numpy().tobytes()
-            record += [content, b"\0" * _padding_bytes(len(content))]
-    return b"".join(record)
+    pieces = [b" " * _padding_bytes(len(line)), line]  # padded in front, since the arrays begin after the line end
+    for array in arrays.values():
+        if array.numel() > 0:
+            content = array.flatten().view(torch.uint8).numpy().tobytes()
+            pieces += [content, b"\0" * _padding_bytes(len(content))]
+    return b"".join(pieces)
 
 
 def _padding_bytes(size: int) -> int:
@@ -304,34 +323,33 @@ def read_about(folder: Path) -> dict[str, Any]:
 def read_population(folder: Path) -> LazyPopulation[Any]:
     """Return the users of a population on disk as a sequence that reads each user on access.
 
-    The folder has the encoded data of all users in one file. The table ``ends`` has the end of each user's data in this
-    file, and its checksum.
-
     Raises:
         DataError: The folder is not a population or was changed. A user's data is verified when the user is accessed,
             which raises the same error.
     """
     about = read_about(folder)
-    # The conversion of arrays to users of the stored type; None for an unknown type.
-    form = next((form for user_type, form in FORMS.items() if user_type.__name__ == about.get("type")), None)
+    form = _form_named(about.get("type"))
     try:
-        checksums = about["sums"] if form else {}  # without a form, the check of the lengths below raises the error
-        if changed := [name for name, checksum in checksums.items() if _checksum(folder / name) != checksum]:
-            raise ValueError(f"{', '.join(changed)}: changed since it was written")
+        if form is not None:
+            changed = [name for name, checksum in about["sums"].items() if _checksum(folder / name) != checksum]
+            if changed:
+                raise ValueError(f"{', '.join(changed)}: changed since it was written")
         names = StoredNames(folder)
-        ends = np.memmap(folder / ENDS, dtype=_END_DTYPE, mode="r")
+        ends = np.memmap(folder / ENDS, dtype=_END_DTYPE, mode="r")  # end in the file of users, and checksum
         sizes = np.memmap(folder / SIZES, dtype="<i8", mode="r").reshape(-1, len(SPLITS))
         with open(folder / USERS, "rb") as file:  # copy-on-write: tensors on it are writable, the file is not changed
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: not a readable population ({error}); write it again") from None
-    if form is None or not len(names) == len(ends) == len(sizes) or ends["end"][-1] != len(content):
+    have_equal_lengths = len(names) == len(ends) == len(sizes)
+    if form is None or not have_equal_lengths or ends["end"][-1] != len(content):
         lengths = f"{len(names)} names, {len(ends)} users, {len(content)} bytes"
         raise DataError(f"{folder}: inconsistent files ({lengths}); write it again")
 
     def make(number: int) -> Any:
         """Read the user with this number, after verifying its checksum."""
-        start, end = int(ends["end"][number - 1]) if number else 0, int(ends["end"][number])
+        start = int(ends["end"][number - 1]) if number > 0 else 0
+        end = int(ends["end"][number])
         if zlib.crc32(memoryview(content)[start:end]) != ends["sum"][number]:
             raise DataError(
                 f"{folder}: the data of user {names[number]!r} is damaged (wrong checksum); delete this folder"
@@ -343,23 +361,34 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
     return LazyPopulation(names, make, digest=about["digest"], sizes=sizes, about=totals)
 
 
+def _form_named(type_name: object) -> UserForm | None:
+    """Return the array format of the users whose type has this name; None for an unknown type."""
+    for user_type, form in FORMS.items():
+        if user_type.__name__ == type_name:
+            return form
+    return None
+
+
 def _read_arrays(content: mmap.mmap, start: int) -> dict[str, Tensor]:
     """Return the arrays of the record at byte ``start`` of ``users.bin``, as views of the memory-mapped file.
 
-    A record is a padded line of JSON with key, dtype and shape of each array, and then the arrays, each padded to the
+    A record is a line of JSON with name, dtype and shape of each array, and then the arrays, each padded to the
     alignment (:func:`_serialise`).
     """
-    offset = content.find(b"\n", start) + 1
+    line_end = content.find(b"\n", start) + 1
+    header = json.loads(content[start:line_end])
+    offset = line_end
     arrays: dict[str, Tensor] = {}
-    for key, dtype_name, shape in json.loads(content[start:offset]):
-        dtype, count = getattr(torch, dtype_name), int(np.prod(shape, dtype=np.int64))
-        if count:
+    for name, dtype_name, shape in header:
+        dtype = getattr(torch, dtype_name)
+        count = int(np.prod(shape, dtype=np.int64))
+        if count > 0:
             flat = torch.frombuffer(content, dtype=dtype, count=count, offset=offset)
         else:  # frombuffer refuses a count of 0
             flat = torch.empty(0, dtype=dtype)
-        arrays[key] = flat.view(shape)
-        size = count * dtype.itemsize
-        offset += size + _padding_bytes(size)
+        arrays[name] = flat.view(shape)
+        size_bytes = count * dtype.itemsize
+        offset += size_bytes + _padding_bytes(size_bytes)
     return arrays
 
 
@@ -379,7 +408,8 @@ class _WarningRecorder(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.lines, self.count = list[str](), 0
+        self.lines: list[str] = []
+        self.count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Record a warning."""
@@ -397,8 +427,10 @@ class _WarningRecorder(logging.Handler):
     @property
     def repeated(self) -> list[str]:
         """Recorded lines, followed by a line with the number of further warnings."""
-        more = self.count - MAX_RECORDED_WARNINGS
-        return [*self.lines, *([f"{more} more such warnings"] if more > 0 else [])]
+        num_unrecorded = self.count - MAX_RECORDED_WARNINGS
+        if num_unrecorded > 0:
+            return [*self.lines, f"{num_unrecorded} more such warnings"]
+        return list(self.lines)
 
 
 def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
@@ -406,30 +438,40 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
 
     Besides the population, writes the skipped users to ``skipped.jsonl``. Adds to ``about.json`` the warnings to log at
     the start of every run (:data:`SUMMARY_WARNINGS`), those that reading logged (:data:`READING_WARNINGS`), the number
-    of skipped users (``skipped``) and the totals of :meth:`StreamingReader.summary`.
+    of skipped users (``skipped``) and the facts of :meth:`StreamingReader.summary`.
 
     Raises:
         DataError: A source cannot be read, or a user has too little data and the reader does not skip users.
     """
-    small = FirstUsers()
+    small_users = FirstUsers()
     with PopulationWriter(folder) as writer, _WarningRecorder() as recorder:
-        with open(folder / SKIPPED, "w", encoding="utf-8") as skipped:
-            reader.on_skip = lambda name, what: skipped.write(json.dumps([name, what]) + "\n")
+        with open(folder / SKIPPED, "w", encoding="utf-8") as skipped_file:
+
+            def write_skipped(name: str, shortage: str) -> None:
+                skipped_file.write(json.dumps([name, shortage]) + "\n")
+
+            reader.on_skip = write_skipped
             rows = StoredRows(folder)
-            with closing(reader.read(rows)) as read:
-                for unencoded, user in reader.stream(read):
-                    if not reader.skips and (shortage := reader.shortage(user)) is not None:
-                        small.add(user.name, shortage)
-                    elif not small.count:  # after a refusal only shortages are collected, for the error message
+            with closing(reader.read(rows)) as unencoded_users:
+                for unencoded, user in reader.stream(unencoded_users):
+                    shortage = None if reader.skips else reader.shortage(user)
+                    if shortage is not None:
+                        small_users.add(user.name, shortage)
+                    elif small_users.count == 0:  # else there will be an error, which needs only the small users
                         reader.inspect(unencoded, user)
                         writer.add(user)
                     del unencoded, user  # free memory before the next user is read
             rows.remove()
-        if small.count:
-            raise reader.refuse(small)
-        totals, warnings = reader.summary()
-        warnings_by_key = {SUMMARY_WARNINGS: warnings, READING_WARNINGS: recorder.repeated}
-        writer.finish({**warnings_by_key, "skipped": reader.left_out.count, **totals})
+        if small_users.count > 0:
+            raise reader.refuse(small_users)
+        facts, warnings = reader.summary()
+        about = {
+            SUMMARY_WARNINGS: warnings,
+            READING_WARNINGS: recorder.repeated,
+            "skipped": reader.left_out.count,
+            **facts,
+        }
+        writer.finish(about)
 
 
 def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[User], dict[str, Any], Mapping[str, str]]:
@@ -451,9 +493,11 @@ def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[Use
         shutil.rmtree(folder, ignore_errors=True)
         folder, was_cached = cached_population(reader)
         users, about = read_population(folder), read_about(folder)
-    warnings_of_reading = about[READING_WARNINGS] if was_cached else []  # otherwise reading has just logged them
-    for line in (*warnings_of_reading, *about[SUMMARY_WARNINGS]):
-        logger.warning("%s", line)
+    if was_cached:  # otherwise reading has just logged its warnings
+        for warning in about[READING_WARNINGS]:
+            logger.warning("%s", warning)
+    for warning in about[SUMMARY_WARNINGS]:
+        logger.warning("%s", warning)
     return users, about, SkippedUsers(folder / SKIPPED, about["skipped"])
 
 
@@ -480,9 +524,9 @@ class SkippedUsers(Mapping[str, str]):
         return (name for name, _shortage in self.items())
 
     def __getitem__(self, name: str) -> str:
-        for skipped, what in self.items():
-            if skipped == name:
-                return what
+        for skipped_name, shortage in self.items():
+            if skipped_name == name:
+                return shortage
         raise KeyError(name)
 
 
@@ -496,13 +540,14 @@ _DAYS_UNUSED = 30
 def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
     """Return the folder of a reader's population, and whether it was cached already; write it if it was not.
 
-    A file lock ensures that only one process per machine writes it. Without cacheable sources the folder is temporary.
+    A file lock ensures that only one process per machine writes it. If a source is not a file or folder, nothing is
+    cached: the population is written to a temporary folder.
 
     Raises:
         DataError: A user's data cannot be used, or the cache is not writable.
     """
-    states = _digest_states(_source_states(reader.sources()))
-    if states is None:
+    digest_of_sources = _digest_states(_source_states(reader.sources()))
+    if digest_of_sources is None:
         temporary = Path(tempfile.mkdtemp(prefix="comingle-"))
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         write_users(reader, temporary)
@@ -513,7 +558,7 @@ def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
         reader.data.model_dump(mode="json"),
         reader.seed,
         reader.key(),
-        states,
+        digest_of_sources,
     ]
     cache = cache_folder() / "populations"
     folder = cache / hashlib.sha256(json.dumps(cache_key).encode()).hexdigest()[:32]
@@ -547,7 +592,7 @@ def _digest_states(states: Iterator[Sequence[object] | None]) -> str | None:
 
 
 def _source_states(sources: list[str]) -> Iterator[list[object] | None]:
-    """Yield a list for each file of the sources that changes when the file does, as part of the key of cached users.
+    """Yield for each file of the sources a list that changes when the file does, such as its path, size and times.
 
     Yields None for a source that is not a file or folder, whose changes cannot be noticed.
     """
@@ -562,21 +607,21 @@ def _source_states(sources: list[str]) -> Iterator[list[object] | None]:
 
 
 def _folder_states(top: Path) -> Iterator[list[object]]:
-    """Yield the state of each file and folder below ``top``: a list that changes when the file does.
+    """Yield the state of each file and folder below ``top``: a list that changes when the file or folder does.
 
-    The cache of encoded users is keyed by these states, so that changed files are read again. Follows links to
-    folders, since the folder of a class of images may be a link. Visits each folder once, since links may form a cycle.
+    Follows links to folders, and visits each folder once, since links may form a cycle.
     """
-    seen = set[str]()
-    for place, folders, files in os.walk(top, followlinks=True):
-        real = os.path.realpath(place)
-        yield [place, real]  # also of an empty folder, which may be a class without images
-        if real in seen:
-            folders.clear()
+    visited: set[str] = set()
+    for folder, subfolders, files in os.walk(top, followlinks=True):
+        real = os.path.realpath(folder)
+        yield [folder, real]  # also of an empty folder, which may be a class without images
+        if real in visited:
+            subfolders.clear()  # tells os.walk not to enter them
             continue
-        seen.add(real)
-        folders.sort()
-        yield from (_file_state(Path(place) / name) for name in sorted(files))
+        visited.add(real)
+        subfolders.sort()
+        for name in sorted(files):
+            yield _file_state(Path(folder) / name)
 
 
 def _file_state(path: Path) -> list[object]:

@@ -31,15 +31,19 @@ MAX_LISTED_USERS = 10
 
 
 def list_shortages(shortages: Mapping[str, str], count: int | None = None) -> str:
-    """Return the first ten users with what is wrong with each, and the number of the others.
+    """Return such as ``'ada' (no text), 'ben' (10 tokens) and 5 more``, with the first ten users by name.
 
     Args:
         shortages: Problem of each user, by name; at least the first ten users.
         count: Number of users with a problem; by default the length of ``shortages``.
     """
-    count = len(shortages) if count is None else count
-    named = [f"{name!r} ({what})" for name, what in islice(shortages.items(), MAX_LISTED_USERS)]
-    return ", ".join(named) + (f" and {count - MAX_LISTED_USERS} more" if count > MAX_LISTED_USERS else "")
+    if count is None:
+        count = len(shortages)
+    first_shortages = islice(shortages.items(), MAX_LISTED_USERS)
+    listed = ", ".join(f"{name!r} ({shortage})" for name, shortage in first_shortages)
+    if count > MAX_LISTED_USERS:
+        listed += f" and {count - MAX_LISTED_USERS} more"
+    return listed
 
 
 @dataclass(kw_only=True)
@@ -54,20 +58,21 @@ class FirstUsers:
     first: dict[str, Any] = field(default_factory=dict)
     count: int = 0
 
-    def add(self, name: str, what: object) -> None:
-        """Count a user; keep the detail if it is one of the first."""
+    def add(self, name: str, detail: object) -> None:
+        """Count a user; keep the detail if the user is one of the first."""
         self.count += 1
         if len(self.first) <= MAX_LISTED_USERS:
-            self.first[name] = what
+            self.first[name] = detail
 
     @property
     def listed(self) -> str:
         """First ten users with their details, and the number of the others."""
-        return list_shortages({name: describe_shortage(what) for name, what in self.first.items()}, self.count)
+        details = {name: describe_shortage(detail) for name, detail in self.first.items()}
+        return list_shortages(details, self.count)
 
 
 def describe_shortage(shortage: object) -> str:
-    """Return what a user has too little of as text, without the advice that some kinds of data attach to it."""
+    """Return a shortage as text: its attribute ``what`` if it has one, such as "train has 10 tokens"."""
     return str(getattr(shortage, "what", shortage))
 
 
@@ -113,36 +118,40 @@ class StoredDocuments(DocumentLists):
     """
 
     def __init__(self, path: Path):
-        self._paths = path.with_suffix(".pieces"), path.with_suffix(".ends")
-        self._files: list[Any] = [open(each, "wb") for each in self._paths]  # noqa: SIM115 (closed by finish or remove)
+        self._lists_path = path.with_suffix(".pieces")
+        """File with each list as JSON, one after another."""
+        self._ends_path = path.with_suffix(".ends")
+        """File with the end of each list in the other file, in bytes."""
+        self._lists_file: Any = open(self._lists_path, "wb")  # noqa: SIM115 (closed by finish or remove)
+        self._ends_file: Any = open(self._ends_path, "wb")  # noqa: SIM115 (closed by finish)
         self._end = 0
 
     def add(self, documents: Sequence[str]) -> None:
         """Append a list as JSON, which can store unpaired surrogates, and its end in bytes."""
         content = json.dumps(list(documents)).encode()
         self._end += len(content)
-        pieces, ends = self._files
-        pieces.write(content)
-        ends.write(self._end.to_bytes(8, "little"))
+        self._lists_file.write(content)
+        self._ends_file.write(self._end.to_bytes(8, "little"))
 
     def finish(self) -> None:
         """End writing, and reopen the files for reading."""
-        for file in self._files:
-            file.close()
-        self._ends = np.memmap(self._paths[1], dtype="<i8", mode="r")
-        self._files = [open(self._paths[0], "rb")]  # noqa: SIM115 (closed by remove)
+        self._lists_file.close()
+        self._ends_file.close()
+        self._ends = np.memmap(self._ends_path, dtype="<i8", mode="r")
+        self._lists_file = open(self._lists_path, "rb")  # noqa: SIM115 (closed by remove)
 
     def __getitem__(self, number: int) -> Sequence[str]:
-        start = int(self._ends[number - 1]) if number else 0
-        self._files[0].seek(start)
-        return json.loads(self._files[0].read(int(self._ends[number]) - start))
+        start = int(self._ends[number - 1]) if number > 0 else 0
+        end = int(self._ends[number])
+        self._lists_file.seek(start)
+        return json.loads(self._lists_file.read(end - start))
 
     def remove(self) -> None:
         """Delete both files."""
-        for file in self._files:
-            file.close()
-        for path in self._paths:
-            path.unlink(missing_ok=True)
+        self._lists_file.close()
+        self._ends_file.close()
+        self._lists_path.unlink(missing_ok=True)
+        self._ends_path.unlink(missing_ok=True)
 
 
 class Rows(ABC):
@@ -216,10 +225,13 @@ class StoredRows(Rows):
     def __init__(self, folder: Path):
         """Start an empty store; :meth:`fill` creates its two files in the folder."""
         self.folder = folder
-        self._contents, self._index = folder / "rows.bin", folder / "rows.index"
-        self.owners: dict[str, Any] = {}  # number of each user with rows, by name
-        self._splits: dict[str, int] = {}  # number of each split, by name
-        self._unpack: Callable[[bytes], Any] = bytes  # converts stored bytes to the content of a row
+        self._contents_path, self._index_path = folder / "rows.bin", folder / "rows.index"
+        self.owners: dict[str, Any] = {}
+        """Number of each user with rows, by name."""
+        self._splits: dict[str, int] = {}
+        """Number of each split, by name."""
+        self._unpack: Callable[[bytes], Any] = bytes
+        """Converts stored bytes to the content of a row."""
 
     def fill(
         self,
@@ -228,39 +240,46 @@ class StoredRows(Rows):
         pack: Callable[[Any], bytes] = bytes,
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
-        """Write the rows' contents as bytes to one file, and the user, split and end of each row to another."""
-        end, self._unpack = 0, unpack
-        with open(self._contents, "wb") as contents, open(self._index, "wb") as index:
+        """Write the rows' contents as bytes to one file, and the user, split and end of each row to another.
+
+        Args:
+            rows: User, split and content of each row.
+            pack: Converts the content of a row to bytes.
+            unpack: Inverse of ``pack``, for :meth:`groups`.
+        """
+        self._unpack = unpack
+        end = 0  # of the row in the file of contents, in bytes
+        with open(self._contents_path, "wb") as contents_file, open(self._index_path, "wb") as index_file:
             for owner, split, content in rows:
                 user_number = self.owners.setdefault(owner, len(self.owners))
                 split_number = self._splits.setdefault(split, len(self._splits))
                 packed = pack(content)
                 end += len(packed)
-                contents.write(packed)
-                index.write(np.array((user_number, split_number, end), dtype=_ROW).tobytes())
+                contents_file.write(packed)
+                index_file.write(np.array((user_number, split_number, end), dtype=_ROW).tobytes())
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-        """Yield each of these users with its rows by split, read from the file.
-
-        The index file has for each row the numbers of its user and its split, and the byte offset at which its content
-        ends. ``owners`` has the number of each user.
-        """
+        """Yield each of these users with its rows by split, read from the file of contents."""
         if not self.owners:  # no rows; an empty file cannot be memory-mapped
             return
-        rows = np.memmap(self._index, dtype=_ROW, mode="r")
-        # Row numbers by user: those of user u are rows_by_user[starts[u] : starts[u + 1]]. int32 saves memory.
-        rows_by_user = rows["owner"].argsort(kind="stable").astype(np.int32 if len(rows) < 2**31 else np.int64)
-        starts = np.concatenate([[0], np.bincount(rows["owner"], minlength=len(self.owners)).cumsum()])
+        index = np.memmap(self._index_path, dtype=_ROW, mode="r")  # "owner", "split" and "end" of each row
+        # Row numbers sorted by user: those of user u are rows_by_user[first[u] : first[u + 1]].
+        rows_by_user = index["owner"].argsort(kind="stable")
+        rows_by_user = rows_by_user.astype(np.int32 if len(index) < 2**31 else np.int64)  # int32 saves memory
+        num_rows_of_user = np.bincount(index["owner"], minlength=len(self.owners))
+        first = np.concatenate([[0], num_rows_of_user.cumsum()])
         splits = list(self._splits)
-        with open(self._contents, "rb") as contents:
+        with open(self._contents_path, "rb") as contents_file:
             for name in names:
-                user_number, contents_by_split = self.owners[name], dict[str, list[Any]]()
-                for row in rows_by_user[starts[user_number] : starts[user_number + 1]].tolist():
-                    start = int(rows["end"][row - 1]) if row else 0
-                    contents.seek(start)
-                    content = contents.read(int(rows["end"][row]) - start)
-                    split = splits[int(rows["split"][row])]
-                    contents_by_split.setdefault(split, []).append(self._unpack(content))
+                user = self.owners[name]
+                contents_by_split: dict[str, list[Any]] = {}
+                for row in rows_by_user[first[user] : first[user + 1]].tolist():
+                    start = int(index["end"][row - 1]) if row > 0 else 0
+                    end = int(index["end"][row])
+                    contents_file.seek(start)
+                    content = self._unpack(contents_file.read(end - start))
+                    split = splits[int(index["split"][row])]
+                    contents_by_split.setdefault(split, []).append(content)
                 yield name, contents_by_split
 
     def documents(self, name: str) -> DocumentLists:
@@ -269,7 +288,7 @@ class StoredRows(Rows):
 
     def remove(self) -> None:
         """Delete both files."""
-        for path in (self._contents, self._index):
+        for path in (self._contents_path, self._index_path):
             path.unlink(missing_ok=True)
 
 
@@ -349,26 +368,30 @@ class SmallUserFilter(Generic[User]):
         Users are skipped if they have too little data and the filter was created with ``skips``.
         """
         self.num_users += 1
-        if not self.skips or (shortage := self.shortage(user)) is None:
+        if not self.skips:
+            return True
+        shortage = self.shortage(user)
+        if shortage is None:
             return True
         self.left_out.add(user.name, shortage)
         self.on_skip(user.name, describe_shortage(shortage))
         return False
 
     def require_some(self) -> None:
-        """Check that not all users are skipped, and prepare the warning about those that are (``left_out_lines``).
+        """Raise an error if all users are skipped; otherwise store the warning about the skipped ones.
 
-        Call it after the last user.
+        Call it after the last user. The warning is in ``left_out_lines``.
 
         Raises:
             DataError: All users are skipped.
         """
-        if not self.skips or not self.left_out.count:
+        num_skipped = self.left_out.count
+        if not self.skips or num_skipped == 0:
             return
-        count, num_users, listed = self.left_out.count, self.num_users, self.left_out.listed
-        if count == num_users:
+        num_users, listed = self.num_users, self.left_out.listed
+        if num_skipped == num_users:
             raise DataError(f"all {num_users} users have {self.too_little}: {listed}")
-        self._left_out_line = f"skipped {count} of {num_users} users, which have {self.too_little}: {listed}"
+        self._left_out_line = f"skipped {num_skipped} of {num_users} users, which have {self.too_little}: {listed}"
 
     @property
     def left_out_lines(self) -> list[str]:
@@ -402,7 +425,10 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """Return the files and folders that are read, or names of other sources."""
 
     def key(self) -> list[object]:
-        """Return what else determines how users are encoded, besides their data, the recipe's section and the seed."""
+        """Return settings that affect encoding and checks of users; cached users are valid only for equal ones.
+
+        The users' data, the recipe's section and the seed are not among them.
+        """
         return []
 
     @abstractmethod
@@ -410,8 +436,7 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """Read the sources and yield the data of one user after another.
 
         Args:
-            rows: An empty store, in memory or on disk. Readers of a table with the rows of all users need it to group
-                these rows by user; other readers leave it empty.
+            rows: An empty store, in memory or on disk, for readers of a table that must group its rows by user.
 
         Raises:
             DataError: A source cannot be read, or users without data are refused.
@@ -422,7 +447,10 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """Return the encoded user."""
 
     def refuse(self, small: FirstUsers) -> DataError:
-        """Return the error for users who have too little data and are not skipped."""
+        """Return the error for users who have too little data and are not skipped.
+
+        The base class has no such users.
+        """
         raise AssertionError(small.listed)
 
     def check(self, user: User) -> None:
@@ -453,17 +481,17 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return totals over all users and warnings for the start of every run; called after the last user.
+        """Return facts about all users, which are stored with the users, and warnings for the start of every run.
 
-        The totals are stored with the users. The base class has none, and warns only of skipped users.
+        Called after the last user. The base class has no facts, and warns only of skipped users.
 
         Raises:
             DataError: The users are inconsistent with each other.
         """
         return {}, self.left_out_lines
 
-    def common(self, users: Sequence[User], about: Mapping[str, Any]) -> object:
-        """Return what users have in common besides the base model; ``about`` is the first result of :meth:`summary`."""
+    def common(self, users: Sequence[User], facts: Mapping[str, Any]) -> object:
+        """Return what users have in common besides the base model; ``facts`` is the first result of :meth:`summary`."""
         return None
 
     def text(self, unencoded: Read) -> UserText | None:
@@ -481,7 +509,8 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """
         for unencoded in unencoded_users:
             user = self.encode(unencoded)
-            if self.has_enough(user):  # otherwise the user has too little data and is skipped
+            is_skipped = not self.has_enough(user)
+            if not is_skipped:
                 self.check(user)
                 yield unencoded, user
             del unencoded, user  # free memory before the next user is read

@@ -107,14 +107,19 @@ def split_samples(name: str, splits: Mapping[str, Samples], *, valid: float, tes
     if "test" in splits and "valid" in splits:
         return UserSamples(name=name, train=train, valid=splits["valid"], test=splits["test"])
     train = select_samples(train, torch.randperm(len(train), generator=generator("samples", name, seed)))
-    held_out = dict(splits)
-    if "test" not in splits:
-        valid /= 1 - test  # a fraction of all samples, not of those that remain
-        train, held_out["test"] = _hold_out_share(name, train, "test", test)
-    if "valid" not in splits:
-        no_samples = train.first(0)
-        train, held_out["valid"] = _hold_out_share(name, train, "valid", valid) if valid else (train, no_samples)
-    return UserSamples(name=name, train=train, valid=held_out["valid"], test=held_out["test"])
+    valid_share = valid
+    if "test" in splits:
+        test_samples = splits["test"]
+    else:
+        train, test_samples = _hold_out_share(name, train, "test", test)
+        valid_share = valid / (1 - test)  # of the samples that remain without the test samples
+    if "valid" in splits:
+        valid_samples = splits["valid"]
+    elif valid_share:
+        train, valid_samples = _hold_out_share(name, train, "valid", valid_share)
+    else:
+        valid_samples = train.first(0)  # none
+    return UserSamples(name=name, train=train, valid=valid_samples, test=test_samples)
 
 
 def _hold_out_share(name: str, samples: Samples, split: str, share: float) -> tuple[Samples, Samples]:
@@ -132,17 +137,17 @@ def _hold_out_share(name: str, samples: Samples, split: str, share: float) -> tu
     Raises:
         DataError: There are too few samples to hold any out.
     """
-    kept, held = hold_out(_class_numbers(samples), share)
-    if not len(held):
+    remaining, held_out = hold_out(_class_numbers(samples), share)  # indices
+    if len(held_out) == 0:
         got = f"{len(samples)} samples, one of each class" if len(samples) > 1 else "1 sample"
         raise DataError(f"user {name!r}: {got}: too few to hold out any for data.split.{split}; give more")
-    return select_samples(samples, kept), select_samples(samples, held)
+    return select_samples(samples, remaining), select_samples(samples, held_out)
 
 
 def _class_numbers(samples: Samples) -> Int64[Tensor, " n"]:
-    """Return the class of each sample, for stratified held-out splits (:func:`hold_out`).
+    """Return the class of each sample, to hold out the same fraction of each class (:func:`hold_out`).
 
-    Targets that are no class numbers, such as real numbers, give zeros: all samples are then alike.
+    Targets that are no class numbers, such as real or negative numbers, give zeros: one class for all samples.
     """
     targets = samples.targets
     if not targets.is_floating_point() and bool((targets >= 0).all()):
@@ -186,7 +191,7 @@ def read_given(name: str, data: object, *, valid: float, test: float, seed: int)
         return data
     if not isinstance(data, Mapping):
         splits = {"train": read_samples(data, where)}
-    elif {"train", "test"} <= set(data):
+    elif "train" in data and "test" in data:
         splits = {split: read_samples(item, f"{where}: {split}") for split, item in data.items()}
     else:
         raise DataError(
@@ -204,55 +209,57 @@ _SPLIT_SUFFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("tes
 def image_format_of(section: SamplesSection) -> ImageFormat:
     """Return the size and colours to which a recipe's images are converted."""
     size = section.image_size
-    return ImageFormat(size=(size, size) if isinstance(size, int) else size, grey=section.grayscale)
+    if isinstance(size, int):
+        size = (size, size)
+    return ImageFormat(size=size, grey=section.grayscale)
 
 
 @dataclass(kw_only=True)
 class Remarks:
     """Notes on folders of images, each logged once for all users."""
 
-    renamed: dict[str, str] = field(default_factory=dict)
-    """Users whose validation split is used as test split, with its folder's name."""
-    unread: dict[str, Counter[str]] = field(default_factory=dict)
+    renamed_splits: dict[str, str] = field(default_factory=dict)
+    """Folder name of the validation split that is used as the test split, by user."""
+    unread_files: dict[str, Counter[str]] = field(default_factory=dict)
     """Numbers of files that are not read, by user and suffix."""
 
     def add_folder(self, user: str, folder: Path, splits: Mapping[str, Path]) -> None:
-        """Record what is unusual in a user's folder with subfolders for splits.
-
-        This is a validation split that is used as the test split, and files outside of splits, which are not read.
-        A folder without subfolders for splits has neither.
+        """Record if a user's validation split is used as the test split, and if there are files outside of the splits.
 
         Args:
             user: Name of the user.
             folder: Folder of the user.
             splits: Subfolder of each split (:func:`comingle.data.samples.images.find_splits`).
         """
-        if "test" in splits:  # the folder has splits
-            if split_named(splits["test"].name) != "test":
-                self.renamed[user] = splits["test"].name
-            self.add_unread(user, Counter(path.name for path in list_visible(folder) if path not in splits.values()))
+        if "test" not in splits:  # the folder is not divided into splits
+            return
+        test_folder = splits["test"].name  # such as "test" or "val"
+        if split_named(test_folder) != "test":
+            self.renamed_splits[user] = test_folder
+        outside = [path.name for path in list_visible(folder) if path not in splits.values()]
+        self.add_unread(user, Counter(outside))
 
-    def add_unread(self, user: str, unread: Counter[str]) -> None:
+    def add_unread(self, user: str, num_files: Counter[str]) -> None:
         """Record a user's files that are not read.
 
         Args:
             user: Name of the user.
-            unread: Numbers of files by suffix, or by name for files without one.
+            num_files: Numbers of files by suffix, or by name for files without one.
         """
-        if unread:
-            self.unread[user] = self.unread.get(user, Counter()) + unread
+        if num_files:
+            self.unread_files[user] = self.unread_files.get(user, Counter()) + num_files
 
     @property
     def lines(self) -> list[str]:
         """One line per kind of note."""
         lines = []
-        if self.renamed:
-            folder = next(iter(self.renamed.values()))  # the first user's, as an example
-            lines.append(f"no test split; using {folder} as the test split of {list_names(self.renamed)}")
-        if self.unread:
-            counts = sum(self.unread.values(), Counter[str]())
+        if self.renamed_splits:
+            example = next(iter(self.renamed_splits.values()))
+            lines.append(f"no test split; using {example} as the test split of {list_names(self.renamed_splits)}")
+        if self.unread_files:
+            counts = sum(self.unread_files.values(), Counter[str]())
             found = list_names(f"{count} {suffix}" for suffix, count in counts.most_common())
-            users = list_names(self.unread)
+            users = list_names(self.unread_files)
             lines.append(
                 f"skipped files that are not images of a class: {found}, of {users}; allowed: {' '.join(SUFFIXES)}"
             )
@@ -275,31 +282,36 @@ def read_source(
         DataError: A source is missing or unreadable.
     """
     where, key = f"user {user!r}", f"data.users.{user}"
-    broken: list[Path] = []
-    parts: dict[str, Samples | Images] = {}
     if source.path is not None:
         path = expand_home(source.path)
         if _is_npz_file(path, where):
             return dict(read_npz(path, where))
-        splits = find_splits(path, key)
-        remarks.add_folder(user, path, splits)
+        path_by_split = find_splits(path, key)
+        remarks.add_folder(user, path, path_by_split)
     else:
-        given = {split: getattr(source, split) for split in SPLITS}
-        splits = {split: expand_home(place) for split, place in given.items() if place is not None}
-    for split, path in splits.items():
+        path_by_split: dict[str, Path] = {}
+        for split in SPLITS:
+            place = getattr(source, split)
+            if place is not None:
+                path_by_split[split] = expand_home(place)
+
+    broken: list[Path] = []
+    samples_by_split: dict[str, Samples | Images] = {}
+    for split, path in path_by_split.items():
         if _is_npz_file(path, where):
-            parts[split] = read_npz(path, where)["train"]  # the key of a file without splits
-        else:
-            try:
-                images = read_folder(path, image_format, key if len(splits) == 1 else f"{key}.{split}")
-            except BrokenImagesError as error:  # read the other splits too, to name all broken files at once
-                broken += error.files
-                continue
-            remarks.add_unread(user, images.unread)
-            parts[split] = images
+            samples_by_split[split] = read_npz(path, where)["train"]  # the key of a file without splits
+            continue
+        key_of_split = key if len(path_by_split) == 1 else f"{key}.{split}"
+        try:
+            images = read_folder(path, image_format, key_of_split)
+        except BrokenImagesError as error:  # read the other splits too, to name all broken files at once
+            broken += error.files
+            continue
+        remarks.add_unread(user, images.unread)
+        samples_by_split[split] = images
     if broken:
         raise BrokenImagesError(broken)
-    return parts
+    return samples_by_split
 
 
 def _is_npz_file(path: Path, where: str) -> bool:
@@ -324,29 +336,49 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
     Its arrays are ``inputs`` and ``targets``, or ``x`` and ``y``, all of split "train"; or ``x_train``, ``y_train``,
     ``x_test`` and so on.
 
+    Args:
+        path: The file.
+        where: Name of the user, for messages.
+
     Raises:
         DataError: The file is not an npz file, or its arrays are missing or do not fit each other.
     """
     arrays = read_arrays(path)
-    for x, y in _ARRAY_NAMES:  # the first pair of names that the file has counts
-        names_by_split = {
-            split: (f"{x}_{suffix}", f"{y}_{suffix}")
-            for split, suffixes in _SPLIT_SUFFIXES.items()
-            for suffix in suffixes
-            if {f"{x}_{suffix}", f"{y}_{suffix}"} <= arrays.keys()
-        }
-        if {x, y} <= arrays.keys():
-            names_by_split = {"train": (x, y)}
-        elif not {"train", "test"} <= names_by_split.keys():  # the file does not use this pair of names
-            continue
-        return {
-            split: as_samples(arrays[inputs], arrays[targets], f"{where}: {path}")
-            for split, (inputs, targets) in names_by_split.items()
-        }
+    for inputs_name, targets_name in _ARRAY_NAMES:  # the first pair of names that the file has counts
+        names_by_split = _array_names_by_split(arrays, inputs_name, targets_name)
+        if "train" in names_by_split:
+            samples_by_split: dict[str, Samples] = {}
+            for split, (inputs, targets) in names_by_split.items():
+                samples_by_split[split] = as_samples(arrays[inputs], arrays[targets], f"{where}: {path}")
+            return samples_by_split
     found = list_names(arrays) or "nothing"
     raise DataError(
         f"{where}: {path}: found {found}; allowed: inputs and targets, or x and y (or x_train, y_train ...)"
     )
+
+
+def _array_names_by_split(arrays: Collection[str], inputs_name: str, targets_name: str) -> dict[str, tuple[str, str]]:
+    """Return such as ``{"train": ("x_train", "y_train"), "test": ("x_test", "y_test")}``, or ``{"train": ("x", "y")}``.
+
+    Args:
+        arrays: Names of the arrays in a file.
+        inputs_name: Name of inputs without a split, such as "x".
+        targets_name: Name of targets without a split, such as "y".
+
+    Returns:
+        Names of inputs and targets by split; empty unless the arrays have these names, with train and test.
+    """
+    if inputs_name in arrays and targets_name in arrays:
+        return {"train": (inputs_name, targets_name)}
+    names_by_split: dict[str, tuple[str, str]] = {}
+    for split, suffixes in _SPLIT_SUFFIXES.items():
+        for suffix in suffixes:
+            inputs, targets = f"{inputs_name}_{suffix}", f"{targets_name}_{suffix}"
+            if inputs in arrays and targets in arrays:
+                names_by_split[split] = (inputs, targets)
+    if "train" in names_by_split and "test" in names_by_split:
+        return names_by_split
+    return {}
 
 
 def collect_classes(
@@ -354,8 +386,7 @@ def collect_classes(
 ) -> tuple[tuple[str, ...], list[str]]:
     """Return the classes of all users, and notes on users that lack some and on names that may be misspelt.
 
-    The classes are those in ``named``, or else all that occur, sorted; none if no user has any. Each user's classes are
-    kept as a bit mask with one bit per class, since there may be many users.
+    The classes are those in ``named``, or else all that occur, sorted; none if no user has any.
 
     Args:
         classes_of_users: Name and classes of each user.
@@ -367,53 +398,66 @@ def collect_classes(
     Raises:
         DataError: A user has a class that is not in ``named``.
     """
-    bits = {label: 1 << number for number, label in enumerate(named)}
+    # A user's classes are kept as a bit mask, since there may be many users: each class is one bit.
+    bit_of_class = {label: 1 << number for number, label in enumerate(named)}
     masks: dict[str, int] = {}  # by user
-    for name, labels in classes_of_users:
-        if named and (unknown := sorted(set(labels) - set(named))):
-            raise DataError(f"user {name!r}: got class {unknown[0]!r}; allowed: {list_names(named)} (data.classes)")
-        # A class that was not seen before gets the next bit.
-        masks[name] = sum(bits.setdefault(label, 1 << len(bits)) for label in set(labels))
+    for user, labels in classes_of_users:
+        unknown = sorted(set(labels) - set(named))
+        if named and unknown:
+            raise DataError(f"user {user!r}: got class {unknown[0]!r}; allowed: {list_names(named)} (data.classes)")
+        masks[user] = 0
+        for label in set(labels):
+            next_bit = 1 << len(bit_of_class)
+            masks[user] |= bit_of_class.setdefault(label, next_bit)
     if not any(masks.values()):
         return (), []
-    classes = named or tuple(sorted(bits))
-    all_bits = sum(bits.values())
-    notes = [] if named else _spelling_notes(classes, bits, masks)
-    if lacking := [name for name, mask in masks.items() if mask != all_bits]:
-        missing = list_names(label for label in classes if not masks[lacking[0]] & bits[label])
+    classes = named or tuple(sorted(bit_of_class))
+    all_bits = sum(bit_of_class.values())
+    notes: list[str] = []
+    lacking = [user for user, mask in masks.items() if mask != all_bits]  # users that lack a class
+    if lacking:
+        missing = list_names(label for label in classes if not masks[lacking[0]] & bit_of_class[label])
         fix = "" if named else f"; to allow no others, set data.classes: [{list_names(classes)}]"
-        notes.insert(
-            0,
+        notes.append(
             f"training goes on, and all users' models have an output for every class: {len(lacking)} of {len(masks)} "
             f"users lack some of the {len(classes)} classes over all users ({list_names(classes)}), for example "
-            f"{lacking[0]!r} lacks {missing}{fix}",
+            f"{lacking[0]!r} lacks {missing}{fix}"
         )
+    if not named:
+        notes += _spelling_notes(classes, bit_of_class, masks)
     return classes, notes
 
 
-def _spelling_notes(classes: Sequence[str], bits: Mapping[str, int], masks: Mapping[str, int]) -> list[str]:
+def _spelling_notes(classes: Sequence[str], bit_of_class: Mapping[str, int], masks: Mapping[str, int]) -> list[str]:
     """Return notes on classes whose names differ only in case, and on classes of a single user.
 
-    Both may be folders with misspelt names. A user's classes are a bit mask, since there may be many users.
+    Both may be folders with misspelt names.
 
     Args:
         classes: Names of the classes.
-        bits: Power of two that stands for each class.
-        masks: Classes of each user, as the sum of their powers of two.
+        bit_of_class: A power of two for each class, such as ``{"cat": 1, "dog": 2, "cow": 4}``.
+        masks: Sum of the bits of each user's classes, such as 5 for a user with cat and cow.
     """
-    notes, by_folded = [], dict[str, list[str]]()
+    notes: list[str] = []
+    classes_by_folded_name: dict[str, list[str]] = {}
     for label in classes:
-        by_folded.setdefault(label.casefold(), []).append(label)
-    if alike := [" and ".join(labels) for labels in by_folded.values() if len(labels) > 1]:
+        classes_by_folded_name.setdefault(label.casefold(), []).append(label)
+    alike = [" and ".join(labels) for labels in classes_by_folded_name.values() if len(labels) > 1]
+    if alike:
         notes.append(f"classes differ only in case: {list_names(alike)}; rename the folders if they mean the same")
-    of_any_user = of_two_users = 0  # classes that at least one user has, and classes that at least two have
+
+    with_a_user = with_two_users = 0  # masks of the classes that at least one user and at least two users have
     for mask in masks.values():
-        of_any_user, of_two_users = of_any_user | mask, of_two_users | (of_any_user & mask)
-    if len(masks) > 1 and (single := [label for label in classes if not of_two_users & bits[label]]):
-        owners = {label: next(name for name, mask in masks.items() if mask & bits[label]) for label in single[:_LISTED]}
-        listed = ", ".join(f"{label} ({owner!r})" for label, owner in owners.items())
+        with_two_users |= with_a_user & mask
+        with_a_user |= mask
+    single = [label for label in classes if not with_two_users & bit_of_class[label]]
+    if len(masks) > 1 and single:
+        listed: list[str] = []
+        for label in single[:_LISTED]:
+            owner = next(user for user, mask in masks.items() if mask & bit_of_class[label])
+            listed.append(f"{label} ({owner!r})")
         more = f" and {len(single) - _LISTED} more" if len(single) > _LISTED else ""
-        notes.append(f"classes of one user only: {listed}{more}; rename the folders if they are misspelt")
+        notes.append(f"classes of one user only: {', '.join(listed)}{more}; rename the folders if they are misspelt")
     return notes
 
 
@@ -430,16 +474,17 @@ def number_classes(
         section: The recipe's section.
         name: Name of the user.
         splits: Samples or images by split.
-        labels: Names of the classes in the order of their numbers; empty for samples that are not images.
+        labels: Names of the classes in the order of their numbers; empty if no user has images.
 
     Raises:
         DataError: Some users have images and others arrays, or image settings are given without images.
     """
-    if labels and any(isinstance(item, Samples) for item in splits.values()):
+    users_have_images = len(labels) > 0
+    if users_have_images and any(isinstance(item, Samples) for item in splits.values()):
         raise DataError(
             f"user {name!r}: got an .npz file, but other users have folders of images; use one format for all"
         )
-    if not labels and (section.image_size is not None or section.grayscale):
+    if not users_have_images and (section.image_size is not None or section.grayscale):
         raise DataError("data.image_size and grayscale are for folders of images; the users have .npz files")
     return {split: _as_samples(item, labels) for split, item in splits.items()}
 
@@ -453,9 +498,9 @@ def _as_samples(item: Samples | Images, labels: Sequence[str]) -> Samples:
     """
     if isinstance(item, Samples):
         return item
-    class_numbers = {label: number for number, label in enumerate(labels)}
-    targets = torch.from_numpy(np.array([class_numbers[label] for label in item.labels], dtype=np.int64))
-    return Samples(inputs=pixels_as_inputs(item.pixels), targets=targets)
+    number_of_class = {label: number for number, label in enumerate(labels)}
+    class_numbers = np.array([number_of_class[label] for label in item.labels], dtype=np.int64)
+    return Samples(inputs=pixels_as_inputs(item.pixels), targets=torch.from_numpy(class_numbers))
 
 
 def pixels_as_inputs(pixels: UInt8[Tensor, "n h w c"]) -> Float[Tensor, "n c h w"]:
@@ -483,7 +528,14 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         net: MakeNet | None = None,
         loss: str | LossFunction | None = None,
     ):
-        """Initialise the reader; ``given``, ``net`` and ``loss`` replace the recipe's data, net and loss.
+        """Initialise the reader.
+
+        Args:
+            data: The recipe's section.
+            seed: Seed of the splits.
+            given: Samples by user, if a program passes them.
+            net: Function that creates the net, instead of the default net.
+            loss: Loss instead of the recipe's.
 
         Raises:
             RecipeError: A program passes samples, and the recipe has settings for folders of images.
@@ -493,52 +545,68 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         if given is not None and (data.image_size is not None or data.grayscale):
             raise RecipeError("data.image_size and grayscale are for folders of images; scale the images that you pass")
         self.given, self.net = given, net
-        # The chosen loss (None for the default), and the resulting function for real (False) or whole (True) targets.
-        self._loss, self._losses = loss or data.loss, dict[bool, Loss]()
         self._split_options = {"valid": data.split.valid, "test": data.split.test, "seed": seed}
-        self.labels, self._classes_notes, self._remarks = tuple[str, ...](), list[str](), Remarks()
+        self._remarks = Remarks()
+        self.labels: tuple[str, ...] = ()
+        self._class_notes: list[str] = []
+
+        self._chosen_loss = loss or data.loss  # None for the default loss
+        self._loss_by_whole: dict[bool, Loss] = {}
+        """Loss for whole-number targets (True) and for real targets (False)."""
+        self._targets_are_whole = False
         self._first_user: UserSamples | None = None
         self._first_user_as_read: UserSamples | None = None
         """First user, before whole targets become real numbers."""
-        self._targets_are_whole, self._num_classes = False, 0
-        """Whether targets are whole numbers; the largest class of all users, plus 1."""
-        self._seen, self._unseen = set[int](), FirstUsers()
-        """Classes of train samples (up to a few), and users with held-out classes that they do not train on."""
+
+        self._num_classes = 0
+        """Largest class number of all users, plus 1."""
+        self._train_classes: set[int] = set()
+        """Classes of train samples; a few of them if there are many."""
+        self._users_with_unseen_classes = FirstUsers()
+        """Users whose held-out samples have classes that their train samples lack."""
 
     def sources(self) -> list[str]:
         """Return the files and folders of all users."""
-        return [path for source in (self.section.users or {}).values() for path in _paths(source)]
+        users = self.section.users or {}
+        return [path for source in users.values() for path in _paths(source)]
 
     def read(self, rows: Rows) -> Generator[UserSamples, None, None]:
         """Yield users' samples in splits, by the recipe's fractions where users have no splits.
 
         The classes are collected from the folders of all users first, so that all users number them alike.
+
+        Args:
+            rows: Not used, as no file has rows of several users.
         """
         if self.given is not None:
-            yield from (read_given(name, data, **self._split_options) for name, data in self.given.items())
+            for name, data in self.given.items():
+                yield read_given(name, data, **self._split_options)
             return
-        users, image_format = self.section.users or {}, image_format_of(self.section)
+        users = self.section.users or {}
+        image_format = image_format_of(self.section)
         classes_of_users = ((name, _classes_in(name, source)) for name, source in users.items())
-        self.labels, self._classes_notes = collect_classes(classes_of_users, self.section.labels)
+        self.labels, self._class_notes = collect_classes(classes_of_users, self.section.labels)
         broken: list[Path] = []
         for name, source in users.items():
             try:
-                unnumbered = read_source(name, source, image_format, self._remarks)
+                samples_or_images = read_source(name, source, image_format, self._remarks)
             except BrokenImagesError as error:  # read the other users too, to name all broken files at once
                 broken += error.files
                 continue
             if broken:  # the samples are not needed: an error will be raised
                 continue
-            numbered = number_classes(self.section, name, unnumbered, self.labels)
-            yield split_samples(name, numbered, **self._split_options)
+            samples_by_split = number_classes(self.section, name, samples_or_images, self.labels)
+            yield split_samples(name, samples_by_split, **self._split_options)
         if broken:
             raise BrokenImagesError(broken)
 
     def encode(self, unencoded: UserSamples) -> UserSamples:
         """Return the user with targets of the type that the loss needs: class numbers, or real numbers.
 
-        The first user decides for all: whole numbers are classes, unless the loss is for real numbers. For such a loss,
-        whole numbers are converted to real ones. For a loss on classes, the classes of all users are counted.
+        The first user determines whether the targets of all users are whole numbers.
+
+        Args:
+            unencoded: The user's samples as read.
 
         Raises:
             DataError: The targets are real numbers, but those of the first user were whole numbers. The opposite is
@@ -546,51 +614,54 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         """
         user = unencoded
         if self._first_user is None:
-            self._targets_are_whole, self._first_user_as_read = _has_whole_targets(user), user
+            self._targets_are_whole = _has_whole_targets(user)
+            self._first_user_as_read = user
         if self._targets_are_whole and not _has_whole_targets(user):
-            # This raises the error, since the first user has whole numbers and this one real numbers. The default loss
-            # is now one for real numbers, so the message names the first user's whole numbers as the mistake.
+            # Now the default loss is one for real numbers. `check` raises an error for the user that does not fit it.
             self._targets_are_whole = False
             assert self._first_user_as_read is not None
             check([self._first_user_as_read, user], classes=self._class_limit)
-        if self._targets_are_whole and not self.loss.classes:  # a regression with whole numbers
+        if self._targets_are_whole and not self.loss.classes:  # a regression on whole numbers
             user = with_real_targets(user)
-        self._first_user = self._first_user or user
+        if self._first_user is None:
+            self._first_user = user
         if self.loss.classes and self._targets_are_whole:
             self._count_classes(user)
         return user
 
     def _count_classes(self, user: UserSamples) -> None:
-        """Update what :meth:`summary` reports about classes, by a user with class numbers as targets.
-
-        :meth:`summary` reports the number of classes, whether train samples have more than one class, and the users
-        whose held-out samples have classes that their train samples lack.
-        """
+        """Update what :meth:`summary` reports about classes, by a user whose targets are class numbers."""
         for samples_of_split in (user.train, user.valid, user.test):
             if len(samples_of_split):
-                self._num_classes = max(self._num_classes, int(samples_of_split.targets.max()) + 1)
-        if len(self._seen) < 2:  # two classes are enough to know that there is more than one
-            self._seen.update(user.train.targets.unique()[:2].tolist())
-        if labels := unseen_labels(user):
-            self._unseen.add(user.name, labels)
+                largest_class = int(samples_of_split.targets.max())
+                self._num_classes = max(self._num_classes, largest_class + 1)
+        if len(self._train_classes) < 2:  # two classes are enough to know that there is more than one
+            self._train_classes.update(user.train.targets.unique()[:2].tolist())
+        unseen_classes = unseen_labels(user)
+        if unseen_classes:
+            self._users_with_unseen_classes.add(user.name, unseen_classes)
 
     @property
     def loss(self) -> Loss:
         """Loss of the program or recipe; by default cross-entropy if all targets are whole numbers, else MSE.
 
-        Whole numbers are taken for classes. Whether the targets are whole is known only once users have been read, so
-        the loss may change while they are read. Both losses are therefore cached.
+        It may change while users are read, since only then it is known whether all targets are whole numbers.
         """
         has_classes = self._targets_are_whole
-        if has_classes not in self._losses:
-            default = CROSS_ENTROPY if has_classes else MSE
-            self._losses[has_classes] = default if self._loss is None else find_loss(self._loss, classes=has_classes)
-        return self._losses[has_classes]
+        if has_classes not in self._loss_by_whole:
+            if self._chosen_loss is not None:
+                loss = find_loss(self._chosen_loss, classes=has_classes)
+            else:
+                loss = CROSS_ENTROPY if has_classes else MSE
+            self._loss_by_whole[has_classes] = loss
+        return self._loss_by_whole[has_classes]
 
     @property
     def _class_limit(self) -> int | None:
-        """Number of classes; a very large number if it is unknown until all samples have been read."""
-        return (len(self.labels) or self.section.outputs or 2**62) if self.loss.classes else None
+        """Number of classes, 2**62 if it is unknown until all samples have been read; None for a regression."""
+        if not self.loss.classes:
+            return None
+        return len(self.labels) or self.section.outputs or 2**62
 
     def inspect(self, unencoded: UserSamples, user: UserSamples) -> None:
         """Check a user's samples and, for users after the first, that they fit those of the first user.
@@ -600,8 +671,10 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             user: The samples after :meth:`encode`, which sets the first user.
         """
         assert self._first_user is not None
-        users = [user] if user is self._first_user else [self._first_user, user]
-        check(users, classes=self._class_limit)  # classes must be below this limit; None for real targets
+        if user is self._first_user:
+            check([user], classes=self._class_limit)
+        else:
+            check([self._first_user, user], classes=self._class_limit)
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """Return what the users have in common, and warnings about classes that users lack or do not train on.
@@ -615,41 +688,45 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         """
         if self._first_user is None:
             raise DataError("no users; at least one is needed")
-        train, is_classification = self._first_user.train, self.loss.classes
-        # The recipe or the folders of images name the classes; else their number is the largest target plus 1.
-        num_named_classes = max(len(self.labels), self.section.outputs or 0)
-        num_classes = num_named_classes or max(1, self._num_classes)
-        outputs = num_classes if is_classification else train.targets.shape[-1]
-        lines = [*self._remarks.lines, *self._classes_notes]
-        if is_classification and self._targets_are_whole:
-            lines += check_classes(self._seen, outputs, self.section.outputs, self.labels)
-        if self._unseen.count:
-            lines.append(describe_unseen(self._unseen.first, self._unseen.count, self.num_users))
-        about = {
+        train = self._first_user.train
+        if self.loss.classes:
+            # The recipe or the folders of images name the classes; else their number is the largest target plus 1.
+            num_named_classes = max(len(self.labels), self.section.outputs or 0)
+            num_outputs = num_named_classes or max(1, self._num_classes)
+        else:
+            num_outputs = train.targets.shape[-1]
+        warnings = [*self._remarks.lines, *self._class_notes]
+        if self.loss.classes and self._targets_are_whole:
+            warnings += check_classes(self._train_classes, num_outputs, self.section.outputs, self.labels)
+        unseen = self._users_with_unseen_classes
+        if unseen.count > 0:
+            warnings.append(describe_unseen(unseen.first, unseen.count, self.num_users))
+        facts = {
             "shape": list(train.inputs.shape[1:]),
-            "outputs": outputs,
+            "outputs": num_outputs,
             "whole": self._targets_are_whole,
             "labels": list(self.labels),
         }
-        return about, lines
+        return facts, warnings
 
-    def common(self, users: Sequence[UserSamples], about: Mapping[str, Any]) -> Population:
+    def common(self, users: Sequence[UserSamples], facts: Mapping[str, Any]) -> Population:
         """Return the users with the task that they share: loss, net, and shapes of inputs and outputs.
 
         Args:
             users: The users.
-            about: Facts about all users, from :meth:`summary` or from the cache: ``shape`` of an input, number of
+            facts: Facts about all users, from :meth:`summary` or from the cache: ``shape`` of an input, number of
                 ``outputs``, ``whole`` (whether targets are whole numbers) and ``labels`` (names of the classes).
         """
-        shape = tuple(about["shape"])
-        self._targets_are_whole = about["whole"]  # users from the cache were not read here; `loss` depends on it
+        shape = tuple(facts["shape"])
+        self._targets_are_whole = facts["whole"]  # users from the cache were not read here; `loss` depends on it
+        net = default_net(shape) if self.net is None else self.net
         return Population(
             users=as_users(users),
             loss=self.loss,
-            classes=about["outputs"],
+            classes=facts["outputs"],
             input_shape=shape,
-            net=default_net(shape) if self.net is None else self.net,
-            labels=tuple(about["labels"]),
+            net=net,
+            labels=tuple(facts["labels"]),
         )
 
 
@@ -665,26 +742,31 @@ def _paths(source: SampleSource) -> list[str]:
 
 def _classes_in(user: str, source: SampleSource) -> set[str]:
     """Return a user's classes from folder names; ignore missing folders, for which reading raises an error later."""
-    folders = [folder for path in _paths(source) if (folder := expand_home(path)).is_dir()]
-    if source.path is not None:  # otherwise each folder is a split
+    paths = [expand_home(path) for path in _paths(source)]
+    folders = [path for path in paths if path.is_dir()]
+    if source.path is not None:  # one folder, which may have subfolders for splits
         folders = [split for folder in folders for split in find_splits(folder, f"data.users.{user}").values()]
-    return {item.name for folder in folders for item in class_folders(folder)}
+    return {class_folder.name for folder in folders for class_folder in class_folders(folder)}
 
 
 def default_net(shape: Sequence[int]) -> str:
-    """Return the name of the default net for inputs of a shape."""
-    return "cnn" if len(shape) == 3 and min(shape[1:]) >= 4 else "mlp"
+    """Return the name of the default net for inputs of a shape: "cnn" for images from 4 x 4 pixels on, else "mlp"."""
+    is_image = len(shape) == 3 and min(shape[1:]) >= 4
+    return "cnn" if is_image else "mlp"
 
 
-def check_classes(seen: Collection[int], outputs: int, given: int | None, labels: Sequence[str]) -> list[str]:
+def check_classes(
+    train_classes: Collection[int], num_outputs: int, num_recipe_classes: int | None, labels: Sequence[str]
+) -> list[str]:
     """Check that there is more than one class; return a warning if the train samples have a single one.
 
     With a single class, any net is always right. The cause is often a given folder that is one level too high.
 
     Args:
-        seen: Classes of train samples, as numbers from 0. If there are several classes, any two of them are enough.
-        outputs: Number of classes.
-        given: Number of classes in the recipe; set in federations in which a user may have one class of many.
+        train_classes: Classes of train samples, as numbers from 0. If there are many, any two of them are enough.
+        num_outputs: Number of classes.
+        num_recipe_classes: Number of classes in the recipe, if it has one. Then the classes may be those of other
+            users of a federation, and there is no warning.
         labels: Names of the classes, if they have names.
 
     Returns:
@@ -693,15 +775,16 @@ def check_classes(seen: Collection[int], outputs: int, given: int | None, labels
     Raises:
         DataError: There is only one class.
     """
-    name = f" ({labels[min(seen)]})" if labels else ""
-    has_only_class_0 = not any(seen)
-    if outputs == 1 and has_only_class_0:
+    name = f" ({labels[min(train_classes)]})" if labels else ""
+    has_only_class_0 = not any(train_classes)
+    if num_outputs == 1 and has_only_class_0:
         raise DataError(
             f"samples: only one class{name}, so there is nothing to learn; give samples of two or more classes, or set "
             "data.classes if other users have more"
         )
-    if len(seen) == 1 and outputs > 1 and given is None:
-        return [f"all train samples have class {min(seen)}{name}, so any net learns to predict only this class"]
+    if len(train_classes) == 1 and num_outputs > 1 and num_recipe_classes is None:
+        only_class = min(train_classes)
+        return [f"all train samples have class {only_class}{name}, so any net learns to predict only this class"]
     return []
 
 

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import is_zipfile
@@ -116,23 +117,26 @@ class SampleBank:
             Inputs and targets of shape ``(users, batch, ...)``, and which samples are present, on the bank's device.
         """
         indices = indices.cpu().long()
-        chosen = torch.tensor(users, dtype=torch.int64)
-        starts, counts = self.starts[chosen, None], self.counts[chosen, None]
+        user_numbers = torch.tensor(users, dtype=torch.int64)
+        starts, counts = self.starts[user_numbers, None], self.counts[user_numbers, None]
         # A larger index would read another user's samples.
         assert bool(((indices >= PAD) & (indices < counts)).all()), "an index beyond the user's samples"
-        # Absent samples repeat the user's first. If the last user has no samples, its start is past the end.
-        rows = (starts + indices.clamp(min=0)).clamp(max=len(self.inputs) - 1).to(self.inputs.device)
-        return _gather(self.inputs, rows), _gather(self.targets, rows), (indices != PAD).to(self.inputs.device)
+        is_present = indices != PAD
+        rows = starts + indices.clamp(min=0)  # an absent sample repeats the user's first
+        rows = rows.clamp(max=len(self.inputs) - 1)  # if the last user has no samples, its start is past the end
+        device = self.inputs.device
+        rows = rows.to(device)
+        return _gather(self.inputs, rows), _gather(self.targets, rows), is_present.to(device)
 
 
-def _gather(values: Tensor, at: Int64[Tensor, "users batch"]) -> Tensor:
-    """Return ``values[at]`` with the shape ``(users, batch, *shape)``.
+def _gather(values: Tensor, indices: Int64[Tensor, "users batch"]) -> Tensor:
+    """Return ``values[indices]`` with the shape ``(users, batch, *shape)``.
 
     Args:
         values: Inputs or targets of all users' samples, with samples along the first axis.
-        at: Index of each sample in ``values``.
+        indices: Index of each sample in ``values``.
     """
-    return values.index_select(0, at.flatten()).view(*at.shape, *values.shape[1:])
+    return values.index_select(0, indices.flatten()).view(*indices.shape, *values.shape[1:])
 
 
 def epoch(count: int, batch_size: int, generator: torch.Generator) -> Int64[Tensor, "steps batch"]:
@@ -148,10 +152,10 @@ def epoch(count: int, batch_size: int, generator: torch.Generator) -> Int64[Tens
     Returns:
         Indices of shape ``(steps, batch_size)``.
     """
-    steps = -(-count // batch_size)
-    rows = torch.full((steps * batch_size,), PAD, dtype=torch.int64)
-    rows[:count] = torch.randperm(count, generator=generator, device=generator.device).cpu()
-    return rows.view(steps, batch_size)
+    num_steps = ceil(count / batch_size)
+    indices = torch.full((num_steps * batch_size,), PAD, dtype=torch.int64)
+    indices[:count] = torch.randperm(count, generator=generator, device=generator.device).cpu()
+    return indices.view(num_steps, batch_size)
 
 
 def join(parts: Sequence[Samples]) -> Samples:
@@ -173,10 +177,12 @@ def bank_of(
         device: Device of inputs and targets.
         dtype: Dtype of inputs and real targets; None to keep theirs.
     """
-    joined, counts = join(parts), torch.tensor([len(part) for part in parts])
+    joined = join(parts)
+    counts = torch.tensor([len(part) for part in parts])
+    target_dtype = dtype if joined.targets.is_floating_point() else None  # class numbers keep their dtype
     return SampleBank(
         inputs=joined.inputs.to(device, dtype),
-        targets=joined.targets.to(device, dtype if joined.targets.is_floating_point() else None),
+        targets=joined.targets.to(device, target_dtype),
         starts=counts.cumsum(0) - counts,
         counts=counts,
     )
@@ -204,28 +210,29 @@ def check(users: Sequence[UserSamples], *, classes: int | None = None) -> None:
             _check_split(user, split, users[0], classes)
 
 
-def _check_split(user: UserSamples, split: Split, first: UserSamples, classes: int | None) -> None:
+def _check_split(user: UserSamples, split: Split, first_user: UserSamples, classes: int | None) -> None:
     """Check that a split has samples (validation may have none) with the shapes of the first user's and finite values.
 
     Args:
         user: The user.
         split: The split.
-        first: First user of the run; the train samples of this user have the shapes that all samples need.
+        first_user: First user of the run, whose train samples have the shapes that all samples need.
         classes: Number of classes; None for a regression.
 
     Raises:
         DataError: A check fails.
     """
     samples, where = user.split(split), f"user {user.name!r}: {split}"
-    if not len(samples):
-        if split != "valid":
-            raise DataError(f"{where} has no samples; at least 1 is needed")
-        return
+    if len(samples) == 0:
+        if split == "valid":
+            return
+        raise DataError(f"{where} has no samples; at least 1 is needed")
     for name in ("inputs", "targets"):
         values: Tensor = getattr(samples, name)
-        got, needed = tuple(values.shape[1:]), tuple(getattr(first.train, name).shape[1:])
+        values_of_first: Tensor = getattr(first_user.train, name)
+        got, needed = tuple(values.shape[1:]), tuple(values_of_first.shape[1:])
         if got != needed:
-            expected = f"those of user {first.name!r} {needed}"
+            expected = f"those of user {first_user.name!r} {needed}"
             raise DataError(f"{where} {name} have shape {got} but {expected}; all need the same shape")
         if values.is_floating_point() and not bool(values.isfinite().all()):
             raise DataError(f"{where} {name} hold NaN or infinite values; allowed: finite numbers")
@@ -243,8 +250,11 @@ def _check_targets(targets: Tensor, classes: int | None, where: str) -> None:
     Raises:
         DataError: Targets have the wrong type, or a class number is out of range.
     """
-    if targets.is_floating_point() != (classes is None):
-        got, needed = str(targets.dtype).removeprefix("torch."), "real numbers" if classes is None else "whole numbers"
+    is_real = targets.is_floating_point()
+    needs_real = classes is None
+    if is_real != needs_real:
+        got = str(targets.dtype).removeprefix("torch.")
+        needed = "real numbers" if needs_real else "whole numbers"
         raise DataError(f"{where} targets are {got}; this task needs {needed}")
     if classes is not None:
         low, high = int(targets.min()), int(targets.max())
@@ -265,9 +275,9 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     Raises:
         DataError: The file does not exist, is not an npz file, or is damaged.
     """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
     if not is_zipfile(path):  # np.load would read another file as a pickle or as a single array
-        if not path.is_file():
-            raise DataError(f"{path}: no such file")
         raise DataError(f"{path}: not a readable npz file: got {path.stat().st_size} bytes, no complete zip archive")
     try:
         with path.open("rb") as raw, np.load(raw) as file:  # np.load(path) would not close a damaged file
@@ -292,14 +302,18 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
         DataError: Values are not numbers, inputs of three or four axes have another integer type, or the numbers of
             inputs and targets differ.
     """
-    x, y = _as_cpu_tensor(inputs, f"{where}: inputs"), _as_cpu_tensor(targets, f"{where}: targets")
+    x = _as_cpu_tensor(inputs, f"{where}: inputs")
+    y = _as_cpu_tensor(targets, f"{where}: targets")
     x = as_inputs(x, where)
-    if len(x) != (len(y) if y.dim() else 0):
+    num_targets = 0 if y.dim() == 0 else len(y)
+    if len(x) != num_targets:
         raise DataError(
             f"{where}: inputs have shape {tuple(x.shape)} but targets {tuple(y.shape)}; every input needs one target"
         )
-    if y.is_floating_point():
-        y = y.reshape(len(y), -1) if len(y) else y.reshape(0, 1)  # -1 would be ambiguous without samples
+    if y.is_floating_point() and num_targets == 0:
+        y = y.reshape(0, 1)
+    elif y.is_floating_point():
+        y = y.reshape(num_targets, -1)
     elif y.dim() == 2 and y.shape[1] == 1:
         y = y.flatten().long()
     elif y.dim() == 1:
@@ -310,27 +324,30 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
 
 
 def as_inputs(x: Tensor, where: str) -> Tensor:
-    """Return real numbers with at least two axes; scale images as :func:`as_samples` does.
+    """Return real numbers with at least two axes; scale images to [0, 1] (:func:`as_images`).
 
     Args:
-        x: Inputs; the first axis counts samples.
+        x: Inputs; the first axis counts samples. Integers of three or four axes are images.
         where: Place for error messages.
 
     Raises:
         DataError: ``x`` is a single number, or an array of integers of unknown range.
     """
-    if not x.dim():
+    if x.dim() == 0:
         raise DataError(f"{where}: inputs are a single number; allowed: arrays with samples along the first axis")
-    if not x.is_floating_point() and x.dim() in (3, 4):
-        if x.dtype not in _WHITE:  # the dtype does not determine the range of pixel values
-            got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
-            raise DataError(
-                f"{where}: inputs are {got}, integers of unknown range; allowed: uint8 or uint16 for images, or real "
-                "numbers"
-            )
-        x = as_images(x)
-    x = x if x.is_floating_point() else x.float()
-    return x if x.dim() > 1 else x.unsqueeze(1)
+    if x.is_floating_point():
+        real = x
+    elif x.dim() not in (3, 4):
+        real = x.float()
+    elif x.dtype in _WHITE:
+        real = as_images(x)
+    else:  # the dtype does not determine the range of pixel values
+        got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
+        raise DataError(
+            f"{where}: inputs are {got}, integers of unknown range; allowed: uint8 or uint16 for images, or real "
+            "numbers"
+        )
+    return real.unsqueeze(1) if real.dim() == 1 else real
 
 
 _WHITE = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
@@ -345,10 +362,11 @@ def as_images(pixels: Tensor) -> Tensor:
     """
     if pixels.dim() == 3:
         pixels = pixels.unsqueeze(1)  # one channel
-        return pixels.contiguous().float() / _WHITE[pixels.dtype]
-    second, last = pixels.shape[1], pixels.shape[-1]
-    if last in (1, 3, 4) and second not in {1, 3, last}:
-        pixels = pixels.permute(0, 3, 1, 2)
+    else:
+        second, last = pixels.shape[1], pixels.shape[-1]
+        channels_are_last = last in (1, 3, 4) and second not in {1, 3, last}
+        if channels_are_last:
+            pixels = pixels.permute(0, 3, 1, 2)
     return pixels.contiguous().float() / _WHITE[pixels.dtype]
 
 
@@ -368,10 +386,11 @@ def _as_cpu_tensor(values: object, where: str) -> Tensor:
         array = np.asarray(values)
         if array.dtype.kind not in "biuf":  # Booleans, signed and unsigned integers, real numbers
             raise DataError(f"{where} are {array.dtype}; allowed: numbers")
-        # Unsigned integers of more than 2 bytes, on which torch supports few operations.
-        if array.dtype.kind == "u" and array.dtype.itemsize > 2:
+        is_large_unsigned = array.dtype.kind == "u" and array.dtype.itemsize > 2
+        if is_large_unsigned:  # torch supports few operations on these
             array = array.astype(np.int64)
-        tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
+        native_dtype = array.dtype.newbyteorder("=")
+        tensor = torch.from_numpy(np.array(array, dtype=native_dtype))
     if tensor.is_complex():
         raise DataError(f"{where} are complex; allowed: real numbers")
     return tensor
@@ -404,8 +423,10 @@ def read_samples(data: Any, where: str) -> Samples:
 
 
 def is_pair(data: object) -> bool:
-    """Return whether an object may be a pair of inputs and targets."""
-    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(d, Tensor | np.ndarray) for d in data)
+    """Return whether an object may be a pair of inputs and targets: a tuple or list of two tensors or arrays."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        return False
+    return all(isinstance(part, Tensor | np.ndarray) for part in data)
 
 
 ALLOWED_SAMPLES = "a torch Dataset of (input, target), a pair of arrays or tensors"
@@ -424,14 +445,17 @@ def _read_items(data: Any, where: str) -> Samples:
     """
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise DataError(f"{where}: got a data set without a length; allowed: one with __len__ and __getitem__")
-    inputs, targets = [], []
+    inputs: list[Tensor] = []
+    targets: list[Tensor] = []
     for number in range(len(data)):
         item = data[number]
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            got = f"{len(item)} parts" if isinstance(item, tuple | list) else type(item).__name__
-            raise DataError(f"{where}: item {number} is {got}; allowed: (input, target)")
-        inputs.append(_as_item_tensor(item[0], f"{where}: the input of item {number}"))
-        targets.append(_as_item_tensor(item[1], f"{where}: the target of item {number}"))
+        if not isinstance(item, tuple | list):
+            raise DataError(f"{where}: item {number} is {type(item).__name__}; allowed: (input, target)")
+        if len(item) != 2:
+            raise DataError(f"{where}: item {number} is {len(item)} parts; allowed: (input, target)")
+        input_value, target_value = item
+        inputs.append(_as_item_tensor(input_value, f"{where}: the input of item {number}"))
+        targets.append(_as_item_tensor(target_value, f"{where}: the target of item {number}"))
     if not inputs:
         raise DataError(f"{where}: no samples; at least 1 is needed")
     return as_samples(_stack(inputs, f"{where}: inputs"), _stack(targets, f"{where}: targets"), where)
@@ -499,45 +523,54 @@ def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, "
     Returns:
         Indices of the samples that are kept, and of those that are held out, each in ascending order.
     """
-    if share <= 0 or not len(labels):
-        return torch.arange(len(labels)), torch.arange(0)
-    counts = labels.bincount()  # of each label, like all tensors up to is_held_out
+    if share <= 0 or len(labels) == 0:
+        none = torch.arange(0)
+        return torch.arange(len(labels)), none
+    # Per label: the number of its samples (n_y), and how many of them are held out.
+    counts = labels.bincount()
     quota = share * counts.double()
     num_held_out = quota.floor().long().minimum((counts - 1).clamp(min=0))
+    # One more of the labels that lose most by rounding.
     num_missing = max(1, round(share * len(labels))) - int(num_held_out.sum())
-    # The loss of each label by rounding; -1 if only its last sample is left.
-    lost = torch.where(num_held_out < counts - 1, quota - num_held_out, -1.0)
-    most_lost = lost.sort(descending=True, stable=True).indices[: max(0, num_missing)]
-    may_give_one = lost[most_lost] >= 0
-    num_held_out[most_lost[may_give_one]] += 1
+    can_give_one = num_held_out < counts - 1  # otherwise only its last sample is left
+    lost = torch.where(can_give_one, quota - num_held_out, -1.0)
+    labels_by_loss = lost.sort(descending=True, stable=True).indices
+    most_lost = labels_by_loss[: max(0, num_missing)]
+    num_held_out[most_lost[can_give_one[most_lost]]] += 1
+    # Per sample.
     is_held_out = _rank_in_label(labels, counts) < num_held_out[labels]
     return (~is_held_out).nonzero().flatten(), is_held_out.nonzero().flatten()
 
 
 def _rank_in_label(labels: Int64[Tensor, " n"], counts: Int64[Tensor, " classes"]) -> Int64[Tensor, " n"]:
-    """Return for each sample the number of earlier samples with the same label.
+    """Return for each sample the number of earlier samples with the same label: [0, 0, 1, 1, 2] for [5, 3, 5, 3, 5].
 
     Args:
         labels: Label of each sample.
         counts: Number of samples of each label.
     """
     order = labels.argsort(stable=True)  # samples of label 0, then of label 1, and so on
-    first_of_label = counts.cumsum(0) - counts  # positions in that order
+    first_of_label = counts.cumsum(0) - counts  # position in `order` of each label's first sample
+    position = torch.arange(len(labels))
     rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(labels)) - first_of_label[labels[order]]
+    rank[order] = position - first_of_label[labels[order]]
     return rank
 
 
-def select_samples(samples: Samples, places: Int64[Tensor, " m"]) -> Samples:
+def select_samples(samples: Samples, indices: Int64[Tensor, " m"]) -> Samples:
     """Return the samples at these indices."""
-    return Samples(inputs=samples.inputs[places], targets=samples.targets[places])
+    return Samples(inputs=samples.inputs[indices], targets=samples.targets[indices])
 
 
 def warn_unseen(users: Sequence[UserSamples]) -> None:
     """Warn of users with labels in valid or test that their train samples lack."""
-    unseen = {user.name: labels for user in users if (labels := unseen_labels(user))}
-    if unseen:
-        logger.warning("%s", describe_unseen(unseen, len(unseen), len(users)))
+    unseen_by_user: dict[str, list[int]] = {}
+    for user in users:
+        labels = unseen_labels(user)
+        if labels:
+            unseen_by_user[user.name] = labels
+    if unseen_by_user:
+        logger.warning("%s", describe_unseen(unseen_by_user, len(unseen_by_user), len(users)))
 
 
 def unseen_labels(user: UserSamples) -> list[int]:
@@ -545,25 +578,28 @@ def unseen_labels(user: UserSamples) -> list[int]:
     return sorted({*find_unseen(user, user.valid), *find_unseen(user, user.test)})
 
 
-def describe_unseen(unseen: Mapping[str, Sequence[int]], count: int, num_users: int) -> str:
+def describe_unseen(unseen_by_user: Mapping[str, Sequence[int]], count: int, num_users: int) -> str:
     """Return the warning about users with labels that their train samples lack.
 
     Args:
-        unseen: Missing labels of the first of these users, by name.
+        unseen_by_user: Labels that the train samples lack, for the first of these users.
         count: Number of these users.
         num_users: Number of all users.
     """
-    named = [f"{name!r} on {list_labels(labels)}" for name, labels in islice(unseen.items(), _LISTED_USERS)]
-    more = f"; and {count - _LISTED_USERS} more users" if count > _LISTED_USERS else ""
-    description = f"{count} of {num_users} users are validated or tested on labels that their train samples lack"
-    return f"{description}: {'; '.join(named)}{more}"
+    first_users = islice(unseen_by_user.items(), _LISTED_USERS)
+    listed = "; ".join(f"{name!r} on {list_labels(labels)}" for name, labels in first_users)
+    if count > _LISTED_USERS:
+        listed += f"; and {count - _LISTED_USERS} more users"
+    return f"{count} of {num_users} users are validated or tested on labels that their train samples lack: {listed}"
 
 
 def find_unseen(user: UserSamples, samples: Samples) -> list[int]:
     """Return the labels of ``samples`` that the user's train samples lack."""
-    return samples.targets[~torch.isin(samples.targets, user.train.targets)].unique().tolist()
+    is_seen = torch.isin(samples.targets, user.train.targets)
+    return samples.targets[~is_seen].unique().tolist()
 
 
 def list_labels(labels: Sequence[int]) -> str:
-    """Return the first five labels as one line."""
-    return ", ".join(map(str, labels[:_LISTED_LABELS])) + (" ..." if len(labels) > _LISTED_LABELS else "")
+    """Return the first five labels as one line, such as ``0, 1, 2, 3, 4 ...``."""
+    listed = ", ".join(map(str, labels[:_LISTED_LABELS]))
+    return f"{listed} ..." if len(labels) > _LISTED_LABELS else listed

@@ -688,20 +688,20 @@ class DocumentsReader(LanguageReader[Read, User]):
             self.overlaps.add(text.name, f"{valid} and {test} {self.documents}")
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return totals over all users and warnings.
+        """Return facts about all users, and warnings.
 
         Returns:
             ``{"skipped_rows": 3}``, empty if no row was skipped; and warnings about skipped users, and about users
             whose held-out documents are also in their training data.
         """
-        totals: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if self.bad_rows.skipped:
-            totals["skipped_rows"] = self.bad_rows.skipped
+            facts["skipped_rows"] = self.bad_rows.skipped
         warnings = list(self.left_out_lines)
         num_users = self.overlaps.count
         if num_users > 0:
             warnings.append(f"{num_users} users have held-out {self.documents} {REPEATED}: {self.overlaps.listed}")
-        return totals, warnings
+        return facts, warnings
 
 
 class TextReader(DocumentsReader[UserText, UserData]):
