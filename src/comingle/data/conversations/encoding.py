@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, compress
+from itertools import chain, compress
 from typing import Any, Literal
 
 import torch
@@ -88,12 +88,13 @@ class Answers:
         """Return the conversations with True in ``kept``, with their responses."""
         new_rows = kept.cumsum(0) - 1  # row of each kept conversation among those that are kept
         kept_responses = kept[self.owners]
+        references = tuple(compress(self.references, kept_responses.tolist()))
         return replace(
             self,
             windows=self.windows[kept],
             owners=new_rows[self.owners[kept_responses]],
             prompt_tokens=self.prompt_tokens[kept_responses],
-            references=tuple(compress(self.references, kept_responses.tolist())),
+            references=references,
         )
 
 
@@ -141,24 +142,28 @@ def encode(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) ->
     begin = begin_of(tokenizer)
     prompts = _tokenise_plain([question.prompt for question in questions], tokenizer)
     answers = _tokenise_plain([question.answer for question in questions], tokenizer)
-    return [
-        _encode_one_turn((*begin, *prompt), (*answer, end), question.answer)
-        for prompt, answer, question in zip(prompts, answers, questions, strict=True)
-    ]
+    conversations: list[Encoded] = []
+    for question, prompt, answer in zip(questions, prompts, answers, strict=True):
+        conversation = _encode_one_turn((*begin, *prompt), (*answer, end), question.answer)
+        conversations.append(conversation)
+    return conversations
 
 
 def _encode_one_turn(prompt: tuple[int, ...], answer: tuple[int, ...], reference: str) -> Encoded:
-    """Return a conversation of one prompt and one answer, with the loss on the answer's tokens."""
+    """Return a conversation of one prompt and one answer, with the loss on the answer's tokens.
+
+    Args:
+        prompt: Tokens of the prompt.
+        answer: Tokens of the answer.
+        reference: Text of the answer.
+    """
     tokens = (*prompt, *answer)
-    return Encoded(tokens=tokens, responses=((len(prompt), len(tokens)),), references=(reference,))
+    answer_span = (len(prompt), len(tokens))
+    return Encoded(tokens=tokens, responses=(answer_span,), references=(reference,))
 
 
 def _tokenise_plain(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of each text, without special tokens.
-
-    The name of a special token in a text, such as ``</s>``, is encoded like other text, so that users' data cannot
-    contain control tokens.
-    """
+    """Return the tokens of each text; a special token that is spelt out, such as ``</s>``, is encoded as plain text."""
     if not texts:
         return []
     encoded: Any = tokenizer(
@@ -190,24 +195,28 @@ def build_answers(
         A window for each conversation. Each response with a loss has an entry in ``owners`` (row of its conversation),
         ``prompt_tokens`` (number of tokens before it) and ``references`` (its text).
     """
-    # Without conversations, the shortest window: an input and a target.
-    width = max((len(conversation) for conversation in encoded), default=2)
+    shortest_width = 2  # an input and a target
+    width = max((len(conversation) for conversation in encoded), default=shortest_width)
     windows = torch.full((len(encoded), width), PAD, dtype=torch.int64)
-    for row, conversation in zip(windows, encoded, strict=True):
+    owners: list[int] = []
+    prompt_tokens: list[int] = []
+    references: list[str] = []
+    for row, conversation in enumerate(encoded):
         tokens = torch.tensor(conversation.tokens)
-        row[: len(conversation)] = tokens if loss_on_all else hide(tokens)
+        window = windows[row]
+        window[: len(conversation)] = tokens if loss_on_all else hide(tokens)
         for start, stop in conversation.masked or ():
-            row[start:stop] = hide(tokens[start:stop])
+            window[start:stop] = hide(tokens[start:stop])
         for start, stop in conversation.responses:
-            row[start:stop] = tokens[start:stop]
-    response_starts = [
-        (row, start) for row, conversation in enumerate(encoded) for start, _stop in conversation.responses
-    ]
+            window[start:stop] = tokens[start:stop]
+            owners.append(row)
+            prompt_tokens.append(start)
+        references += conversation.references
     return Answers(
         windows=windows,
-        owners=torch.tensor([row for row, _start in response_starts], dtype=torch.int64),
-        prompt_tokens=torch.tensor([start for _row, start in response_starts], dtype=torch.int64),
-        references=tuple(reference for conversation in encoded for reference in conversation.references),
+        owners=torch.tensor(owners, dtype=torch.int64),
+        prompt_tokens=torch.tensor(prompt_tokens, dtype=torch.int64),
+        references=tuple(references),
         limit=limit,
         measures=tuple(measures),
         ends=tuple(ends),
@@ -239,15 +248,22 @@ def _concatenate(parts: Sequence[Answers]) -> Answers:
     Windows are padded to the widest. ``owners``, which has the row of each response's conversation, is shifted by the
     number of earlier rows.
     """
-    first_rows = accumulate((len(part) for part in parts), initial=0)  # one more than parts: the last is the total
+    owners: list[Tensor] = []
+    references: list[str] = []
+    num_earlier_rows = 0
+    for part in parts:
+        owners.append(part.owners + num_earlier_rows)
+        references += part.references
+        num_earlier_rows += len(part)
+    all_ends = [end for part in parts for end in part.ends]
     return Answers(
         windows=torch.cat(widen([part.windows for part in parts])),
-        owners=torch.cat([part.owners + first for part, first in zip(parts, first_rows, strict=False)]),
+        owners=torch.cat(owners),
         prompt_tokens=torch.cat([part.prompt_tokens for part in parts]),
-        references=tuple(reference for part in parts for reference in part.references),
+        references=tuple(references),
         limit=max(part.limit for part in parts),  # length of the longest response
         measures=parts[0].measures,  # the same for all users of a run
-        ends=tuple(dict.fromkeys(end for part in parts for end in part.ends)),  # end tokens, each once
+        ends=tuple(dict.fromkeys(all_ends)),  # each once, in order
     )
 
 
@@ -272,49 +288,64 @@ class Encoder:
 
     def __init__(self, data: ConversationsSection, template: ChatTemplate, context: int, bad_rows: BadRows):
         self.data, self.context, self.template, self.bad_rows = data, context, template, bad_rows
-        self.counts, self.ends = Counter[str](), self.template.ends()
-        self.longest = 0  # tokens of the longest conversation so far, before it is cut
+        self.ends = self.template.ends()
+        """Tokens that end a response."""
+        self.counts = Counter[str]()
+        """Numbers of conversations (``all``, ``cut``, ``left out``), and of responses with ``unwritten calls``."""
+        self.longest = 0
+        """Number of tokens of the longest conversation so far, before it is cut."""
 
     def encode(self, user: UserConversations) -> UserAnswers:
         """Encode a user's conversations as windows of tokens, and cut them to the context.
 
         Conversations that the chat template rejects become bad rows.
         """
-        too_long: list[int] = []  # lengths of the conversations that are left out
-        encoded_by_split = {split: self._encode_split(user.name, getattr(user, split), too_long) for split in SPLITS}
-        encoded = [conversation for of_split in encoded_by_split.values() for conversation in of_split]
-        # Generated responses are at most as long as the longest response of any split.
-        limit = max((conversation.longest for conversation in encoded), default=1)  # 1 without conversations
-        train, valid, test = (
-            build_answers(
-                of_split,
+        encoded_by_split: dict[str, list[Encoded]] = {}
+        left_out_lengths: list[int] = []  # of the conversations that are too long
+        for split in SPLITS:
+            encoded_by_split[split] = self._encode_split(user.name, getattr(user, split), left_out_lengths)
+
+        # Generated responses are at most as long as the longest response of any split; 1 without conversations.
+        all_encoded = chain.from_iterable(encoded_by_split.values())
+        limit = max((conversation.longest for conversation in all_encoded), default=1)
+
+        def build(split: str) -> Answers:
+            loss_on_all = self.data.loss_on == "all" and split == "train"
+            return build_answers(
+                encoded_by_split[split],
                 limit=limit,
                 measures=self.data.measures,
                 ends=self.ends,
-                loss_on_all=self.data.loss_on == "all" and split == "train",
+                loss_on_all=loss_on_all,
             )
-            for split, of_split in encoded_by_split.items()
+
+        return UserAnswers(
+            name=user.name,
+            train=build("train"),
+            valid=build("valid"),
+            test=build("test"),
+            left_out=len(left_out_lengths),
+            longest=max(left_out_lengths, default=0),
         )
-        left_out = {"left_out": len(too_long), "longest": max(too_long, default=0)}
-        return UserAnswers(name=user.name, train=train, valid=valid, test=test, **left_out)
 
     def _encode_split(
-        self, name: str, conversations: Sequence[PlacedConversation], too_long: list[int]
+        self, name: str, conversations: Sequence[PlacedConversation], left_out_lengths: list[int]
     ) -> list[Encoded]:
         """Return the conversations of a split as tokens, without those that do not fit.
 
         Args:
             name: Name of the user, for messages.
             conversations: The conversations.
-            too_long: Lengths of conversations that are left out; extended.
+            left_out_lengths: Numbers of tokens of the conversations that do not fit; extended.
         """
         fitting: list[Encoded] = []
+        may_cut = self.data.too_long == "cut"
         for placed in conversations:
             for encoded in self._encode_turns(name, placed):
-                cut = _cut_to_context(encoded, self.context, self.data.too_long == "cut", self.counts)
                 self.longest = max(self.longest, len(encoded))
+                cut = _cut_to_context(encoded, self.context, may_cut, self.counts)
                 if cut is None:
-                    too_long.append(len(encoded))
+                    left_out_lengths.append(len(encoded))
                 else:
                     fitting.append(cut)
         return fitting
@@ -332,35 +363,40 @@ class Encoder:
             DataError: The loss is on all tokens, but the template rewrites earlier turns.
         """
         where, messages = placed
-        with self.bad_rows.catch(f"user {name!r}: {where}"):  # catches the template's error and notes a bad row
+        with self.bad_rows.catch(f"user {name!r}: {where}"):  # an error of the template makes a bad row
             encoded = self.template.encode_turns(messages)
-            # With several results an earlier turn would have a loss several times. `masked` is None if it is unknown
-            # where the responses without a loss are.
-            rewrites_turns = len(encoded) > 1 or any(conversation.masked is None for conversation in encoded)
-            if self.data.loss_on == "all" and rewrites_turns:
+            knows_masked = all(conversation.masked is not None for conversation in encoded)
+            rewrites_turns = len(encoded) > 1 or not knows_masked
+            if self.data.loss_on == "all" and rewrites_turns:  # an earlier turn would have a loss several times
                 raise DataError(
                     "data.loss_on: got all, but the base model's chat template rewrites earlier turns as a "
                     "conversation grows; allowed: responses"
                 )
-            # Responses with tool calls that the template does not write, for a warning.
-            self.counts["calls"] += sum(conversation.unwritten_calls for conversation in encoded)
+            self.counts["unwritten calls"] += sum(conversation.unwritten_calls for conversation in encoded)
             return encoded
         return []
 
     @property
     def too_long_line(self) -> str:
         """Numbers of conversations that were too long, as a line; empty if there are none."""
-        cut, out = self.counts["cut"], self.counts["left out"]
-        longer = f"{cut + out} of {self.counts['all']} conversations are longer than {self.context} tokens"
-        advice = f"the longest has {self.longest} tokens; set training.context to at least {self.longest} to keep all"
-        counts = f"{cut} cut at whole turns, {out} left out"
-        return f"{longer} (training.context): {counts}; {advice}" if cut + out else ""
+        num_cut, num_left_out = self.counts["cut"], self.counts["left out"]
+        num_too_long = num_cut + num_left_out
+        if num_too_long == 0:
+            return ""
+        return (
+            f"{num_too_long} of {self.counts['all']} conversations are longer than {self.context} tokens "
+            f"(training.context): {num_cut} cut at whole turns, {num_left_out} left out; the longest has "
+            f"{self.longest} tokens; set training.context to at least {self.longest} to keep all"
+        )
 
     @property
     def notes(self) -> list[str]:
         """Warnings over all users: conversations that are too long, and tool calls that the template does not write."""
-        notes = [self.too_long_line] if self.too_long_line else []
-        if num_responses := self.counts["calls"]:
+        notes: list[str] = []
+        if self.too_long_line:
+            notes.append(self.too_long_line)
+        num_responses = self.counts["unwritten calls"]
+        if num_responses > 0:
             notes.append(
                 f"{num_responses} responses have tool calls that the base model's chat template does not write; they "
                 "have no loss"
@@ -368,13 +404,13 @@ class Encoder:
         return notes
 
 
-def _cut_to_context(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> Encoded | None:
+def _cut_to_context(encoded: Encoded, context: int, may_cut: bool, counts: Counter[str]) -> Encoded | None:
     """Cut a conversation after its last whole response within ``context`` tokens.
 
     Args:
         encoded: The conversation.
         context: Largest number of tokens.
-        cuts: Whether to cut; if not, a conversation that is too long is left out as a whole.
+        may_cut: Whether to cut; if not, a conversation that is too long is left out as a whole.
         counts: Numbers of conversations by ``all``, ``cut`` and ``left out``; updated.
 
     Returns:
@@ -383,42 +419,48 @@ def _cut_to_context(encoded: Encoded, context: int, cuts: bool, counts: Counter[
     counts["all"] += 1
     if len(encoded) <= context:
         return encoded
-    # Token spans of the responses that fit, in order.
-    kept = [(start, stop) for start, stop in encoded.responses if stop <= context] if cuts else []
-    counts["cut" if kept else "left out"] += 1
-    if not kept:
+    fitting_responses = [(start, stop) for start, stop in encoded.responses if stop <= context]  # token spans
+    if not may_cut or not fitting_responses:
+        counts["left out"] += 1
         return None
-    _start, end_of_last = kept[-1]
-    tokens, references = encoded.tokens[:end_of_last], encoded.references[: len(kept)]
-    masked = tuple(span for span in encoded.masked or () if span[1] <= len(tokens))
-    return replace(encoded, tokens=tokens, responses=tuple(kept), references=references, masked=masked)
+    counts["cut"] += 1
+    _start, end = fitting_responses[-1]
+    return replace(
+        encoded,
+        tokens=encoded.tokens[:end],
+        responses=tuple(fitting_responses),
+        references=encoded.references[: len(fitting_responses)],
+        masked=tuple((start, stop) for start, stop in encoded.masked or () if stop <= end),
+    )
 
 
 def find_shortages(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str]:
     """Return the users that lack conversations in a split that a run needs, with a phrase that names these splits.
 
-    A run needs train and test. The phrase also says how many conversations were left out as too long.
-
     Args:
         users: Users, encoded or not.
-        needs_validation: A run needs valid too, since the method uses validation data.
+        needs_validation: A run needs valid besides train and test, since the method uses validation data.
 
     Returns:
-        Phrases such as "no conversations in train and test", by the name of the user.
+        Phrases such as "no conversations in train and test", by the name of the user. They also say how many
+        conversations were left out as too long.
     """
-    used_splits = ("train", "valid", "test") if needs_validation else ("train", "test")
-    empty_splits = {user.name: [split for split in used_splits if not len(getattr(user, split))] for user in users}
-    left_out = {user.name: _left_out_phrase(user) for user in users}
-    return {
-        name: f"no conversations in {' and '.join(splits)}{left_out[name]}"
-        for name, splits in empty_splits.items()
-        if splits
-    }
+    needed_splits = ("train", "valid", "test") if needs_validation else ("train", "test")
+    phrases: dict[str, str] = {}
+    for user in users:
+        empty_splits = [split for split in needed_splits if len(getattr(user, split)) == 0]
+        if empty_splits:
+            phrases[user.name] = f"no conversations in {' and '.join(empty_splits)}{_left_out_phrase(user)}"
+    return phrases
 
 
 def _left_out_phrase(user: object) -> str:
-    """Return how many conversations were left out as too long, as the end of a phrase; empty if none or unknown."""
-    if not isinstance(user, UserAnswers) or not user.left_out:
+    """Return such as ", 2 left out as too long: the longest has 900 tokens; set training.context to at least 900".
+
+    Args:
+        user: A user; one that is not encoded gives an empty text, since its numbers of tokens are unknown.
+    """
+    if not isinstance(user, UserAnswers) or user.left_out == 0:
         return ""
     return (
         f", {user.left_out} left out as too long: the longest has {user.longest} tokens; set training.context to at "
@@ -432,9 +474,10 @@ def check_nonempty(users: Sequence[UserAnswers]) -> None:
     Raises:
         DataError: Users have no conversations, such as when all are longer than the context.
     """
-    empty = [user for user in users if not any(len(user.split(split)) for split in SPLITS)]
-    if small := find_shortages(empty, needs_validation=True):  # so that the error names all three splits
-        raise too_few_error(list_shortages(small), len(small), len(users))
+    users_without_any = [user for user in users if not any(len(user.split(split)) for split in SPLITS)]
+    shortages = find_shortages(users_without_any, needs_validation=True)  # so that the error names all three splits
+    if shortages:
+        raise too_few_error(list_shortages(shortages), len(shortages), len(users))
 
 
 def check_shortages(users: Sequence[object], *, needs_validation: bool) -> None:
@@ -443,23 +486,27 @@ def check_shortages(users: Sequence[object], *, needs_validation: bool) -> None:
     Raises:
         DataError: Users lack conversations.
     """
-    if small := find_shortages(users, needs_validation=needs_validation):
-        raise too_few_error(list_shortages(small), len(small), len(users))
+    shortages = find_shortages(users, needs_validation=needs_validation)
+    if shortages:
+        raise too_few_error(list_shortages(shortages), len(shortages), len(users))
 
 
-def too_few_error(description: str, num_small: int, num_users: int) -> DataError:
+def too_few_error(listed: str, num_small: int, num_users: int) -> DataError:
     """Return the error for users with too few conversations.
 
     Args:
-        description: The first of these users, with the splits that are empty.
+        listed: The first of these users, such as "'ada' (no conversations in test)".
         num_small: Number of these users.
         num_users: Number of all users.
     """
-    skip = "; or skip such users with data.on_small_user: skip" if num_small < num_users else ""
-    count = f"{num_small} of {num_users} users have too few conversations: " if num_small > 1 else "user "
-    return DataError(
-        f"{count}{description}; give more conversations, change the fractions or raise training.context{skip}"
-    )
+    if num_small > 1:
+        problem = f"{num_small} of {num_users} users have too few conversations: {listed}"
+    else:
+        problem = f"user {listed}"
+    advice = "give more conversations, change the fractions or raise training.context"
+    if num_small < num_users:
+        advice += "; or skip such users with data.on_small_user: skip"
+    return DataError(f"{problem}; {advice}")
 
 
 class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
@@ -476,7 +523,10 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
     def key(self) -> list[object]:
         """Return the base class's key, extended by the chat template and the date in it."""
         template = str(getattr(self.base.tokenizer, "chat_template", None))
-        return [*super().key(), template, *([] if self.base.date is None else [self.base.date.isoformat()])]
+        key = [*super().key(), template]
+        if self.base.date is not None:
+            key.append(self.base.date.isoformat())
+        return key
 
     def read(self, rows: Rows) -> Generator[UserConversations, None, None]:
         """Yield the messages of each user."""
@@ -500,8 +550,8 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """Return the base class's summary, with warnings about conversations that are too long."""
-        about, lines = super().summary()
-        return about, [*self.encoder.notes, *lines]
+        facts, warnings = super().summary()
+        return facts, [*self.encoder.notes, *warnings]
 
     def text(self, unencoded: UserConversations) -> UserText:
         """Return a user's conversations as plain texts, to find held-out texts that are also in the training data.
@@ -511,10 +561,11 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
 
         def texts_of(conversations: Sequence[PlacedConversation]) -> tuple[str, ...]:
             """Return one text for each conversation: its messages, joined."""
-            return tuple(
-                " ".join(message["content"] for message in messages if message["role"] != "system")
-                for _place, messages in conversations
-            )
+            texts: list[str] = []
+            for _place, messages in conversations:
+                contents = [message["content"] for message in messages if message["role"] != "system"]
+                texts.append(" ".join(contents))
+            return tuple(texts)
 
         return UserText(
             name=unencoded.name,
@@ -554,16 +605,21 @@ def count_conversations(recipe: Recipe, data: ConversationsSection, validates: b
     Raises:
         DataError: Conversations cannot be read, or a run would refuse them.
     """
-    tokenizer, context, skipped = local_tokenizer(recipe.base), recipe.training.context, set[str]()
+    tokenizer = local_tokenizer(recipe.base)
     reader_class = _UnencodedReader if tokenizer is None else ConversationReader
-    # `_no_base` stands for the function that loads the base model, which is not needed here.
-    reader = reader_class(data, recipe.data_seed, _no_base, context=context, validates=validates)
+    reader = reader_class(data, recipe.data_seed, _no_base, context=recipe.training.context, validates=validates)
     if tokenizer is not None:  # set the cached property, which would load the base model
-        reader.encoder = Encoder(data, ChatTemplate(tokenizer), context, reader.bad_rows)
-    reader.on_skip = lambda name, what: skipped.add(name)
-    users = [user for _unencoded, user in reader.stream(list(reader.read(ListedRows())))]
-    _totals, warnings = reader.summary()
-    for line in warnings:
-        logger.warning("%s", line)
+        reader.encoder = Encoder(data, ChatTemplate(tokenizer), recipe.training.context, reader.bad_rows)
+    skipped: set[str] = set()
+
+    def add_skipped(name: str, _shortage: str) -> None:
+        skipped.add(name)
+
+    reader.on_skip = add_skipped
+    unencoded_users = list(reader.read(ListedRows()))
+    users = [user for _unencoded, user in reader.stream(unencoded_users)]
+    _facts, warnings = reader.summary()
+    for warning in warnings:
+        logger.warning("%s", warning)
     check_shortages(users, needs_validation=validates)
     return {user.name: len(user.train) for user in users}, skipped
