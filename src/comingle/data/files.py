@@ -49,12 +49,10 @@ def is_saved(folder: Path) -> bool:
 
 
 def looks_like_path(source: str) -> bool:
-    """Return whether a source that does not exist is a mistyped path and not a hub name.
-
-    Hub names are ``NAME`` or ``OWNER/NAME``. A source that begins like a path, has more slashes, or ends with the
-    suffix of a file of rows is taken for a path.
-    """
-    return source.startswith((".", "~", "/")) or source.count("/") > 1 or has_rows(Path(source))
+    """Return whether a source that does not exist is a mistyped path and not a hub name, ``NAME`` or ``OWNER/NAME``."""
+    begins_like_path = source.startswith((".", "~", "/"))
+    has_many_slashes = source.count("/") > 1
+    return begins_like_path or has_many_slashes or has_rows(Path(source))
 
 
 OPENERS: Mapping[str, Callable[[Path], io.BufferedIOBase]] = {
@@ -102,19 +100,19 @@ def max_decompressed_bytes() -> int:
 def open_bytes(path: Path) -> Any:
     """Open a file for reading bytes; decompress files with the suffix ``.gz`` or ``.xz``.
 
-    A small file that expands to gigabytes (a decompression bomb) would fill the memory. Reading therefore raises an
-    ``OSError`` if a file expands to more than :func:`max_decompressed_bytes`. Another limit is 200 times the compressed
-    size, but 64 MiB are always allowed.
+    Reading raises an ``OSError`` if the file is a decompression bomb: if it expands to more than
+    :func:`max_decompressed_bytes`, or to more than 200 times the compressed size and more than 64 MiB.
 
     Raises:
         OSError: The file cannot be opened.
         DataError: The environment variable of the limit is not a positive whole number.
     """
-    opener = OPENERS.get(path.suffix.lower())
-    if opener is None:  # the suffix is not that of a compression
+    open_compressed = OPENERS.get(path.suffix.lower())
+    if open_compressed is None:  # the suffix is not that of a compression
         return path.open("rb")
     limit = max_decompressed_bytes()
-    return io.BufferedReader(_BoundedExpansion(opener(path), path.stat().st_size, limit), buffer_size=1 << 16)
+    decompressed = _BoundedExpansion(open_compressed(path), path.stat().st_size, limit)
+    return io.BufferedReader(decompressed, buffer_size=1 << 16)
 
 
 class _BoundedExpansion(io.RawIOBase):
@@ -127,17 +125,17 @@ class _BoundedExpansion(io.RawIOBase):
     """
 
     def __init__(self, inner: io.BufferedIOBase, compressed_bytes: int, limit: int):
-        """Bound the number of bytes that the decompressing file ``inner`` may return.
-
-        The bound is ``limit`` or a multiple of ``compressed_bytes``, whichever is smaller. For small files, 64 MiB
-        replace the multiple.
-        """
+        """Bound the number of decompressed bytes by ``limit``, and by 200 times the compressed size or 64 MiB."""
         self._inner = inner
-        self._left = max(ALWAYS_EXPANDED, MAX_EXPANSION * compressed_bytes)
-        self._problem = f"expands to more than {MAX_EXPANSION} times its size; decompress it first if this is expected"
-        if limit < self._left:
-            self._left = limit
+        relative_limit = max(ALWAYS_EXPANDED, MAX_EXPANSION * compressed_bytes)
+        if limit < relative_limit:
+            self._num_left = limit
             self._problem = f"expands to more than {limit:,} bytes; set {MAX_EXPANDED_VARIABLE} to allow more"
+        else:
+            self._num_left = relative_limit
+            self._problem = (
+                f"expands to more than {MAX_EXPANSION} times its size; decompress it first if this is expected"
+            )
 
     def readable(self) -> bool:
         return True
@@ -149,8 +147,8 @@ class _BoundedExpansion(io.RawIOBase):
             OSError: More bytes were read than the compressed file may expand to.
         """
         content = self._inner.read(len(buffer))
-        self._left -= len(content)
-        if self._left < 0:
+        self._num_left -= len(content)
+        if self._num_left < 0:
             raise OSError(self._problem)
         buffer[: len(content)] = content
         return len(content)
@@ -184,9 +182,12 @@ def max_read_bytes(*, train: SplitLimit, valid: SplitLimit = (None, 0.0), test: 
     max_train_tokens, _train_fraction = train
     if max_train_tokens is None:
         return None
-    # Splits of fraction 0 get nothing. Valid and test without a limit get their fraction of the text that train needs.
-    needed = [ceil(BYTES_PER_TOKEN * tokens / share) for tokens, share in (train, valid, test) if tokens and share]
-    return max(MIN_READ_BYTES, *needed)
+    needed_bytes = [MIN_READ_BYTES]
+    for max_tokens, fraction in (train, valid, test):
+        # Without a limit, valid and test get their fraction of the text that train needs.
+        if max_tokens and fraction:
+            needed_bytes.append(ceil(BYTES_PER_TOKEN * max_tokens / fraction))
+    return max(needed_bytes)
 
 
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -218,7 +219,10 @@ MAX_WORD_CHARACTERS = 1 << 20
 
 def long_word_problem(text: str) -> str | None:
     """Return an error text if a word has more than a million characters, as Base64 may have; None otherwise."""
-    if len(text) <= MAX_WORD_CHARACTERS or max(map(len, text.split()), default=0) <= MAX_WORD_CHARACTERS:
+    if len(text) <= MAX_WORD_CHARACTERS:
+        return None
+    longest_word = max(map(len, text.split()), default=0)
+    if longest_word <= MAX_WORD_CHARACTERS:
         return None
     return f"more than {MAX_WORD_CHARACTERS:,} characters without white space, so it is not text"
 
@@ -274,30 +278,31 @@ class RowFile:
 
 
 def list_files(folder: Path) -> list[str]:
-    """List all files below a folder recursively, as sorted relative POSIX paths.
+    """List all files below a folder recursively, as sorted relative POSIX paths such as ``a/b.txt``.
 
     Follows symbolic links to folders but visits each folder once. Skips names that begin with a dot, and ``__MACOSX``.
     A folder that cannot be read is listed like a file, so that the caller reports it as unreadable.
     """
-    found: list[str] = []
-    seen = {os.path.realpath(folder)}
+    listed: list[str] = []
+    visited = {os.path.realpath(folder)}
 
-    def add_unreadable(error: OSError) -> None:
-        """List a folder that ``os.walk`` could not read."""
-        found.append(Path(str(error.filename)).relative_to(folder).as_posix())
+    def list_unreadable(error: OSError) -> None:
+        listed.append(Path(str(error.filename)).relative_to(folder).as_posix())
 
-    for root, folders, files in os.walk(folder, followlinks=True, onerror=add_unreadable):
-        kept: list[str] = []
-        # Links come last, so that of a folder and a link to it next to it the folder is listed.
-        for name in sorted(folders, key=lambda name: (os.path.islink(os.path.join(root, name)), name)):
-            real = os.path.realpath(os.path.join(root, name))
-            if _is_visible(name) and real not in seen:
-                seen.add(real)
-                kept.append(name)
-        folders[:] = kept  # os.walk descends into these
-        below = Path(root).relative_to(folder)
-        found += [(below / name).as_posix() for name in files if _is_visible(name)]
-    return sorted(found)
+    for current, subfolders, files in os.walk(folder, followlinks=True, onerror=list_unreadable):
+        names = sorted(subfolders)
+        links = [name for name in names if os.path.islink(os.path.join(current, name))]
+        no_links = [name for name in names if name not in links]
+        to_visit: list[str] = []
+        for name in [*no_links, *links]:  # links last, so that of a folder and a link to it the folder is listed
+            real = os.path.realpath(os.path.join(current, name))
+            if _is_visible(name) and real not in visited:
+                visited.add(real)
+                to_visit.append(name)
+        subfolders[:] = to_visit  # os.walk descends into these
+        relative = Path(current).relative_to(folder)
+        listed += [(relative / name).as_posix() for name in files if _is_visible(name)]
+    return sorted(listed)
 
 
 def _is_visible(name: str) -> bool:
@@ -320,51 +325,76 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
     Raises:
         DataError: The folder has no files of rows.
     """
+    row_files: list[str] = []
+    other_files: list[str] = []
     names = list_files(folder)
-    with_rows = [
-        name
-        for name in names
-        if has_rows(Path(name)) and (folder / name).is_file() and Path(name).name not in _METADATA
-    ]
-    other_files = [name for name in names if name not in set(with_rows) and Path(name).name.lower() != _DATA_CARD]
-    if not with_rows:
-        there = f"{len(names)} other files, first: {names[0]}" if names else "nothing"
-        raise DataError(f"{folder}: no files of rows; found: {there}; allowed: {', '.join(ROW_SUFFIXES)}")
-    splits = [_split_by_word(name) for name in with_rows]  # rule 1
-    if "train" not in splits or None in splits:
-        splits = [_split_by_name(name) for name in with_rows]  # rule 2
-    files = [
-        RowFile(path=folder / name, split=split or "train", extra_columns=dict(_partition_columns(name)))
-        for name, split in zip(with_rows, splits, strict=True)
-    ]
+    for name in names:
+        path = folder / name
+        if has_rows(path) and path.is_file() and path.name not in _METADATA:
+            row_files.append(name)
+        elif path.name.lower() != _DATA_CARD:
+            other_files.append(name)
+    if not row_files:
+        found = f"{len(names)} other files, first: {names[0]}" if names else "nothing"
+        raise DataError(f"{folder}: no files of rows; found: {found}; allowed: {', '.join(ROW_SUFFIXES)}")
+
+    splits = [_split_by_word(name) for name in row_files]
+    rule_1_applies = "train" in splits and None not in splits
+    if not rule_1_applies:
+        splits = [_split_by_name(name) or "train" for name in row_files]
+    files: list[RowFile] = []
+    for name, split in zip(row_files, splits, strict=True):
+        assert split is not None
+        files.append(RowFile(path=folder / name, split=split, extra_columns=dict(_partition_columns(name))))
     return sorted(files, key=lambda file: _ORDER.index(file.split)), other_files
 
 
 def _split_by_name(name: str) -> str | None:
     """Return the split that the beginning of a file's name denotes, or else the name of its nearest folder.
 
+    Args:
+        name: Relative path, such as ``test-00000-of-00002.parquet`` or ``validation/a.csv``.
+
     Returns:
         "train", "validation" or "test"; None if no name denotes a split.
     """
-    *folders, own = name.lower().split("/")
-    stem = own.partition(".")[0]
-    for word, split in _SPLITS.items():  # the name is a split, or a split with the number of a shard
-        if stem.startswith(word) and (stem == word or _SHARD.fullmatch(stem[len(word) :])):
+    *folders, file_name = name.lower().split("/")
+    stem = file_name.partition(".")[0]
+    for word, split in _SPLITS.items():
+        if stem == word:
             return split
-    return next((_SPLITS[folder] for folder in reversed(folders) if folder in _SPLITS), None)
+        if stem.startswith(word) and _SHARD.fullmatch(stem.removeprefix(word)):  # such as -00000-of-00002
+            return split
+    for folder in reversed(folders):
+        if folder in _SPLITS:
+            return _SPLITS[folder]
+    return None
 
 
 def _split_by_word(name: str) -> str | None:
-    """Return the split that the last word for a split in a file's path denotes; None if there is no such word."""
-    return next((_SPLITS[word] for word in reversed(_WORDS.split(name.lower())) if word in _SPLITS), None)
+    """Return the split that the last word for a split in a file's path denotes; None if there is no such word.
+
+    Args:
+        name: Relative path, such as ``news_train.csv``, which has the words "news", "train" and "csv".
+    """
+    words = _WORDS.split(name.lower())
+    for word in reversed(words):
+        if word in _SPLITS:
+            return _SPLITS[word]
+    return None
 
 
 def _partition_columns(name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield column and value of each folder ``COLUMN=VALUE`` in a path, as in partitioned data sets."""
-    for part in name.split("/")[:-1]:  # the folders, without the name of the file
-        key, sign, value = part.partition("=")
-        if key and sign:
-            yield unquote(key), None if value == _NO_VALUE else unquote(value)
+    """Yield column and value of each folder ``COLUMN=VALUE`` in a path, as in partitioned data sets.
+
+    Args:
+        name: Relative path of a file, such as ``user=ada/part-0.parquet``.
+    """
+    *folders, _file_name = name.split("/")
+    for folder in folders:
+        column, sign, value = folder.partition("=")
+        if column and sign:
+            yield unquote(column), None if value == _NO_VALUE else unquote(value)
 
 
 _LOG = logging.getLogger(__name__)
@@ -409,12 +439,12 @@ def read_text_file(path: Path, *, max_bytes: int | None = None) -> list[str]:
     """
     try:
         with open_bytes(path) as file:
-            text, longer = _read_head(file, max_bytes)
+            text, is_longer = _read_head(file, max_bytes)
     except UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     except _NotText as reason:
         raise DataError(f"{path}: {reason}") from None
-    if longer and max_bytes is not None:
+    if is_longer and max_bytes is not None:
         warn_longer(path, max_bytes)
     return join_paragraphs(split_paragraphs(text))
 
@@ -430,27 +460,31 @@ def read_text_folder(folder: Path, *, max_bytes: int | None = None) -> list[str]
         max_bytes: Number of bytes after which reading ends; None for all.
     """
     documents: list[str] = []
-    skipped: list[str] = []
+    not_text: list[str] = []
     row_files: list[str] = []
-    left = max_bytes
+    num_read = 0  # bytes
     for name in list_files(folder):
         path = folder / name
         if has_rows(path) or path.suffix.lower() in _NOTEBOOKS:
             row_files.append(name)
             continue
-        if max_bytes is not None and left is not None and left <= 0:
+        if max_bytes is not None and num_read >= max_bytes:
             warn_longer(folder, max_bytes)
             break
+        max_bytes_of_file = None if max_bytes is None else max_bytes - num_read
         try:
             if not path.is_file():  # a device or pipe, or a folder that cannot be read
-                raise _NotText  # caught below, where the file is counted as skipped
+                raise _NotText
             with path.open("rb") as file:
-                text, _is_longer = _read_head(file, left)  # if it is longer, `left` becomes negative
-                left = left if left is None else left - file.tell()
-            documents.append(text)
+                text, _is_longer = _read_head(file, max_bytes_of_file)
+                num_read += file.tell()
         except (OSError, _NotText):
-            skipped.append(name)
-    warnings = [f"skipped {len(skipped)} files that are not UTF-8 text, first: {skipped[0]}"] if skipped else []
+            not_text.append(name)
+        else:
+            documents.append(text)
+    warnings: list[str] = []
+    if not_text:
+        warnings.append(f"skipped {len(not_text)} files that are not UTF-8 text, first: {not_text[0]}")
     if row_files:
         warnings.append(f"skipped {len(row_files)} files of rows or notebooks, first: {row_files[0]}")
     if warnings:
@@ -472,7 +506,8 @@ def join_paragraphs(paragraphs: Iterable[str]) -> list[str]:
     """Return blocks of whole paragraphs, each of at least 2,000 characters except the last."""
     blocks: list[list[str]] = [[]]
     for paragraph in paragraphs:
-        if sum(map(len, blocks[-1])) >= _BLOCK_CHARACTERS:
+        characters_of_block = sum(map(len, blocks[-1]))
+        if characters_of_block >= _BLOCK_CHARACTERS:
             blocks.append([])
         blocks[-1].append(paragraph)
     return ["\n\n".join(block) for block in blocks if block]
@@ -483,23 +518,33 @@ def _read_head(file: io.BufferedIOBase, max_bytes: int | None) -> tuple[str, boo
 
     Of a file with more than ``max_bytes`` bytes, the text ends at the last line end before that number of bytes.
 
+    Args:
+        file: The file, at its beginning.
+        max_bytes: Largest number of bytes of the text; None for all.
+
     Raises:
         _NotText: The content is not UTF-8 text.
     """
-    # One byte more than needed shows whether the file is longer.
-    content: bytes = file.read() if max_bytes is None else _read_up_to(file, max_bytes + 1)
-    if max_bytes is None or len(content) <= max_bytes:
+    if max_bytes is None:
+        return _decode(file.read()), False
+    content = _read_up_to(file, max_bytes + 1)  # one byte more shows whether the file is longer
+    if len(content) <= max_bytes:
         return _decode(content), False
     text = _decode(content[:max_bytes], final=False)  # not final: the last character may be cut in two
-    return text.rpartition("\n")[0] or text, True  # without a line end, all of the text that was read
+    whole_lines, _line_end, _cut_line = text.rpartition("\n")
+    return whole_lines or text, True  # without a line end, all of the text that was read
 
 
 def _read_up_to(file: io.BufferedIOBase, max_bytes: int) -> bytes:
     """Read up to ``max_bytes`` bytes in chunks; ``read(max_bytes)`` would allocate that much for a short file too."""
-    chunks, left = list[bytes](), max_bytes
-    while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+    chunks: list[bytes] = []
+    num_left = max_bytes
+    while num_left > 0:
+        chunk = file.read(min(num_left, _CHUNK_BYTES))
+        if not chunk:  # the end of the file
+            break
         chunks.append(chunk)
-        left -= len(chunk)
+        num_left -= len(chunk)
     return b"".join(chunks)
 
 
@@ -513,15 +558,19 @@ def _decode(content: bytes, *, final: bool = True) -> str:
     Raises:
         _NotText: The bytes are not UTF-8 text, or have a word that is too long for tokenizers.
     """
-    if kind := describe_binary(content):
-        raise _NotText(f"is {kind}, not text; {_ALLOWED}")
+    binary_kind = describe_binary(content)
+    if binary_kind is not None:
+        raise _NotText(f"is {binary_kind}, not text; {_ALLOWED}")
+    without_mark = content.removeprefix(codecs.BOM_UTF8)
     try:
-        text, _num_bytes = codecs.utf_8_decode(content.removeprefix(codecs.BOM_UTF8), "strict", final)
+        text, _num_bytes = codecs.utf_8_decode(without_mark, "strict", final)
     except UnicodeDecodeError as error:
-        # error.start does not count the byte order mark, which was removed.
-        at = error.start + len(content) - len(error.object)
-        coding = "it is UTF-16" if content.startswith(UTF_16) else f"byte {content[at]:#04x} at offset {at}"
-        raise _NotText(f"not UTF-8 text ({coding}); convert it to UTF-8 first") from None
-    if problem := long_word_problem(text):
-        raise _NotText(f"{problem}; break it into lines")
+        offset = error.start + len(content) - len(without_mark)
+        problem = f"byte {content[offset]:#04x} at offset {offset}"
+        if content.startswith(UTF_16):
+            problem = "it is UTF-16"
+        raise _NotText(f"not UTF-8 text ({problem}); convert it to UTF-8 first") from None
+    word_problem = long_word_problem(text)
+    if word_problem is not None:
+        raise _NotText(f"{word_problem}; break it into lines")
     return text.replace("\r\n", "\n")

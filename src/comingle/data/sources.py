@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,8 @@ def read_documents(
     """
     collected = bad_rows or BadRows()
     if str(path).startswith(HUB_PREFIX):
-        documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents, max_bytes, collected)
+        max_rows = parse_hub_name(str(path)).documents
+        documents = _read_rows(str(path), column, max_rows, max_bytes, collected)
     elif is_named(str(path)):
         from comingle.data.demo import read_demo
 
@@ -80,8 +80,7 @@ def read_documents(
 def check_sources(data: DataSection) -> None:
     """Check that the files and folders that a recipe names for its users exist, before anything is loaded.
 
-    Names of demo users and of data sets on the hub are not checked. A source of conversations may be a bare name on the
-    hub, so one that does not exist is refused only if it looks like a path.
+    Names of demo users and of data sets on the hub are not checked.
 
     Args:
         data: The recipe's section ``data``.
@@ -96,11 +95,12 @@ def check_sources(data: DataSection) -> None:
             source = getattr(files, key)
             if source is None or is_named(source) or "://" in source:
                 continue
-            is_pattern = bool(set(source) & set("*?["))  # such as data/*.jsonl
+            # A source of conversations may be a name on the hub without "hub:".
+            is_pattern = any(character in source for character in "*?[")  # such as data/*.jsonl
             may_be_on_hub = data.kind == "conversations" and (not looks_like_path(source) or is_pattern)
             path = expand_home(source)
             if not os.path.exists(path) and not may_be_on_hub:
-                where = f"data.users.{name}" + ("" if key == "path" else f".{key}")
+                where = f"data.users.{name}" if key == "path" else f"data.users.{name}.{key}"
                 raise DataError(f"{where}: {path}: no such file or folder")
 
 
@@ -111,7 +111,8 @@ def read_dataset(source: str | Path | Sequence[str | Path], **options: Any) -> G
         DataError: As :func:`group_documents`.
     """
     rows = ListedRows()
-    return dict(rows.groups(group_documents(source, rows, **options)))
+    names = group_documents(source, rows, **options)
+    return dict(rows.groups(names))
 
 
 def group_documents(
@@ -139,21 +140,25 @@ def group_documents(
     Raises:
         DataError: A source, column or user is unknown, a name is invalid, or rows are unreadable or missing.
     """
+
+    # A store on disk writes documents as bytes. `surrogatepass` also encodes unpaired surrogates.
+    def pack(document: str) -> bytes:
+        return document.encode("utf-8", "surrogatepass")
+
+    def unpack(content: bytes) -> str:
+        return content.decode("utf-8", "surrogatepass")
+
     where = source_label(source)
-    rows.fill(
-        iterate_documents(source, user=user, text=text, users=users, **options),
-        # A store on disk writes documents as bytes. `surrogatepass` also encodes unpaired surrogates.
-        pack=lambda document: document.encode("utf-8", "surrogatepass"),
-        unpack=lambda content: content.decode("utf-8", "surrogatepass"),
-    )
+    rows.fill(iterate_documents(source, user=user, text=text, users=users, **options), pack=pack, unpack=unpack)
     if not rows.owners:  # no row has a user
-        if (bad_rows := options.get("bad_rows")) is not None:
+        bad_rows = options.get("bad_rows")
+        if bad_rows is not None:
             bad_rows.report()  # raises an error if rows are bad, which may be why no row has a user
         raise no_texts_error(source, text, user, name=options.get("name"), data_files=options.get("data_files"))
-    wanted = choose_users(rows.owners, users, where)
-    if problem := name_problem(wanted):
+    names = choose_users(rows.owners, users, where)
+    if problem := name_problem(names):
         raise DataError(f"{where}: column {user!r}: {problem}")
-    return wanted
+    return names
 
 
 def no_texts_error(source: str | Path | Sequence[str | Path], text: str, user: str, **options: Any) -> DataError:
@@ -167,13 +172,12 @@ def no_texts_error(source: str | Path | Sequence[str | Path], text: str, user: s
         user: Column that names a row's user.
         **options: Further arguments of :func:`comingle.data.tables.read_tables`.
     """
+    label = source_label(source)
     all_columns = None
-    all_rows = (row for table in read_tables(source, **options) for row in table.read(BadRows("skip"), all_columns))
-    if next(all_rows, None) is not None:
-        return DataError(
-            f"{source_label(source)}: no row has both text in column {text!r} and a user in column {user!r}"
-        )
-    return DataError(f"{source_label(source)}: no rows")
+    for table in read_tables(source, **options):
+        for _row in table.read(BadRows("skip"), all_columns):
+            return DataError(f"{label}: no row has both text in column {text!r} and a user in column {user!r}")
+    return DataError(f"{label}: no rows")
 
 
 def source_label(source: str | Path | Sequence[str | Path]) -> str:
@@ -218,10 +222,11 @@ def iterate_documents(
     if where.startswith(HUB_PREFIX) and parse_hub_name(where).documents:
         raise DataError(f"{where}: documents applies only to the source of a single user; use max_documents instead")
     columns = [text, user] if split is None else [text, user, split]
-    counts: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {}  # documents kept so far, by user and split
     collected = bad_rows or BadRows()
     for table in read_tables(source, name=name, data_files=data_files, stream=max_documents is not None):
-        yield from _within_limits(counts, iterate_texts(table, columns, collected), table.split, users, max_documents)
+        rows = iterate_texts(table, columns, collected)
+        yield from _within_limits(counts, rows, table.split, users, max_documents)
     if bad_rows is None:
         collected.report()
 
@@ -229,7 +234,7 @@ def iterate_documents(
 def _within_limits(
     counts: dict[str, Counter[str]],
     rows: Iterable[Sequence[str]],
-    own_split: str,
+    split_of_table: str,
     users: Sequence[str] | int | None,
     max_documents: int | None,
 ) -> Iterator[tuple[str, str, str]]:
@@ -241,7 +246,7 @@ def _within_limits(
     Args:
         counts: Numbers of documents kept so far, by user and split; updated. Shared by the tables of a source.
         rows: Document, user and, if rows name their splits, split of each row.
-        own_split: Split of rows that do not name one.
+        split_of_table: Split of rows that do not name one.
         users: Names of the selected users; rows of others are kept too, and the caller drops them. Or the number of
             first users to keep; None for all.
         max_documents: Number of first documents of each user and split to keep; None for all.
@@ -250,48 +255,50 @@ def _within_limits(
         User, split and document of each kept row.
     """
     selected = set(users) if isinstance(users, Sequence) else None
-    num_selected = users if selected is None else len(selected)
-    is_limited = max_documents is not None or isinstance(users, int)
-    complete: set[str] = set()  # selected users with the maximum number of documents of the table's split
-    for document, owner, *row_split in rows:  # `row_split` is empty if rows do not name their splits
-        split = row_split[0] if row_split else own_split
-        if not is_limited:
+    max_users = users if isinstance(users, int) else None
+    num_selected = len(selected) if selected is not None else max_users
+    has_limit = max_documents is not None or max_users is not None
+    complete_users: set[str] = set()  # selected users with the maximum number of documents of the table's split
+    for document, owner, *split_of_row in rows:
+        split = split_of_row[0] if split_of_row else split_of_table
+        if not has_limit:
             yield owner, split, document
             continue
-        has_first_users = isinstance(users, int) and len(counts) == users  # `counts` has every user kept so far
-        if has_first_users and owner not in counts:
+        is_new_user = owner not in counts
+        if is_new_user and max_users is not None and len(counts) == max_users:
             continue
         counts_of_user = counts.setdefault(owner, Counter())
         if max_documents is None or counts_of_user[split] < max_documents:
             counts_of_user[split] += 1
             yield owner, split, document
-        if not row_split and counts_of_user[split] == max_documents and (selected is None or owner in selected):
-            complete.add(owner)
-            if len(complete) == num_selected:
+        is_complete = not split_of_row and counts_of_user[split] == max_documents
+        is_selected = selected is None or owner in selected
+        if is_complete and is_selected:
+            complete_users.add(owner)
+            if len(complete_users) == num_selected:
                 return
 
 
-def _read_rows(source: str, column: str, count: int | None, max_bytes: int | None, bad_rows: BadRows) -> list[str]:
+def _read_rows(source: str, column: str, max_rows: int | None, max_bytes: int | None, bad_rows: BadRows) -> list[str]:
     """Read one column of the rows of a source as documents.
 
     Args:
         source: File or folder of rows, or hub name.
         column: Column with the documents.
-        count: Number of first rows to read, as a stream if the source is on the hub; None for all.
+        max_rows: Number of first rows to read, as a stream if the source is on the hub; None for all.
         max_bytes: Stop with a warning after about this many bytes of text; None for all.
         bad_rows: Collects bad rows.
     """
     documents: list[str] = []
-    left = math.inf if max_bytes is None else max_bytes
-    tables = read_tables(source, stream=count is not None)
-    rows = (document for table in tables for (document,) in iterate_texts(table, [column], bad_rows))
-    for document in islice(rows, count):
-        if left <= 0:
-            assert max_bytes is not None  # otherwise `left` is infinite
+    num_bytes = 0
+    tables = read_tables(source, stream=max_rows is not None)
+    rows = chain.from_iterable(iterate_texts(table, [column], bad_rows) for table in tables)
+    for (document,) in islice(rows, max_rows):
+        if max_bytes is not None and num_bytes >= max_bytes:
             warn_longer(source, max_bytes)
             break
         documents.append(document)
-        left -= len(document.encode(errors="replace"))
+        num_bytes += len(document.encode(errors="replace"))
     return documents
 
 
@@ -304,9 +311,10 @@ def _read_path(path: Path, column: str, max_bytes: int | None, bad_rows: BadRows
         max_bytes: Stop after about this many bytes; None for all.
         bad_rows: Collects bad rows.
     """
-    if path.is_dir() and not is_saved(path):
+    is_saved_dataset = path.is_dir() and is_saved(path)
+    if is_saved_dataset or (not path.is_dir() and has_rows(path)):
+        yield from _read_rows(str(path), column, max_rows=None, max_bytes=max_bytes, bad_rows=bad_rows)
+    elif path.is_dir():
         yield from read_text_folder(path, max_bytes=max_bytes)
-    elif path.is_dir() or has_rows(path):
-        yield from _read_rows(str(path), column, count=None, max_bytes=max_bytes, bad_rows=bad_rows)
     else:
         yield from read_text_file(path, max_bytes=max_bytes)

@@ -58,34 +58,37 @@ def iterate_texts(table: Table, columns: Sequence[str], bad_rows: BadRows) -> It
     """
     # For "meta.set", read the columns "meta.set" and "meta": if both exist, the column takes precedence over the field.
     columns_to_read = [name for column in columns for name in (column, column.partition(".")[0])]
-    # Known columns of the table, for the error; and requested columns that the table or all rows so far lack.
-    names, missing = list(table.columns or ()), list(columns)
-    if table.columns is not None:
-        missing = [column for column in columns if column not in names and column.partition(".")[0] not in names]
-        _require_columns(missing, names, table.where)
+    if table.columns is None:
+        existing: list[str] = []  # known from the first row on
+        missing = list(columns)  # those that no row has so far
+    else:
+        existing = list(table.columns)
+        missing = [name for name in columns if name not in existing and name.partition(".")[0] not in existing]
+        _require_columns(missing, existing, table.where)
     is_empty = True
+    document_column, *name_columns = columns
     for place, row in table.read(bad_rows, columns_to_read):
         is_empty = False
-        names = names or list(row)
+        existing = existing or list(row)
         missing = [column for column in missing if not has_column(row, column)]
-        document, *others = (field_of(row, column) for column in columns)
-        if document is None or any(other is None for other in others):
+        values = [field_of(row, column) for column in columns]
+        if any(value is None for value in values):
             continue
         with bad_rows.catch(f"{table.where}: {place}"):
-            text = _check_document(document, columns[0])
-            owners = [read_name(other, column) for other, column in zip(others, columns[1:], strict=True)]
+            text = _check_document(values[0], document_column)
+            names = [read_name(value, column) for value, column in zip(values[1:], name_columns, strict=True)]
             if text.strip():
-                yield text, *owners
+                yield text, *names
     if not is_empty:
-        _require_columns(missing, names, table.where)
+        _require_columns(missing, existing, table.where)
 
 
-def _require_columns(missing: Sequence[str], names: Sequence[str], where: str) -> None:
+def _require_columns(missing: Sequence[str], existing: Sequence[str], where: str) -> None:
     """Raise an error for the first missing column, with a hint; do nothing if none is missing.
 
     Args:
         missing: Missing columns.
-        names: Columns that exist.
+        existing: Columns that exist.
         where: Name of the table in messages.
 
     Raises:
@@ -93,10 +96,11 @@ def _require_columns(missing: Sequence[str], names: Sequence[str], where: str) -
     """
     if not missing:
         return
-    # A column "messages" has conversations, for which the recipe may name the wrong kind of data.
-    kind_hint = " Conversations need data.kind: conversations." if "messages" in names else ""
     first = missing[0]
-    raise DataError(f"{where}: no column {first!r}; found: {list_names(names)}.{did_you_mean(first, names)}{kind_hint}")
+    hint = did_you_mean(first, existing)
+    if "messages" in existing:  # the rows have conversations, so the recipe names the wrong kind of data
+        hint += " Conversations need data.kind: conversations."
+    raise DataError(f"{where}: no column {first!r}; found: {list_names(existing)}.{hint}")
 
 
 def _check_document(value: object, column: str) -> str:
@@ -128,9 +132,11 @@ def field_of(row: Row, column: str) -> object:
     """Return the value of a column, or for ``meta.set`` of the field ``set`` in a column ``meta``; None if missing."""
     if column in row:
         return row[column]
-    head, _dot, field = column.partition(".")
-    inner = row.get(head)
-    return inner.get(field) if field and isinstance(inner, dict) else None
+    outer_column, _dot, field = column.partition(".")
+    fields = row.get(outer_column)
+    if field and isinstance(fields, dict):
+        return fields.get(field)
+    return None
 
 
 def has_column(row: Row, column: str) -> bool:
@@ -138,10 +144,13 @@ def has_column(row: Row, column: str) -> bool:
 
     The value may be missing. If ``meta`` itself has no value, the row counts as having every field of it.
     """
-    head, _dot, field = column.partition(".")
-    inner = row.get(head)
-    has_field = head in row and (inner is None or (isinstance(inner, dict) and field in inner))
-    return column in row or has_field
+    if column in row:
+        return True
+    outer_column, _dot, field = column.partition(".")
+    if outer_column not in row:
+        return False
+    fields = row[outer_column]
+    return fields is None or (isinstance(fields, dict) and field in fields)
 
 
 def table_of(rows: Rows, where: str, split: str) -> Table:
@@ -154,33 +163,35 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
     """
     known_columns = rows.column_names  # None for a stream whose columns are unknown before the first row
 
-    def read(_bad: BadRows, wanted: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
-        """Yield the rows in the order of the split; ``wanted`` has the columns to read, None for all.
-
-        No row can be bad, since ``datasets`` has parsed the rows already.
-        """
-        names = list(known_columns or next(iter(rows), {}))
-        chosen = names if wanted is None else [name for name in names if name in wanted]
-        labels = {name: getattr((rows.features or {}).get(name), "names", None) for name in chosen}
+    def read(_bad_rows: BadRows, columns_to_read: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
+        """Yield the rows in the order of the split; none can be bad, since ``datasets`` has parsed them already."""
+        columns = list(known_columns or next(iter(rows), {}))
+        if columns_to_read is not None:
+            columns = [column for column in columns if column in columns_to_read]
+        features = rows.features or {}
+        class_names = {column: getattr(features.get(column), "names", None) for column in columns}
         row_number = 0
-        for batch in iterate_batches(rows.select_columns(chosen), where):
-            columns = [_name_labels(batch[name], labels[name]) for name in chosen]
-            for values in zip(*columns, strict=True):
+        for batch in iterate_batches(rows.select_columns(columns), where):
+            values_by_column = [_name_labels(batch[column], class_names[column]) for column in columns]
+            for values_of_row in zip(*values_by_column, strict=True):
                 row_number += 1
-                yield f"row {row_number}", dict(zip(chosen, values, strict=True))
+                yield f"row {row_number}", dict(zip(columns, values_of_row, strict=True))
 
-    return Table(where=where, split=split, read=read, columns=tuple(known_columns) if known_columns else None)
+    table_columns = tuple(known_columns) if known_columns else None
+    return Table(where=where, split=split, read=read, columns=table_columns)
 
 
-def _name_labels(values: Sequence[object], names: Sequence[str] | None) -> Sequence[object]:
+def _name_labels(values: Sequence[object], class_names: Sequence[str] | None) -> Sequence[object]:
     """Replace class labels, which are stored as numbers, by their names; other values of such a column become None.
 
     Args:
         values: Values of a column.
-        names: Names of the column's classes, in the order of their numbers; None for a column without class labels,
-            whose values are returned unchanged.
+        class_names: Names of the column's classes, in the order of their numbers; None for a column without class
+            labels, whose values are returned unchanged.
     """
-    return values if names is None else [names[value] if isinstance(value, int) else None for value in values]
+    if class_names is None:
+        return values
+    return [class_names[value] if isinstance(value, int) else None for value in values]
 
 
 def iterate_batches(rows: Rows, where: str) -> Iterator[dict[str, Any]]:
@@ -208,14 +219,16 @@ def choose_users(groups: Mapping[str, T], users: Sequence[str] | int | None, whe
     Raises:
         DataError: A user does not exist, or there are fewer than ``users``.
     """
+    if users is None:
+        return groups
     if isinstance(users, int):
         if len(groups) < users:
             raise DataError(f"{where}: {users} users requested, but only {len(groups)} found: {list_names(groups)}")
         return dict(islice(groups.items(), users))
-    for wanted in users or ():
-        if wanted not in groups:
-            raise DataError(f"{where}: no user {wanted!r}; found: {list_names(groups)}.{did_you_mean(wanted, groups)}")
-    return groups if users is None else {wanted: groups[wanted] for wanted in users}
+    for name in users:
+        if name not in groups:
+            raise DataError(f"{where}: no user {name!r}; found: {list_names(groups)}.{did_you_mean(name, groups)}")
+    return {name: groups[name] for name in users}
 
 
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
@@ -244,8 +257,9 @@ def read_tables(
     Raises:
         DataError: A source is unknown or cannot be opened.
     """
-    for item in [source] if isinstance(source, str | Path) else source:
-        yield from _tables_of(str(item), name, data_files, stream)
+    sources = [source] if isinstance(source, str | Path) else source
+    for one_source in sources:
+        yield from _tables_of(str(one_source), name, data_files, stream)
 
 
 def _tables_of(source: str, name: str | None, data_files: object, stream: bool) -> Iterator[Table]:
@@ -270,28 +284,33 @@ def _tables_of(source: str, name: str | None, data_files: object, stream: bool) 
             return
     with open_splits(source, name=name, data_files=data_files, stream=stream) as splits:
         for split, rows in splits:
-            yield rows if isinstance(rows, Table) else table_of(rows, source, split)
+            if isinstance(rows, Table):
+                yield rows
+            else:
+                yield table_of(rows, source, split)
 
 
 def _tables_of_folder(folder: Path) -> Iterator[Table]:
     """Open all files of rows in a folder, one after another; warn of files without rows."""
-    files, left_out = list_row_files(folder)
-    if left_out:
-        logger.warning("%s: skipped %d files without rows, first: %s", folder, len(left_out), left_out[0])
-    for file in files:
+    row_files, other_files = list_row_files(folder)
+    if other_files:
+        logger.warning("%s: skipped %d files without rows, first: %s", folder, len(other_files), other_files[0])
+    for file in row_files:
         yield open_table(file.path, split=file.split, extra_columns=file.extra_columns)
 
 
 def _has_configurations(folder: Path) -> bool:
-    """Return whether the README.md of a folder lists its data files, as on the hub."""
+    """Return whether the README.md of a folder lists its data files under the key ``configs``, as on the hub."""
     try:
         with (folder / "README.md").open(encoding="utf-8") as file:
             card = file.read(_CARD_CHARACTERS)
-        # The header of a data card is YAML between two lines "---"; its key "configs" lists the data files.
-        header = yaml.safe_load(card.split("---", 2)[1]) if card.startswith("---") else None
-    except (OSError, ValueError, IndexError, RecursionError, yaml.YAMLError):
+        if not card.startswith("---"):
+            return False
+        _empty, header, *_text = card.split("---", 2)  # the header is YAML between two lines "---"
+        content = yaml.safe_load(header)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return False
-    return isinstance(header, dict) and "configs" in header
+    return isinstance(content, dict) and "configs" in content
 
 
 @contextmanager
@@ -347,10 +366,10 @@ def _load_splits(
         raise DataError(f"{source}: cannot be loaded as a data set: {describe_cause(error)}") from error
     if isinstance(loaded, list):  # pairs of split and table, from our own readers
         return loaded
-    # A ``DatasetDict`` has several splits. A ``Dataset`` is the requested split or the only one.
-    only_split = hub.split if hub and hub.split else "train"
-    splits = loaded if isinstance(loaded, dict) else {only_split: loaded}
-    return [(str(split), rows) for split, rows in splits.items()]
+    if isinstance(loaded, dict):  # a `DatasetDict`
+        return [(str(split), rows) for split, rows in loaded.items()]
+    only_split = hub.split if hub is not None and hub.split else "train"  # of a `Dataset`
+    return [(only_split, loaded)]
 
 
 def _load_any(
@@ -358,8 +377,8 @@ def _load_any(
 ) -> object:
     """Load a file, a folder, a data set of the hub, or files for a loader of ``datasets`` such as ``json``.
 
-    For the arguments see :func:`_load_splits`. ``datasets`` converts a local file to a copy before reading. Our own
-    readers need no copy, so they are used where possible. They do not decode values such as images.
+    For the arguments see :func:`_load_splits`. Local files are read by our own readers where possible, since
+    ``datasets`` converts them to a copy first. Our readers do not decode values such as images.
 
     Returns:
         Pairs of split and table from our own readers; else a ``Dataset`` or ``DatasetDict`` of ``datasets``.
@@ -369,20 +388,20 @@ def _load_any(
     """
     path = expand_home(source)
     exists = os.path.exists(path)
-    # Also local: the name of a builder for local files, with the files in `data_files`.
-    is_local = exists or (source in _LOCAL_BUILDERS and data_files is not None)
-    options: dict[str, Any] = {"name": name, "data_files": data_files}
-    if exists:
-        source = str(path)
-    elif not is_local and looks_like_path(source):
+    is_local_builder = source in _LOCAL_BUILDERS and data_files is not None  # such as "json" with local files
+    is_local = exists or is_local_builder
+    if not is_local and looks_like_path(source):
         raise DataError(f"{source}: no such file or folder")
     if path.is_dir() and is_saved(path):
         return datasets.load_from_disk(str(path))
     if not is_local:
-        return datasets.load_dataset(source, **options)
-    builder = datasets.load_dataset_builder(source, cache_dir=cache, **options)
-    if not decoded and (tables := _tables_of_builder(builder)) is not None:
-        return tables
+        return datasets.load_dataset(source, name=name, data_files=data_files)
+    path_or_builder = str(path) if exists else source
+    builder = datasets.load_dataset_builder(path_or_builder, cache_dir=cache, name=name, data_files=data_files)
+    if not decoded:
+        tables = _tables_of_builder(builder)
+        if tables is not None:
+            return tables
     builder.download_and_prepare()
     return builder.as_dataset()
 
@@ -395,17 +414,22 @@ def _tables_of_builder(builder: Any) -> list[tuple[str, Table]] | None:
     """
     config, defaults = vars(builder.config), vars(type(builder.config)())
     irrelevant = ("name", "version", "data_dir", "data_files", "description")
-    # Options with another value than the default, which our readers would not respect.
     options = {key: value for key, value in config.items() if key not in irrelevant and defaults[key] != value}
-    # Two names of the same option, of which `sep` takes precedence. Both are removed, as our readers know the option.
+    # The separator, which our readers know, has two names, of which `sep` takes precedence.
     sep, delimiter = options.pop("sep", None), options.pop("delimiter", None)
+    separator = sep or delimiter
+    has_unknown_options = len(options) > 0
     files_by_split = builder.config.data_files
-    if builder.name not in ("json", "csv", "parquet") or options or not files_by_split:
+    if builder.name not in ("json", "csv", "parquet") or has_unknown_options or not files_by_split:
         return None
-    files = [(str(split), Path(str(file))) for split, of_split in files_by_split.items() for file in of_split]
-    if not all(file.exists() and (has_rows(file) or file.suffix in OPENERS) for _split, file in files):
-        return None
-    return [(split, open_table(file, split=split, sep=sep or delimiter)) for split, file in files]
+    tables: list[tuple[str, Path]] = []
+    for split, files in files_by_split.items():
+        for file in files:
+            path = Path(str(file))
+            if not path.exists() or not (has_rows(path) or path.suffix in OPENERS):
+                return None
+            tables.append((str(split), path))
+    return [(split, open_table(path, split=split, sep=separator)) for split, path in tables]
 
 
 def _import_datasets(source: str) -> ModuleType:
@@ -429,12 +453,13 @@ def _without_output(datasets: ModuleType) -> Iterator[None]:
 
     Its errors need no log lines, since they are raised as :class:`DataError`.
     """
-    bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    had_progress_bars = not datasets.are_progress_bars_disabled()
+    verbosity = datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         yield
     finally:
         datasets.logging.set_verbosity(verbosity)
-        if bars:
+        if had_progress_bars:
             datasets.enable_progress_bars()
