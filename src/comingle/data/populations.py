@@ -83,9 +83,11 @@ class NumberedNames(IndexedNames):
         Raises:
             ValueError: No user has the name.
         """
-        number = value.removeprefix(self.prefix)
-        if number.isdecimal() and value == f"{self.prefix}{int(number)}" and int(number) < self.size:
-            return int(number)
+        digits = value.removeprefix(self.prefix)
+        if digits.isdecimal():
+            number = int(digits)
+            if value == f"{self.prefix}{number}" and number < self.size:
+                return number
         raise ValueError(f"no user {value!r}")
 
     @property
@@ -107,10 +109,17 @@ class StoredNamesWriter:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self._end = folder, 0
-        self._open = ExitStack()
-        self._text, self._ends = (self._open.enter_context(open(folder / name, "wb")) for name in (NAMES, _ENDS))  # noqa: SIM115 (closed with it)
-        self._digest, self._hashes = hashlib.sha256(), array("Q")
+        self.folder = folder
+        self._open_files = ExitStack()
+        self._text_file, self._ends_file = (
+            self._open_files.enter_context(open(folder / name, "wb"))  # noqa: SIM115 (closed with the stack)
+            for name in (NAMES, _ENDS)
+        )
+        self._end = 0
+        """End of the last name in the text, in bytes."""
+        self._hashes = array("Q")
+        """64-bit hash of each name."""
+        self._digest = hashlib.sha256()
 
     def add(self, name: str) -> None:
         """Append a name.
@@ -121,16 +130,17 @@ class StoredNamesWriter:
         if problem := name_problem([name]):
             raise DataError(problem)
         content = name.encode()
-        separator = b"\0" if len(self._hashes) else b""  # none before the first name
+        is_first = len(self._hashes) == 0
+        separator = b"" if is_first else b"\0"
         self._digest.update(separator + content)
         self._hashes.append(_hash(content))
-        self._text.write(content)
+        self._text_file.write(content)
         self._end += len(content)
-        self._ends.write(self._end.to_bytes(8, "little"))
+        self._ends_file.write(self._end.to_bytes(8, "little"))
 
     def close(self) -> None:
         """Close the files."""
-        self._open.close()
+        self._open_files.close()
 
     def finish(self) -> StoredNames:
         """Write the index for finding names, and return all names.
@@ -147,8 +157,10 @@ class StoredNamesWriter:
         (self.folder / _SUM).write_text(self._digest.hexdigest(), encoding="utf-8")
         names = StoredNames(self.folder)
         # Equal names have equal hashes, which are neighbours; equal hashes may belong to different names.
-        for position in np.flatnonzero(sorted_hashes[1:] == sorted_hashes[:-1]).tolist():
-            if (name := names[int(order[position])]) == names[int(order[position + 1])]:
+        equals_next = sorted_hashes[1:] == sorted_hashes[:-1]
+        for position in np.flatnonzero(equals_next).tolist():
+            name, next_name = names[int(order[position])], names[int(order[position + 1])]
+            if name == next_name:
                 raise DataError(f"user {name!r} occurs twice; names must be unique")
         return names
 
@@ -171,14 +183,19 @@ class StoredNames(IndexedNames):
             DataError: The files have inconsistent lengths.
         """
         self.folder = folder
-        # All names in one text, and the end of each name in it.
-        self._text, self._ends = _map_array(folder / NAMES, "u1"), _map_array(folder / _ENDS, "<i8")
-        # User numbers sorted by the hashes of the names, and these hashes, to find a name by binary search.
-        self._index, self._hashes = _map_array(folder / _INDEX, "<i8"), _map_array(folder / _HASHES, "<u8")
+        self._text = _map_array(folder / NAMES, "u1")
+        """All names, concatenated."""
+        self._ends = _map_array(folder / _ENDS, "<i8")
+        """End of each name in the text."""
+        self._hashes = _map_array(folder / _HASHES, "<u8")
+        """Sorted hashes of the names, to find a name by binary search."""
+        self._index = _map_array(folder / _INDEX, "<i8")
+        """User number of each of these hashes."""
+        self._digest_of_folder = (folder / _SUM).read_text(encoding="utf-8")
         self.span = range(len(self._ends)) if span is None else span
-        self._sum = (folder / _SUM).read_text(encoding="utf-8")
-        end = int(self._ends[-1]) if len(self._ends) else 0
-        if end != len(self._text) or not len(self._ends) == len(self._index) == len(self._hashes):
+        text_end = int(self._ends[-1]) if len(self._ends) else 0
+        have_equal_lengths = len(self._ends) == len(self._index) == len(self._hashes)
+        if text_end != len(self._text) or not have_equal_lengths:
             raise DataError(f"{folder}: the files of user names are inconsistent")
 
     def __len__(self) -> int:
@@ -198,8 +215,9 @@ class StoredNames(IndexedNames):
 
     def _name_of(self, number: int) -> str:
         """Return the name of a user of the folder, given by number."""
-        start = int(self._ends[number - 1]) if number else 0
-        return self._text[start : int(self._ends[number])].tobytes().decode()
+        start = int(self._ends[number - 1]) if number > 0 else 0
+        end = int(self._ends[number])
+        return self._text[start:end].tobytes().decode()
 
     def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
         """Return the position of a name in the sequence.
@@ -212,22 +230,23 @@ class StoredNames(IndexedNames):
         Raises:
             ValueError: No user has the name.
         """
-        # `_hashes` are sorted; `_index` has the number of each hash's name among all names of the folder, of which this
-        # sequence has the numbers `span`.
-        key = np.uint64(_hash(value.encode()))
-        first = int(np.searchsorted(self._hashes, key))
+        name_hash = np.uint64(_hash(value.encode()))
+        first = int(np.searchsorted(self._hashes, name_hash))
         for position in range(first, len(self._hashes)):  # several names may have the same hash
-            if self._hashes[position] != key:
+            if self._hashes[position] != name_hash:
                 break
-            if (number := int(self._index[position])) in self.span and self._name_of(number) == value:
+            number = int(self._index[position])
+            if number in self.span and self._name_of(number) == value:
                 return self.span.index(number)
         raise ValueError(f"no user {value!r}")
 
     @property
     def digest(self) -> str:
         """SHA-256 digest of the names in their order, in hex; stored for a whole folder, computed for a span."""
-        whole = len(self) == len(self._ends)
-        return self._sum if whole else hashlib.sha256("\0".join(self).encode()).hexdigest()
+        is_whole_folder = len(self) == len(self._ends)
+        if is_whole_folder:
+            return self._digest_of_folder
+        return hashlib.sha256("\0".join(self).encode()).hexdigest()
 
     def copy_to(self, folder: Path) -> None:
         """Copy the files of the whole folder to another folder, also if this is a span."""
@@ -237,7 +256,10 @@ class StoredNames(IndexedNames):
 
 def _map_array(path: Path, dtype: str) -> np.ndarray:
     """Map a file into memory as a read-only array; an empty file, which cannot be mapped, is an empty array."""
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
+    is_empty = path.stat().st_size == 0
+    if is_empty:
+        return np.zeros(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def _hash(content: bytes) -> int:
@@ -337,12 +359,20 @@ class LazyPopulation(UserCollection[User]):
     ):
         """Initialise the population without creating users.
 
-        ``make`` creates a user from its number; the ``cache_size`` most recently used users are cached. ``digest``
-        identifies the data of all users. ``largest`` is the number of a user with the most training data, which follows
-        from ``sizes`` if they are given. ``about`` has totals over all users.
+        Args:
+            names: Names of all users.
+            make: Function that creates a user from its number.
+            digest: Digest that identifies the users' data.
+            largest: Number of a user with the most training data; ignored if ``sizes`` is given.
+            cache_size: Number of most recently used users that are cached.
+            sizes: Amount of train, valid and test data of each user; None if unknown.
+            about: Totals over all users, by name.
         """
         self._names, self.digest, self.cache_size, self.sizes, self.about = names, digest, cache_size, sizes, about
-        self.largest = largest if sizes is None else int(sizes[:, 0].argmax())  # column 0 is train
+        self.largest = largest
+        if sizes is not None:
+            train_sizes = sizes[:, 0]
+            self.largest = int(train_sizes.argmax())
         self.make = lru_cache(cache_size)(make)
 
     @property
@@ -363,10 +393,14 @@ class LazyPopulation(UserCollection[User]):
         """
         if not isinstance(numbers, range):
             return UserList(self[number] for number in numbers)
+
+        def make(position: int) -> User:
+            return self[numbers[position]]
+
         span = slice(numbers.start, numbers.stop)
         return LazyPopulation(
             self.names[span],
-            lambda number: self[numbers[number]],
+            make,
             digest=self.digest,
             cache_size=1,  # users are cached by this population
             sizes=None if self.sizes is None else self.sizes[span],
@@ -435,15 +469,19 @@ def draw_users(names: Sequence[str], count: int, *purpose: str | int) -> list[in
     """
     from comingle.utils.seeds import derive  # imports torch, which reading documents does not need
 
+    numbers = range(len(names))
     if len(names) > MAX_HASHED_NAMES:
-        return sorted(random.Random(derive(*purpose)).sample(range(len(names)), count))
-    keys = [derive(*purpose, name) for name in names]
-    return sorted(sorted(range(len(names)), key=keys.__getitem__)[:count])
+        return sorted(random.Random(derive(*purpose)).sample(numbers, count))
+    hashes = [derive(*purpose, name) for name in names]
+    by_hash = sorted(numbers, key=hashes.__getitem__)
+    return sorted(by_hash[:count])
 
 
 def digest_names(names: Sequence[str]) -> str:
     """Return the SHA-256 digest of names in their order, in hex."""
-    return names.digest if isinstance(names, IndexedNames) else hashlib.sha256("\0".join(names).encode()).hexdigest()
+    if isinstance(names, IndexedNames):
+        return names.digest
+    return hashlib.sha256("\0".join(names).encode()).hexdigest()
 
 
 def __getattr__(name: str) -> object:

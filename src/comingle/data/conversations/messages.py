@@ -74,32 +74,40 @@ class Columns:
 
         A missing or invalid value is replaced by the default.
         """
-        messages, prompt, response = (section.get(key) for key in ("messages", "prompt", "response"))
+        messages, prompt, response = section.get("messages"), section.get("prompt"), section.get("response")
+        if not isinstance(messages, str):
+            messages = cls.messages
+        if not isinstance(response, str):
+            response = cls.response
         prompts = [prompt] if isinstance(prompt, str) else prompt
-        if not isinstance(prompts, list | tuple) or not all(isinstance(name, str) for name in prompts):
-            prompts = ()
-        return cls(
-            messages=messages if isinstance(messages, str) else cls.messages,
-            prompt=tuple(prompts) or cls.prompt,
-            response=response if isinstance(response, str) else cls.response,
-        )
+        is_valid = isinstance(prompts, list | tuple) and all(isinstance(name, str) for name in prompts)
+        if not is_valid or not prompts:
+            prompts = cls.prompt
+        return cls(messages=messages, prompt=tuple(prompts), response=response)
 
     @property
-    def named(self) -> bool:
-        """Whether the section sets prompt or response, so that messages are not read."""
-        return (self.prompt, self.response) != (("prompt",), "response")
+    def are_named(self) -> bool:
+        """Whether the recipe sets prompt or response, so that columns of messages are not read."""
+        has_default_prompt = self.prompt == ("prompt",)
+        has_default_response = self.response == "response"
+        return not (has_default_prompt and has_default_response)
 
     @property
     def description(self) -> str:
-        """Description of the columns for messages."""
-        two = f"{', '.join(map(repr, self.prompt))} and {self.response!r}"
-        return two if self.named else f"{self.messages!r}, or {two}, or {SHAREGPT!r} (ShareGPT)"
+        """Columns for messages, such as "'messages', or 'prompt' and 'response', or 'conversations' (ShareGPT)"."""
+        prompt_and_response = f"{', '.join(map(repr, self.prompt))} and {self.response!r}"
+        if self.are_named:
+            return prompt_and_response
+        return f"{self.messages!r}, or {prompt_and_response}, or {SHAREGPT!r} (ShareGPT)"
 
     def has(self, names: Sequence[str]) -> bool:
-        """Return whether rows with these columns hold a conversation."""
-        columns = (*self.prompt, self.response)
-        two = all(name in names or name.partition(".")[0] in names for name in columns)
-        return two or (not self.named and (self.messages in names or SHAREGPT in names))
+        """Return whether rows with columns of these names hold a conversation."""
+        needed = (*self.prompt, self.response)
+        if all(name in names or name.partition(".")[0] in names for name in needed):  # "a.b" is a field of column "a"
+            return True
+        if self.are_named:
+            return False
+        return self.messages in names or SHAREGPT in names
 
 
 def messages_of(
@@ -112,26 +120,34 @@ def messages_of(
     Args:
         row: Values by column. The columns ``system`` (or ``system_prompt``), ``history`` and ``tools`` are part of the
             conversation too.
-        columns: Columns that hold the messages; ``named`` says whether the recipe names those of prompt and response.
+        columns: Columns that hold the messages; ``are_named`` says whether the recipe names those of prompt and
+            response.
         read: Columns that are read for other purposes, such as the user's name.
         remark: Called with each property of the row that users should know about but that does not make it unusable.
 
     Raises:
         ValueError: The row is not a conversation; says why.
     """
-    if not columns.named and row.get(columns.messages) is not None:
-        used, messages = (columns.messages,), _read_messages(row[columns.messages], columns.messages, remark)
-    elif not columns.named and row.get(SHAREGPT) is not None:
-        used, messages = (SHAREGPT,), _read_messages(row[SHAREGPT], SHAREGPT, remark)
+    if not columns.are_named and row.get(columns.messages) is not None:
+        used_columns = [columns.messages]
+        messages = _read_messages(row[columns.messages], columns.messages, remark)
+    elif not columns.are_named and row.get(SHAREGPT) is not None:
+        used_columns = [SHAREGPT]
+        messages = _read_messages(row[SHAREGPT], SHAREGPT, remark)
     else:
-        used, messages = (*columns.prompt, columns.response), _prompt_and_response(row, columns)
-    # If a field is read, such as meta.set, its whole column counts as used.
-    known = {name if name in row else name.partition(".")[0] for name in (*used, *read)}
+        used_columns = [*columns.prompt, columns.response]
+        messages = _prompt_and_response(row, columns)
+
+    known: set[str] = set()
+    for name in (*used_columns, *read):
+        known.add(name if name in row else name.partition(".")[0])  # for the field meta.set, the whole column meta
     others = {name: value for name, value in row.items() if name not in known and _is_value(value)}
+
     messages = _read_history(others.pop("history", None), remark) + messages
     for name in _SYSTEM_COLUMNS:
         messages = _prepend_system(messages, others.pop(name, None), name)
-    if tools := _read_tools(others.pop("tools", None)):
+    tools = _read_tools(others.pop("tools", None))
+    if tools:
         messages[0]["tools"] = tools
     if tools or any("tool_calls" in message for message in messages):
         remark("tools or tool calls, which the base model's chat template writes; chat and serve offer no tools")
@@ -143,7 +159,10 @@ def messages_of(
 
 def _is_value(value: object) -> bool:
     """Return whether a cell has a value: not None, False or empty; the number 0 is a value."""
-    return not (value is None or value is False or (isinstance(value, str | Sized) and len(value) == 0))
+    if value is None or value is False:
+        return False
+    is_empty = isinstance(value, str | Sized) and len(value) == 0
+    return not is_empty
 
 
 def _prompt_and_response(row: Mapping[str, object], columns: Columns) -> list[MessageRecord]:
@@ -161,15 +180,17 @@ def _prompt_and_response(row: Mapping[str, object], columns: Columns) -> list[Me
     """
     values = {name: field_of(row, name) for name in (*columns.prompt, columns.response)}
     may_be_empty = [name for name in columns.prompt[1:] if has_column(row, name)]
-    if missing := [name for name, value in values.items() if value is None and name not in may_be_empty]:
+    missing = [name for name, value in values.items() if value is None and name not in may_be_empty]
+    if missing:
         # Without names in the recipe, the missing column is a default and cannot be misspelt.
-        hint = did_you_mean(missing[0], row) if columns.named else ""
+        hint = did_you_mean(missing[0], row) if columns.are_named else ""
         raise ValueError(f"no column {missing[0]!r}; found: {', '.join(row)}; allowed: {columns.description}.{hint}")
     texts = {name: _read_text(value, name) for name, value in values.items() if value is not None}
     prompts = [texts[name] for name in columns.prompt if name in texts]
-    has_several = len(columns.prompt) > 1
-    # Several prompts are joined without the empty ones. The only prompt is used as it is, even if it is empty.
-    prompt = "\n\n".join(text for text in prompts if text.strip()) if has_several else prompts[0]
+    is_only_prompt = len(columns.prompt) == 1
+    if not is_only_prompt:  # the only prompt is used as it is, even if it is empty
+        prompts = [text for text in prompts if text.strip()]
+    prompt = "\n\n".join(prompts)
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": texts[columns.response]}]
 
 
@@ -185,17 +206,17 @@ def _read_history(value: object, remark: Remark) -> list[MessageRecord]:
     """
     if not _is_value(value):
         return []
-    if isinstance(value, list | tuple) and all(isinstance(record, Mapping) for record in value):
-        return _read_messages(value, "history", remark)
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(record, list | tuple) and len(record) == 2 for record in value
-    ):
+    turns = value if isinstance(value, list | tuple) else None
+    if turns is not None and all(isinstance(turn, Mapping) for turn in turns):
+        return _read_messages(turns, "history", remark)
+    if turns is None or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
         raise ValueError(f"history is {reprlib.repr(value)}; allowed: a list of [question, response], or of messages")
-    return [
-        {"role": role, "content": _read_text(text, f"history[{number}]")}
-        for number, pair in enumerate(value)
-        for role, text in zip(("user", ASSISTANT), pair, strict=True)
-    ]
+    messages: list[MessageRecord] = []
+    for number, (question, response) in enumerate(turns):
+        where = f"history[{number}]"
+        messages.append({"role": "user", "content": _read_text(question, where)})
+        messages.append({"role": ASSISTANT, "content": _read_text(response, where)})
+    return messages
 
 
 def _prepend_system(messages: list[MessageRecord], value: object, column: str) -> list[MessageRecord]:
@@ -235,8 +256,13 @@ def _read_tools(value: object) -> list[object]:
 
 def _is_function(tool: object) -> bool:
     """Return whether a value is a function with a name, either ``{name, ...}`` or ``{function: {name, ...}}``."""
-    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
+    if not isinstance(tool, Mapping):
+        return False
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping):
+        return False
+    name = function.get("name")
+    return isinstance(name, str) and name != ""
 
 
 def _from_json(value: object) -> object:
@@ -258,20 +284,21 @@ def _read_messages(value: object, column: str, remark: Remark) -> list[MessageRe
     Raises:
         ValueError: The value is not a list of valid messages.
     """
-    if (
-        not isinstance(value, Sequence)
-        or isinstance(value, str)
-        or not all(isinstance(record, Mapping) for record in value)
-    ):
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not all(isinstance(record, Mapping) for record in value):
         raise ValueError(f"{column} is {reprlib.repr(value)}; allowed: a list of messages with role and content")
-    messages = [_read_message(record, f"{column}[{number}]", remark) for number, record in enumerate(value)]
-    fields = [item for record in value for item in record.items()]
-    unused = [key for key, content in fields if key not in _KEYS and _is_value(content)]
+    messages: list[MessageRecord] = []
+    unused_keys: list[str] = []
+    for number, record in enumerate(value):
+        message = _read_message(record, f"{column}[{number}]", remark)
+        messages.append(message)
+        unused_keys += [key for key, content in record.items() if key not in _KEYS and _is_value(content)]
+    # The key "name" is used only in messages of tools; in the remark, it follows the keys that are never used.
     for record, message in zip(value, messages, strict=True):
-        if _is_value(record.get("name")) and message["role"] != "tool":  # only the names of tools are used
-            unused.append("name")
-    if unused:
-        remark(f"unused keys of messages: {', '.join(dict.fromkeys(unused))}")
+        if _is_value(record.get("name")) and message["role"] != "tool":
+            unused_keys.append("name")
+    if unused_keys:
+        remark(f"unused keys of messages: {', '.join(dict.fromkeys(unused_keys))}")
     return messages
 
 
@@ -288,14 +315,14 @@ def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> M
     Raises:
         ValueError: The role is unknown, or a value has a wrong type.
     """
-    role = next((record[key] for key in _ROLE if record.get(key) is not None), None)
-    content = next((record[key] for key in _CONTENT if record.get(key) is not None), None)
+    role = _first_value(record, _ROLE)
+    content = _first_value(record, _CONTENT)
     if not isinstance(role, str) or _OTHER_ROLES.get(role, role) not in ROLES:
         allowed = f"{', '.join(ROLES)}, developer (and human, gpt)"
         raise ValueError(f"{where} has the role {reprlib.repr(role)}; allowed: {allowed}")
     role = _OTHER_ROLES.get(role, role)
     calls, has_nameless_calls = _read_tool_calls(record.get("tool_calls"), role, f"{where}.tool_calls")
-    may_lack_content = calls or has_nameless_calls
+    may_lack_content = bool(calls) or has_nameless_calls
     text = "" if content is None and may_lack_content else _read_text(content, f"{where}.content")
     message: MessageRecord = {"role": role, "content": text}
     if calls:
@@ -304,15 +331,25 @@ def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> M
         message["tool_call_id"] = record["tool_call_id"]
     if role == "tool" and _is_value(record.get("name")):
         message["name"] = record["name"]
-    for key in _REASONING_KEYS:  # at most one has an effect, since the content then begins with <think>
-        if _is_value(thought := record.get(key)) and not message["content"].lstrip().startswith("<think>"):
-            thought = _read_text(thought, f"{where}.{key}").strip("\n")
+    for key in _REASONING_KEYS:
+        reasoning = record.get(key)
+        has_reasoning = message["content"].lstrip().startswith("<think>")  # of the content, or of an earlier key
+        if _is_value(reasoning) and not has_reasoning:
+            thought = _read_text(reasoning, f"{where}.{key}").strip("\n")
             message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
     if has_nameless_calls:
         remark("tool calls without a function name; these responses have no loss")
     if not _has_loss(record, role, where) or has_nameless_calls:
         message["learn"] = False
     return message
+
+
+def _first_value(record: Mapping[str, object], keys: Sequence[str]) -> object:
+    """Return the value of the first of these keys that the record has; None if it has none."""
+    for key in keys:
+        if record.get(key) is not None:
+            return record[key]
+    return None
 
 
 def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
@@ -327,16 +364,22 @@ def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
         ValueError: A key such as ``weight`` has another value than 0 or 1, or puts the loss on a message that is no
             response.
     """
-    values = {key: record[key] for key in _LOSS_KEYS if record.get(key) is not None}
-    for key, value in values.items():
+    is_response = role == ASSISTANT
+    has_loss = True
+    for key in _LOSS_KEYS:
+        value = record.get(key)
+        if value is None:
+            continue
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise ValueError(f"{where}.{key} is {reprlib.repr(value)}; allowed: 0 or 1, or true or false")
-        if value and role != ASSISTANT:
+        if value and not is_response:
             raise ValueError(
                 f"{where}.{key} is {value!r} on a message of the {role}; allowed: only on responses (to train on "
                 "whole conversations, set data.loss_on: all)"
             )
-    return role != ASSISTANT or all(values.values())
+        if is_response and not value:
+            has_loss = False
+    return has_loss
 
 
 def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[str, object]], bool]:
@@ -359,18 +402,27 @@ def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[st
     if not _is_value(value):
         return [], False
     calls = _from_json(value)
-    if role != ASSISTANT or not isinstance(calls, list | tuple) or not all(isinstance(c, Mapping) for c in calls):
+    is_list_of_mappings = isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)
+    if role != ASSISTANT or not is_list_of_mappings:
         raise ValueError(f"{where} is {reprlib.repr(value)}; allowed: on responses, a list of functions with a name")
-    named = [call for call in calls if _is_function(call)]
-    normalised = []
-    for call in named:
-        # The function is in a mapping of its own, or its name and arguments are keys of the call.
-        function = {**call.get("function", {key: call[key] for key in ("name", "arguments") if key in call})}
-        arguments = _from_json(function.get("arguments"))
-        function["arguments"] = arguments if isinstance(arguments, Mapping) else function.get("arguments") or {}
+    normalised: list[dict[str, object]] = []
+    has_nameless_calls = False
+    for call in calls:
+        if not _is_function(call):
+            has_nameless_calls = True
+            continue
+        if "function" in call:
+            function = dict(call["function"])
+        else:
+            function = {key: call[key] for key in ("name", "arguments") if key in call}
+        parsed = _from_json(function.get("arguments"))
+        if isinstance(parsed, Mapping):
+            function["arguments"] = parsed
+        else:
+            function["arguments"] = function.get("arguments") or {}
         id_and_type = {key: call[key] for key in ("id", "type") if _is_value(call.get(key))}
         normalised.append({"type": "function", **id_and_type, "function": function})
-    return normalised, len(named) < len(calls)
+    return normalised, has_nameless_calls
 
 
 def _read_text(value: object, where: str) -> str:
@@ -383,7 +435,7 @@ def _read_text(value: object, where: str) -> str:
     Raises:
         ValueError: The value is of another type, or cannot be encoded as UTF-8.
     """
-    if isinstance(value, list | tuple) and value and all(map(_is_part, value)):
+    if isinstance(value, list | tuple) and value and all(_is_text_part(part) for part in value):
         return "".join(_read_text(part["text"], where) for part in value)
     if not isinstance(value, str):
         raise ValueError(f"{where} is {reprlib.repr(value)}; allowed: text, or a list of parts of type text")
@@ -394,18 +446,19 @@ def _read_text(value: object, where: str) -> str:
     return value
 
 
-def _is_part(part: object) -> bool:
+def _is_text_part(part: object) -> bool:
     """Return whether a value is ``{"type": "text", "text": ...}``, with no other keys that have a value."""
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         return False
-    return not any(_is_value(value) for key, value in part.items() if key not in ("type", "text"))
+    has_other_values = any(_is_value(value) for key, value in part.items() if key not in ("type", "text"))
+    return not has_other_values
 
 
 def _check_responses(messages: Sequence[MessageRecord], remark: Remark) -> None:
     """Check that a conversation has a response with a loss, and that no response with a loss is empty.
 
     A response that is the first message has no prompt, so it has no loss; others may be excluded from the loss by
-    ``learn: False``. Unusual but usable conversations are remarked on.
+    ``learn: False``.
 
     Args:
         messages: The conversation.
@@ -418,21 +471,26 @@ def _check_responses(messages: Sequence[MessageRecord], remark: Remark) -> None:
     responses = [message for message in messages if message["role"] == ASSISTANT]
     if not responses:
         raise ValueError("no response; at least one message of the assistant is needed")
-    begins_with_response = messages[0]["role"] == ASSISTANT  # this response has no prompt, hence no loss
-    prompted = responses[1:] if begins_with_response else responses
-    if not prompted:
+    begins_with_response = messages[0]["role"] == ASSISTANT
+    responses_with_prompt = responses[1:] if begins_with_response else responses
+    if not responses_with_prompt:
         raise ValueError("the first message is the only response; begin with a message of the user or system")
-    with_loss = [message for message in responses if message.get("learn", True)]
-    if not all(message["content"].strip() or message.get("tool_calls") for message in with_loss):
-        raise ValueError("an empty response; allowed: text or tool calls in every message of the assistant")
-    if not any(message.get("learn", True) for message in prompted):
+    for response in responses:
+        is_empty = not response["content"].strip() and not response.get("tool_calls")
+        if is_empty and response.get("learn", True):
+            raise ValueError("an empty response; allowed: text or tool calls in every message of the assistant")
+    if not any(response.get("learn", True) for response in responses_with_prompt):
         raise ValueError(
             "every response is excluded from the loss, by a key or because a tool call has no function name; at least "
             "one response with loss is needed"
         )
     if begins_with_response:
         remark("begins with a message of the assistant, which has no loss")
-    if empty_roles := [m["role"] for m in messages if m["role"] != ASSISTANT and not m["content"].strip()]:
+    others = [message for message in messages if message["role"] != ASSISTANT]
+    empty_roles = [message["role"] for message in others if not message["content"].strip()]
+    if empty_roles:
         remark(f"an empty message of the {empty_roles[0]}")
-    if repeated_roles := [a["role"] for a, b in pairwise(messages) if a["role"] == b["role"] != "tool"]:
+    roles = [message["role"] for message in messages]
+    repeated_roles = [role for role, next_role in pairwise(roles) if role == next_role and role != "tool"]
+    if repeated_roles:
         remark(f"two consecutive messages of the {repeated_roles[0]}")
