@@ -43,16 +43,17 @@ def hash_shingles(
         Hashes and document indices, both of shape ``(shingles,)``.
     """
     lengths = [len(words) for words in documents]
-    flat = np.fromiter((hash(word) for words in documents for word in words), np.int64, sum(lengths)).view(np.uint64)
-    owner = np.repeat(np.arange(len(documents), dtype=np.int64), lengths)
-    count = max(0, len(flat) - SHINGLE_WORDS + 1)
-    hashes = np.zeros(count, dtype=np.uint64)
-    for offset in range(SHINGLE_WORDS):
-        hashes = hashes * _MULTIPLIER + flat[offset : offset + count]
-    # Documents of the first and of the last word of each shingle.
-    first, last = owner[:count], owner[len(owner) - count :]
-    is_inside = first == last  # not across the border of two documents
-    return hashes[is_inside], first[is_inside]
+    all_words = (hash(word) for words in documents for word in words)
+    word_hashes = np.fromiter(all_words, np.int64, sum(lengths)).view(np.uint64)
+    document_of_word = np.repeat(np.arange(len(documents), dtype=np.int64), lengths)
+    num_runs = max(0, len(word_hashes) - SHINGLE_WORDS + 1)  # runs of 13 words, also across documents
+    hashes = np.zeros(num_runs, dtype=np.uint64)
+    for k in range(SHINGLE_WORDS):
+        hashes = hashes * _MULTIPLIER + word_hashes[k : k + num_runs]
+    document_of_first_word = document_of_word[:num_runs]
+    document_of_last_word = document_of_word[len(document_of_word) - num_runs :]
+    is_inside = document_of_first_word == document_of_last_word  # not across the border of two documents
+    return hashes[is_inside], document_of_first_word[is_inside]
 
 
 T = TypeVar("T")
@@ -72,7 +73,9 @@ class DuplicateFilter:
     """
 
     def __init__(self, drops: bool = False):
-        self.drops, self.counts = drops, Counter[str]()
+        self.drops = drops
+        self.counts = Counter[str]()
+        """Number of dropped documents, by user."""
 
     def drop(
         self,
@@ -96,54 +99,63 @@ class DuplicateFilter:
         """
         if not self.drops:
             return {split: list(documents) for split, documents in documents_by_split.items()}
-        seen: set[bytes] = set()
-        kept: dict[str, list[T]] = {split: [] for split in documents_by_split}
         # Held-out splits come first, so that dropping a duplicate leaves them complete and train without their text.
-        # The key is a split's position in `held_out`; for all other splits, it is the length of `held_out`.
-        for split in sorted(documents_by_split, key=lambda split: [*held_out, split].index(split)):
+        first_splits = [split for split in dict.fromkeys(held_out) if split in documents_by_split]
+        other_splits = [split for split in documents_by_split if split not in first_splits]
+        kept: dict[str, list[T]] = {split: [] for split in documents_by_split}
+        seen: set[bytes] = set()  # digests of the documents so far
+        for split in [*first_splits, *other_splits]:
             for document in documents_by_split[split]:
-                text = " ".join(text_of(document).casefold().split())
-                digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-                if digest not in seen:
+                normalised = " ".join(text_of(document).casefold().split())
+                digest = hashlib.blake2b(normalised.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+                if digest in seen:
+                    self.counts[name] += 1
+                else:
                     kept[split].append(document)
                     seen.add(digest)
-                else:
-                    self.counts[name] += 1
         return kept
 
     def report(self) -> None:
         """Warn of the number of dropped documents of each user, and reset the counts."""
-        if self.counts:
-            listed = ", ".join(f"{name!r} ({count})" for name, count in list(self.counts.items())[:_LISTED])
-            more = f" and {len(self.counts) - _LISTED} more users" if len(self.counts) > _LISTED else ""
-            message = "data.deduplicate: dropped %d duplicate documents or conversations: %s%s"
-            logger.warning(message, self.counts.total(), listed, more)
-            self.counts.clear()
+        if not self.counts:
+            return
+        first_counts = list(self.counts.items())[:_LISTED]
+        listed = ", ".join(f"{name!r} ({count})" for name, count in first_counts)
+        if len(self.counts) > _LISTED:
+            listed += f" and {len(self.counts) - _LISTED} more users"
+        message = "data.deduplicate: dropped %d duplicate documents or conversations: %s"
+        logger.warning(message, self.counts.total(), listed)
+        self.counts.clear()
 
 
-def warn_same_files(sources: Mapping[str, Iterable[str | None]]) -> None:
+def warn_same_files(sources_by_user: Mapping[str, Iterable[str | None]]) -> None:
     """Warn of users who train on the same file or on copies of one, which is usually a mistake in the recipe.
 
     Args:
-        sources: Paths and names of sources of each user; empty ones and None are ignored.
+        sources_by_user: Paths and names of sources of each user; empty ones and None are ignored.
     """
     users_by_source: dict[str, list[str]] = {}
-    for name, paths in sources.items():
-        for path in filter(None, paths):
-            source = path if is_named(path) else os.path.realpath(os.path.expanduser(path))
-            users_by_source.setdefault(source, []).append(name)
-    num_files_of_size = Counter(os.path.getsize(source) for source in users_by_source if os.path.isfile(source))
+    for user, sources in sources_by_user.items():
+        for source in filter(None, sources):
+            name_or_path = source if is_named(source) else os.path.realpath(os.path.expanduser(source))
+            users_by_source.setdefault(name_or_path, []).append(user)
+
+    sizes = {source: os.path.getsize(source) for source in users_by_source if os.path.isfile(source)}
+    num_files_of_size = Counter(sizes.values())
     users_by_content: dict[str, list[str]] = {}
-    for source, names in users_by_source.items():
+    for source, users in users_by_source.items():
+        size = sizes.get(source, 0)
         # Only files of equal size can be copies, so that most files need not be read.
-        size = os.path.getsize(source) if os.path.isfile(source) else 0
         may_have_copy = size > 0 and num_files_of_size[size] > 1
-        users_by_content.setdefault(_digest(Path(source)) if may_have_copy else source, []).extend(names)
-    shared = [names for names in users_by_content.values() if len(set(names)) > 1]
-    if shared:
-        listed = "; ".join(" and ".join(map(repr, dict.fromkeys(names[:_LISTED]))) for names in shared[:_LISTED])
-        more = f"; and {len(shared) - _LISTED} more files" if len(shared) > _LISTED else ""
-        logger.warning("data.users: some users have the same file or copies of it: %s%s", listed, more)
+        content = _digest(Path(source)) if may_have_copy else source
+        users_by_content.setdefault(content, []).extend(users)
+
+    groups = [users for users in users_by_content.values() if len(set(users)) > 1]  # users with equal content
+    if groups:
+        listed = "; ".join(" and ".join(map(repr, dict.fromkeys(users[:_LISTED]))) for users in groups[:_LISTED])
+        if len(groups) > _LISTED:
+            listed += f"; and {len(groups) - _LISTED} more files"
+        logger.warning("data.users: some users have the same file or copies of it: %s", listed)
 
 
 def _digest(path: Path) -> str:

@@ -82,12 +82,14 @@ def split_by_fractions(documents: Sequence[str], *, valid: float, test: float, s
     if not any(documents):
         raise DataError(f"user {name!r}: no documents to split; at least one is needed")
     shuffled = _shuffle(documents, "split", seed, name)
-    total = sum(map(len, shuffled))
-    train_and_valid, test_part = _cut(shuffled, round(total * (1 - test)))
-    train, valid_part = train_and_valid, list[str]()
+    num_characters = sum(map(len, shuffled))
+    test_start = round(num_characters * (1 - test))
+    valid_start = round(num_characters * (1 - test - valid))
+    train_documents, test_documents = _cut(shuffled, test_start)
+    valid_documents: list[str] = []
     if valid:
-        train, valid_part = _cut(train_and_valid, round(total * (1 - test - valid)))
-    return UserText(name=name, train=tuple(train), valid=tuple(valid_part), test=tuple(test_part))
+        train_documents, valid_documents = _cut(train_documents, valid_start)
+    return UserText(name=name, train=tuple(train_documents), valid=tuple(valid_documents), test=tuple(test_documents))
 
 
 def split_given(
@@ -104,8 +106,8 @@ def split_given(
     """Return a user whose documents are split already; cut off a validation split if there is none.
 
     If ``valid`` is None or missing in ``splits``, ``valid_fraction`` of train becomes valid (by characters, documents
-    shuffled by (seed, name)). With a fraction of 0, there are two cases. If ``valid`` is None, the validation split
-    stays empty. If ``valid`` names a split that is missing, an error is raised.
+    shuffled by (seed, name)). With a fraction of 0, the validation split stays empty if ``valid`` is None; a missing
+    one is an error.
 
     Args:
         splits: Documents by split.
@@ -120,17 +122,19 @@ def split_given(
     Raises:
         NoTextError: A named split is missing and nothing replaces it; the message lists the existing splits.
     """
-    needs_no_valid = valid is None or (valid not in splits and valid_fraction > 0)
-    for wanted in (train, test) if needs_no_valid else (train, valid, test):
+    needed = [train, test]
+    if valid is not None and valid_fraction <= 0:
+        needed = [train, valid, test]
+    for wanted in needed:
         if wanted not in splits:
-            raise missing_split(name, str(wanted), splits, advice)
-    test_part = tuple(splits[test])
+            raise missing_split(name, wanted, splits, advice)
+    train_documents, test_documents = splits[train], tuple(splits[test])
     if valid is not None and valid in splits:
-        return UserText(name=name, train=tuple(splits[train]), valid=tuple(splits[valid]), test=test_part)
+        return UserText(name=name, train=tuple(train_documents), valid=tuple(splits[valid]), test=test_documents)
     if valid_fraction == 0:
-        return UserText(name=name, train=tuple(splits[train]), test=test_part)
-    train_and_valid = split_by_fractions(splits[train], valid=valid_fraction, test=0.0, seed=seed, name=name)
-    return replace(train_and_valid, test=test_part)
+        return UserText(name=name, train=tuple(train_documents), test=test_documents)
+    train_and_valid = split_by_fractions(train_documents, valid=valid_fraction, test=0.0, seed=seed, name=name)
+    return replace(train_and_valid, test=test_documents)
 
 
 GIVE_SPLITS = "give train and test, and valid where a method needs it"
@@ -149,18 +153,18 @@ def column_advice(column: str | None) -> str:
     return f"set data.dataset.split to the column that names each row's split, or {names}"
 
 
-def missing_split(name: str, wanted: str, found: Collection[str], advice: str = "") -> NoTextError:
+def missing_split(name: str, wanted: str, existing: Collection[str], advice: str = "") -> NoTextError:
     """Return the error for a user whose data lacks a split that the recipe requests.
 
     Args:
         name: Name of the user.
         wanted: The requested split.
-        found: Splits that the user's data has.
+        existing: Splits that the user's data has.
         advice: What to do; by default to give the user's splits.
     """
-    hint = did_you_mean(wanted, found)
-    names = ", ".join(found) or "none"
-    return NoTextError(f"user {name!r}: no split {wanted!r}; found: {names}; {advice or GIVE_SPLITS}.{hint}")
+    hint = did_you_mean(wanted, existing)
+    found = ", ".join(existing) or "none"
+    return NoTextError(f"user {name!r}: no split {wanted!r}; found: {found}; {advice or GIVE_SPLITS}.{hint}")
 
 
 def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
@@ -176,10 +180,15 @@ def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
     Raises:
         DataError: A user has no documents in a split that others have, or two users have the same name.
     """
-    twice = [name for name, count in Counter(user.name for user in users).items() if count > 1]
-    if twice:
-        raise DataError(f"data.held_out: mixture: two users are named {twice[0]!r}; names must be unique")
-    mixture = Mixture(lambda name: ListedDocuments(), seed)
+    num_users_named = Counter(user.name for user in users)
+    repeated = [name for name, count in num_users_named.items() if count > 1]
+    if repeated:
+        raise DataError(f"data.held_out: mixture: two users are named {repeated[0]!r}; names must be unique")
+
+    def make_lists(_name: str) -> DocumentLists:
+        return ListedDocuments()  # in memory
+
+    mixture = Mixture(make_lists, seed)
     for user in users:
         mixture.add(user)
     return list(mixture.texts())
@@ -201,21 +210,22 @@ class Mixture:
     """
 
     def __init__(self, make_lists: Callable[[str], DocumentLists], seed: int):
-        self.make_lists, self.seed, self.names = make_lists, seed, list[str]()
-        self._own = make_lists("own")  # train, valid and test of the first user, then of the second, and so on
+        self.make_lists, self.seed = make_lists, seed
+        self.names: list[str] = []
+        self._own = make_lists("own")
+        """Users' own documents: train, valid and test of the first user, then of the second, and so on."""
         self._sizes: dict[str, list[int]] = {split: [] for split in HELD_OUT}
+        """Number of characters of each user, by split."""
         self._shares: dict[str, DocumentLists] = {}
+        """Shares of all users' documents, by split."""
 
     def add(self, text: UserText) -> None:
-        """Store a user's documents, and count the characters of its valid and test splits.
-
-        Every user contributes as much to the mixtures as the user with the smallest split has.
-        """
+        """Store a user's documents, and count the characters of its valid and test splits."""
         self.names.append(text.name)
         for documents in (text.train, text.valid, text.test):
             self._own.add(documents)
-        for split, characters_of_users in self._sizes.items():
-            characters_of_users.append(sum(map(len, getattr(text, split))))
+        self._sizes["valid"].append(sum(map(len, text.valid)))
+        self._sizes["test"].append(sum(map(len, text.test)))
 
     def texts(self) -> Iterator[UserText]:
         """Yield the users in the order in which they were added, with mixtures as valid and test.
@@ -227,21 +237,29 @@ class Mixture:
             DataError: A user has no documents in a split that others have.
         """
         self._own.finish()
-        by_name = sorted(range(len(self.names)), key=self.names.__getitem__)  # not by the order of adding
-        for position, split in enumerate(HELD_OUT, start=1):  # position among train, valid and test
-            if quota := mixture_quota(dict(zip(self.names, self._sizes[split], strict=True)), split):
-                self._shares[split] = shares = self.make_lists(split)
-                for contributor in by_name:
-                    # `_own` has three lists of documents for each user: train, valid and test.
-                    documents, name = self._own[3 * contributor + position], self.names[contributor]
-                    for share in cut_shares(documents, quota, len(by_name), split, self.seed, name):
-                        shares.add(share)
-                shares.finish()
-        receivers = {user: position for position, user in enumerate(by_name)}  # positions in the order of names
+        by_name = sorted(range(len(self.names)), key=self.names.__getitem__)  # user numbers, sorted by name
+        for split in HELD_OUT:
+            size_by_name = dict(zip(self.names, self._sizes[split], strict=True))
+            quota = mixture_quota(size_by_name, split)  # characters that each user contributes
+            if quota == 0:
+                continue
+            shares = self.make_lists(split)
+            for contributor in by_name:
+                documents = self._own_documents(contributor, split)
+                for share in cut_shares(documents, quota, len(by_name), split, self.seed, self.names[contributor]):
+                    shares.add(share)
+            shares.finish()
+            self._shares[split] = shares
+        position_by_name = {user: position for position, user in enumerate(by_name)}
         for user, name in enumerate(self.names):
-            receiver = receivers[user]
+            receiver = position_by_name[user]
             mixed = {split: self._mixture_of(shares, receiver, by_name) for split, shares in self._shares.items()}
-            yield UserText(name=name, train=tuple(self._own[3 * user]), **mixed)
+            yield UserText(name=name, train=tuple(self._own_documents(user, "train")), **mixed)
+
+    def _own_documents(self, user: int, split: str) -> Sequence[str]:
+        """Return the documents of a user, given by number, in a split, before they are mixed."""
+        splits = ("train", "valid", "test")
+        return self._own[len(splits) * user + splits.index(split)]
 
     def _mixture_of(self, shares: DocumentLists, receiver: int, by_name: Sequence[int]) -> tuple[str, ...]:
         """Return the text that replaces a user's split: one share of each user's documents, interleaved.
@@ -253,10 +271,10 @@ class Mixture:
             by_name: Numbers of the users, sorted by name.
         """
         num_users = len(by_name)
-        share_of_contributor = {
-            self.names[user]: shares[num_users * contributor + receiver] for contributor, user in enumerate(by_name)
-        }
-        return interleave(share_of_contributor)
+        share_by_contributor: dict[str, Sequence[str]] = {}
+        for contributor, user in enumerate(by_name):
+            share_by_contributor[self.names[user]] = shares[num_users * contributor + receiver]
+        return interleave(share_by_contributor)
 
     def remove(self) -> None:
         """Delete the files."""
@@ -270,19 +288,21 @@ def find_overlap(user: UserText) -> Overlap:
     A document counts if it equals a train document except for case and white space. It also counts if more than half of
     its shingles (runs of 13 words) occur in train. Linear in the text except for one sort of the train shingles.
     """
-    train = [split_words(document) for document in user.train]
-    texts = {" ".join(words) for words in train}
-    hashes, _documents = hash_shingles(train)
-    shingles = np.unique(hashes)
-    valid = _documents_in_train(user.valid, texts, shingles)
-    test = _documents_in_train(user.test, texts, shingles)
+    words_of_train = [split_words(document) for document in user.train]
+    train_texts = {" ".join(words) for words in words_of_train}
+    hashes, _documents = hash_shingles(words_of_train)
+    train_shingles = np.unique(hashes)
+    valid = _documents_in_train(user.valid, train_texts, train_shingles)
+    test = _documents_in_train(user.test, train_texts, train_shingles)
+    first_documents = (valid + test)[:_EXAMPLES]
+    examples = tuple(" ".join(document.split())[:_EXAMPLE_CHARACTERS] for document in first_documents)
     return Overlap(
         user=user.name,
         valid=len(valid),
         valid_documents=len(user.valid),
         test=len(test),
         test_documents=len(user.test),
-        examples=tuple(" ".join(document.split())[:_EXAMPLE_CHARACTERS] for document in (valid + test)[:_EXAMPLES]),
+        examples=examples,
     )
 
 
@@ -332,14 +352,10 @@ def mixture_quota(sizes: Mapping[str, int], split: str) -> int:
 def cut_shares(
     documents: Sequence[str], quota: int, num_mixtures: int, split: str, seed: int, name: str
 ) -> list[list[str]]:
-    """Cut a user's held-out documents into shares of equal size.
+    """Cut a user's held-out documents into shares of equal size, one for each mixture (:func:`mix_held_out`).
 
-    With ``data.held_out: mixture`` all users are evaluated on text of all users: each user's valid and test documents
-    are replaced by a mixture, to which every user contributes one share. This function makes the shares that one user
-    contributes to the mixtures of a split.
-
-    It shuffles the documents and cuts their first ``quota`` characters into consecutive shares. Cuts are between two
-    lines if possible, so sizes are equal to within a line. The text beyond the quota is not used.
+    Shuffles the documents and cuts their first ``quota`` characters into consecutive shares. Cuts are between two lines
+    if possible, so sizes are equal to within a line. The text beyond the quota is not used.
 
     Args:
         documents: Documents of the user in the split.
@@ -352,13 +368,14 @@ def cut_shares(
     Returns:
         The shares, each a list of documents, in the order of the text. Documents at a cut are divided.
     """
-    shares: list[list[str]] = []
     rest = _shuffle(documents, "mix", split, seed, name)
+    rest, _beyond_quota = _cut(rest, quota)
+    shares: list[list[str]] = []
     # Cut from the end, so that every cut is at a multiple of quota / num_mixtures characters from the beginning.
-    for index in range(num_mixtures, -1, -1):
+    for index in range(num_mixtures - 1, -1, -1):
         rest, share = _cut(rest, quota * index // num_mixtures)
         shares.insert(0, share)
-    return shares[:-1]  # the last entry is the text beyond the quota
+    return shares
 
 
 def interleave(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -371,9 +388,11 @@ def interleave(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """
     sortable: list[tuple[int, str, str]] = []
     for contributor, documents in shares.items():
-        offsets = accumulate(map(len, documents), initial=0)  # one more than documents: the last is the total
-        sortable += [(offset, contributor, document) for offset, document in zip(offsets, documents, strict=False)]
-    return tuple(document for _offset, _contributor, document in sorted(sortable))
+        characters_before = 0
+        for document in documents:
+            sortable.append((characters_before, contributor, document))
+            characters_before += len(document)
+    return tuple(document for _characters_before, _contributor, document in sorted(sortable))
 
 
 def _shuffle(documents: Sequence[str], *purpose: str | int) -> list[str]:
@@ -390,15 +409,19 @@ def _cut(documents: Sequence[str], characters: int) -> tuple[list[str], list[str
         The documents before and after the cut, without empty parts of the document at the border.
     """
     ends = list(accumulate(map(len, documents)))  # end of each document, if all were one text
-    index = bisect_right(ends, characters)  # of the document at the border
-    if index == len(documents):
+    border = bisect_right(ends, characters)  # index of the document at the border
+    if border == len(documents):
         return list(documents), []
-    document = documents[index]
-    document_start = ends[index] - len(document)
+    document = documents[border]
+    document_start = ends[border] - len(document)
     cut_point = _cut_point(document, characters - document_start)
     head, tail = document[:cut_point], document[cut_point:]
-    before, after = [*documents[:index], head], [tail, *documents[index + 1 :]]
-    return before if head else before[:-1], after if tail else after[1:]
+    before, after = list(documents[:border]), list(documents[border + 1 :])
+    if head:
+        before.append(head)
+    if tail:
+        after.insert(0, tail)
+    return before, after
 
 
 def _cut_point(document: str, position: int) -> int:
@@ -407,12 +430,16 @@ def _cut_point(document: str, position: int) -> int:
     The result is the nearest border of the line at the position. In a line of more than 1,000 characters, or in a
     document of one line, it is the nearest position after a space; without spaces, the given position.
     """
-    start = document.rfind("\n", 0, position) + 1
-    end = document.find("\n", position) + 1 or len(document)
-    is_only_line = start == 0 and end == len(document)
-    is_long = end - start > _LONG_LINE_CHARACTERS
-    if position == start or not (is_only_line or is_long):
-        return start if position - start <= end - position else end
-    after_spaces = (document.rfind(" ", start, position) + 1, document.find(" ", position, end) + 1)
-    # A search without result gives 0, which is not after `start`.
-    return min((at for at in after_spaces if at > start), key=lambda at: abs(at - position), default=position)
+    line_start = document.rfind("\n", 0, position) + 1
+    line_end = document.find("\n", position) + 1 or len(document)
+    is_only_line = line_start == 0 and line_end == len(document)
+    is_long = line_end - line_start > _LONG_LINE_CHARACTERS
+    if position == line_start:
+        return line_start
+    if not (is_only_line or is_long):
+        start_is_nearer = position - line_start <= line_end - position
+        return line_start if start_is_nearer else line_end
+    after_space_before = document.rfind(" ", line_start, position) + 1  # 0 if there is no space
+    after_space_behind = document.find(" ", position, line_end) + 1
+    candidates = [after for after in (after_space_before, after_space_behind) if after > line_start]
+    return min(candidates, key=lambda candidate: abs(candidate - position), default=position)

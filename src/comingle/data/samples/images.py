@@ -82,10 +82,11 @@ class BrokenImagesError(DataError):
         first, *others = map(str, self.files)
         message = f"{first}: not a readable image (truncated or damaged); replace or remove it"
         if others:
-            # The message names MAX_LISTED files in all, including the first.
-            listed = ", ".join(others[: MAX_LISTED - 1])
-            more = f" and {len(others) - MAX_LISTED + 1} more" if len(others) >= MAX_LISTED else ""
-            message += f". {len(self.files)} such files; the others: {listed}{more}"
+            max_others = MAX_LISTED - 1  # besides the first
+            listed = ", ".join(others[:max_others])
+            if len(others) > max_others:
+                listed += f" and {len(others) - max_others} more"
+            message += f". {len(self.files)} such files; the others: {listed}"
         super().__init__(message)
 
 
@@ -95,7 +96,8 @@ class BrokenImagesError(DataError):
 def split_named(name: str) -> str | None:
     """Return the split that a folder's name denotes, such as ``Training``, ``val`` or ``test_set``; else None."""
     letters = re.sub(r"[^a-z]", "", name.casefold())
-    return _SPLIT_OF.get(re.sub("(set|data|images)$", "", letters))
+    word = re.sub("(set|data|images)$", "", letters)
+    return _SPLIT_OF.get(word)
 
 
 def find_splits(folder: Path, key: str) -> dict[str, Path]:
@@ -110,19 +112,21 @@ def find_splits(folder: Path, key: str) -> dict[str, Path]:
     Raises:
         DataError: Two subfolders denote the same split.
     """
-    found: dict[str, Path] = {}
-    for path in class_folders(folder):
-        if (split := split_named(path.name)) is None:
+    folder_by_split: dict[str, Path] = {}
+    for subfolder in class_folders(folder):
+        split = split_named(subfolder.name)
+        if split is None:
             continue
-        if split in found:
-            both = f"{found[split].name} and {path.name}"
+        if split in folder_by_split:
+            both = f"{folder_by_split[split].name} and {subfolder.name}"
             raise DataError(f"{folder}: {both} both name the {split} split; {_one_by_one(key)}")
-        found[split] = path
-    if "train" not in found or len(found) < 2:
+        folder_by_split[split] = subfolder
+    has_held_out = "valid" in folder_by_split or "test" in folder_by_split
+    if "train" not in folder_by_split or not has_held_out:
         return {"train": folder}
-    if "test" not in found:
-        found["test"] = found.pop("valid")
-    return {split: found[split] for split in SPLITS if split in found}
+    if "test" not in folder_by_split:
+        folder_by_split["test"] = folder_by_split.pop("valid")
+    return {split: folder_by_split[split] for split in SPLITS if split in folder_by_split}
 
 
 def _one_by_one(key: str) -> str:
@@ -140,19 +144,19 @@ def list_visible(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if not path.name.startswith(".") and path.name.casefold() not in names]
 
 
-def _files_below(folder: Path, seen: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _files_below(folder: Path, parents: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Yield files at any depth, without hidden and system ones; follow links to folders, but no cycles.
 
     Args:
         folder: The folder.
-        seen: Real paths of the folders between the first call's folder and this one, to detect cycles of links.
+        parents: Real paths of the folders between the first call's folder and this one, to detect cycles of links.
     """
-    real = os.path.realpath(folder)
-    if real in seen:
+    real_path = os.path.realpath(folder)
+    if real_path in parents:
         return
     for path in list_visible(folder):
         if path.is_dir():
-            yield from _files_below(path, seen | {real})
+            yield from _files_below(path, parents | {real_path})
         elif path.is_file():
             yield path
 
@@ -175,22 +179,27 @@ def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; it should hold a subfolder of images for each class")
-    if not (classes := class_folders(folder)):
+    subfolders = class_folders(folder)
+    if not subfolders:
         raise DataError(f"{folder}: no subfolders; allowed: a subfolder of images for each class")
-    files_of_classes = {path: sorted(_files_below(path)) for path in classes}
-    images_of_classes = {path: [file for file in files if _is_image(file)] for path, files in files_of_classes.items()}
-    images = [file for files in images_of_classes.values() for file in files]
+    classes = tuple(subfolder.name for subfolder in subfolders)
+
+    images: list[Path] = []
+    labels: list[str] = []  # class of each image
+    images_by_subfolder: dict[Path, list[Path]] = {}
+    unread = [path for path in list_visible(folder) if path.is_file()]  # outside of the classes
+    for subfolder in subfolders:
+        files = sorted(_files_below(subfolder))
+        images_by_subfolder[subfolder] = [file for file in files if _is_image(file)]
+        images += images_by_subfolder[subfolder]
+        labels += [subfolder.name] * len(images_by_subfolder[subfolder])
+        unread += [file for file in files if not _is_image(file)]
     if not images:
-        raise DataError(
-            f"{folder}: no images in {list_names(c.name for c in classes)}; looked for {' '.join(SUFFIXES)}"
-        )
-    _check_depth(folder, images_of_classes, key)
-    outside_classes = [path for path in list_visible(folder) if path.is_file()]
-    other_files = [file for files in files_of_classes.values() for file in files if not _is_image(file)]
-    unread = Counter(path.suffix.lower() or path.name for path in [*outside_classes, *other_files])
-    labels = tuple(path.relative_to(folder).parts[0] for path in images)
-    names = tuple(path.name for path in classes)
-    return Images(pixels=read_images(images, image_format), labels=labels, classes=names, unread=unread)
+        raise DataError(f"{folder}: no images in {list_names(classes)}; looked for {' '.join(SUFFIXES)}")
+    _check_depth(folder, images_by_subfolder, key)
+    num_unread = Counter(path.suffix.lower() or path.name for path in unread)
+    pixels = read_images(images, image_format)
+    return Images(pixels=pixels, labels=tuple(labels), classes=classes, unread=num_unread)
 
 
 def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
@@ -254,11 +263,12 @@ def read_images(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tenso
         if broken:  # the images are not needed: an error will be raised
             continue
         if first is None:
-            first, pixels = image, torch.empty(len(files), *image.shape, dtype=torch.uint8)
+            first = image
+            pixels = torch.empty(len(files), *image.shape, dtype=torch.uint8)
         if image.shape != first.shape:
-            sizes = [f"{array.shape[1]} x {array.shape[0]}" for array in (image, first)]
+            size, first_size = (f"{array.shape[1]} x {array.shape[0]}" for array in (image, first))  # width x height
             raise DataError(
-                f"{path}: got an image of {sizes[0]}, but {files[0]} has {sizes[1]}; set data.image_size to scale all"
+                f"{path}: got an image of {size}, but {files[0]} has {first_size}; set data.image_size to scale all"
             )
         pixels[number] = torch.from_numpy(image)
     if broken:
@@ -277,16 +287,16 @@ def _read_image(path: Path, image_format: ImageFormat) -> np.ndarray:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise DataError(f"{path}: reading images needs the package pillow: pip install 'comingle[data]'") from error
+    mode = "L" if image_format.grey else "RGB"
     try:
         with Image.open(path) as image:
             # The rotated copy lacks the file's format and tags, which determine the range of the pixels.
-            upright = _convert_to_8_bits(ImageOps.exif_transpose(image), file=image).convert(
-                "L" if image_format.grey else "RGB"
-            )
+            upright = ImageOps.exif_transpose(image)
+            converted = _convert_to_8_bits(upright, file=image).convert(mode)
             if image_format.size is not None:
                 height, width = image_format.size
-                upright = upright.resize((width, height), Image.Resampling.BILINEAR)
-            pixels = np.array(upright)
+                converted = converted.resize((width, height), Image.Resampling.BILINEAR)
+            pixels = np.array(converted)
     except DataError:
         raise
     except (MemoryError, Image.DecompressionBombError) as error:
@@ -319,7 +329,9 @@ def _convert_to_8_bits(image: Any, file: Any) -> Any:
     """
     from PIL import Image
 
-    if image.mode in ("I", "F") and not (image.mode == "I" and file.format in ("PNG", "PPM")):
+    has_32_bits = image.mode in ("I", "F")  # integers or real numbers
+    is_really_16_bits = image.mode == "I" and file.format in ("PNG", "PPM")
+    if has_32_bits and not is_really_16_bits:
         kind = "32-bit integers" if image.mode == "I" else "real numbers"
         raise DataError(
             f"{file.filename}: got an image of {kind} ({image.mode}) with unknown range; convert it to 8 or 16 bits, "
@@ -327,13 +339,16 @@ def _convert_to_8_bits(image: Any, file: Any) -> Any:
         )
     if image.mode.startswith("I"):
         tags = getattr(file, "tag_v2", {})  # of a TIFF file; empty for other formats
-        num_bits = tags.get(_BITS, (16,))[0]  # a tuple with the number of bits of each channel
-        values = np.array(image).astype(np.float64) / (2**num_bits - 1)
-        values = 1 - values if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else values
+        bits_of_channels = tags.get(_BITS, (16,))
+        white = 2 ** bits_of_channels[0] - 1
+        values = np.array(image).astype(np.float64) / white
+        if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
+            values = 1 - values
         return Image.fromarray(np.rint(values.clip(0, 1) * 255).astype(np.uint8))
     if "transparency" in image.info or image.mode in _WITH_ALPHA:
         colours = image.convert("RGBA")
-        lowest_alpha, _highest_alpha = colours.getextrema()[3]  # extrema of the fourth channel, alpha
+        _red, _green, _blue, alpha_range = colours.getextrema()
+        lowest_alpha, _highest_alpha = alpha_range
         if lowest_alpha < 255:  # some pixels are transparent
             return Image.alpha_composite(Image.new("RGBA", colours.size, "white"), colours)
     return image

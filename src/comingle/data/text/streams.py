@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +36,8 @@ def tokenise(
     Returns:
         Tokens of shape ``(tokens,)``.
     """
-    batches: list[Tensor] = [torch.empty(0, dtype=torch.int32)]
+    no_tokens = torch.empty(0, dtype=torch.int32)
+    batches: list[Tensor] = [no_tokens]
     num_tokens = 0
     for batch in _tokenise_batches(documents, tokenizer):
         batches.append(batch)
@@ -51,9 +51,9 @@ def _tokenise_batches(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Int32[Tensor, " tokens"]]:
     """Yield the tokens of 256 documents at a time, each document followed by the tokenizer's end-of-text token."""
-    # Tokenizers without an end-of-text token may have a begin-of-text token, which separates documents just as well.
-    border: Any = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
-    suffix = [] if border is None else [border]
+    separator: Any = tokenizer.eos_token_id
+    if separator is None:  # a begin-of-text token separates documents just as well
+        separator = tokenizer.bos_token_id
     for start in range(0, len(documents), _BATCH_DOCUMENTS):
         encoded = tokenizer(
             list(documents[start : start + _BATCH_DOCUMENTS]),
@@ -62,8 +62,12 @@ def _tokenise_batches(
             return_attention_mask=False,
             verbose=False,  # no warning that a document is longer than the model's context: it is cut into windows
         )
-        tokens = chain.from_iterable([*document_tokens, *suffix] for document_tokens in encoded["input_ids"])
-        yield torch.tensor(list(tokens), dtype=torch.int32)
+        tokens: list[int] = []
+        for document_tokens in encoded["input_ids"]:
+            tokens += document_tokens
+            if separator is not None:
+                tokens.append(separator)
+        yield torch.tensor(tokens, dtype=torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +144,11 @@ def check(users: Sequence[UserData], *, context: int, needs_validation: bool, be
     Raises:
         DataError: Users have no text, or a stream that is too short (:func:`find_shortage`).
     """
-    shortages = {
-        user.name: shortage
-        for user in users
-        if (shortage := find_shortage(user, context=context, needs_validation=needs_validation, begins=begins))
-    }
+    shortages: dict[str, Shortage] = {}
+    for user in users:
+        shortage = find_shortage(user, context=context, needs_validation=needs_validation, begins=begins)
+        if shortage is not None:
+            shortages[user.name] = shortage
     if shortages:
         raise too_short_error(shortages, len(shortages), len(users))
 
@@ -153,19 +157,20 @@ def too_short_error(shortages: Mapping[str, Shortage], count: int, num_users: in
     """Return the error for users with too little text.
 
     Args:
-        shortages: Shortages of the first of them, by name.
-        count: Number of users with too little text.
+        shortages: Shortages of the first of these users, by name.
+        count: Number of these users.
         num_users: Number of all users.
     """
-    skip = "; or skip such users with data.on_small_user: skip" if count < num_users else ""
+    some_users_suffice = count < num_users
+    skip_advice = "; or skip such users with data.on_small_user: skip" if some_users_suffice else ""
     if count == 1:
         ((name, shortage),) = shortages.items()
-        return DataError(f"user {name!r}: {shortage.what}{shortage.advice}{skip}")
+        return DataError(f"user {name!r}: {shortage.what}{shortage.advice}{skip_advice}")
     listed = list_shortages({name: shortage.what for name, shortage in shortages.items()}, count)
     advice, *other_advice = {shortage.advice for shortage in shortages.values()}
     if other_advice:  # users lack different things
         advice = "; give them more text or shorten training.context"
-    return DataError(f"{count} of {num_users} users have too little text: {listed}{advice}{skip}")
+    return DataError(f"{count} of {num_users} users have too little text: {listed}{advice}{skip_advice}")
 
 
 def find_shortage(user: UserData, *, context: int, needs_validation: bool, begins: bool = False) -> Shortage | None:
@@ -184,16 +189,20 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool, begin
         return Shortage(what="no text in train, valid or test", advice="; add text or remove the user")
     window_tokens = context if begins else context + 1
     test_tokens = 1 if begins else 2
-    purpose = f" for one window of context {context};"
-    requirements = [("train", user.train, window_tokens, f"{purpose} give more text or shorten training.context")]
-    if needs_validation:
-        advice = "give a valid split or fraction, or choose a method without validation data"
-        requirements.append(("valid", user.valid, window_tokens, f"{purpose} {advice}"))
-    requirements.append(("test", user.test, test_tokens, " to measure perplexity; give a test split or fraction"))
-    for split, stream, needed, advice in requirements:
-        if len(stream) < needed:
-            return Shortage(what=f"{split} has {len(stream)} tokens but needs at least {needed}", advice=advice)
+    train_advice = "give more text or shorten training.context"
+    valid_advice = "give a valid split or fraction, or choose a method without validation data"
+    if len(user.train) < window_tokens:
+        return _shortage("train", user.train, window_tokens, f" for one window of context {context}; {train_advice}")
+    if needs_validation and len(user.valid) < window_tokens:
+        return _shortage("valid", user.valid, window_tokens, f" for one window of context {context}; {valid_advice}")
+    if len(user.test) < test_tokens:
+        return _shortage("test", user.test, test_tokens, " to measure perplexity; give a test split or fraction")
     return None
+
+
+def _shortage(split: str, stream: Int32[Tensor, " tokens"], needed: int, advice: str) -> Shortage:
+    """Return a shortage such as "train has 10 tokens but needs at least 33"."""
+    return Shortage(what=f"{split} has {len(stream)} tokens but needs at least {needed}", advice=advice)
 
 
 def pool(users: Sequence[UserData]) -> UserData:
