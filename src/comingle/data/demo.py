@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import distributions
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -36,8 +36,10 @@ _NO_TEXT_SUFFIXES = (".py", ".pyc", ".js", ".so", ".json")
 
 def read_library() -> list[str]:
     """Return the source files of the standard library's top level."""
-    paths = Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
-    return _limit_documents({path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths})
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return _limit_documents(
+        {path.name: path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("*.py")}
+    )
 
 
 def read_reference() -> list[str]:
@@ -55,17 +57,22 @@ def read_numpy() -> list[str]:
 def read_licences() -> list[str]:
     """Return documents from the licences of Python and of the installed distributions, each paragraph only once.
 
-    A document is a block of paragraphs, not a file: the longest files are collections of licences that also exist as
-    separate files, so dropping duplicate files would leave much text twice. The number of documents is limited, as for
-    every demo user.
+    A document is a block of paragraphs, not a file, since the longest files are collections of licences that also exist
+    as separate files.
     """
-    texts = {text for path in _licence_files() if (text := _read_or_none(path))}
-    known: set[str] = set()
+    texts: set[str] = set()
+    for path in _licence_files():
+        text = _read_or_none(path)
+        if text:
+            texts.add(text)
+    known: set[str] = set()  # normalised paragraphs of the files so far
     blocks: list[str] = []
     for text in sorted(texts, key=lambda text: (len(text), text)):  # short files first, so collections lose paragraphs
-        # Paragraphs that differ only in case and white space count as equal.
-        paragraphs = {" ".join(split_words(paragraph)): paragraph for paragraph in split_paragraphs(text)}
-        blocks += join_paragraphs(paragraph for normalised, paragraph in paragraphs.items() if normalised not in known)
+        paragraphs: dict[str, str] = {}  # by the paragraph in folded case, with normalised white space
+        for paragraph in split_paragraphs(text):
+            paragraphs[" ".join(split_words(paragraph))] = paragraph
+        new_paragraphs = [paragraph for normalised, paragraph in paragraphs.items() if normalised not in known]
+        blocks += join_paragraphs(new_paragraphs)
         known.update(paragraphs)
     return _limit_documents({block: block for block in blocks})  # blocks have no names, so the text is the name
 
@@ -91,13 +98,19 @@ def _limit_documents(documents: Mapping[str, str]) -> list[str]:
     Raises:
         DataError: There is no text, as on a Python without source files.
     """
-    clipped = [_clip(documents[name], _DOCUMENT_CHARACTERS) for name in sorted(documents, key=_shuffle_key)]
+    names = sorted(documents, key=_shuffle_key)
+    clipped = [_clip(documents[name], _DOCUMENT_CHARACTERS) for name in names]
     distinct = drop_near_duplicates(clipped)
-    ends = accumulate(map(len, distinct))
-    taken = [document for document, end in zip(distinct, ends, strict=True) if end <= _USER_CHARACTERS]
-    if not taken:
+    chosen: list[str] = []
+    num_characters = 0
+    for document in distinct:
+        num_characters += len(document)
+        if num_characters > _USER_CHARACTERS:
+            break
+        chosen.append(document)
+    if not chosen:
         raise DataError("demo users: this Python installation lacks the text that they read; use your own files")
-    return taken
+    return chosen
 
 
 def _shuffle_key(name: str) -> bytes:
@@ -115,34 +128,39 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
     (runs of 13 words). A kept document needs no second test, since later steps only remove documents.
     """
     words = [split_words(document) for document in documents]
-    texts = Counter(map(" ".join, words))
-    shingles = [hash_shingles([words_of_document])[0].tolist() for words_of_document in words]
-    occurrences = Counter(chain.from_iterable(shingles))  # in all remaining documents
+    texts = [" ".join(words_of_document) for words_of_document in words]
+    shingles: list[list[int]] = []  # of each document
+    for words_of_document in words:
+        hashes, _documents = hash_shingles([words_of_document])
+        shingles.append(hashes.tolist())
+    num_texts = Counter(texts)  # in all remaining documents, as is the next
+    num_shingles = Counter(chain.from_iterable(shingles))
     kept: list[int] = []
     for index in sorted(range(len(documents)), key=lambda index: len(words[index])):
-        text = " ".join(words[index])
-        is_repeated = [occurrences[shingle] > 1 for shingle in shingles[index]]
-        if text and texts[text] == 1 and not _has_repeated_end(is_repeated):
+        text = texts[index]
+        is_unique = num_texts[text] == 1
+        is_repeated = [num_shingles[shingle] > 1 for shingle in shingles[index]]
+        if text and is_unique and not _has_repeated_end(is_repeated):
             kept.append(index)
         else:  # uncount the dropped text, so that the last of several equal documents is kept
-            texts[text] -= 1
-            occurrences.subtract(shingles[index])
+            num_texts[text] -= 1
+            num_shingles.subtract(shingles[index])
     return [documents[index] for index in sorted(kept)]
 
 
 def _has_repeated_end(is_repeated: Sequence[bool]) -> bool:
     """Return whether the beginning or the end of a document, of any length, is mostly a copy of other text.
 
-    A split may cut a document in two, so that its beginning or its end alone is test data. The comparison is by
-    shingles (runs of 13 words): more than half of those of a part must occur elsewhere.
-
     Args:
-        is_repeated: For each shingle of the document, in order, whether it occurs elsewhere too.
+        is_repeated: For each shingle (run of 13 words) of the document, in order, whether it occurs elsewhere too.
+            More than half of those of a beginning or end must do so.
     """
-    lengths = range(1, len(is_repeated) + 1)
     for flags in (is_repeated, is_repeated[::-1]):  # beginnings, then ends
-        if any(2 * repeated > length for repeated, length in zip(accumulate(flags), lengths, strict=True)):
-            return True
+        num_repeated = 0
+        for length, flag in enumerate(flags, start=1):
+            num_repeated += flag
+            if 2 * num_repeated > length:
+                return True
     return False
 
 
@@ -153,7 +171,10 @@ def _clip(document: str, characters: int) -> str:
     """
     if len(document) <= characters:
         return document
-    return document[: document.rfind("\n", 0, characters) + 1] or document[:characters]
+    end_of_last_line = document.rfind("\n", 0, characters) + 1  # 0 if the first line does not fit
+    if end_of_last_line == 0:
+        return document[:characters]
+    return document[:end_of_last_line]
 
 
 def _numpy_docstrings() -> Iterator[tuple[str, str]]:
@@ -172,9 +193,11 @@ def _numpy_docstrings() -> Iterator[tuple[str, str]]:
 def _public_callables(owner: ModuleType | type) -> Iterator[tuple[str, object]]:
     """Yield public callable attributes by name, ignoring the warnings and errors of deprecated ones."""
     for name in sorted(dir(owner)):
+        if name.startswith("_"):
+            continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            value = None if name.startswith("_") else getattr(owner, name, None)
+            value = getattr(owner, name, None)
         if callable(value):
             yield name, value
 
@@ -194,7 +217,8 @@ def _licence_files() -> Iterator[Path]:
     yield standard_library.parent.parent / "LICENSE.txt"
     for distribution in distributions():
         for file in distribution.files or ():
-            if _LICENCE_NAME.search(file.name) and not file.name.endswith(_NO_TEXT_SUFFIXES):
+            is_licence = _LICENCE_NAME.search(file.name) is not None
+            if is_licence and not file.name.endswith(_NO_TEXT_SUFFIXES):
                 yield Path(str(file.locate()))
 
 

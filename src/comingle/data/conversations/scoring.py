@@ -34,22 +34,23 @@ def split_words(text: str) -> list[str]:
     The words are normalised by NFKC and in lower case, with marks attached to their letters.
     """
     words: list[str] = []
-    is_open = False  # whether the next letter or digit continues the last word
+    in_word = False  # the next letter or digit continues the last word
     for character in unicodedata.normalize("NFKC", text).lower():
         category = unicodedata.category(character)[0]
-        if category == "M":  # a mark, such as an accent
-            if words and (is_open or _is_unspaced(words[-1][0])):
+        is_mark, is_letter_or_number = category == "M", category in "LN"  # a mark is, for example, an accent
+        if is_mark:
+            if words and (in_word or _is_unspaced(words[-1][0])):
                 words[-1] += character
-        elif category not in "LN":  # neither a letter nor a number
-            is_open = False
+        elif not is_letter_or_number:
+            in_word = False
         elif _is_unspaced(character):  # a word by itself, such as a Chinese character
             words.append(character)
-            is_open = False
-        elif is_open:
+            in_word = False
+        elif in_word:
             words[-1] += character
         else:
             words.append(character)
-            is_open = True
+            in_word = True
     return words
 
 
@@ -65,9 +66,12 @@ def rouge1(answer: str, reference: str) -> float:
     P and R are the fractions of the words of the answer and of the reference that occur in both, counted with
     multiplicity.
     """
-    answered, wanted = Counter(split_words(answer)), Counter(split_words(reference))
-    shared = (answered & wanted).total()
-    return 2 * shared / (answered.total() + wanted.total()) if shared else 0.0
+    answer_words, reference_words = Counter(split_words(answer)), Counter(split_words(reference))
+    num_shared = (answer_words & reference_words).total()
+    if num_shared == 0:
+        return 0.0
+    # With P = shared / answer and R = shared / reference, 2 P R / (P + R) = 2 shared / (answer + reference).
+    return 2 * num_shared / (answer_words.total() + reference_words.total())
 
 
 def same_words(answer: str, reference: str) -> bool:
@@ -112,8 +116,8 @@ class AnswerScore:
     def measures(self) -> dict[str, float]:
         """Values to report, by name; the first one compares models."""
         loss = self.mean_loss
-        by_name = {**self.judged, "perplexity": perplexity_of(loss), "loss": loss, "loss_nats": loss}
-        return {name: by_name[name] for name in self.names if name in by_name}
+        available = {**self.judged, "perplexity": perplexity_of(loss), "loss": loss, "loss_nats": loss}
+        return {name: available[name] for name in self.names if name in available}
 
 
 def score_answers(score: Score, samples: int, names: Sequence[str]) -> AnswerScore:
@@ -145,7 +149,10 @@ def judge(score: AnswerScore, generated: Sequence[str], references: Sequence[str
     """
     if not generated:
         return score
-    pairs = list(zip(generated, references, strict=True))
-    measures = {name: JUDGES[name] for name in score.names if name in JUDGES}
-    means = {name: sum(measure(*pair) for pair in pairs) / len(pairs) for name, measure in measures.items()}
+    means: dict[str, float] = {}
+    for name in score.names:
+        if name in JUDGES:
+            measure = JUDGES[name]
+            values = [measure(answer, reference) for answer, reference in zip(generated, references, strict=True)]
+            means[name] = sum(values) / len(values)
     return replace(score, judged=means)

@@ -87,20 +87,25 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
     @model_validator(mode="after")
     def _check_labels(self) -> ConversationsSection:
         """Check that labels are given if and only if accuracy is scored, and that lists have no duplicates."""
-        if ("accuracy" in self.scores) != bool(self.labels):
+        scores_accuracy = "accuracy" in self.scores
+        has_labels = len(self.labels) > 0
+        if scores_accuracy != has_labels:
             raise ValueError("scores: [accuracy] and labels require each other; labels lists all possible responses")
-        for key, listed in (("scores", self.scores), ("labels", self.labels), ("prompt", self.columns.prompt)):
-            if twice := [item for item, count in Counter(listed).items() if count > 1]:
-                raise ValueError(f"{key}: {twice[0]!r} is listed twice; list each item once")
+        for key, items in (("scores", self.scores), ("labels", self.labels), ("prompt", self.columns.prompt)):
+            repeated = [item for item, count in Counter(items).items() if count > 1]
+            if repeated:
+                raise ValueError(f"{key}: {repeated[0]!r} is listed twice; list each item once")
         return self
 
     @model_validator(mode="after")
     def _limits_are_for_users(self) -> ConversationsSection:
         """Check that ``max_conversations`` limits only users in the recipe."""
-        limits = self.max_conversations if isinstance(self.max_conversations, dict) else {}
-        if self.users is not None and (unknown := [name for name in limits if name not in self.users]):
-            hint = did_you_mean(unknown[0], self.users)
-            raise ValueError(f"max_conversations: no user {unknown[0]!r}; allowed: {list_names(self.users)}.{hint}")
+        if self.users is None or not isinstance(self.max_conversations, dict):
+            return self
+        for name in self.max_conversations:
+            if name not in self.users:
+                hint = did_you_mean(name, self.users)
+                raise ValueError(f"max_conversations: no user {name!r}; allowed: {list_names(self.users)}.{hint}")
         return self
 
     def max_conversations_of(self, name: str) -> int | None:
@@ -108,12 +113,15 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
 
         The limit of the user's own entry overrides ``dataset.max_conversations``, which overrides the section's limit.
         """
-        limit = self.max_conversations
-        general = limit.get(name) if isinstance(limit, Mapping) else limit
-        own = self.users[name].max_conversations if self.users and name in self.users else None
-        if own is None and self.dataset is not None:
-            own = self.dataset.max_conversations
-        return general if own is None else own
+        if self.users and name in self.users:
+            own_limit = self.users[name].max_conversations
+            if own_limit is not None:
+                return own_limit
+        if self.dataset is not None and self.dataset.max_conversations is not None:
+            return self.dataset.max_conversations
+        if isinstance(self.max_conversations, Mapping):
+            return self.max_conversations.get(name)
+        return self.max_conversations
 
     @property
     def measures(self) -> tuple[str, ...]:

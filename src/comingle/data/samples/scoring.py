@@ -14,7 +14,7 @@ from comingle.data.samples.samples import SampleBank
 from comingle.models.scoring import PAD, Loss, SampleScore
 
 Forward = Callable[[Sequence[int], Float[Tensor, "slots batch *shape"]], Float[Tensor, "slots batch outputs"]]
-"""Function from inputs to outputs; slot s uses the model of user ``rows[s]``. A user may have several slots."""
+"""Function from users and inputs to outputs; slot s uses the model of user ``users[s]``. A user may have several."""
 
 
 @torch.no_grad()
@@ -39,18 +39,21 @@ def score_samples(
     for position, row in enumerate(rows):
         jobs += _split_into_jobs(position, row, int(bank.counts[row]), batch)
     jobs.sort(key=lambda job: -job.count)  # stable, hence deterministic
-    # Sums over each user's samples: of the losses, and of the correct predictions.
-    losses = torch.zeros(len(rows), dtype=torch.float64)
-    hits = torch.zeros_like(losses)
+    loss_sums = torch.zeros(len(rows), dtype=torch.float64)  # of each user
+    num_correct = torch.zeros_like(loss_sums)
     jobs_per_pass = slots or max(1, len(rows))
     for start in range(0, len(jobs), jobs_per_pass):
         group = jobs[start : start + jobs_per_pass]
         positions = torch.tensor([job.position for job in group])  # several jobs may belong to one user
-        job_losses, job_hits = _score_jobs(forward, bank, group, loss)
-        losses.index_add_(0, positions, job_losses)
-        hits.index_add_(0, positions, job_hits)
-    scored = zip(losses.tolist(), hits.tolist(), bank.counts[list(rows)].tolist(), strict=True)
-    return [_mean_score(total, hit if loss.classes else None, count) for total, hit, count in scored]
+        job_loss_sums, job_num_correct = _score_jobs(forward, bank, group, loss)
+        loss_sums.index_add_(0, positions, job_loss_sums)
+        num_correct.index_add_(0, positions, job_num_correct)
+
+    counts = bank.counts[list(rows)]
+    scores: list[SampleScore] = []
+    for loss_sum, correct, count in zip(loss_sums.tolist(), num_correct.tolist(), counts.tolist(), strict=True):
+        scores.append(_mean_score(loss_sum, correct if loss.classes else None, count))
+    return scores
 
 
 @dataclass(frozen=True)
@@ -97,16 +100,19 @@ def _score_jobs(
         loss: Loss of outputs and targets.
     """
     users = [job.row for job in group]
-    inputs, targets, present = bank.take(users, _sample_indices(group))
+    inputs, targets, is_present = bank.take(users, _sample_indices(group))
     outputs = forward(users, inputs)
-    losses = _sum_present(loss(outputs, targets).double(), present)
-    if not loss.classes:  # a regression, which has no correct predictions
-        return losses, torch.zeros(len(group), dtype=torch.float64)
-    return losses, _sum_present((outputs.argmax(-1) == targets).double(), present)
+    loss_sums = _sum_present(loss(outputs, targets).double(), is_present)
+    if loss.classes:
+        is_correct = outputs.argmax(-1) == targets
+        num_correct = _sum_present(is_correct.double(), is_present)
+    else:  # a regression, which has no correct predictions
+        num_correct = torch.zeros(len(group), dtype=torch.float64)
+    return loss_sums, num_correct
 
 
 def _sum_present(
-    values: Float64[Tensor, "slots batch"], present: Bool[Tensor, "slots batch"]
+    values: Float64[Tensor, "slots batch"], is_present: Bool[Tensor, "slots batch"]
 ) -> Float64[Tensor, " slots"]:
     """Return each job's sum over its samples; values of padding, even NaN, are ignored.
 
@@ -114,35 +120,35 @@ def _sum_present(
 
     Args:
         values: A value for each sample of each job, such as its loss.
-        present: False for padding.
+        is_present: False for padding.
     """
-    return values.masked_fill(~present, 0).sum(1).cpu()
+    return values.masked_fill(~is_present, 0).sum(1).cpu()
 
 
 def _sample_indices(group: Sequence[_Job]) -> Int64[Tensor, "slots batch"]:
-    """Return the indices of each job's samples, padded with ``PAD`` to the longest job.
+    """Return the indices of each job's samples, padded to the longest job: ``[[4, 5, 6], [0, PAD, PAD]]``.
 
     Args:
         group: Jobs that are scored in one pass, the longest first. Each is a range of one user's samples: ``count``
             samples from ``first`` on.
-
-    Returns:
-        A row for each job.
     """
-    steps = torch.arange(group[0].count)
+    longest_count = group[0].count
     first = torch.tensor([job.first for job in group])[:, None]
     count = torch.tensor([job.count for job in group])[:, None]
-    return torch.where(steps < count, first + steps, PAD)
+    offsets = torch.arange(longest_count)
+    return torch.where(offsets < count, first + offsets, PAD)
 
 
-def _mean_score(loss: float, hits: float | None, count: int) -> SampleScore:
+def _mean_score(loss_sum: float, num_correct: float | None, count: int) -> SampleScore:
     """Return the mean loss and accuracy over ``count`` samples; NaN without samples.
 
     Args:
-        loss: Sum of the losses.
-        hits: Number of correct predictions; None for a regression.
+        loss_sum: Sum of the losses.
+        num_correct: Number of correct predictions; None for a regression, which has no accuracy.
         count: Number of samples.
     """
-    if not count:
-        return SampleScore(mean_loss=math.nan, accuracy=None if hits is None else math.nan, samples=0)
-    return SampleScore(mean_loss=loss / count, accuracy=None if hits is None else hits / count, samples=count)
+    mean_loss = loss_sum / count if count > 0 else math.nan
+    if num_correct is None:
+        return SampleScore(mean_loss=mean_loss, accuracy=None, samples=count)
+    accuracy = num_correct / count if count > 0 else math.nan
+    return SampleScore(mean_loss=mean_loss, accuracy=accuracy, samples=count)

@@ -88,7 +88,9 @@ class SamplesSection(OwnUsersSection[SampleSource]):
     @model_validator(mode="after")
     def _has_users(self) -> SamplesSection:
         """Check that there is exactly one source of users, and that splits leave samples to train on."""
-        if (self.users is None) == (self.given is None):
+        names_users = self.users is not None
+        gets_users_from_program = self.given is not None
+        if names_users == gets_users_from_program:
             raise ValueError("give users, for example {ada: path/to/ada}; or given: true if a program passes the users")
         if self.users is not None and not self.users:
             raise ValueError("no users; name at least one, for example `users: {ada: path/to/ada}`")

@@ -53,12 +53,13 @@ class UsersRows(Section):
     @field_validator("users")
     @classmethod
     def _check_names(cls, users: list[str] | int | None) -> list[str] | int | None:
-        """Check that listed names are valid user names, and that there is at least one; a number needs no check."""
-        if isinstance(users, list):
-            if problem := name_problem(users):
-                raise ValueError(problem)
-            if not users:
-                raise ValueError("no users; name at least one")
+        """Check that listed names are valid user names, and that there is at least one."""
+        if not isinstance(users, list):  # a number of users, or None
+            return users
+        if problem := name_problem(users):
+            raise ValueError(problem)
+        if not users:
+            raise ValueError("no users; name at least one")
         return users
 
 
@@ -112,7 +113,8 @@ class DocumentsSection(OwnUsersSection[Files], Generic[Files, Rows]):
 
         Listed users must not be empty. They name their own files for splits, so ``split.given`` is not allowed.
         """
-        if [self.users, self.dataset, self.given].count(None) != 2:  # exactly one is set
+        given_sources = [source for source in (self.users, self.dataset, self.given) if source is not None]
+        if len(given_sources) != 1:
             raise ValueError(f"give one of {self.sources}")
         if self.users is not None and self.split.given:
             raise ValueError("split.given is for dataset; for users give train, valid and test of each user instead")
