@@ -60,24 +60,19 @@ class _Loader(yaml.SafeLoader):
     """YAML loader that limits nesting and repetition by aliases, and refuses duplicate keys."""
 
     def __init__(self, stream: str):
-        """Start to read a YAML text.
-
-        Args:
-            stream: The text.
-        """
+        """Start to read a YAML text."""
         super().__init__(stream)
-        self._depth = 0  # of the current node
-        self._composed = 0  # number of values so far, with aliases expanded
-        self._repeated = 0  # number of those values that come from aliases
-        self._sizes: dict[int, int] = {}  # number of values in each finished node, by the node's `id`
+        self._depth = 0
+        """Number of nodes that contain the current one."""
+        self._num_values = 0
+        """Number of values so far, with aliases expanded."""
+        self._num_repeated = 0
+        """Number of those values that come from aliases."""
+        self._sizes: dict[int, int] = {}
+        """Number of values in each finished node, by the node's ``id``."""
 
     def compose_node(self, parent: yaml.Node | None, index: int | yaml.Node | None) -> yaml.Node | None:
         """Parse a value of a YAML text to a node; refuse deep nesting, and count the values in each node.
-
-        The counts limit aliases, since a small file may repeat a value exponentially often by aliases of aliases.
-        ``_composed`` counts all values so far with aliases expanded. ``_sizes`` has the number of values in each
-        finished node. An alias to a node without a size is recursive: the node is not finished, so it contains the
-        alias.
 
         Args:
             parent: The node that contains this one; None for the root.
@@ -86,23 +81,28 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()
         if self._depth >= MAX_DEPTH:
             raise _error_at(event, f"nested more than {MAX_DEPTH} levels deep; a recipe needs fewer than ten")
-        before, self._depth = self._composed, self._depth + 1
+        num_values_before = self._num_values
+        self._depth += 1
         node: Any = super().compose_node(parent, index)  # type: ignore[arg-type]  (the stub lacks None for the root)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             self._count_alias(node, event)
         else:
-            self._composed += 1
-            self._sizes[id(node)] = self._composed - before
+            self._num_values += 1
+            self._sizes[id(node)] = self._num_values - num_values_before
         return node
 
     def _count_alias(self, node: yaml.Node | None, event: yaml.AliasEvent) -> None:
-        """Count the values that an alias repeats; refuse recursive aliases and more than ``MAX_REPEATED`` values."""
-        if id(node) not in self._sizes:
+        """Count the values that an alias repeats; refuse recursive aliases and more than ``MAX_REPEATED`` values.
+
+        A small file may repeat a value exponentially often by aliases of aliases.
+        """
+        is_finished = id(node) in self._sizes
+        if not is_finished:
             raise _error_at(event, f"alias '*{event.anchor}' refers to a value that contains it")
-        self._composed += self._sizes[id(node)]
-        self._repeated += self._sizes[id(node)]
-        if self._repeated > MAX_REPEATED:
+        self._num_values += self._sizes[id(node)]
+        self._num_repeated += self._sizes[id(node)]
+        if self._num_repeated > MAX_REPEATED:
             raise _error_at(event, f"aliases repeat more than {MAX_REPEATED:,} values; write them out")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -129,14 +129,15 @@ def _check_keys(node: yaml.MappingNode) -> None:
     Args:
         node: The mapping, before it is converted to a dictionary, which would keep the last of two equal keys.
     """
-    lines: dict[str, int] = {}  # line of each key
+    line_of_key: dict[str, int] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             raise _error_at(key, f"a key must be text; got {_KINDS[type(key)]}")
-        if key.value in lines and key.tag != _MERGE:
-            raise _error_at(key, f"duplicate key {key.value!r}, first given in line {lines[key.value]}")
-        if key.tag != _MERGE:
-            lines[key.value] = key.start_mark.line + 1
+        is_merge_key = key.tag == _MERGE
+        if not is_merge_key:
+            if key.value in line_of_key:
+                raise _error_at(key, f"duplicate key {key.value!r}, first given in line {line_of_key[key.value]}")
+            line_of_key[key.value] = key.start_mark.line + 1
         if key.value == "users" and isinstance(value, yaml.MappingNode):
             _check_users(value)
 
@@ -149,9 +150,10 @@ def _check_users(node: yaml.MappingNode) -> None:
     Args:
         node: The mapping below a key ``users``.
     """
-    if merged := next((key for key, _value in node.value if key.tag == _MERGE), None):
-        hint = "list all users (quote '<<' if it is a name)"
-        raise _error_at(merged, f"'<<' is not allowed among users, as it can hide duplicate names; {hint}")
+    for key, _value in node.value:
+        if key.tag == _MERGE:
+            hint = "list all users (quote '<<' if it is a name)"
+            raise _error_at(key, f"'<<' is not allowed among users, as it can hide duplicate names; {hint}")
 
 
 def _error_at(place: Any, text: str) -> RecipeError:
@@ -173,16 +175,18 @@ def load_recipe(path: str | Path, *, change: Callable[[object], object] = lambda
         RecipeError: There is no such file, it is not YAML, or the recipe is wrong.
     """
     path = Path(path)
-    is_run = path.is_dir()
-    if is_run:
+    is_run_folder = path.is_dir()
+    if is_run_folder:
         path = path / "recipe.yaml"
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe.{_shipped_hint(path)}")
     content = read_yaml(path)
-    if is_run:  # keys that an older version did not write get the values with which it ran
+    if is_run_folder:  # keys that an older version did not write get the values with which it ran
         content = complete_older(content)
     recipe = parse_recipe(change(content), where=str(path))
-    return recipe if is_run else _with_absolute_paths(recipe, path.parent)
+    if is_run_folder:
+        return recipe
+    return _with_absolute_paths(recipe, path.parent)
 
 
 def read_yaml(path: Path) -> Any:
@@ -192,7 +196,8 @@ def read_yaml(path: Path) -> Any:
         RecipeError: The file cannot be read or is not YAML; see :func:`read_text`.
     """
     try:
-        if (size := path.stat().st_size) > MAX_BYTES:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
             raise too_large(size, str(path))
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -202,8 +207,9 @@ def read_yaml(path: Path) -> Any:
 
 def shipped_recipes() -> Path:
     """Return the folder of the recipes that are part of comingle."""
-    installed = Path(__file__).parents[1] / "shipped_recipes"
-    return installed if installed.is_dir() else Path(__file__).parents[3] / "recipes"
+    package, repository = Path(__file__).parents[1], Path(__file__).parents[3]
+    in_installed_package = package / "shipped_recipes"
+    return in_installed_package if in_installed_package.is_dir() else repository / "recipes"
 
 
 def _shipped_hint(path: Path) -> str:
@@ -221,7 +227,6 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
         recipe: The recipe.
         folder: Folder of the recipe's file.
     """
-    content = recipe.model_dump(mode="json", exclude_unset=True)
 
     def make_absolute(source: object) -> object:
         """Return a path, or each path of a list, as an absolute path if it exists below the folder."""
@@ -230,9 +235,11 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
         if not isinstance(source, str) or is_named(source):  # a data set of the hub, or a demo
             return source
         source = os.path.expandvars(os.path.expanduser(source))
-        return str((folder / source).resolve()) if os.path.exists(folder / source) else source
+        path = folder / source
+        return str(path.resolve()) if os.path.exists(path) else source
 
-    content["data"] |= recipe.data.resolve_paths(make_absolute)
+    content = recipe.model_dump(mode="json", exclude_unset=True)
+    content["data"].update(recipe.data.resolve_paths(make_absolute))
     if os.path.exists(folder / recipe.base):
         content["base"] = make_absolute(recipe.base)
     return Recipe.model_validate(content)
@@ -251,11 +258,14 @@ def check_used(recipe: Recipe) -> None:
     for unread_key, instead in data.unread.items():  # keys that are not used, each with what to use instead
         if unread_key.startswith("data."):  # refused when the section was parsed
             continue
-        if changes := changed_settings(recipe, unread_key):
-            key, value = changes[0]
+        changed = changed_settings(recipe, unread_key)
+        if changed:
+            key, value = changed[0]
             raise RecipeError(f"{key}: got {value!r}, which is not used for {data.label}; {instead}")
-    if (got := recipe.training.weighting) not in data.weightings:
-        raise RecipeError(f"training.weighting: got {got!r} for {data.label}; allowed: {', '.join(data.weightings)}")
+    weighting = recipe.training.weighting
+    if weighting not in data.weightings:
+        allowed = ", ".join(data.weightings)
+        raise RecipeError(f"training.weighting: got {weighting!r} for {data.label}; allowed: {allowed}")
 
 
 def changed_settings(recipe: Recipe, dotted_key: str) -> list[tuple[str, object]]:
@@ -269,11 +279,14 @@ def changed_settings(recipe: Recipe, dotted_key: str) -> list[tuple[str, object]
     *section_names, last = dotted_key.split(".")
     for name in section_names:
         section = getattr(section, name)
-    value, default = getattr(section, last), type(section).model_fields[last].get_default(call_default_factory=True)
+    value = getattr(section, last)
     is_section = hasattr(value, "model_fields_set")
-    if not is_section:
-        return [(dotted_key, value)] if value != default else []
-    changes = []
-    for name in type(value).model_fields:
-        changes += changed_settings(recipe, f"{dotted_key}.{name}")
-    return changes
+    if is_section:
+        changed: list[tuple[str, object]] = []
+        for name in type(value).model_fields:
+            changed += changed_settings(recipe, f"{dotted_key}.{name}")
+        return changed
+    default = type(section).model_fields[last].get_default(call_default_factory=True)
+    if value == default:
+        return []
+    return [(dotted_key, value)]

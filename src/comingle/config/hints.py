@@ -223,36 +223,50 @@ def other_name_hint(
         data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
     """
     *section, name = place
-    meant_keys = _KEYS_BY_SPELLING.get(_plain(name), "").split()  # dotted keys for which other libraries use the name
+    meant_keys = _KEYS_BY_SPELLING.get(_plain(name), "").split()  # such as ["training.experts.learning_rate"]
+
     # 1. A key of the same section. A meaning of another section may have its name here, such as `clip_norm`.
-    meant_names = dict.fromkeys(key.rpartition(".")[2] for key in meant_keys)
-    in_section = [".".join((*section, meant)) for meant in meant_names if meant in known]
-    if section and (used := [key for key in in_section if _is_used(key, data)]):
-        return _suggestion(used[:2], place)
+    if section:
+        in_section: list[str] = []
+        for meant_name in dict.fromkeys(_last_part(key) for key in meant_keys):
+            key = ".".join((*section, meant_name))
+            if meant_name in known and _is_used(key, data):
+                in_section.append(key)
+        if in_section:
+            return _suggestion(in_section[:2], place)
+
     # 2. A key of any section, but not a section that contains the unknown key, or a setting of a method.
     containing = {".".join(section[:depth]) for depth in range(len(section) + 1)}
     all_keys = [key for key in _dotted_keys(recipe, data) if _is_used(key, data) and key not in containing]
     candidates = [key for key in meant_keys if key in all_keys or key.startswith(_METHOD)]
+
     # 3. A key, or else a setting of a method, that has the same name.
     if not candidates:
-        candidates = [key for key in all_keys if _plain(key.rpartition(".")[2]) == _plain(name)]
-    return _suggestion((candidates or _method_setting(name))[:2], place)
+        candidates = [key for key in all_keys if _plain(_last_part(key)) == _plain(name)]
+    if not candidates:
+        candidates = _method_setting(name)
+    return _suggestion(candidates[:2], place)
+
+
+def _last_part(key: str) -> str:
+    """Return the name after the last dot of a dotted key: "learning_rate" for "training.experts.learning_rate"."""
+    return key.rpartition(".")[2]
 
 
 def _suggestion(keys: Sequence[str], place: Sequence[str]) -> str:
-    """Return ``Did you mean ...?`` for an unknown key; empty without suggestions.
+    """Return such as `` Did you mean 'training.rounds'?`` for an unknown key; empty without suggestions.
 
     Args:
         keys: Suggested dotted keys.
         place: The unknown key, after the sections that contain it: ``["training", "lr"]``.
-
-    Returns:
-        The suggestions. If the unknown key is in a section, a suggested key of no section is marked as top-level.
     """
     if not keys:
         return ""
-    in_section = len(place) > 1
-    quoted = [f"{key!r}" + (" (at the top level)" if in_section and "." not in key else "") for key in keys]
+    is_in_section = len(place) > 1
+    quoted: list[str] = []
+    for key in keys:
+        is_at_top_level = "." not in key
+        quoted.append(f"{key!r} (at the top level)" if is_in_section and is_at_top_level else f"{key!r}")
     return f" Did you mean {' or '.join(quoted)}?"
 
 
@@ -267,17 +281,20 @@ def _dotted_keys(model: type[BaseModel], data: type[DataSection] | None, prefix:
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         yield key
-        inner = data if key == "data" else section_in(field.annotation)
-        if inner is not None and key != "data.users":  # the keys of `data.users` are users' names
-            yield from _dotted_keys(inner, data, f"{key}.")
+        section = data if key == "data" else section_in(field.annotation)
+        names_users = key == "data.users"  # its keys are names of users, not keys of a section
+        if section is not None and not names_users:
+            yield from _dotted_keys(section, data, prefix=f"{key}.")
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
     """Return the section class inside an annotation such as ``dict[str, UserSource] | None``; None if it has none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        if (section := section_in(argument)) is not None:
+    arguments = getattr(annotation, "__args__", ())  # such as (str, UserSource)
+    for argument in arguments:
+        section = section_in(argument)
+        if section is not None:
             return section
     return None
 
@@ -291,8 +308,9 @@ def _is_used(key: str, data: type[DataSection] | None) -> bool:
         key: The dotted key.
         data: The section class of the kind; None if it is unknown, and then every key counts as used.
     """
-    unread = data.unread if data is not None else {}
-    return not any(key == unread_key or key.startswith(f"{unread_key}.") for unread_key in unread)
+    if data is None:
+        return True
+    return not any(key == unread_key or key.startswith(f"{unread_key}.") for unread_key in data.unread)
 
 
 def _method_setting(name: str) -> list[str]:
@@ -349,32 +367,46 @@ def problems_of(
 ) -> tuple[str, ...]:
     """Return a line for each mistake: its place, the value, the allowed values. The most specific one is first.
 
-    For a key of several types, pydantic reports a problem per type and puts the type's name into the location. Only the
-    most specific of these problems is kept: an unknown key, or else the problem deepest inside the value.
+    For a key of several types, pydantic reports a problem per type. Only the most specific of these problems is kept:
+    an unknown key, or else the problem deepest inside the value.
 
     Args:
         error: The error of pydantic.
         model: The class of the recipe or file that was validated.
         data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
     """
-    accepted = _ACCEPTED | {f"data.{key}": values for key, values in (data.accepted if data else {}).items()}
+    accepted = dict(_ACCEPTED)
+    if data is not None:
+        accepted.update({f"data.{key}": values for key, values in data.accepted.items()})
     problems = sorted(error.errors(), key=_specificity, reverse=True)
     with_unknown_keys = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
-    chosen: dict[tuple[str, ...], ErrorDetails] = {}  # by the keys of their places
+    chosen: dict[tuple[str, ...], ErrorDetails] = {}  # by place
     for problem in problems:
-        # pydantic puts names of types into the location: those of branches of a union anywhere, plain ones such as
-        # "int" only at the end. Both are removed.
-        place = tuple(str(part) for part in problem["loc"] if not str(part).startswith(_UNION_BRANCHES))
-        place = place[:-1] if place and place[-1] in _PLAIN_TYPES else place
         # A missing key in a section with an unknown key is probably misspelt there; the unknown key is reported.
         if problem["type"] == "missing" and problem["loc"][:-1] in with_unknown_keys:
             continue
-        # Two problems are about the same value if the place of one contains the place of the other. The first one is
-        # kept, since `problems` has the most specific problems first.
-        is_nested = any(place == other[: len(place)] or other == place[: len(other)] for other in chosen)
-        if not is_nested:
+        place = _without_type_names(problem["loc"])
+        # Of two problems in nested places, such as ("data",) and ("data", "users"), the first is the most specific.
+        if not any(_are_nested(place, other_place) for other_place in chosen):
             chosen[place] = problem
     return tuple(_describe_problem(problem, accepted, model, data) for problem in chosen.values())
+
+
+def _without_type_names(location: Sequence[str | int]) -> tuple[str, ...]:
+    """Return a problem's location without the names of types that pydantic puts into it for a key of several types.
+
+    Names such as ``list[int]`` may be anywhere, those of plain types, such as ``int``, are at the end.
+    """
+    place = tuple(str(part) for part in location if not str(part).startswith(_UNION_BRANCHES))
+    if place and place[-1] in _PLAIN_TYPES:
+        return place[:-1]
+    return place
+
+
+def _are_nested(place: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Return whether one of two places is equal to the other or inside it."""
+    depth = min(len(place), len(other))
+    return place[:depth] == other[:depth]
 
 
 def _specificity(problem: ErrorDetails) -> tuple[bool, int]:
@@ -403,41 +435,49 @@ def _describe_problem(
     if problem["type"] == "missing":
         return f"key {place!r} is missing"
     got = _got_suffix(problem)
-    is_user = parts[:2] == _USERS and len(parts) == 3
-    wanted = accepted.get("data.users.*" if is_user else place)
-    if wanted and problem["type"].endswith(_WRONG_TYPES):
-        got = got or f"; got {_TYPE_NAMES.get(type(problem['input']), 'a section')}"  # no scalar: name its type
-        return f"{place}: give {wanted}{got}"
+    is_entry_of_user = parts[:2] == _USERS and len(parts) == 3
+    accepted_values = accepted.get("data.users.*" if is_entry_of_user else place)
+    has_wrong_type = problem["type"].endswith(_WRONG_TYPES)
+    if accepted_values and has_wrong_type:
+        if not got:  # a list or mapping: name its type
+            got = f"; got {_TYPE_NAMES.get(type(problem['input']), 'a section')}"
+        return f"{place}: give {accepted_values}{got}"
     # pydantic's own text, in the words of YAML.
     reason = re.sub("a valid dictionary( or instance of .*)?", "a mapping", problem["msg"])
-    return f"{place + ': ' if place else ''}{reason.removeprefix('Value error, ')}{got}"
+    reason = reason.removeprefix("Value error, ")
+    return f"{place}: {reason}{got}" if place else f"{reason}{got}"
 
 
 def _keys_in(location: Sequence[str | int], accepted: Mapping[str, str]) -> list[str]:
     """Return the keys of the location that pydantic reports for a problem, from the outermost section inwards.
 
-    For a key of several types pydantic adds the name of a type to the location, such as ``list[int]`` or ``int``. The
-    names of types are left out. After a key of a single type, ``int`` is kept, since it may be the name of a user.
+    For a key of several types, pydantic adds the name of a type to the location, such as ``list[int]`` or ``int``; it
+    is left out. After a key of a single type, ``int`` is kept, since it may be the name of a user.
 
     Args:
         location: The location.
         accepted: Descriptions of allowed values by dotted key, for keys of several types.
     """
     parts = [str(part) for part in location if not str(part).startswith(_UNION_BRANCHES)]
-    *section, last = parts or [""]
+    if not parts:
+        return []
+    *section, last = parts
     key = ".".join(section)
-    is_type_name = last in _PLAIN_TYPES and key in accepted and key != "data.users"
-    return section if is_type_name else parts
+    has_several_types = key in accepted and key != "data.users"
+    if last in _PLAIN_TYPES and has_several_types:
+        return section
+    return parts
 
 
 def _got_suffix(problem: ErrorDetails) -> str:
     """Return the text ``; got VALUE`` for a scalar that was not valid; empty for lists and mappings."""
-    got = problem.get("input")
-    if isinstance(got, dict | list | BaseModel):
+    value = problem.get("input")
+    if isinstance(value, dict | list | BaseModel):
         return ""
-    # YAML reads a name such as no, 1 or 2024-01-01 as a truth value, number or date.
-    quoted = "; quote it to make it text" if problem["type"] == "string_type" and got is not None else ""
-    return f"; got {got!r}{quoted}"
+    suffix = f"; got {value!r}"
+    if problem["type"] == "string_type" and value is not None:
+        suffix += "; quote it to make it text"  # YAML reads a name such as no, 1 or 2024-01-01 as another type
+    return suffix
 
 
 def _known_keys(location: Iterable[str | int], model: Any, data: type[DataSection] | None) -> list[str]:
@@ -449,12 +489,14 @@ def _known_keys(location: Iterable[str | int], model: Any, data: type[DataSectio
         model: The class of the recipe or file that was validated.
         data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
     """
+    *section_names, _unknown_key = location
     section = model
-    for part in list(location)[:-1]:  # without the unknown key
-        if part == "data" and data is not None:
+    for name in section_names:
+        if name == "data" and data is not None:
             section = data
             continue
-        field = section.model_fields.get(str(part)) if hasattr(section, "model_fields") else None
-        annotation = field.annotation if field else section
-        section = section_in(annotation) or section
+        fields = section.model_fields if hasattr(section, "model_fields") else {}
+        field = fields.get(str(name))
+        if field is not None:
+            section = section_in(field.annotation) or section
     return list(section.model_fields)

@@ -71,8 +71,8 @@ class FloralSection(Section):
 
 
 VALUES_OF_USERS = (
-    "adapters.rank",
     "method.specialists",
+    "adapters.rank",
     "training.local_steps",
     "training.batch_size",
     "training.max_seconds_per_round",
@@ -145,7 +145,9 @@ class Recipe(Section):
     @classmethod
     def _accept_rate_of_nets(cls, content: object) -> object:
         """Read ``training.learning_rate`` of nets, which have no experts, as ``training.experts.learning_rate``."""
-        if not isinstance(content, Mapping) or not _trains_nets(content.get("data")) or "training" not in content:
+        if not isinstance(content, Mapping) or "training" not in content:
+            return content
+        if not _trains_nets(content.get("data")):
             return content
         return {**content, "training": _move_rate_to_experts(content["training"])}
 
@@ -153,7 +155,10 @@ class Recipe(Section):
     @classmethod
     def _validate_by_kind(cls, data: object) -> object:
         """Validate the raw content of ``data`` with the section class of its kind; return a section unchanged."""
-        return section_of(data).model_validate(data) if isinstance(data, Mapping) else data
+        if not isinstance(data, Mapping):
+            return data
+        section_class = section_of(data)
+        return section_class.model_validate(data)
 
     @field_validator("method", mode="before")
     @classmethod
@@ -167,19 +172,23 @@ class Recipe(Section):
             return {"name": method}
         if not isinstance(method, Mapping):
             return method
-        # Settings may be in both places: `--set method.router_every=5` adds one beside those of a parsed recipe.
-        named = {key: value for key, value in method.items() if key in ("name", "settings")}
-        beside = {key: value for key, value in method.items() if key not in named}
-        settings = named.get("settings", {})
-        return {**named, "settings": {**settings, **beside} if isinstance(settings, Mapping) else settings}
+        normalised = {key: value for key, value in method.items() if key in ("name", "settings")}
+        beside_name = {key: value for key, value in method.items() if key not in normalised}
+        settings = normalised.get("settings", {})
+        if isinstance(settings, Mapping):
+            # Settings may be in both places: `--set method.router_every=5` adds one beside those of a parsed recipe.
+            settings = {**settings, **beside_name}
+        return {**normalised, "settings": settings}
 
     @model_validator(mode="after")
     def _check_names_of_values(self) -> Recipe:
         """Check that mappings by user have exactly the recipe's users, if it names them."""
-        if names := self.data.names:
-            for key, values in self.values_of_users().items():
-                if isinstance(values, Mapping):
-                    values_in_order(values, names, key)
+        names = self.data.names
+        if not names:
+            return self
+        for key, values in self.values_of_users().items():
+            if isinstance(values, Mapping):
+                values_in_order(values, names, key)  # raises an error for a missing or unknown user
         return self
 
     @field_validator("aggregation", mode="before")
@@ -210,33 +219,38 @@ class Recipe(Section):
         if self.aggregation.is_mean:
             excluded["aggregation"] = True
         content = self.model_dump(mode="json", exclude=excluded)
+
         # Keys that older versions did not have are left out at the values that correspond to those versions.
-        if content.get("evaluation", {}).get("users", 0) is None:
-            del content["evaluation"]["users"]
+        evaluation, data, training = content.get("evaluation", {}), content["data"], content["training"]
+        if "users" in evaluation and evaluation["users"] is None:
+            del evaluation["users"]
         for key, default in _LATER_DATA_KEYS.items():
-            if content["data"].get(key, default) == default:
-                content["data"].pop(key, None)
+            if key in data and data[key] == default:
+                del data[key]
         if self.quantise == "none":
             del content["quantise"]
-        for key, default in {"max_seconds_per_round": None, "normalise_steps": False}.items():
-            if content["training"][key] == default:
-                del content["training"][key]
+        if training["max_seconds_per_round"] is None:
+            del training["max_seconds_per_round"]
+        if training["normalise_steps"] is False:
+            del training["normalise_steps"]
+
         sections = {**content, "method": content["method"]["settings"]}
         for dotted_key in VALUES_OF_USERS:
-            section, _, key = dotted_key.partition(".")
+            section, _dot, key = dotted_key.partition(".")
             if key in sections[section]:
                 sections[section][key] = self._by_name(sections[section][key])
         return content
 
     def values_of_users(self) -> dict[str, Any]:
         """Return the values of :data:`VALUES_OF_USERS` that are lists or mappings, by dotted key."""
+        found: dict[str, Any] = {}
         sections = {"adapters": self.adapters, "training": self.training}
-        values = {"method.specialists": self.method.settings.get("specialists")}
         for dotted_key in VALUES_OF_USERS:
-            section, _, key = dotted_key.partition(".")
-            if section in sections:
-                values[dotted_key] = getattr(sections[section], key)
-        return {key: value for key, value in values.items() if isinstance(value, list | tuple | Mapping)}
+            section, _dot, key = dotted_key.partition(".")
+            value = self.method.settings.get(key) if section == "method" else getattr(sections[section], key)
+            if isinstance(value, list | tuple | Mapping):
+                found[dotted_key] = value
+        return found
 
     def for_users(self, names: Sequence[str]) -> Recipe:
         """Return the recipe with lists in the order of the users, in place of mappings by user.
@@ -247,32 +261,30 @@ class Recipe(Section):
         Raises:
             RecipeError: A mapping names an unknown user, or lacks one.
         """
-        mappings = {key: values for key, values in self.values_of_users().items() if isinstance(values, Mapping)}
-        if not mappings:
-            return self
-        known = self.data.names
-        return self.with_changes(
-            {key: values_in_order(values, names, key, known=known) for key, values in mappings.items()}
-        )
+        lists: dict[str, object] = {}
+        for key, values in self.values_of_users().items():
+            if isinstance(values, Mapping):
+                lists[key] = values_in_order(values, names, key, known=self.data.names)
+        return self.with_changes(lists) if lists else self
 
     def _by_name(self, value: object) -> object:
         """Convert a list with a value per named user to a mapping by name; return other values unchanged."""
         names = self.data.names
-        return dict(zip(names, value, strict=True)) if isinstance(value, list) and len(value) == len(names) else value
+        if isinstance(value, list) and len(value) == len(names):
+            return dict(zip(names, value, strict=True))
+        return value
 
     @property
     def fingerprint(self) -> str:
         """Short hash of :attr:`result_content`; equal for recipes that compute the same."""
-        return hashlib.sha256(json.dumps(self.result_content, sort_keys=True).encode()).hexdigest()[:16]
+        content = json.dumps(self.result_content, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def with_changes(self, changes: Mapping[str, object], *, where: str = "recipe") -> Recipe:
         """Return a copy with dotted keys replaced.
 
         A section is replaced before its keys, whatever their order: ``{"method.models": 5, "method": "ifca"}``. As in a
-        recipe's YAML, ``training.learning_rate`` of nets means ``training.experts.learning_rate``. The sections
-        ``method`` and ``aggregation`` may be a plain name in the recipe. If a key of such a section is set, the section
-        is expanded first: ``method: ifca`` to ``method: {name: ifca}``, and ``aggregation: median`` to
-        ``aggregation: {rule: median}``.
+        recipe's YAML, ``training.learning_rate`` of nets means ``training.experts.learning_rate``.
 
         Args:
             changes: New values by dotted key, for example ``{"training.rounds": 3}``.
@@ -283,16 +295,18 @@ class Recipe(Section):
         """
         content = self.model_dump(mode="json", exclude_unset=True)
         trains_nets = _trains_nets(content["data"])
-        for key in sorted(changes, key=lambda key: key.count(".")):  # sections first
-            meant_key = _RATE_OF_EXPERTS if trains_nets and key == _RATE_OF_NETS else key
+        for dotted_key in sorted(changes, key=lambda key: key.count(".")):  # sections first
+            is_rate_of_nets = trains_nets and dotted_key == _RATE_OF_NETS
+            meant_key = _RATE_OF_EXPERTS if is_rate_of_nets else dotted_key
             *section_names, last = meant_key.split(".")
             section: dict[str, Any] = content
             for name in section_names:
-                old = expand_plain_name(section.get(name), key="rule" if name == "aggregation" else "name")
-                inner = dict(old) if isinstance(old, Mapping) else {}
-                section[name] = inner  # a copy, as the old section may be an object of the caller
-                section = inner
-            section[last] = changes[key]
+                # A section may be a plain name, as `method: ifca` for {name: ifca}.
+                key_of_name = "rule" if name == "aggregation" else "name"
+                old = expand_plain_name(section.get(name), key=key_of_name)
+                section[name] = dict(old) if isinstance(old, Mapping) else {}  # a copy: `old` may be the caller's
+                section = section[name]
+            section[last] = changes[dotted_key]
         return parse_recipe(content, where=where)
 
     def as_yaml(self) -> str:
@@ -302,7 +316,8 @@ class Recipe(Section):
         its default would replace that model.
         """
         uses_model_of_data = self.data.has_base and "base" not in self.model_fields_set
-        content = self.model_dump(mode="json", exclude={"base"} if uses_model_of_data else None)
+        excluded = {"base"} if uses_model_of_data else None
+        content = self.model_dump(mode="json", exclude=excluded)
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
@@ -315,16 +330,16 @@ def _trains_nets(data: object) -> bool:
     Args:
         data: The section ``data``, or its raw content; False for invalid content.
     """
-    section = type(data) if isinstance(data, DataSection) else _section_or_none(data)
-    # `unread` are the sections and keys that the kind of data does not use; nets have no adapters.
-    return section is not None and "adapters" in section.unread
+    section_class = type(data) if isinstance(data, DataSection) else _section_or_none(data)
+    if section_class is None:
+        return False
+    return "adapters" in section_class.unread  # a kind of data that does not use the section `adapters`
 
 
 def _move_rate_to_experts(training: Any) -> object:
     """Return the raw section ``training`` of nets with its key ``learning_rate`` moved into its section ``experts``.
 
-    For nets, both keys mean the same. Content that is not a mapping is returned unchanged; the validation that follows
-    refuses it.
+    Content that is not a mapping is returned unchanged; the validation that follows refuses it.
 
     Args:
         training: The content of the key ``training`` as read from YAML.
@@ -332,13 +347,17 @@ def _move_rate_to_experts(training: Any) -> object:
     Raises:
         ValueError: Both ``learning_rate`` and ``experts.learning_rate`` are given.
     """
-    experts = training.get("experts", {}) if isinstance(training, Mapping) else None
-    if not isinstance(experts, Mapping) or "learning_rate" not in training:
+    if not isinstance(training, Mapping) or "learning_rate" not in training:
+        return training
+    experts = training.get("experts", {})
+    if not isinstance(experts, Mapping):
         return training
     if "learning_rate" in experts:
         raise ValueError(f"{_RATE_OF_NETS} and {_RATE_OF_EXPERTS}: got both, which mean the same for nets; give one")
-    others = {key: value for key, value in training.items() if key != "learning_rate"}
-    return {**others, "experts": {**experts, "learning_rate": training["learning_rate"]}}
+    moved = dict(training)
+    learning_rate = moved.pop("learning_rate")
+    moved["experts"] = {**experts, "learning_rate": learning_rate}
+    return moved
 
 
 def complete_older(content: object) -> Any:
@@ -350,18 +369,22 @@ def complete_older(content: object) -> Any:
     Args:
         content: Content of a run's ``recipe.yaml``; returned unchanged if its kind of data has no such key.
     """
-    if not isinstance(content, Mapping) or not isinstance(data := content.get("data"), Mapping):
+    data = content.get("data") if isinstance(content, Mapping) else None
+    if not isinstance(content, Mapping) or not isinstance(data, Mapping):
         return content
-    section = _section_or_none(data)
-    if section is None or "add_bos_token" not in section.model_fields:
+    section_class = _section_or_none(data)
+    if section_class is None or "add_bos_token" not in section_class.model_fields:
         return content
-    return {**content, "data": {"add_bos_token": False, **data}}
+    data_with_key = {"add_bos_token": False, **data}  # the data's own value has priority
+    return {**content, "data": data_with_key}
 
 
 def _section_or_none(data: object) -> type[DataSection] | None:
     """Return the section class of the raw content of the key ``data``; None if it is invalid."""
+    if not isinstance(data, Mapping):
+        return None
     try:
-        return section_of(data) if isinstance(data, Mapping) else None
+        return section_of(data)
     except ValueError:  # validation reports it
         return None
 

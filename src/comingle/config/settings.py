@@ -66,10 +66,12 @@ def values_in_order(
     Raises:
         RecipeError: The mapping names an unknown user, or lacks one.
     """
-    allowed = set(names) | set(known)
-    if (unknown := next((name for name in values if name not in allowed), None)) is not None:
-        raise RecipeError(f"{where}: no user {unknown!r}; allowed: {list_names(names)}.{did_you_mean(unknown, names)}")
-    if missing := [name for name in names if name not in values]:
+    allowed = {*names, *known}
+    for name in values:
+        if name not in allowed:
+            raise RecipeError(f"{where}: no user {name!r}; allowed: {list_names(names)}.{did_you_mean(name, names)}")
+    missing = [name for name in names if name not in values]
+    if missing:
         raise RecipeError(f"{where}: no value for {list_names(missing)}; give one for each user, or one for all")
     return [values[name] for name in names]
 
@@ -78,12 +80,16 @@ def values_in(setting: V | Sequence[V] | Mapping[str, V]) -> list[V]:
     """Return the values of a setting that is one value for all users, a list, or a mapping by user."""
     if isinstance(setting, Mapping):
         return list(setting.values())
-    return list(setting) if isinstance(setting, list | tuple) else [cast(V, setting)]
+    if isinstance(setting, list | tuple):
+        return list(setting)
+    return [cast(V, setting)]
 
 
 def largest(values: Sequence[V | None]) -> V | None:
     """Return the largest of users' values; None, which is no limit, is larger than any number."""
-    return None if None in values else max(cast(Any, values))
+    if None in values:
+        return None
+    return max(cast(Any, values))
 
 
 class Section(BaseModel):
@@ -93,7 +99,7 @@ class Section(BaseModel):
 
 
 def expand_plain_name(section: object, *, key: str = "name") -> object:
-    """Return the mapping ``{key: name}`` for a section that is given as a plain name; return others unchanged."""
+    """Return ``{key: "median"}`` for a section that is given as the plain name "median"; return others unchanged."""
     return {key: section} if isinstance(section, str) else section
 
 
@@ -147,9 +153,11 @@ class DataSection(Section):
 
         The content is returned unchanged. Keys that no kind has are refused later, by pydantic.
         """
-        keys = content if isinstance(content, Mapping) else ()
-        for key in keys:
-            if key not in cls.model_fields and (instead := cls.unread.get(f"data.{key}")):
+        if not isinstance(content, Mapping):
+            return content
+        for key in content:
+            instead = cls.unread.get(f"data.{key}")
+            if key not in cls.model_fields and instead:
                 raise ValueError(f"{key} is not used for {cls.label}; {instead}")
         return content
 
@@ -197,9 +205,11 @@ class UserFiles(Section):
 
         A source for valid is optional, besides those for train and test.
         """
-        if (self.path is None) == (self.train is None) or (self.path and (self.valid or self.test)):
+        has_path, has_train = self.path is not None, self.train is not None
+        has_held_out = bool(self.valid or self.test)
+        if has_path == has_train or (has_path and has_held_out):
             raise ValueError("give either path alone, or train and test (and valid)")
-        if self.train is not None and self.test is None:
+        if has_train and self.test is None:
             raise ValueError("train without test; give test too")
         return self
 
@@ -228,7 +238,10 @@ class OwnUsersSection(DataSection, Generic[Files]):
             return users
         if problem := name_problem(str(name) for name in users):
             raise ValueError(problem)
-        return {str(name): {"path": files} if isinstance(files, str) else files for name, files in users.items()}
+        wrapped: dict[str, object] = {}
+        for name, path_or_entry in users.items():
+            wrapped[str(name)] = {"path": path_or_entry} if isinstance(path_or_entry, str) else path_or_entry
+        return wrapped
 
     @field_validator("clusters", mode="before")
     @classmethod
@@ -236,7 +249,11 @@ class OwnUsersSection(DataSection, Generic[Files]):
         """Convert names of users, and labels of clusters, to text if YAML has read them as whole numbers."""
         if not isinstance(clusters, Mapping):
             return clusters
-        return {str(name): str(label) if type(label) is int else label for name, label in clusters.items()}
+        converted: dict[str, object] = {}
+        for name, label in clusters.items():
+            is_whole_number = type(label) is int  # not a bool
+            converted[str(name)] = str(label) if is_whole_number else label
+        return converted
 
     @property
     def cluster_numbers(self) -> dict[str, int]:
@@ -257,11 +274,14 @@ class OwnUsersSection(DataSection, Generic[Files]):
             resolve: Makes a path absolute if it exists beside the recipe's file, and returns other text unchanged.
         """
         content = self.model_dump(mode="json", exclude_unset=True, include={"users", "dataset"})
-        entries_with_paths = list((content.get("users") or {}).values())
-        if content.get("dataset"):
-            entries_with_paths.append(content["dataset"])
-        for entry in entries_with_paths:  # mappings with a path, or a path per split
-            entry |= {key: resolve(entry[key]) for key in PATHS if entry.get(key) is not None}
+        users, dataset = content.get("users") or {}, content.get("dataset")
+        entries = list(users.values())
+        if dataset:
+            entries.append(dataset)
+        for entry in entries:  # a mapping with `path`, or with `train`, `valid` and `test`
+            for key in PATHS:
+                if entry.get(key) is not None:
+                    entry[key] = resolve(entry[key])
         return content
 
 
@@ -308,16 +328,18 @@ def section_of(content: Mapping[str, object]) -> type[DataSection]:
         ValueError: There is no kind of this name; or no kind is named, and there is no source or sources of several
             kinds.
     """
-    if (kind := content.get("kind")) is not None:
+    kind = content.get("kind")
+    if kind is not None:
         if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"no kind {kind!r}.{KINDS.hint(str(kind))} Allowed: {', '.join(KINDS)}")
         return KINDS[kind]
     section_by_mark = {mark: section for section in _importable_sections() for mark in section.marks}
-    given = [mark for mark in section_by_mark if content.get(mark) is not None]
-    if len({section_by_mark[mark] for mark in given}) != 1:
+    sections = {section for mark, section in section_by_mark.items() if content.get(mark) is not None}
+    if len(sections) != 1:
         *others, last = section_by_mark
         raise ValueError(f"give one of {', '.join(others)} and {last}")
-    return section_by_mark[given[0]]
+    (section,) = sections
+    return section
 
 
 def _importable_sections() -> Iterator[type[DataSection]]:
@@ -353,12 +375,15 @@ def unread_keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -
     ``data.train_on_valid``.
 
     Args:
-        limits: Alternatives to the token limits of train, valid and test: one text for all, or one each.
-        instead: Alternatives to other keys, by key without ``data.``.
+        limits: What to use instead of the token limits of train, valid and test: one text for all, or one each.
+        **instead: What to use instead of other keys, by key without ``data.``.
     """
-    limit_texts = (limits,) * len(_LIMITS) if isinstance(limits, str) else limits
-    other_texts = {f"data.{key}": text for key, text in instead.items()}
-    return _PASSES | other_texts | dict(zip(_LIMITS, limit_texts, strict=True))
+    limit_texts = (limits, limits, limits) if isinstance(limits, str) else limits
+    return {
+        **_PASSES,
+        **{f"data.{key}": text for key, text in instead.items()},
+        **dict(zip(_LIMITS, limit_texts, strict=True)),
+    }
 
 
 @runtime_checkable
@@ -368,9 +393,8 @@ class Gating(Protocol):
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Any]:
         """Return the number of rows of a router's matrix ``(rows, width)``, and the function that draws initial values.
 
-        If there are at most as many rows as experts, the last row belongs to the last expert and so on; with fewer
-        rows the first experts have none. Users may have different experts, and each has only the rows of its own. If
-        there are more rows than experts, they belong to no single expert, and each user has all of them.
+        With at most as many rows as experts, the last row belongs to the last expert, the row before it to the expert
+        before it, and so on; users have only the rows of their own experts. With more rows, users have all of them.
 
         Args:
             experts: Number of experts.
@@ -415,9 +439,13 @@ class TargetsSection(Section):
     """The MLP's activation, by transformers' name; by default from the model's configuration."""
 
     def named(self) -> Iterator[tuple[str, str]]:
-        """Yield the key and the name of each linear layer."""
-        yield from (("attention", name) for name in self.attention)
-        yield from ((key, name) for key in ("up", "down", "gate") if (name := getattr(self, key)))
+        """Yield the key and the name of each linear layer, such as ``("up", "fc1")``."""
+        for name in self.attention:
+            yield "attention", name
+        for key in ("up", "down", "gate"):
+            name = getattr(self, key)
+            if name:
+                yield key, name
 
     @property
     def names(self) -> set[str]:
@@ -475,15 +503,13 @@ class SecureSection(Section):
     """Users that may reveal their noise to the server without weakening the bound."""
 
     def required_users(self, participants: int) -> int:
-        """Return the least number of users whose uploads a round must sum; with fewer there is no sum.
-
-        ``max(2, ceil(threshold * participants))``: a sum of one upload would reveal it. A product that is whole except
-        for rounding errors is not rounded up.
+        """Return the least number of users whose uploads a round must sum, ``max(2, ceil(threshold * participants))``.
 
         Args:
             participants: Number of participants of the round.
         """
-        return max(LEAST, math.ceil(self.threshold * participants - 1e-9))
+        rounding_error = 1e-9  # so that a product such as 3.0000000001 is not rounded up
+        return max(LEAST, math.ceil(self.threshold * participants - rounding_error))
 
     def word_bits(self, users: int) -> int:
         """Return the bit width of the integers that masked uploads consist of: 32, or 64 if sums need more.
@@ -494,8 +520,9 @@ class SecureSection(Section):
         Args:
             users: Largest number of uploads in a sum.
         """
+        small_word, large_word = WORDS
         needed_bits = self.bits + math.ceil(math.log2(max(users, 1))) + 1
-        return WORDS[0] if needed_bits <= WORDS[0] else WORDS[1]
+        return small_word if needed_bits <= small_word else large_word
 
 
 def no_sum_message(round_number: int, completed: str, required: int) -> str:
@@ -527,7 +554,8 @@ class Terms:
     @property
     def digest(self) -> str:
         """Return a digest of all terms, to which keys are bound."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        content = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 ADAPTIVE = "adaptive"
@@ -700,11 +728,14 @@ class AggregationSection(Section):
         Args:
             hostile: Number of hostile uploads h among them.
         """
-        if self.rule == "mean" or (self.rule == "norm-bound" and self.bound != "median"):
+        has_fixed_bound = self.rule == "norm-bound" and self.bound != "median"
+        if self.rule == "mean" or has_fixed_bound:
             return 1
         if self.rule in ("krum", "multi-krum"):
             return 2 * hostile + 3
-        return 4 * hostile + 3 if self.rule == "bulyan" else 2 * hostile + 1
+        if self.rule == "bulyan":
+            return 4 * hostile + 3
+        return 2 * hostile + 1
 
 
 ALL_USERS = 1.0
@@ -746,7 +777,9 @@ class OptimizerSection(Section):
         """Moments that the optimiser keeps: ``first``, ``second``."""
         if self.name == "adamw":
             return frozenset({"first", "second"})
-        return frozenset({"first"} if self.momentum else ())
+        if self.momentum:  # of SGD
+            return frozenset({"first"})
+        return frozenset()
 
     @property
     def memoryless(self) -> bool:
@@ -812,7 +845,9 @@ class TrainingSection(Section):
     @classmethod
     def _default_to_constant_rate(cls, router: object) -> object:
         """Give the router's optimiser a constant learning rate, if the recipe sets keys of it but no schedule."""
-        return {"schedule": ROUTER_OPTIMIZER.schedule, **router} if isinstance(router, Mapping) else router
+        if not isinstance(router, Mapping):
+            return router
+        return {"schedule": ROUTER_OPTIMIZER.schedule, **router}
 
     @field_validator("participation")
     @classmethod
@@ -822,9 +857,12 @@ class TrainingSection(Section):
             return participation
         if not participation or not all(participation):
             raise ValueError("a round without users; list at least one user for each round")
-        for number, names in enumerate(participation, start=1):
-            if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
-                raise ValueError(f"user {twice!r} is listed twice in round {number}; list each user once")
+        for round_number, names in enumerate(participation, start=1):
+            seen: set[str] = set()
+            for name in names:
+                if name in seen:
+                    raise ValueError(f"user {name!r} is listed twice in round {round_number}; list each user once")
+                seen.add(name)
         return participation
 
 
@@ -870,11 +908,12 @@ def parse_bytes(size: str | int) -> int:
     """
     if isinstance(size, int):
         return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower())
-    units = {unit.lower(): number for unit, number in _BYTES.items()}
-    if found is None or found[2] not in units or float(found[1]) <= 0:
+    bytes_of_unit = {unit.lower(): number for unit, number in _BYTES.items()}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower())
+    number, unit = (float(match[1]), match[2]) if match is not None else (0.0, "")
+    if number <= 0 or unit not in bytes_of_unit:
         raise ValueError(f"got {size!r}; allowed: auto, or a number with a unit: {', '.join(filter(None, _BYTES))}")
-    return int(float(found[1]) * units[found[2]])
+    return int(number * bytes_of_unit[unit])
 
 
 class RuntimeSection(Section):
