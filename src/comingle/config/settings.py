@@ -375,8 +375,8 @@ def unread_keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -
     ``data.train_on_valid``.
 
     Args:
-        limits: What to use instead of the token limits of train, valid and test: one text for all, or one each.
-        **instead: What to use instead of other keys, by key without ``data.``.
+        limits: Replacements of the token limits of train, valid and test: one text for all, or one each.
+        **instead: Replacements of other keys, by key without ``data.``.
     """
     limit_texts = (limits, limits, limits) if isinstance(limits, str) else limits
     return {
