@@ -95,10 +95,10 @@ def _arrays_of_answers(user: UserAnswers) -> Arrays:
 def _answers_from_arrays(name: str, arrays: Arrays) -> UserAnswers:
     """Return a user's conversations from their arrays: the inverse of :func:`_arrays_of_answers`."""
 
-    def of_split(split: str) -> Answers:
-        """Return the conversations of one split; see :class:`Answers` for its fields."""
-        # The fields that are not tensors are stored together, as the bytes of a JSON list.
-        references, limit, measures, ends = json.loads(arrays[f"{split}.{_METADATA}"].numpy().tobytes())
+    def answers_of(split: str) -> Answers:
+        """Return the conversations of one split; the fields that are not tensors are stored as a JSON list."""
+        metadata = arrays[f"{split}.{_METADATA}"].numpy().tobytes()
+        references, limit, measures, ends = json.loads(metadata)
         return Answers(
             windows=arrays[f"{split}.windows"],
             owners=arrays[f"{split}.owners"],
@@ -109,8 +109,7 @@ def _answers_from_arrays(name: str, arrays: Arrays) -> UserAnswers:
             ends=tuple(ends),
         )
 
-    train, valid, test = (of_split(split) for split in SPLITS)
-    return UserAnswers(name=name, train=train, valid=valid, test=test)
+    return UserAnswers(name=name, train=answers_of("train"), valid=answers_of("valid"), test=answers_of("test"))
 
 
 def _totals_of_answers(user: UserAnswers) -> Mapping[str, int]:
@@ -129,7 +128,8 @@ def _arrays_of_samples(user: UserSamples) -> Arrays:
     arrays: dict[str, Tensor] = {}
     for split in SPLITS:
         samples = user.split(split)
-        arrays |= {f"{split}.inputs": samples.inputs, f"{split}.targets": samples.targets}
+        arrays[f"{split}.inputs"] = samples.inputs
+        arrays[f"{split}.targets"] = samples.targets
     return arrays
 
 
@@ -468,7 +468,7 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
         about = {
             SUMMARY_WARNINGS: warnings,
             READING_WARNINGS: recorder.repeated,
-            "skipped": reader.left_out.count,
+            "skipped": reader.skipped_users.count,
             **facts,
         }
         writer.finish(about)
@@ -640,7 +640,9 @@ def _delete_unused(cache: Path) -> None:
     """Delete populations that were not used for 30 days; each use sets the time of their ``about.json``."""
     for about_file in cache.glob(f"*/{ABOUT}"):
         population = about_file.parent
-        # Another process may have deleted it already, or may hold the lock to use it.
-        with suppress(FileNotFoundError, Timeout), FileLock(cache / f"{population.name}.lock", blocking=False):
-            if time.time() - about_file.stat().st_mtime > _DAYS_UNUSED * 86400:
+        lock = FileLock(cache / f"{population.name}.lock", blocking=False)
+        # Another process may have deleted the population already, or may hold the lock to use it.
+        with suppress(FileNotFoundError, Timeout), lock:
+            seconds_unused = time.time() - about_file.stat().st_mtime
+            if seconds_unused > _DAYS_UNUSED * 86400:
                 shutil.rmtree(population, ignore_errors=True)

@@ -65,12 +65,14 @@ class BadRows:
     """
 
     def __init__(self, policy: OnBadRow = "refuse"):
-        """Start without bad rows; ``policy`` says whether :meth:`report` refuses or skips the rows that it finds."""
-        self.policy, self.count = policy, 0
+        """Start without bad rows."""
+        self.policy = policy
+        self.count = 0
+        """Number of bad rows since the last call of :meth:`report`."""
+        self.problems: list[tuple[str, str]] = []
+        """Place and problem of the first 1,000 of them."""
         self.skipped = 0
         """Number of rows skipped so far, over all calls of :meth:`report`."""
-        self.problems: list[tuple[str, str]] = []
-        """Place and problem of each bad row, up to the first 1,000."""
         self.remarks: dict[str, tuple[int, str]] = {}
         """Number of rows and place of the first, by the text of a note on rows that are used."""
 
@@ -101,17 +103,17 @@ class BadRows:
         if self.count <= MAX_REFUSED_ROWS:
             self.problems.append((where, problem))
         if self.policy == "refuse" and self.count == MAX_REFUSED_ROWS:
-            self.report()
+            self.report()  # raises the error
 
-    def remark(self, where: str, what: str) -> None:
+    def remark(self, where: str, text: str) -> None:
         """Count a row that is used but unusual, for a warning.
 
         Args:
             where: Place of the row.
-            what: Text of the remark. Each text is logged once, with the number of its rows and the first place.
+            text: Text of the remark. Each text is logged once, with the number of its rows and the first place.
         """
-        count, first_place = self.remarks.get(what, (0, where))
-        self.remarks[what] = count + 1, first_place
+        num_rows, first_place = self.remarks.get(text, (0, where))
+        self.remarks[text] = num_rows + 1, first_place
 
     def report(self) -> None:
         """Log the remarks, then raise an error that lists the bad rows, or warn that they are skipped; clear both.

@@ -319,15 +319,15 @@ def _documents_in_train(
     words_of_documents = [split_words(document) for document in documents]
     hashes, document_of_hash = hash_shingles(words_of_documents)
     is_in_train = np.isin(hashes, train_shingles)
-    # Number of shingles per document, those in train and all.
+    num_shingles = np.bincount(document_of_hash, minlength=len(documents))  # of each document
     num_in_train = np.bincount(document_of_hash[is_in_train], minlength=len(documents))
-    num_shingles = np.bincount(document_of_hash, minlength=len(documents))
-    is_mostly_in_train = 2 * num_in_train > num_shingles
-    return [
-        document
-        for document, words, is_mostly in zip(documents, words_of_documents, is_mostly_in_train, strict=True)
-        if is_mostly or " ".join(words) in train_texts
-    ]
+    found: list[str] = []
+    for number, document in enumerate(documents):
+        is_mostly_in_train = 2 * num_in_train[number] > num_shingles[number]
+        is_entirely_in_train = " ".join(words_of_documents[number]) in train_texts
+        if is_mostly_in_train or is_entirely_in_train:
+            found.append(document)
+    return found
 
 
 def mixture_quota(sizes: Mapping[str, int], split: str) -> int:

@@ -350,19 +350,26 @@ class SmallUserFilter(Generic[User]):
     """Phrase for messages about skipped users, such as "too little text"."""
 
     def __init__(self, *, skips: bool):
-        """Create a filter that has seen no user; without ``skips`` it lets all users pass."""
+        """Create a filter that has seen no user.
+
+        Args:
+            skips: Skip users with too little data; otherwise let all users pass.
+        """
         self.skips = skips
-        self.num_users = 0  # users seen so far, including the skipped ones
-        self.left_out = FirstUsers()  # number of skipped users, and what the first ones have too little of
-        self.on_skip: Callable[[str, str], object] = lambda name, what: None
+        self.num_users = 0
+        """Number of users seen so far, including the skipped ones."""
+        self.skipped_users = FirstUsers()
+        """Number of skipped users, and what the first ones have too little of."""
+        self.on_skip: Callable[[str, str], object] = lambda name, shortage: None
         """Called with the name of each skipped user, and what it has too little of."""
-        self._left_out_line = ""  # warning about skipped users, set by require_some after the last user
+        self._skip_warning = ""
+        """Warning about skipped users, set by :meth:`raise_if_all_skipped`."""
 
     def shortage(self, user: User) -> object:
         """Return what a user has too little of (see :func:`describe_shortage`); None if the user has enough data."""
         return None
 
-    def has_enough(self, user: User) -> bool:
+    def admit(self, user: User) -> bool:
         """Count a user and return True, or record the user as skipped and return False.
 
         Users are skipped if they have too little data and the filter was created with ``skips``.
@@ -373,30 +380,30 @@ class SmallUserFilter(Generic[User]):
         shortage = self.shortage(user)
         if shortage is None:
             return True
-        self.left_out.add(user.name, shortage)
+        self.skipped_users.add(user.name, shortage)
         self.on_skip(user.name, describe_shortage(shortage))
         return False
 
-    def require_some(self) -> None:
+    def raise_if_all_skipped(self) -> None:
         """Raise an error if all users are skipped; otherwise store the warning about the skipped ones.
 
-        Call it after the last user. The warning is in ``left_out_lines``.
+        Call it after the last user. The warning is in ``skip_warnings``.
 
         Raises:
             DataError: All users are skipped.
         """
-        num_skipped = self.left_out.count
+        num_skipped = self.skipped_users.count
         if not self.skips or num_skipped == 0:
             return
-        num_users, listed = self.num_users, self.left_out.listed
-        if num_skipped == num_users:
-            raise DataError(f"all {num_users} users have {self.too_little}: {listed}")
-        self._left_out_line = f"skipped {num_skipped} of {num_users} users, which have {self.too_little}: {listed}"
+        listed = self.skipped_users.listed
+        if num_skipped == self.num_users:
+            raise DataError(f"all {self.num_users} users have {self.too_little}: {listed}")
+        self._skip_warning = f"skipped {num_skipped} of {self.num_users} users, which have {self.too_little}: {listed}"
 
     @property
-    def left_out_lines(self) -> list[str]:
+    def skip_warnings(self) -> list[str]:
         """Warning about skipped users, as a list of zero or one lines."""
-        return [self._left_out_line] if self._left_out_line else []
+        return [self._skip_warning] if self._skip_warning else []
 
 
 class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
@@ -488,7 +495,7 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         Raises:
             DataError: The users are inconsistent with each other.
         """
-        return {}, self.left_out_lines
+        return {}, self.skip_warnings
 
     def common(self, users: Sequence[User], facts: Mapping[str, Any]) -> object:
         """Return what users have in common besides the base model; ``facts`` is the first result of :meth:`summary`."""
@@ -509,10 +516,10 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """
         for unencoded in unencoded_users:
             user = self.encode(unencoded)
-            is_skipped = not self.has_enough(user)
+            is_skipped = not self.admit(user)
             if not is_skipped:
                 self.check(user)
                 yield unencoded, user
             del unencoded, user  # free memory before the next user is read
         self.report()
-        self.require_some()
+        self.raise_if_all_skipped()

@@ -584,7 +584,7 @@ class _UnencodedReader(ConversationReader):
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """Return warnings about skipped users."""
-        return {}, self.left_out_lines
+        return {}, self.skip_warnings
 
 
 def _no_base() -> Base:

@@ -697,7 +697,7 @@ class DocumentsReader(LanguageReader[Read, User]):
         facts: dict[str, Any] = {}
         if self.bad_rows.skipped:
             facts["skipped_rows"] = self.bad_rows.skipped
-        warnings = list(self.left_out_lines)
+        warnings = list(self.skip_warnings)
         num_users = self.overlaps.count
         if num_users > 0:
             warnings.append(f"{num_users} users have held-out {self.documents} {REPEATED}: {self.overlaps.listed}")
@@ -737,9 +737,9 @@ class TextReader(DocumentsReader[UserText, UserData]):
         mixture = Mixture(rows.documents, self.seed)
         try:
             for text in users:
-                if not self.skips or self.has_enough(self.encode(text)):
+                if not self.skips or self.admit(self.encode(text)):
                     mixture.add(text)
-            self.require_some()
+            self.raise_if_all_skipped()
             self.skips = False  # the small users are skipped already; no other may be, as its text is in the mixtures
             yield from mixture.texts()
         finally:
