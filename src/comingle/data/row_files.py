@@ -173,6 +173,12 @@ Row = Mapping[str, Any]
 PlacedRows = Iterator[tuple[str, Row]]
 """Rows with their places in the file, such as ``line 3``."""
 
+ReadRows = Callable[[BadRows, Sequence[str] | None], PlacedRows]
+"""Function that yields rows, given a collection of bad rows and the columns to read (None for all).
+
+Columnar formats read only these columns; others read all.
+"""
+
 MAX_ROW_CHARACTERS = 64 << 20
 """Largest number of characters of a row; a longer one is an error before it fills memory."""
 
@@ -190,13 +196,13 @@ class Table:
     Args:
         where: Name of the file or data set in messages.
         split: Split of its rows.
-        read: Yields the rows with their places. Columnar formats read only the columns in its second argument.
+        read: Yields the rows with their places.
         columns: Names of the columns, if the format states them.
     """
 
     where: str
     split: str
-    read: Callable[[BadRows, Sequence[str] | None], PlacedRows]
+    read: ReadRows
     columns: tuple[str, ...] | None = None
 
 
@@ -225,17 +231,9 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, extr
     if suffix == ".parquet":
         columns, read = _open_parquet(path)
     elif suffix in (".csv", ".tsv"):
-        sep = sep or ("\t" if suffix == ".tsv" else ",")
-        columns = _csv_columns(path, sep)
-
-        def read(bad_rows: BadRows, _columns: Sequence[str] | None) -> PlacedRows:
-            return read_csv(path, sep, bad_rows)
+        columns, read = _open_csv_table(path, sep or ("\t" if suffix == ".tsv" else ","))
     else:
-        columns = None
-
-        def read(bad_rows: BadRows, _columns: Sequence[str] | None) -> PlacedRows:
-            return read_json(path, bad_rows)
-
+        columns, read = None, _json_reader(path)
     if not extra_columns:
         return Table(where=str(path), split=split, read=read, columns=columns)
 
@@ -246,6 +244,24 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, extr
 
     all_columns = None if columns is None else (*extra_columns, *columns)
     return Table(where=str(path), split=split, read=read_extended, columns=all_columns)
+
+
+def _json_reader(path: Path) -> ReadRows:
+    """Return a function for ``Table.read`` that reads a JSON file."""
+
+    def read(bad_rows: BadRows, _columns_to_read: Sequence[str] | None) -> PlacedRows:
+        return read_json(path, bad_rows)
+
+    return read
+
+
+def _open_csv_table(path: Path, sep: str) -> tuple[tuple[str, ...], ReadRows]:
+    """Return the columns of a CSV file, and a function for ``Table.read``."""
+
+    def read(bad_rows: BadRows, _columns_to_read: Sequence[str] | None) -> PlacedRows:
+        return read_csv(path, sep, bad_rows)
+
+    return _csv_columns(path, sep), read
 
 
 def read_name(value: object, column: str) -> str:
@@ -576,7 +592,7 @@ def _open_csv(path: Path, sep: str) -> Iterator[tuple[list[str], Iterator[tuple[
 # -------------------------------------------------------------------- Parquet
 
 
-def _open_parquet(path: Path) -> tuple[tuple[str, ...], Callable[[BadRows, Sequence[str] | None], PlacedRows]]:
+def _open_parquet(path: Path) -> tuple[tuple[str, ...], ReadRows]:
     """Return the columns of a Parquet file, and a reader of its rows.
 
     Returns:

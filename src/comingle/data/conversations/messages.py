@@ -80,10 +80,9 @@ class Columns:
         if not isinstance(response, str):
             response = cls.response
         prompts = [prompt] if isinstance(prompt, str) else prompt
-        is_valid = isinstance(prompts, list | tuple) and all(isinstance(name, str) for name in prompts)
-        if not is_valid or not prompts:
-            prompts = cls.prompt
-        return cls(messages=messages, prompt=tuple(prompts), response=response)
+        if not isinstance(prompts, list | tuple) or not all(isinstance(name, str) for name in prompts):
+            prompts = ()
+        return cls(messages=messages, prompt=tuple(prompts) or cls.prompt, response=response)
 
     @property
     def are_named(self) -> bool:
@@ -284,17 +283,17 @@ def _read_messages(value: object, column: str, remark: Remark) -> list[MessageRe
     Raises:
         ValueError: The value is not a list of valid messages.
     """
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not all(isinstance(record, Mapping) for record in value):
+    records = value if isinstance(value, Sequence) and not isinstance(value, str) else None
+    if records is None or not all(isinstance(record, Mapping) for record in records):
         raise ValueError(f"{column} is {reprlib.repr(value)}; allowed: a list of messages with role and content")
     messages: list[MessageRecord] = []
     unused_keys: list[str] = []
-    for number, record in enumerate(value):
+    for number, record in enumerate(records):
         message = _read_message(record, f"{column}[{number}]", remark)
         messages.append(message)
         unused_keys += [key for key, content in record.items() if key not in _KEYS and _is_value(content)]
     # The key "name" is used only in messages of tools; in the remark, it follows the keys that are never used.
-    for record, message in zip(value, messages, strict=True):
+    for record, message in zip(records, messages, strict=True):
         if _is_value(record.get("name")) and message["role"] != "tool":
             unused_keys.append("name")
     if unused_keys:
@@ -401,9 +400,9 @@ def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[st
     """
     if not _is_value(value):
         return [], False
-    calls = _from_json(value)
-    is_list_of_mappings = isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)
-    if role != ASSISTANT or not is_list_of_mappings:
+    parsed_value = _from_json(value)
+    calls = parsed_value if isinstance(parsed_value, list | tuple) else None
+    if role != ASSISTANT or calls is None or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"{where} is {reprlib.repr(value)}; allowed: on responses, a list of functions with a name")
     normalised: list[dict[str, object]] = []
     has_nameless_calls = False
@@ -415,9 +414,9 @@ def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[st
             function = dict(call["function"])
         else:
             function = {key: call[key] for key in ("name", "arguments") if key in call}
-        parsed = _from_json(function.get("arguments"))
-        if isinstance(parsed, Mapping):
-            function["arguments"] = parsed
+        arguments = _from_json(function.get("arguments"))
+        if isinstance(arguments, Mapping):
+            function["arguments"] = arguments
         else:
             function["arguments"] = function.get("arguments") or {}
         id_and_type = {key: call[key] for key in ("id", "type") if _is_value(call.get(key))}

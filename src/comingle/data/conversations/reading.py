@@ -531,8 +531,8 @@ def has_messages(data: object, columns: Columns) -> bool:
     if isinstance(data, Mapping):
         return bool(data) and all(has_messages(rows_of_split, columns) for rows_of_split in data.values())
     if hasattr(data, "column_names"):  # a Dataset
-        names: Any = data.column_names or ()
-        return columns.has(list(names))
+        names: Any = getattr(data, "column_names", None)
+        return columns.has(list(names or ()))
     if not isinstance(data, list | tuple) or not data:
         return False
     first_row = data[0]
