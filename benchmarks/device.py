@@ -3,6 +3,7 @@
     python benchmarks/device.py --base BASE
     python benchmarks/device.py --base BASE --dtype bfloat16 --rounds 3
     python benchmarks/device.py --base BASE --other main~5      (the same of another commit, in turns)
+    python benchmarks/device.py --base BASE --serve             (its model answers requests meanwhile)
 
 A server and two users run as typed commands. The first user joins and waits for the second, which is the idle time;
 then both train. Memory is that of all processes of the first user together, as PSS: shared pages are divided among the
@@ -14,12 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -34,6 +37,7 @@ from compare_commits import checkout, environment
 
 HERE = Path(__file__).parents[1]
 CHARACTERS = 80_000
+PROMPT, ANSWER_TOKENS = "def main() -> None:", 32
 _SAMPLE_SECONDS = 0.2
 _LIMIT_SECONDS = 1800.0
 
@@ -100,6 +104,10 @@ def measure_first(asked: argparse.Namespace, variables: Mapping[str, str]) -> di
             file.write_text(yaml.safe_dump({"name": name, "data": str(path), "state": str(folder / name), **common}))
             clients.append(("client", file))
         first, *others = clients
+        serving_port = free_port()
+        if asked.serve:
+            first = (*first, "--serve", serving_port)
+        answers = AnswerTimes(serving_port, next(iter(users)))
         with _command(folder, "server", server, variables) as serving:
             began = time.monotonic()
             log = partial(_text, folder, "first")
@@ -110,12 +118,17 @@ def measure_first(asked: argparse.Namespace, variables: Mapping[str, str]) -> di
                 _wait(lambda: "has joined" in _text(folder, "server"), process, log)
                 joined = time.monotonic() - began
                 time.sleep(asked.settle)
+                if asked.serve:
+                    answers.measure(asked.answers)
+                    idle_answers = answers.reset()
                 join_peak, server_before = monitor.reset_peak(), _cpu_seconds(serving.pid)
                 found = monitor.idle(asked.idle)
                 server_idle = (_cpu_seconds(serving.pid) - server_before) / asked.idle
                 with ExitStack() as stack:
                     for number, other in enumerate(others):
                         stack.enter_context(command(f"other{number}", other))
+                    if asked.serve:
+                        stack.enter_context(answers.measured_meanwhile(lambda: "round 1" in log()))
                     _wait(lambda: serving.poll() is not None, process, log, ends=True)
                     peak = monitor.reset_peak()
                 if serving.returncode or process.wait(60):
@@ -132,6 +145,7 @@ def measure_first(asked: argparse.Namespace, variables: Mapping[str, str]) -> di
             "server_idle_cpu_percent": round(100 * server_idle, 2),
             "join_peak_mib": join_peak,
             "rounds_peak_mib": peak,
+            **({"idle_answers": idle_answers, "answers_in_rounds": answers.reset()} if asked.serve else {}),
         }
 
 
@@ -170,6 +184,61 @@ class Monitor:
     def _watch(self) -> None:
         while not self._ended.wait(_SAMPLE_SECONDS):
             self._peak = max(self._peak, sum(map(_pss, _tree(self._pid))))
+
+
+class AnswerTimes:
+    """Seconds per token of the answers of a model that a client serves."""
+
+    def __init__(self, port: int, name: str) -> None:
+        self._url, self._name = f"http://127.0.0.1:{port}/v1/completions", name
+        self._first: list[float] = []  # seconds to the first token of each answer
+        self._others: list[float] = []  # mean seconds to each further token
+
+    def measure(self, count: int) -> None:
+        """Request some answers, one after another."""
+        for _ in range(count):
+            self._request()
+
+    def reset(self) -> dict[str, float]:
+        """Return the number of answers, and the medians in milliseconds; forget them."""
+        found: dict[str, float] = {"count": len(self._first)}
+        if self._first:
+            found["first_token_ms"] = round(1000 * statistics.median(self._first), 1)
+            found["further_token_ms"] = round(1000 * statistics.median(self._others), 1)
+        self._first, self._others = [], []
+        return found
+
+    @contextmanager
+    def measured_meanwhile(self, begun: Callable[[], bool]) -> Iterator[None]:
+        """Request answers in a thread, from the time at which ``begun`` is true to the end of the context."""
+        ended = threading.Event()
+
+        def request_all() -> None:
+            while not ended.wait(0.2):
+                if begun():
+                    with suppress(OSError):  # the client has ended
+                        self._request()
+
+        thread = threading.Thread(target=request_all, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _request(self) -> None:
+        """Request an answer as a stream, and record the times between its tokens."""
+        body = {"model": self._name, "prompt": PROMPT, "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": True}
+        request = urllib.request.Request(self._url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        times = [time.perf_counter()]
+        with urllib.request.urlopen(request, timeout=120) as response:
+            for line in response:
+                if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["finish_reason"] is None:
+                    times.append(time.perf_counter())
+        if len(times) > 2:
+            self._first.append(times[1] - times[0])
+            self._others.append((times[-1] - times[1]) / (len(times) - 2))
 
 
 def _tree(pid: int) -> list[psutil.Process]:
@@ -248,7 +317,7 @@ def _write_files(asked: argparse.Namespace, folder: Path) -> dict[str, Path]:
     users = {f"user{number}": folder / f"user{number}.txt" for number in range(asked.users)}
     for number, path in enumerate(users.values()):
         path.write_text(text[number * CHARACTERS : (number + 1) * CHARACTERS], encoding="utf-8")
-    plan = {
+    plan: dict[str, Any] = {
         "participants": list(users),
         "network": {"min_participants": len(users), "join_timeout": 600},
         "base": asked.base,
@@ -257,6 +326,9 @@ def _write_files(asked: argparse.Namespace, folder: Path) -> dict[str, Path]:
         "evaluation": {"every": asked.rounds, "first": False},
         "runtime": {"dtype": asked.dtype},
     }
+    if asked.serve:  # others take little time, as they share the cores with the one that is measured
+        first, *others = users
+        plan["training"]["local_steps"] = {first: asked.steps, **dict.fromkeys(others, 1)}
     if asked.quantise != "none":
         plan["quantise"] = asked.quantise
     if asked.memory:  # the clients choose what is not set
@@ -279,6 +351,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--method", default="comigs-1g1s")
     parser.add_argument("--settle", type=float, default=10.0, help="Seconds between joining and the idle measurement.")
     parser.add_argument("--idle", type=float, default=20.0, help="Seconds of the idle measurement.")
+    parser.add_argument("--serve", action="store_true", help="Request answers of the first client's model meanwhile.")
+    parser.add_argument("--answers", type=int, default=5, help="Answers in the idle time, with --serve.")
     parser.add_argument("--other", help="Another commit to measure as well.")
     return parser.parse_args()
 

@@ -40,6 +40,7 @@ from comingle.data.conversations.encoding import Answers, UserAnswers, widen
 from comingle.data.populations import as_users
 from comingle.data.text.streams import UserData
 from comingle.methods.base import Method
+from comingle.models.hardware import without_compiling
 from comingle.models.scoring import PAD, begin_windows, hide
 from comingle.privacy.accounting import Work
 from comingle.protocol.messages import Upload, decompress, fill_ranks
@@ -247,7 +248,7 @@ class Attacker:
             assign(model.layout.views(rows), model.layout, self.clients.method.shared, observed)
         windows = self._with_begin_token(windows.long())
         summed_losses = []
-        with torch.compiler.set_stance("force_eager"):  # not compiled: these shapes occur only here
+        with without_compiling():  # not compiled: these shapes occur only here
             for part in windows.split(_WINDOWS_AT_ONCE, dim=1):
                 losses_of_tokens = model.predict(model.tensors(rows), list(users), part.to(model.device))
                 summed_losses.append(losses_of_tokens.sum(-1))

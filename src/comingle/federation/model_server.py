@@ -88,7 +88,7 @@ class ModelServer:
 
     def close(self) -> None:
         """End the server; an answer in progress is cut off."""
-        self._server.should_exit = True
+        self._server.stop()
         self._thread.join()
         self._socket.close()
         if self._app is not None:
@@ -97,13 +97,14 @@ class ModelServer:
     @staticmethod
     def _make_app(store: ClientStore, personal: PersonalModel) -> FastAPI:
         """Return the API with its first model."""
+        from comingle.models.hardware import return_freed_memory
         from comingle.serving.api import make_app
         from comingle.serving.engine import Engine
         from comingle.serving.models import answers_messages
 
         engine = Engine({personal.name: personal}, rows=LIMITS.rows)
         answers = answers_messages(store.recipe, personal.model.base)
-        return make_app(engine, Keys(engine.models, None), LIMITS, answers=answers)
+        return make_app(engine, Keys(engine.models, None), LIMITS, answers=answers, when_idle=return_freed_memory)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the API, or refuse it if there is no model yet."""

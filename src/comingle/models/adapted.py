@@ -21,6 +21,7 @@ from comingle.config.settings import AdaptersSection, Gating
 from comingle.models import routing
 from comingle.models.base import Base
 from comingle.models.generation import continue_greedily
+from comingle.models.hardware import without_compiling
 from comingle.models.injection import Adapters, ExpertCounts, inject
 from comingle.models.kernels import expert_mlp
 from comingle.models.layouts import decoder_layers
@@ -75,7 +76,7 @@ class AdapterRouting(TokenRouting):
         """
         without_routers = {name: t for name, t in tensors.items() if not name.endswith(f".{ROUTER}")}
         self.adapters.bind(without_routers, users)
-        with routing.record_router_inputs(self.adapters) as recorded, torch.compiler.set_stance("force_eager"):
+        with routing.record_router_inputs(self.adapters) as recorded, without_compiling():
             self.backbone(input_ids=inputs_of(batch).flatten(0, 1), use_cache=False)
         num_users, num_windows, window = batch.shape
         context = window - 1
@@ -229,7 +230,7 @@ class AdaptedModel(AdapterRouting, Model):
         """
         num_users, num_prompts, _width = prompts.shape
         prompts = prompts.to(self.device)
-        with torch.compiler.set_stance("force_eager"):  # the length grows with each token: do not compile
+        with without_compiling():  # the length grows with each token: do not compile
             self.adapters.bind(tensors, users)
             new_tokens = continue_greedily(self.network, prompts.flatten(0, 1), limit)
         return new_tokens.view(num_users, num_prompts, -1)

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from comingle.models.adapted import AdaptedModel, Windows
 from comingle.models.base import Base
 from comingle.models.generation import continue_greedily
+from comingle.models.hardware import without_compiling
 from comingle.models.lora import init_zero
 from comingle.models.model import FakeWeights, Model
 from comingle.models.pretrained import PreTrainedModel
@@ -223,7 +224,7 @@ class EnsembleModel(Model):
         num_users, num_prompts, _width = prompts.shape
         prompts = prompts.to(self.device)
         # The length grows with each token: do not compile.
-        with torch.compiler.set_stance("force_eager"), self.mixed_network(tensors, users) as network:
+        with without_compiling(), self.mixed_network(tensors, users) as network:
             new_tokens = continue_greedily(network, prompts.flatten(0, 1), limit)
         return new_tokens.view(num_users, num_prompts, -1)
 

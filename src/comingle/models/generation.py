@@ -19,6 +19,7 @@ from torch import Tensor
 
 from comingle.models.base import Base, rows_of
 from comingle.models.chat_templates import require_characters
+from comingle.models.hardware import without_compiling
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError, RecipeError, did_you_mean, is_number
@@ -374,7 +375,7 @@ def continue_texts(
         contexts=contexts,
     )
     # Eager, as the length changes with each token.
-    with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=needs_padding):
+    with without_compiling(), padded_attention(network, padded=needs_padding):
         tokens = _generate_batch(
             network,
             torch.tensor(padded, device=device),

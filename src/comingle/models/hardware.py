@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,14 @@ from comingle.utils.errors import BaseModelError, RecipeError
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 ATTENTIONS = ("eager", "sdpa")
+
+
+def without_compiling() -> AbstractContextManager[object]:
+    """Return a context that runs compiled modules eagerly, for inputs whose shapes would each be compiled anew.
+
+    Nothing is compiled before torch's compiler is imported. Then the context does nothing: the import takes 60 MB.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _CgroupFiles(NamedTuple):

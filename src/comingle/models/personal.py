@@ -21,7 +21,7 @@ from comingle.models.chat_templates import ROLES, ChatTemplate, Message, require
 from comingle.models.ensembles import NO_SINGLE_MODEL, EnsembleModel
 from comingle.models.floral.model import FloralModel
 from comingle.models.generation import as_tuple, check_context_length, continue_texts, read_sampling
-from comingle.models.hardware import torch_defaults
+from comingle.models.hardware import torch_defaults, without_compiling
 from comingle.models.pretrained import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.routing import Routing, pieces, route
 from comingle.models.scoring import SampleScore, Score, score_streams
@@ -549,7 +549,7 @@ class PersonalModel(Personal):
             DataError: A token has no row in the base's embedding.
         """
         self.model.base.require_rows(tokens.flatten().tolist(), "the tokens")
-        with self.generating() as network, torch.compiler.set_stance("force_eager"):
+        with self.generating() as network, without_compiling():
             return network(input_ids=tokens.to(self.model.base.device), use_cache=False).logits
 
     @overload
@@ -763,7 +763,7 @@ class PersonalModel(Personal):
             gates_of_users = routing.gates(adapters)  # (layers, users, n, experts), of the only bound user
             return gates_of_users[:, 0, :, : len(expert_names)]  # without padding of the expert axis
 
-        with routing.record_gates(adapters), torch.compiler.set_stance("force_eager"):
+        with routing.record_gates(adapters), without_compiling():
             gates = route(gates_of, tokens, context=context, begin=begin)
         token_texts = pieces(self._tokenizer, tokens.tolist())
         return Routing(tokens=tuple(token_texts), experts=tuple(expert_names), gates=gates)

@@ -28,6 +28,7 @@ from comingle.models.floral.layers import Pairs, centre, precondition
 from comingle.models.floral.model import FloralModel, initialisers, roles
 from comingle.models.floral.wrapper import floral
 from comingle.models.generation import continue_greedily
+from comingle.models.hardware import without_compiling
 from comingle.models.loading import Head, backbone, lm_head
 from comingle.models.lora import init_zero
 from comingle.models.loss import cross_entropy
@@ -744,7 +745,7 @@ class MixedLanguageModel(StackedModel):
             limit: Largest number of new tokens.
         """
         continuations = []
-        with torch.compiler.set_stance("force_eager"):  # lengths change with every token
+        with without_compiling():  # lengths change with every token
             for row, user_prompts in enumerate(prompts.to(self.device)):
                 user_tensors = {name: t[row : row + 1] for name, t in tensors.items()}
                 user_model = self.of_one_user(user_tensors)

@@ -32,6 +32,7 @@ from comingle.models.generation import (
     stop_tokens,
     truncate_at,
 )
+from comingle.models.hardware import without_compiling
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.models.routing import Routing
@@ -336,7 +337,7 @@ class Engine:
             if self.active[number].request.cancelled:
                 self._free_row(number)
         # Lengths change with every token, so compiling for each would cost more than it saves.
-        with torch.compiler.set_stance("force_eager"), padded_attention(self.network):
+        with without_compiling(), padded_attention(self.network):
             self._add_waiting()
             if self.active:
                 self._decode()

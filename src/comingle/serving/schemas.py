@@ -430,14 +430,15 @@ class Overloaded(Exception):
 class Worker:
     """Runs an engine in a thread of its own; at most ``queue`` requests wait for a row."""
 
-    def __init__(self, engine: Engine, *, queue: int) -> None:
+    def __init__(self, engine: Engine, *, queue: int, when_idle: Callable[[], object] = lambda: None) -> None:
         """Start the thread.
 
         Args:
             engine: The engine, which no other thread may use from now on.
             queue: Largest number of requests that wait for a row.
+            when_idle: Called by the thread when all requests have been answered.
         """
-        self.engine, self.queue = engine, queue
+        self.engine, self.queue, self._when_idle = engine, queue, when_idle
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # functions to call between two steps
         self._changed = threading.Condition()  # notified of new requests and jobs, and at the end
         self._closed = False
@@ -498,6 +499,8 @@ class Worker:
             try:
                 if self.engine.busy:
                     self.engine.step()
+                    if not self.engine.busy:
+                        self._when_idle()
             except Exception as error:  # Fail the current requests, and keep answering later ones.
                 logger.exception("a generation step failed")
                 self.engine.fail_all(error)

@@ -26,7 +26,7 @@ from comingle.models import routing
 from comingle.models.adapted import AdaptedModel
 from comingle.models.base import Base
 from comingle.models.generation import as_tuple
-from comingle.models.hardware import DTYPES
+from comingle.models.hardware import DTYPES, without_compiling
 from comingle.models.loading import GIVEN, is_public, quiet_transformers
 from comingle.models.personal import (
     CONVERSATIONS,
@@ -371,7 +371,7 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
         return torch.cat(last_gates, 1)
 
     # Compiled code does not record gates.
-    with routing.record_gates(model.adapters), torch.compiler.set_stance("force_eager"):
+    with routing.record_gates(model.adapters), without_compiling():
         score = source.model_info.validate(_personal_losses(source, last_gates), gates_of_last_batch)
     present = model.adapters.present[source.row]
     mean_gates = score.expert_scores  # the score averages the gates that it gets, by layer and expert
