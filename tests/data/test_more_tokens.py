@@ -17,10 +17,10 @@ import comingle
 from comingle.models.loading import load_base
 from comingle.models.random_bases import byte_tokenizer
 from comingle.models.scoring import hide
+from comingle.serving.access import Keys, Limits
 from comingle.serving.answers import Prompts
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
-from comingle.serving.keys import Keys, Limits
 from comingle.utils.errors import DataError
 
 ROWS, START = 259, "<|im_start|>"

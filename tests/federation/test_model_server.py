@@ -23,7 +23,7 @@ from comingle.federation.client_store import ClientStore
 from comingle.federation.model_server import ModelServer, model_of_all_users, personal_model
 from comingle.federation.run_folder import run_federation
 from comingle.models.generation import read_sampling
-from comingle.serving.api import listen
+from comingle.serving.access import listen
 from comingle.serving.engine import Engine, Piece, Request
 from comingle.utils.errors import RunError
 

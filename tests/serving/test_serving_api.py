@@ -21,9 +21,9 @@ import uvicorn
 from comingle.models.generation import Sampling, encode_prompt
 from comingle.models.loading import load_base
 from comingle.models.random_bases import byte_tokenizer
-from comingle.serving.api import listen, make_app
+from comingle.serving.access import Keys, Limits, Rates, listen
+from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
-from comingle.serving.keys import Keys, Limits, Rates
 
 KEYS = {"ann": "sk-of-ann-0123456789", "bob": "sk-of-bob-0123456789"}
 HELLO: Any = [{"role": "user", "content": "hello there"}]

@@ -12,9 +12,9 @@ from test_serving_api import KEYS, serving
 
 from browsers import chromium
 from comingle.models.routing import pieces
+from comingle.serving.access import Keys, Limits
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
-from comingle.serving.keys import Keys, Limits
 
 pytestmark = pytest.mark.slow
 

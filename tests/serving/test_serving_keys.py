@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import comingle as library
-from comingle.serving.keys import check_host, is_loopback, make_keys, read_keys
+from comingle.serving.access import check_host, is_loopback, make_keys, read_keys
 
 
 @pytest.mark.parametrize(

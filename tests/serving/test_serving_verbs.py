@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 import comingle as library
-from comingle.serving.keys import read_keys
+from comingle.serving.access import read_keys
 from comingle.utils.errors import DataError
 
 

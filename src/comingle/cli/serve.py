@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comingle.cli.options import console, finite
-from comingle.serving.keys import Limits, check_host, read_keys
+from comingle.serving.access import Limits, check_host, read_keys
 from comingle.utils.errors import ComingleError, RecipeError, require_user
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def serve(
 ) -> None:
     """Serve all users' models over one base as an OpenAI-compatible API, with a chat page at /."""
     require_serving_packages("serve")
-    from comingle.serving.api import listen
+    from comingle.serving.access import listen
+    from comingle.serving.access import make_keys as write_keys
     from comingle.serving.api import serve as serve_models
-    from comingle.serving.keys import make_keys as write_keys
     from comingle.serving.models import find_run, users_in
 
     names = users_in(find_run(run, method))
@@ -416,9 +416,8 @@ def _show_page(run: Path, method: str | None) -> None:
     require_serving_packages("chat --web")
     import webbrowser
 
-    from comingle.serving.api import listen
+    from comingle.serving.access import Limits, listen
     from comingle.serving.api import serve as serve_models
-    from comingle.serving.keys import Limits
 
     def open_page(url: str) -> None:
         print_addresses(url)

@@ -90,7 +90,9 @@ def take_part(
 
 @contextmanager
 def _serve_models(port: int, say: Callable[[str], None]) -> Iterator[ModelServer]:
-    """Serve the models of this process's users while the context is active."""
+    """Serve the models of this process's users while the context is active. Call it before torch is imported."""
+    # oneDNN keeps the code of a matrix product for each number of tokens so far: 1 MB per token of an answer.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     from comingle.federation.model_server import ModelServer
 
     model_server = ModelServer(port, say)

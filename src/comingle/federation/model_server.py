@@ -6,15 +6,16 @@ training holds in memory. It adds a copy of each user's adapters, and keys and v
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
+import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from comingle.serving.api import listen, url_of, uvicorn_server
-from comingle.serving.keys import Keys, Limits
-from comingle.serving.schemas import ApiError
+from comingle.serving.access import UVICORN_OPTIONS, ApiError, Keys, Limits, listen, url_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -28,6 +29,23 @@ LIMITS = Limits(rows=1)
 
 RETRY_SECONDS = 10
 """When to retry a request that came before the first model."""
+
+
+class LightServer(uvicorn.Server):
+    """A server whose main loop wakes once a second when it is idle; that of uvicorn wakes ten times."""
+
+    async def main_loop(self) -> None:
+        """Renew the date that responses have, until :meth:`stop` is called."""
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        while not self.should_exit:
+            await self.on_tick(0)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), timeout=1.0)
+
+    def stop(self) -> None:
+        """Stop the server, from another thread."""
+        self.should_exit = True
+        self._loop.call_soon_threadsafe(self._stopped.set)
 
 
 class ModelServer:
@@ -54,7 +72,7 @@ class ModelServer:
         self._socket = listen("127.0.0.1", port)
         self.url = url_of(self._socket)
         """Address of the chat page."""
-        self._server = uvicorn_server(self._respond, lifespan="off")
+        self._server = LightServer(uvicorn.Config(self._respond, interface="asgi3", lifespan="off", **UVICORN_OPTIONS))
         run = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=run, name="model server", daemon=True)
         self._thread.start()

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from comingle.methods.base import ROUTERS, Client, ClientHook, Cohort, Method, Phase, Placement, joint
 from comingle.methods.heterogeneous_ranks import Redistribute
+from comingle.methods.partial_sharing import NewOptimisers
 from comingle.methods.server import MODEL_PREFIX, Mean, Received, ServerSetup
 from comingle.methods.settings import BelowOne, Count, NotNegative, Range
-from comingle.methods.single_factor import NewOptimisers
 from comingle.models.lora import init_zero
 from comingle.models.routers import Router
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init, Tree, lora_pairs

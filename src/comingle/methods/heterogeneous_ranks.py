@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.methods.base import Client, ClientHook, Cohort, Method, Placement, joint
+from comingle.methods.partial_sharing import NewOptimisers
 from comingle.methods.server import MODEL_PREFIX, Mean, Received, Server, ServerSetup
 from comingle.methods.settings import BelowOne, NotNegative
-from comingle.methods.single_factor import NewOptimisers
 from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 

@@ -7,10 +7,10 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -18,15 +18,23 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp
 
 from comingle.models.personal import PersonalModel
 from comingle.serving import engine as engines
+from comingle.serving.access import (
+    UVICORN_OPTIONS,
+    ApiError,
+    Keys,
+    Limits,
+    Rates,
+    cross_site_page,
+    hostname,
+    is_loopback,
+    url_of,
+)
 from comingle.serving.answers import Answer, Prompts
 from comingle.serving.engine import Engine
-from comingle.serving.keys import Keys, Limits, Rates, cross_site_page, hostname, is_loopback
 from comingle.serving.schemas import (
-    ApiError,
     ChatRequest,
     CompletionRequest,
     Overloaded,
@@ -39,7 +47,7 @@ from comingle.serving.schemas import (
     stream,
     while_connected,
 )
-from comingle.utils.errors import ComingleError, RunError
+from comingle.utils.errors import ComingleError
 
 PAGE = Path(__file__).parent / "page" / "index.html"
 CONTENT_SECURITY_POLICY = (
@@ -373,25 +381,6 @@ class Service:
         return JSONResponse(answer.body(choices))
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open a socket. Call it before loading a model, so that a port in use is reported at once.
-
-    Raises:
-        RunError: The address is in use or does not exist.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host.strip("[]"), port), family=family, backlog=2048)
-    except OSError as error:
-        raise RunError(f"--host {host} --port {port}: cannot listen there: {error.strerror or error}") from None
-
-
-def url_of(sock: socket.socket) -> str:
-    """Return the URL of a socket for a browser."""
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def serve(
     models: Mapping[str, PersonalModel],
     sock: socket.socket,
@@ -412,42 +401,6 @@ def serve(
         ready: Called with the URL before the first request.
     """
     app = make_app(Engine(models, rows=limits.rows), Keys(models, keys), limits, answers=answers)
-    server = uvicorn_server(app)
+    server = uvicorn.Server(uvicorn.Config(app, **UVICORN_OPTIONS))
     ready(url_of(sock))
     server.run(sockets=[sock])
-
-
-class LightServer(uvicorn.Server):
-    """A server whose main loop wakes once a second when it is idle; that of uvicorn wakes ten times."""
-
-    async def main_loop(self) -> None:
-        """Renew the date that responses have, until :meth:`stop` is called or the process receives a signal to stop."""
-        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        while not self.should_exit:
-            await self.on_tick(0)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), timeout=1.0)
-
-    def stop(self) -> None:
-        """Stop the server, from another thread."""
-        self.should_exit = True
-        self._loop.call_soon_threadsafe(self._stopped.set)
-
-
-def uvicorn_server(app: ASGIApp, *, lifespan: Literal["on", "off"] = "on") -> LightServer:
-    """Return a server of an ASGI application. When it is stopped, answers in progress have 5 seconds to end.
-
-    Args:
-        app: The application.
-        lifespan: Whether to tell the application when the server starts and stops.
-    """
-    config = uvicorn.Config(
-        app,
-        interface="asgi3",
-        lifespan=lifespan,
-        ws="none",  # the API uses no WebSockets
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=5,
-    )
-    return LightServer(config)

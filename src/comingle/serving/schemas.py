@@ -13,11 +13,11 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request as Http
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from comingle.models.generation import Sampling
+from comingle.serving.access import ApiError
 from comingle.serving.answers import DONE, Answer, Choice, event
 from comingle.serving.engine import Engine, Piece, Request
 
@@ -254,56 +254,6 @@ class RouteRequest(_Strict):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     prompt: str | None = None
     text: str = Field(min_length=1)
-
-
-KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
-}
-
-
-class ApiError(Exception):
-    """A request that is refused."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        """Create the error.
-
-        Args:
-            status: HTTP status.
-            message: The error message.
-            code: Error code of the OpenAI API; None if the API has no code for this error.
-            param: The offending key of the request; None if there is none.
-            retry_after: Seconds after which the client may retry; None if a retry does not help.
-        """
-        super().__init__(message)
-        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
-
-    def body(self) -> dict[str, object]:
-        """Return the error body of the OpenAI API."""
-        kind = KINDS.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-    def response(self) -> JSONResponse:
-        """Return the HTTP response."""
-        # HTTP's header has whole seconds; 0 would make clients retry at once.
-        headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body(), status_code=self.status, headers=headers)
 
 
 def invalid_request(error: ValidationError) -> ApiError:

@@ -1,19 +1,23 @@
-"""Keys and rate limits of the server."""
+"""Sockets, keys, limits and error responses of the API server. The module does not import torch."""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from comingle.utils.errors import ComingleError, DataError, RunError, require_user
 from comingle.utils.records import write_text
+
+if TYPE_CHECKING:
+    from fastapi.responses import JSONResponse
 
 logger = logging.getLogger("comingle")
 
@@ -192,3 +196,83 @@ class Rates:
         is_allowed = left >= 1
         self._left[name] = (left - 1 if is_allowed else left, now)
         return 0.0 if is_allowed else (1 - left) * MINUTE / self.rate
+
+
+UVICORN_OPTIONS: dict[str, Any] = {
+    "ws": "none",  # the API uses no WebSockets
+    "log_level": "warning",
+    "access_log": False,
+    "timeout_graceful_shutdown": 5,  # seconds that answers in progress have to end
+}
+"""Options of ``uvicorn.Config`` for the API."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open a socket. Call it before loading a model, so that a port in use is reported at once.
+
+    Raises:
+        RunError: The address is in use or does not exist.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family, backlog=2048)
+    except OSError as error:
+        raise RunError(f"--host {host} --port {port}: cannot listen there: {error.strerror or error}") from None
+
+
+def url_of(sock: socket.socket) -> str:
+    """Return the URL of a socket for a browser."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+class ApiError(Exception):
+    """A request that is refused."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        """Create the error.
+
+        Args:
+            status: HTTP status.
+            message: The error message.
+            code: Error code of the OpenAI API; None if the API has no code for this error.
+            param: The offending key of the request; None if there is none.
+            retry_after: Seconds after which the client may retry; None if a retry does not help.
+        """
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+
+    def body(self) -> dict[str, object]:
+        """Return the error body of the OpenAI API."""
+        kind = KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """Return the HTTP response."""
+        from fastapi.responses import JSONResponse
+
+        # HTTP's header has whole seconds; 0 would make clients retry at once.
+        headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), status_code=self.status, headers=headers)
