@@ -118,9 +118,8 @@ def measure_first(asked: argparse.Namespace, variables: Mapping[str, str]) -> di
                 _wait(lambda: "has joined" in _text(folder, "server"), process, log)
                 joined = time.monotonic() - began
                 time.sleep(asked.settle)
-                if asked.serve:
-                    answers.measure(asked.answers)
-                    idle_answers = answers.reset()
+                answers.measure(asked.answers if asked.serve else 0)
+                idle_answers = answers.reset()
                 join_peak, server_before = monitor.reset_peak(), _cpu_seconds(serving.pid)
                 found = monitor.idle(asked.idle)
                 server_idle = (_cpu_seconds(serving.pid) - server_before) / asked.idle
