@@ -59,7 +59,8 @@ class Base:
         """The begin-of-text token; None if the tokenizer adds none or ``adds_bos`` is False."""
         if self.tokenizer is None or not self.adds_bos:
             return None
-        return next(iter(begin_of(self.tokenizer)), None)
+        begin_tokens = begin_of(self.tokenizer)  # one or none
+        return begin_tokens[0] if begin_tokens else None
 
     @property
     def rows(self) -> int:
@@ -70,28 +71,30 @@ class Base:
         """Raise an error if a token has no row in the embedding, or a predicted token none in the output head.
 
         Args:
-            tokens: A tensor of tokens, which the model reads and predicts; tokens that it only reads are encoded as
-                negative numbers by :func:`~comingle.models.scoring.hide`. Or a sequence of tokens that it only reads.
+            tokens: A tensor of tokens that the model reads and predicts, with hidden tokens that it only reads
+                (:func:`~comingle.models.scoring.hide`); or a sequence of tokens that it only reads.
             source: Where the tokens come from, for the message.
 
         Raises:
             DataError: A token has no row; the message names the first such token.
         """
-        tokens = tokens if isinstance(tokens, Tensor) else hide(torch.tensor(tokens, dtype=torch.int64))
-        if not tokens.numel():
+        if not isinstance(tokens, Tensor):
+            tokens = hide(torch.tensor(tokens, dtype=torch.int64))
+        if tokens.numel() == 0:
             return
-        # Tokens that are only read are negative, the largest token as the smallest number.
-        smallest, largest = (int(end) for end in torch.aminmax(tokens))
-        head: Any = getattr(self.model.get_output_embeddings(), "weight", None)
-        largest_hidden = PAD - 1 - smallest  # decoded as by `hide`
+        smallest, largest = (int(value) for value in torch.aminmax(tokens))
+        largest_hidden = -2 - smallest  # as decoded by `hide`
         if max(largest, largest_hidden) >= self.rows:
             inputs = torch.where(tokens < PAD, hide(tokens), tokens)
-            raise self._missing_row_error("embedding", self.rows, int(inputs[inputs >= self.rows][0]), source)
-        if head is not None and largest >= len(head):
-            raise self._missing_row_error("head", len(head), int(tokens[tokens >= len(head)][0]), source)
+            first_without_row = int(inputs[inputs >= self.rows][0])
+            raise self._missing_row_error("embedding", self.rows, first_without_row, source)
+        head_weight: Any = getattr(self.model.get_output_embeddings(), "weight", None)
+        if head_weight is not None and largest >= len(head_weight):
+            first_without_row = int(tokens[tokens >= len(head_weight)][0])
+            raise self._missing_row_error("head", len(head_weight), first_without_row, source)
 
     def _missing_row_error(self, part: str, rows: int, token: int, source: str) -> DataError:
-        """Return the error for a token ID that is beyond the rows of the embedding or of the output head.
+        """Return the error for a token that has no row in the embedding or in the output head.
 
         Args:
             part: The matrix without a row for the token, "embedding" or "head".
@@ -99,19 +102,23 @@ class Base:
             token: The token ID.
             source: Origin of the token, for the message.
         """
-        size, spelling = "", ""
+        tokenizer_size, token_text = "", ""
         if self.tokenizer is not None:
-            size = f"its tokenizer has {len(self.tokenizer):,} tokens, "  # type: ignore[arg-type]
-            spelling = f" ({self.tokenizer.convert_ids_to_tokens(token)})" if token < len(self.tokenizer) else ""  # type: ignore[arg-type]
-        reason = f"{size}its {part} only {rows:,} rows; call resize_token_embeddings first"
-        return DataError(f"base {self.name}: got token {token}{spelling} in {source}; {reason}")
+            num_tokens = len(self.tokenizer)  # type: ignore[arg-type]
+            tokenizer_size = f"its tokenizer has {num_tokens:,} tokens, "
+            if token < num_tokens:
+                token_text = f" ({self.tokenizer.convert_ids_to_tokens(token)})"
+        reason = f"{tokenizer_size}its {part} only {rows:,} rows; call resize_token_embeddings first"
+        return DataError(f"base {self.name}: got token {token}{token_text} in {source}; {reason}")
 
     @cached_property
     def digest(self) -> str:
         """A digest of the weights; it does not depend on ``dtype`` if there is an ``origin``."""
         if self.origin is None:
             return digest_model(self.model)
-        return digest_folder(self.origin) if isinstance(self.origin, Path) else digest_all(self.origin)
+        if isinstance(self.origin, Path):
+            return digest_folder(self.origin)
+        return digest_all(self.origin)
 
 
 def rows_of(model: PreTrainedModel) -> int:
@@ -132,16 +139,19 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     """
     from transformers import GenerationConfig
 
-    candidates = [getattr(config, "eos_token_id", None) for config in (model.generation_config, model.config)]
-    ends = next((tokens for tokens in candidates if tokens is not None), ())
+    ends = getattr(model.generation_config, "eos_token_id", None)  # a token or a list
+    if ends is None:
+        ends = getattr(model.config, "eos_token_id", None)
+    if ends is None:
+        ends = ()
     model.requires_grad_(False)
     model.eval()
     model.config.use_cache = False
-    # With a checkpoint's sampling defaults generation would depend on its source. Without a padding ID transformers
-    # prints a warning at each call.
     source = model.config if tokenizer is None else tokenizer
     eos, bos, pad = (getattr(source, f"{key}_token_id", None) for key in ("eos", "bos", "pad"))
-    pad = eos if pad is None or pad >= rows_of(model) else pad  # the embedding reads padding after finished texts
+    if pad is None or pad >= rows_of(model):  # the embedding has no row for padding
+        pad = eos
+    # Replaces settings of sampling, too.
     model.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=bos, pad_token_id=pad, use_cache=True)
     return tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
@@ -149,15 +159,16 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 def with_date(base: Base, recorded: str) -> Base:
     """Return the base with a fixed date for its chat template, if the template writes the current date.
 
-    So training, evaluation and a resumed run see the same prompts.
-
     Args:
         base: The base model; returned unchanged if it has a date.
         recorded: The date of the run in ISO format; empty for a new run, which gets the current date.
     """
-    if base.tokenizer is None or base.date is not None or not ChatTemplate(base.tokenizer).dated:
+    if base.tokenizer is None or base.date is not None:
         return base
-    return replace(base, date=datetime.fromisoformat(recorded) if recorded else datetime.now().replace(microsecond=0))
+    if not ChatTemplate(base.tokenizer).dated:
+        return base
+    date = datetime.fromisoformat(recorded) if recorded else datetime.now().replace(microsecond=0)
+    return replace(base, date=date)
 
 
 def digests_of(base: Base | None) -> dict[str, str]:

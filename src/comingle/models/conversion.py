@@ -29,7 +29,7 @@ def convert_gguf(path: Path) -> Path:
     Raises:
         BaseModelError: The file is not GGUF, damaged or of an unsupported kind, or the cache cannot be written.
     """
-    _require_gguf(path)
+    _raise_unless_gguf(path)
     target = gguf_cache() / f"{path.stem}-{_fingerprint(path)}-v{_CONVERSION_VERSION}"
     try:
         return make_once(target, lambda folder: _convert_into(folder, path))
@@ -40,7 +40,7 @@ def convert_gguf(path: Path) -> Path:
         ) from error
 
 
-def _require_gguf(path: Path) -> None:
+def _raise_unless_gguf(path: Path) -> None:
     """Raise a :class:`BaseModelError` if a file is not GGUF, or the package that reads it is missing."""
     with path.open("rb") as file:
         magic = file.read(4)
@@ -51,8 +51,7 @@ def _require_gguf(path: Path) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    """Return a digest of the file for the name of the cached folder."""
-    # By content, not path and time: a reinstalled package or a second environment reuses the conversion.
+    """Return a short digest of the file's content, for the name of the cached folder."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
@@ -98,52 +97,64 @@ def _cached_reader() -> Iterator[None]:
     """
     import gguf
 
-    reader = gguf.GGUFReader
-    setattr(gguf, "GGUFReader", cache(reader))  # noqa: B010 (type checkers reject a plain assignment)
+    original_reader = gguf.GGUFReader
+    setattr(gguf, "GGUFReader", cache(original_reader))  # noqa: B010 (type checkers reject a plain assignment)
     try:
         yield
     finally:
-        setattr(gguf, "GGUFReader", reader)  # noqa: B010
+        setattr(gguf, "GGUFReader", original_reader)  # noqa: B010
 
 
 def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model, in float32, and the tokenizer of a GGUF file.
-
-    transformers' from_pretrained would require accelerate, and would leave some kinds of tensors packed.
-    """
+    """Return the model, in float32, and the tokenizer of a GGUF file."""
+    # Not with `from_pretrained`, which requires accelerate and leaves some kinds of tensors packed.
     from gguf import GGUFReader
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     file = GGUFReader(str(path))
     parameters = sum(int(tensor.n_elements) for tensor in file.tensors)
-    # Twice: the tensors and the model that they are copied into are in memory together.
-    advice = "its folder of safetensors"
-    require_memory(f"base model {path}: after conversion", 2 * parameters, torch.float32, torch.device("cpu"), advice)
+    require_memory(
+        f"base model {path}: after conversion",
+        2 * parameters,  # the tensors, and the model that they are copied into
+        torch.float32,
+        torch.device("cpu"),
+        advice="its folder of safetensors",
+    )
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     check_config(path, config.to_dict())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar cannot be disabled
         tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    _require_all_read(path, file, model)
+    _raise_if_dropped(path, file, model)
     _load_tensors(path, model, tensors)
     return model, _read_tokenizer(path)
 
 
-def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
-    """Check that the model represents the whole file; transformers silently drops unknown tensors and RoPE scaling."""
+def _raise_if_dropped(path: Path, file: Any, model: PreTrainedModel) -> None:
+    """Raise an error if the file has tensors or RoPE scaling that transformers drops silently.
+
+    Args:
+        path: The GGUF file, for the message.
+        file: The reader of the file.
+        model: The model that transformers has made of it.
+
+    Raises:
+        BaseModelError: Something was dropped.
+    """
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     architecture = str(file.get_field("general.architecture").contents())
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
     known = get_gguf_hf_weights_map(model, processor(config=model.config.to_dict()))
-    unsupported = [tensor.name for tensor in file.tensors if tensor.name not in known]
+    dropped = [tensor.name for tensor in file.tensors if tensor.name not in known]
     scaling = file.get_field(f"{architecture}.rope.scaling.type")
     if scaling is not None and str(scaling.contents()) not in ("", "none"):
-        unsupported.append(f"{scaling.contents()} RoPE scaling")
-    if unsupported:
+        dropped.append(f"{scaling.contents()} RoPE scaling")
+    if dropped:
+        listed = f"{dropped[0]}, ..." if len(dropped) > 1 else dropped[0]
         raise BaseModelError(
-            f"base model {path}: transformers does not read {unsupported[0]}{', ...' if len(unsupported) > 1 else ''}, "
+            f"base model {path}: transformers does not read {listed}, "
             "so its predictions would change; give its folder of safetensors."
         )
 
@@ -159,7 +170,8 @@ def _load_tensors(path: Path, model: PreTrainedModel, tensors: dict[str, torch.T
     Raises:
         BaseModelError: A tensor of the model is missing.
     """
-    missing = set(model.load_state_dict(tensors, strict=False).missing_keys)
+    result = model.load_state_dict(tensors, strict=False)
+    missing = set(result.missing_keys)
     if model.config.tie_word_embeddings:
         missing -= set(model._tied_weights_keys or ())
         model.tie_weights()
@@ -168,15 +180,14 @@ def _load_tensors(path: Path, model: PreTrainedModel, tensors: dict[str, torch.T
 
 
 def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a GGUF file, which splits numbers as the one on the hub does."""
+    """Return the tokenizer of a GGUF file; SmolLM's also splits numbers into digits, as on the hub."""
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     pre_tokenizer = GGUFReader(str(path)).get_field("tokenizer.ggml.pre")
-    if pre_tokenizer is not None and pre_tokenizer.contents() == "smollm":
-        # transformers uses GPT-2's pre-tokenizer; SmolLM's also splits numbers into digits, as on the hub.
+    if pre_tokenizer is not None and pre_tokenizer.contents() == "smollm":  # transformers would use GPT-2's
         parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     return tokenizer

@@ -56,23 +56,22 @@ _CGROUP_FILES = {
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Reset torch's modes to those of a new process; restore the caller's on exit. Also usable as a decorator.
+    """Reset torch's modes, such as ``no_grad``, to those of a new process; restore the caller's on exit.
 
-    Resets the modes that change results or raise errors: ``no_grad``, ``inference_mode``, ``autocast``, default dtype
-    and default device.
+    Also usable as a decorator.
     """
-    dtype = torch.get_default_dtype()
+    caller_dtype = torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for kind in _AUTOCAST:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":  # a torch function mode, which slows down every call
+        for device_type in _AUTOCAST:
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        if torch.get_default_device().type != "cpu":  # only then, as the context slows down every call
             stack.enter_context(torch.device("cpu"))
-        if dtype != torch.float32:
+        if caller_dtype != torch.float32:
             torch.set_default_dtype(torch.float32)
-            stack.callback(torch.set_default_dtype, dtype)
+            stack.callback(torch.set_default_dtype, caller_dtype)
         yield
 
 
@@ -88,24 +87,24 @@ def resolve_device(device: str = "auto") -> torch.device:
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    resolved = None
+    with suppress(RuntimeError):  # not a device of torch
         resolved = torch.device(device)
-    except RuntimeError:
-        resolved = torch.device("meta")  # not allowed either, so that the same error follows
-    if resolved.type not in ("cpu", "cuda", "mps"):
+    if resolved is None or resolved.type not in ("cpu", "cuda", "mps"):
         raise BaseModelError(f"device: got {device!r}; allowed: auto, cpu, cuda, cuda:N, mps.")
     if resolved.type == "cuda":
-        _require_cuda(resolved)
+        _raise_unless_cuda(resolved)
     if resolved.type == "mps" and not torch.backends.mps.is_available():
         raise BaseModelError("device: got 'mps', but this machine has no Apple GPU; use auto or cpu.")
     return resolved
 
 
-def _require_cuda(device: torch.device) -> None:
+def _raise_unless_cuda(device: torch.device) -> None:
     """Raise a :class:`BaseModelError` if this machine has no CUDA GPU with the device's index."""
     if not torch.cuda.is_available():
         raise BaseModelError(f"device: got {str(device)!r}, but torch finds no CUDA GPU here; use auto or cpu.")
-    if (device.index or 0) >= torch.cuda.device_count():
+    index = device.index or 0  # None for "cuda"
+    if index >= torch.cuda.device_count():
         raise BaseModelError(f"device: got {str(device)!r}, but torch finds {torch.cuda.device_count()} CUDA GPUs.")
 
 
@@ -140,9 +139,7 @@ def resolve_attention(attention: str, device: torch.device) -> str | None:
         BaseModelError: The name is unknown.
     """
     if attention == "auto":
-        # Measured on a CPU with 128 tokens in bfloat16: with sdpa the backward pass of the whole model takes twice as
-        # long as with plain matmuls. On other devices transformers chooses sdpa for every family that supports it
-        # (Gemma 2 does not: its attention logits are soft-capped).
+        # On CPUs a backward pass with sdpa takes twice as long (measured with 128 tokens in bfloat16).
         return "eager" if device.type == "cpu" else None
     if attention not in ATTENTIONS:
         raise BaseModelError(f"attention: got {attention!r}; allowed: auto, {', '.join(ATTENTIONS)}.")
@@ -150,7 +147,7 @@ def resolve_attention(attention: str, device: torch.device) -> str | None:
 
 
 def require_room(what: str, count: int, parameters: int, kind: str = "models") -> None:
-    """Check that models in float32 fit into this machine's total memory, before the system kills the process.
+    """Raise an error if models in float32 do not fit into this machine's total memory.
 
     Args:
         what: The setting that requires them, for the message.
@@ -161,26 +158,28 @@ def require_room(what: str, count: int, parameters: int, kind: str = "models") -
     Raises:
         RecipeError: They do not fit.
     """
-    needed, total = 4 * count * parameters, psutil.virtual_memory().total  # 4 bytes for each number in float32
+    bytes_per_model = 4 * parameters
+    needed, total = count * bytes_per_model, psutil.virtual_memory().total
     if needed > total:
         raise RecipeError(
             f"{what}: {count:,} {kind} of {parameters:,} parameters need {needed / 2**30:,.0f} GiB; this machine has "
-            f"{total / 2**30:,.0f} GiB; allowed: up to {total // (4 * parameters):,}"
+            f"{total / 2**30:,.0f} GiB; allowed: up to {total // bytes_per_model:,}"
         )
 
 
 def require_bytes(what: str, needed: int, advice: str = "") -> None:
-    """Check that data fits into this machine's total memory.
+    """Raise an error if data does not fit into this machine's total memory.
 
     Args:
         what: The data, in the plural, for the message.
-        needed: Its bytes.
+        needed: Bytes of the data.
         advice: Appended to the message.
 
     Raises:
-        RecipeError: It does not fit.
+        RecipeError: The data does not fit.
     """
-    if needed > (total := psutil.virtual_memory().total):
+    total = psutil.virtual_memory().total
+    if needed > total:
         raise RecipeError(f"{what} need {needed / 2**30:,.0f} GiB; this machine has {total / 2**30:,.0f} GiB{advice}")
 
 
@@ -190,54 +189,66 @@ def fast_bf16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu":
         return False
-    # Processors with avx512_fp16 are Intel's with AMX. If a virtual machine hides AMX, they multiply bfloat16 at about
-    # half the speed of float32 (measured on two cores: 159 and 285 GFLOP/s).
     features = cpu_features()
-    return "amx_bf16" in features or ("avx512_bf16" in features and "avx512_fp16" not in features)
+    if "amx_bf16" in features:
+        return True
+    # Processors with avx512_fp16 have AMX, too. In a virtual machine that hides AMX their bfloat16 is slow.
+    hides_amx = "avx512_fp16" in features
+    return "avx512_bf16" in features and not hides_amx
 
 
 def cpu_features() -> set[str]:
     """Return the processor's features by their names in PyTorch or Linux."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)  # absent from older torch
-    if capabilities is not None:
-        return {name for name, present in capabilities().items() if present is True}
+    get_capabilities = getattr(torch.cpu, "get_capabilities", None)  # absent from older torch
+    if get_capabilities is not None:
+        return {name for name, is_present in get_capabilities().items() if is_present is True}
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
+    features: set[str] = set()
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("flags"):
+                features.update(line.split())
+    return features
 
 
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that a process can still allocate on a device; on CPUs within the limits of a container."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, _total = torch.cuda.mem_get_info(device)
+        return free
     free = int(psutil.virtual_memory().available)
     for folder, names in _cgroups():
         with suppress(OSError, ValueError):  # no such file, or "max": no limit
-            limit, used = (int((folder / name).read_text()) for name in (names.limit, names.used))
-            free = min(free, limit - used + _droppable_bytes(folder / "memory.stat", names.cached))
+            limit = int((folder / names.limit).read_text())
+            used = int((folder / names.used).read_text())
+            droppable = _droppable_bytes(folder / "memory.stat", names.cached)
+            free = min(free, limit - used + droppable)
     return free
 
 
 def private_bytes() -> int:
-    """Return the memory of this process that it does not share with others and that the system cannot drop.
-
-    Mapped files, such as libraries, are not counted where the system tells them apart.
-    """
+    """Return the resident memory of this process without shared memory, such as mapped libraries, in bytes."""
     info = psutil.Process().memory_info()
-    return info.rss - getattr(info, "shared", 0)
+    shared = getattr(info, "shared", 0)  # some systems do not tell it
+    return info.rss - shared
 
 
 def _cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
-    """Yield the folders of this process's memory control groups, from its own to the root, and their files' names."""
+    """Yield the folders of this process's memory control groups, from its own to the root, and their files' names.
+
+    A line of ``/proc/self/cgroup`` is "4:memory:/a/b" in version 1 of control groups, and "0::/a/b" in version 2.
+    """
     with suppress(OSError):
         for line in _OWN_CGROUPS.read_text(encoding="utf-8").splitlines():
-            _, controllers, place = line.split(":", 2)
-            if "memory" not in controllers.split(",") and controllers:
+            _, controllers, path = line.split(":", 2)
+            is_version_1 = controllers != ""
+            if is_version_1 and "memory" not in controllers.split(","):
                 continue
-            files = _CGROUP_FILES[bool(controllers)]
-            # In a container the path may be that of the host; then only the root exists.
-            inner = files.root / place.lstrip("/")
-            yield from ((folder, files) for folder in (inner, *inner.parents) if folder.is_relative_to(files.root))
+            files = _CGROUP_FILES[is_version_1]
+            own_folder = files.root / path.lstrip("/")
+            for folder in (own_folder, *own_folder.parents):
+                if folder.is_relative_to(files.root):
+                    yield folder, files
 
 
 def _droppable_bytes(path: Path, key: str) -> int:
@@ -245,10 +256,10 @@ def _droppable_bytes(path: Path, key: str) -> int:
 
     Args:
         path: File with the statistics of a control group.
-        key: Name of the number of these bytes.
+        key: Name of the number of these bytes, such as "inactive_file".
     """
-    entries = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
-    return int(entries.get(key, 0))
+    number_by_name = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+    return int(number_by_name.get(key, 0))
 
 
 # glibc's mallopt parameters (malloc.h)
@@ -256,16 +267,18 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1
 
 
 def keep_buffers() -> bool:
-    """Make glibc keep large freed buffers instead of returning them to the system.
-
-    A training step frees and allocates the same hundreds of megabytes each time. By default the kernel maps, zeroes and
-    unmaps each large block again.
+    """Make glibc keep large freed buffers for the next training step, instead of returning them to the system.
 
     Returns:
         Whether the allocator accepted the settings.
     """
-    # No separate mappings for large blocks, no trimming of the heap, and growth in steps of 64 MiB.
-    return _set_malloc_options({_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 64 << 20})
+    return _set_malloc_options(
+        {
+            _M_MMAP_MAX: 0,  # no separate mappings for large blocks
+            _M_TRIM_THRESHOLD: 2**31 - 1,  # no trimming of the heap
+            _M_TOP_PAD: 64 << 20,  # growth in steps of 64 MiB
+        }
+    )
 
 
 def return_buffers() -> bool:
@@ -296,25 +309,26 @@ def _set_malloc_options(options: Mapping[int, int]) -> bool:
 
 def peak_memory_bytes() -> int:
     """Return the peak resident memory of this process plus the peak memory that it has allocated on each GPU."""
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    return _peak_resident_bytes() + sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus)
+    peak = _peak_resident_bytes()
+    if torch.cuda.is_available():
+        for gpu in range(torch.cuda.device_count()):
+            peak += torch.cuda.max_memory_allocated(gpu)
+    return peak
 
 
 def _peak_resident_bytes() -> int:
-    """Return the peak resident memory of this process in bytes.
-
-    On Linux ``ru_maxrss`` is inherited from the parent process, so ``VmHWM`` is read from ``/proc`` instead.
-    """
-    try:
+    """Return the peak resident memory of this process in bytes."""
+    # On Linux: not `ru_maxrss`, which a process inherits from its parent.
+    with suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text(encoding="ascii")
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        if sys.platform == "win32":
-            return psutil.Process().memory_info().peak_wset
-        import resource  # which Windows does not have
+        peak_kib = status.partition("VmHWM:")[2].split()[0]
+        return int(peak_kib) * 1024
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # which Windows does not have
 
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, others KiB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, others KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def return_freed_memory() -> None:

@@ -39,15 +39,22 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     Raises:
         BaseModelError: The model has no such list.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(x) for x in m}) == 1]
-    if not lists:
+    uniform_lists = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            types = {type(item) for item in module}
+            if len(types) == 1:
+                uniform_lists.append(module)
+    if not uniform_lists:
         raise BaseModelError(f"{type(model).__name__}: no list of decoder layers found; got {_linears(model)}")
-    return max(lists, key=len)
+    return max(uniform_lists, key=len)
 
 
 def linear_names(module: nn.Module) -> Iterator[str]:
-    """Return the names of the linears below ``module``: ``nn.Linear`` and GPT-2's ``Conv1D``."""
-    return (n for n, m in module.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D")
+    """Yield the names of the linears below ``module``: ``nn.Linear`` and GPT-2's ``Conv1D``."""
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.Linear) or type(submodule).__name__ == "Conv1D":
+            yield name
 
 
 def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> TargetsSection:
@@ -55,8 +62,8 @@ def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> Tar
 
     Args:
         model: The base model.
-        targets: Names from the recipe, which are only checked; None to choose the known family whose names equal those
-            of the layers' linears.
+        targets: Names from the recipe, which are checked and returned; None to choose the known family whose names
+            equal those of the layers' linears.
 
     Raises:
         BaseModelError: The family is unknown, or a layer lacks a target; the error lists the linears found.
@@ -70,7 +77,7 @@ def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> Tar
                     f"adapters.targets.{key}: no linear named {name!r} in a decoder layer; got {sorted(linears)}."
                     + _name_hint(name, linears)
                 )
-        _check_mlp(targets, linears)
+        _raise_unless_whole_mlp(targets, linears)
         return targets
     for known in KNOWN.values():
         if known.names == linears:
@@ -83,19 +90,23 @@ def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> Tar
 
 
 def _name_hint(name: str, linears: set[str]) -> str:
-    """Return a hint for a name that has a wrong prefix or is misspelt.
+    """Return a hint for a name that has a wrong prefix, such as "up_proj" for "mlp.up_proj", or is misspelt.
 
     Args:
         name: The name in the recipe.
         linears: The names of the linears in a decoder layer.
     """
-    # Linears whose names differ from the given one by a prefix; the first is an example.
-    near = sorted(n for n in linears if name.endswith(f".{n}") or n.endswith(f".{name}"))
-    return f" Names are relative to a decoder layer: {near[0]!r}." if near else did_you_mean(name, sorted(linears))
+    with_other_prefix = []
+    for linear in sorted(linears):
+        if name.endswith(f".{linear}") or linear.endswith(f".{name}"):
+            with_other_prefix.append(linear)
+    if with_other_prefix:
+        return f" Names are relative to a decoder layer: {with_other_prefix[0]!r}."
+    return did_you_mean(name, sorted(linears))
 
 
-def _check_mlp(targets: TargetsSection, linears: set[str]) -> None:
-    """Check that the replaced module holds all linears of the MLP and no others, which injection would drop.
+def _raise_unless_whole_mlp(targets: TargetsSection, linears: set[str]) -> None:
+    """Raise an error unless the module that injection replaces holds all linears of the MLP and no others.
 
     Args:
         targets: Target modules; ``mlp`` is the replaced module, empty if the decoder layer itself holds the linears.
@@ -104,15 +115,15 @@ def _check_mlp(targets: TargetsSection, linears: set[str]) -> None:
     Raises:
         BaseModelError: Linears are missing, or there are others.
     """
-    of_mlp = targets.names - set(targets.attention)
+    mlp_linears = targets.names - set(targets.attention)
     if targets.mlp:
-        inside = {name for name in linears if name.startswith(f"{targets.mlp}.")}
+        held = {name for name in linears if name.startswith(f"{targets.mlp}.")}
     else:  # the layer itself holds the MLP's linears
-        inside = {name for name in (targets.up, targets.down) if "." not in name}
-    if inside != of_mlp:
+        held = {name for name in (targets.up, targets.down) if "." not in name}
+    if held != mlp_linears:
         raise BaseModelError(
-            f"adapters.targets.mlp: {targets.mlp!r} holds the linears {sorted(inside)}; it must be the module that "
-            f"holds exactly {sorted(of_mlp)} (empty only where the layer itself holds up and down, without a gate)"
+            f"adapters.targets.mlp: {targets.mlp!r} holds the linears {sorted(held)}; it must be the module that "
+            f"holds exactly {sorted(mlp_linears)} (empty only where the layer itself holds up and down, without a gate)"
         )
 
 
@@ -126,10 +137,10 @@ def activation_name(model: nn.Module, targets: TargetsSection) -> str:
     Raises:
         BaseModelError: The activation's derivative is not implemented.
     """
-    config = model.config
     # Families name the setting differently; Gemma 2 has both of the first two and uses the first.
     keys = ("hidden_activation", "hidden_act", "activation_function", "hidden_activation_fn", "activation")
-    configured = [value for key in keys if isinstance(value := getattr(config, key, None), str)]
+    values = [getattr(model.config, key, None) for key in keys]
+    configured = [value for value in values if isinstance(value, str)]
     activation = targets.activation or next(iter(configured), None)
     if activation not in ACTIVATIONS:
         raise BaseModelError(

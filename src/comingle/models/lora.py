@@ -42,14 +42,16 @@ def base_weight(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor)
     assert bias is None or isinstance(bias, Tensor)
-    return (weight if isinstance(linear, nn.Linear) else weight.t()), bias
+    is_conv1d = not isinstance(linear, nn.Linear)
+    return (weight.t() if is_conv1d else weight), bias
 
 
 def weight_shape(linear: nn.Module) -> torch.Size:
-    """Return the shape of :func:`base_weight`'s weight, without unpacking one that is quantised."""
+    """Return the shape ``(d_out, d_in)`` of a linear's weight, without unpacking a quantised one."""
     if isinstance(linear, nn.Linear):
         return torch.Size([linear.out_features, linear.in_features])
-    return base_weight(linear)[0].shape
+    weight, _bias = base_weight(linear)
+    return weight.shape
 
 
 def contiguous_transpose(x: Float[Tensor, "batch n rank"]) -> Float[Tensor, "batch rank n"]:
@@ -66,8 +68,6 @@ def low_rank(
 ) -> Float[Tensor, "users n d_out"]:
     """Return the low-rank term ``scale * (gates * (x A^T)) B``.
 
-    Takes ``rank * (d_in + d_out)`` multiply-adds per position; ``B A`` is never formed.
-
     Args:
         x: Inputs, ``n`` positions per user.
         a: Each user's factor A.
@@ -77,7 +77,8 @@ def low_rank(
     """
     if gates is None:
         return cast(Tensor, _LowRank.apply(x, a, b, scale))
-    return torch.bmm(gates * (scale * torch.bmm(x, a.mT)), b)
+    z = scale * torch.bmm(x, a.mT)
+    return torch.bmm(gates * z, b)
 
 
 class _LowRank(torch.autograd.Function):
@@ -138,14 +139,16 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``W x + b + s B_u (A_u x)`` with the LoRA of each row's user u; rows of ``x`` are ordered by user."""
-        a, b = (f.to(x.dtype) for f in self.factors)
+        a, b = (factor.to(x.dtype) for factor in self.factors)
+        users, d_in = a.shape[0], x.shape[-1]
         weight, bias = base_weight(self.linear)
-        # Generation on a CPU: a native kernel for few rows.
-        if expert_mlp.fits_rows(x, a.shape[0]) and expert_mlp.fits_weight(weight, x):
+        if expert_mlp.fits_rows(x, users) and expert_mlp.fits_weight(weight, x):  # generation on a CPU
             return expert_mlp.linear((weight, bias), x, (a, b), self.scale)
-        # A quantised weight was unpacked by `base_weight`; the layer itself would unpack it again.
-        y = nn.functional.linear(x, weight, bias) if isinstance(self.linear, nn.Linear) else self.linear(x)
-        return y + low_rank(x.reshape(a.shape[0], -1, x.shape[-1]), a, b, self.scale).view(y.shape)
+        # Not `self.linear(x)`, which would unpack a quantised weight again; Conv1D is never quantised.
+        is_conv1d = not isinstance(self.linear, nn.Linear)
+        y = self.linear(x) if is_conv1d else nn.functional.linear(x, weight, bias)
+        x_by_user = x.reshape(users, -1, d_in)
+        return y + low_rank(x_by_user, a, b, self.scale).view(y.shape)
 
 
 RESIDUAL = "residual"
@@ -156,7 +159,7 @@ IN, OUT = "residual_in", "residual_out"
 
 
 def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> list[Slot]:
-    """Return names and shapes of the residuals' factors I and O, which are zero at first.
+    """Return the slots of the residuals' factors I, then of their factors O.
 
     A residual is a frozen change ``O^T I`` of a linear's weight, which the server adds beside the LoRA.
 
@@ -164,33 +167,34 @@ def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> 
         linears: ``(name, module, experts)`` of each linear; ``experts`` is 0 without an expert axis.
         rank: Rank of the residuals; 0 for the full rank of the largest weight.
     """
-    shapes = [weight_shape(module) for _, module, _ in linears]  # of weights, without biases
-    rank = rank or max(min(shape) for shape in shapes)
-    slots = []
-    for factor, dim in ((IN, 1), (OUT, 0)):  # a weight is (d_out, d_in)
-        for (name, _, experts), dims in zip(linears, shapes, strict=True):
-            shape = (experts, rank, dims[dim]) if experts else (rank, dims[dim])
-            roles = (RESIDUAL,) * max(experts, 1)
-            slots.append(Slot(name=f"{name}.{factor}", shape=shape, roles=roles, init=init_zero))
-    return slots
+    weight_shapes = [weight_shape(module) for _name, module, _experts in linears]
+    if rank == 0:
+        rank = max(min(shape) for shape in weight_shapes)
+    slots_of_i, slots_of_o = [], []
+    for (name, _, experts), (d_out, d_in) in zip(linears, weight_shapes, strict=True):
+        leading = (experts, rank) if experts else (rank,)
+        roles = (RESIDUAL,) * max(experts, 1)
+        slots_of_i.append(Slot(name=f"{name}.{IN}", shape=(*leading, d_in), roles=roles, init=init_zero))
+        slots_of_o.append(Slot(name=f"{name}.{OUT}", shape=(*leading, d_out), roles=roles, init=init_zero))
+    return [*slots_of_i, *slots_of_o]
 
 
 def factors_of(
     tensors: Tree, name: str, scale: float
 ) -> tuple[Float[Tensor, "users ... rank d_in"], Float[Tensor, "users ... rank d_out"]]:
-    """Return a linear's factors A and B, with those of its residual appended as further ranks, if it has one.
+    """Return a linear's LoRA factors A and B, extended by the factors I and O of its residual, if it has one.
 
-    A residual is a frozen change ``O^T I`` that a server has added to the weight. With the rows of I appended to A and
-    those of O to B, the product ``scale * B^T A`` includes it.
+    With further ranks ``I / scale`` of A and O of B, ``scale * B^T A`` includes the residual ``O^T I``, a frozen change
+    of the weight.
 
     Args:
-        tensors: The users' tensors by name; I and O have the name of the linear with the suffixes `IN` and `OUT`.
+        tensors: The users' tensors by name.
         name: Name of the linear.
-        scale: LoRA scale. The caller multiplies the whole product by it, so I is divided by it here.
+        scale: LoRA scale, by which the caller multiplies the product.
     """
     a, b = tensors[f"{name}.a"], tensors[f"{name}.b"]
-    if f"{name}.{IN}" not in tensors:
+    has_residual = f"{name}.{IN}" in tensors
+    if not has_residual:
         return a, b
-    extended_a = torch.cat([a, tensors[f"{name}.{IN}"] / scale], -2)
-    extended_b = torch.cat([b, tensors[f"{name}.{OUT}"]], -2)
-    return extended_a, extended_b
+    i, o = tensors[f"{name}.{IN}"], tensors[f"{name}.{OUT}"]
+    return torch.cat([a, i / scale], -2), torch.cat([b, o], -2)

@@ -51,11 +51,13 @@ def cross_entropy(
         targets: Token ids; negative where there is no target.
     """
     states, ids = hidden.flatten(0, -2), targets.flatten()
-    if isinstance(ids, FakeTensor) or bool((ids >= 0).all()):  # fake tensors have no values: count all as targets
+    estimates_memory = isinstance(ids, FakeTensor)  # without values, so count all as targets
+    if estimates_memory or bool((ids >= 0).all()):
         return cast(Tensor, _HeadLoss.apply(states, ids, head)).view(targets.shape)
-    (counted,) = torch.nonzero(ids >= 0, as_tuple=True)
-    losses = cast(Tensor, _HeadLoss.apply(states[counted], ids[counted], head))
-    return losses.new_zeros(len(ids)).index_put((counted,), losses).view(targets.shape)
+    (positions,) = torch.nonzero(ids >= 0, as_tuple=True)
+    losses = cast(Tensor, _HeadLoss.apply(states[positions], ids[positions], head))
+    all_losses = losses.new_zeros(len(ids)).index_put((positions,), losses)
+    return all_losses.view(targets.shape)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -73,30 +75,33 @@ class _HeadLoss(torch.autograd.Function):
             targets: Token ID that each position predicts.
             head: The frozen head.
         """
-        losses = hidden.new_empty(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        logits_bytes = len(targets) * head.weight.shape[0] * hidden.element_size()
-        chunks = max(1, math.ceil(logits_bytes / CHUNK_BYTES))
-        size = max(1, math.ceil(len(targets) / chunks))  # equal sizes: a shorter last one would compile another kernel
-        for start in range(0, len(targets), size):
-            chunk = slice(start, start + size)
-            losses[chunk], grad = _chunk_loss(hidden[chunk], targets[chunk], head, grads is not None)
-            if grads is not None and grad is not None:
-                grads[chunk] = grad
-        ctx.save_for_backward(grads)
+        n, vocabulary_size = len(targets), head.weight.shape[0]
+        losses = hidden.new_empty(n, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        needs_gradient = ctx.needs_input_grad[0]
+        gradients = torch.empty_like(hidden) if needs_gradient else None
+        logits_bytes = n * vocabulary_size * hidden.element_size()
+        num_chunks = max(1, math.ceil(logits_bytes / CHUNK_BYTES))
+        chunk_size = max(1, math.ceil(n / num_chunks))  # chunks of equal size, as each size compiles a kernel
+        for start in range(0, n, chunk_size):
+            chunk = slice(start, start + chunk_size)
+            losses[chunk], gradient = _chunk_loss(hidden[chunk], targets[chunk], head, needs_gradient)
+            if gradients is not None and gradient is not None:
+                gradients[chunk] = gradient
+        ctx.save_for_backward(gradients)
         return losses
 
     @staticmethod
     def backward(ctx: Context, d_losses: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         """Return the gradient of ``hidden``; head and targets have none."""
-        (grads,) = ctx.saved_tensors
-        return grads * d_losses.unsqueeze(1).to(grads.dtype), None, None
+        (gradients,) = ctx.saved_tensors  # of each loss
+        d_hidden = gradients * d_losses.unsqueeze(1).to(gradients.dtype)
+        return d_hidden, None, None
 
 
 def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """Return the losses of one chunk of positions and, if wanted, their gradient with respect to ``hidden``.
 
-    For one position with hidden state h, logits ``f(W h)`` with a head W and target t (f scales and caps)::
+    For one position with hidden state h, target t, and logits ``f(W h)`` with the head's weight W (f scales and caps)::
 
         loss = log sum_v exp(logit_v) - logit_t      d loss / d h = sum_v (softmax_v - [v = t]) f'(W_v h) W_v
 
@@ -108,15 +113,20 @@ def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, needs_gradient: bool) -
         head: The frozen head.
         needs_gradient: Compute the gradient; otherwise it is None.
     """
-    raw = F.linear(hidden, head.weight, head.bias)
-    is_linear = head.softcap is None and head.scale == 1.0
-    logits, slope = (raw, None) if is_linear else _scale_and_cap(raw, head)
-    parts = None if native_softmax_parts is None else native_softmax_parts(logits, ids, needs_gradient)
-    loss, weights, total = softmax_parts(logits, ids) if parts is None else parts
+    logits = F.linear(hidden, head.weight, head.bias)
+    slope = None  # f'(W_v h), or None for 1
+    scales_or_caps = head.softcap is not None or head.scale != 1.0
+    if scales_or_caps:
+        logits, slope = _scale_and_cap(logits, head)
+    parts = None
+    if native_softmax_parts is not None:
+        parts = native_softmax_parts(logits, ids, needs_gradient)
+    if parts is None:  # no native code, or it does not support these logits
+        parts = softmax_parts(logits, ids)
+    loss, weights, total = parts  # softmax = weights / total
     if not needs_gradient:
         return loss, None
     if slope is None:
-        # W_t is subtracted after the product, which saves a second pass over the softmax to mark the targets.
         expected_row = (weights @ head.weight) / total.unsqueeze(1)  # sum_v softmax_v W_v
         return loss, (expected_row - head.weight[ids]).to(hidden.dtype)
     d_logits = weights / total.unsqueeze(1).to(weights.dtype)
@@ -134,16 +144,17 @@ def softmax_parts(logits: Float[Tensor, "n vocab"], ids: Int[Tensor, " n"]) -> t
 
     Returns:
         The losses ``(n,)`` in nats, the unnormalised softmax ``exp(logit - max)`` ``(n, vocab)`` in the logits' dtype,
-        and its sum ``(n,)``. The gradient follows from the last two.
+        and its sum ``(n,)``.
     """
-    exact = wide(logits)
-    largest = exact.amax(1)
-    of_targets = exact.gather(1, ids.unsqueeze(1)).squeeze(1)
-    # A chunk may have 100 MB: overwrite the wide copy where there is one, instead of making two more.
-    shifted = exact.sub_(largest.unsqueeze(1)) if exact is not logits else exact - largest.unsqueeze(1)
+    wide_logits = wide(logits)
+    largest = wide_logits.amax(1)
+    target_logits = wide_logits.gather(1, ids.unsqueeze(1)).squeeze(1)
+    is_copy = wide_logits is not logits  # which can be overwritten, to save memory
+    shifted = wide_logits.sub_(largest.unsqueeze(1)) if is_copy else wide_logits - largest.unsqueeze(1)
     weights = shifted.exp_()
     total = weights.sum(1)
-    return largest + torch.log(total) - of_targets, weights.to(logits.dtype), total
+    losses = largest + torch.log(total) - target_logits
+    return losses, weights.to(logits.dtype), total
 
 
 def _scale_and_cap(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
@@ -154,10 +165,12 @@ def _scale_and_cap(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
         head: The head, with its scale and perhaps a soft cap.
     """
     scaled = raw * head.scale
-    if head.softcap is None:  # a constant derivative: one column, which broadcasts over the vocabulary
-        return scaled, torch.full_like(raw[:, :1], head.scale)
+    if head.softcap is None:
+        derivative = torch.full_like(raw[:, :1], head.scale)  # (n, 1), equal for the whole vocabulary
+        return scaled, derivative
     tanh = torch.tanh(scaled / head.softcap)
-    return tanh * head.softcap, (1 - tanh * tanh) * head.scale
+    derivative = (1 - tanh * tanh) * head.scale
+    return tanh * head.softcap, derivative
 
 
 def use_native_code(network: PreTrainedModel, *, attention: bool) -> None:
@@ -168,7 +181,9 @@ def use_native_code(network: PreTrainedModel, *, attention: bool) -> None:
         attention: Replace the attention too.
     """
     global native_softmax_parts
-    if cpu.enable(cache_folder() / "native"):
-        native_softmax_parts = cpu.softmax
-        if attention:
-            cpu.use_attention(network)
+    is_compiled = cpu.enable(cache_folder() / "native")
+    if not is_compiled:
+        return
+    native_softmax_parts = cpu.softmax
+    if attention:
+        cpu.use_attention(network)

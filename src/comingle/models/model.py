@@ -22,10 +22,7 @@ _tied_names: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
 def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[str, object] | None = None) -> Any:
-    """Return ``net(*inputs, **options)`` with other parameters and buffers.
-
-    Tied weights are replaced everywhere. torch's own option ``tie_weights`` is not used: a module that occurs twice in
-    a net has two names, so torch would replace its tensors twice and not restore them.
+    """Return ``net(*inputs, **options)`` with other parameters and buffers; tied weights are replaced everywhere.
 
     Args:
         net: The module to call; it is not modified.
@@ -35,23 +32,31 @@ def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[s
     """
     if net not in _tied_names:
         _tied_names[net] = _find_tied(net)
-    tied_tensors = {name: tensors[first] for name, first in _tied_names[net].items() if first in tensors}
-    return functional_call(net, tensors | tied_tensors, inputs, dict(options or {}), tie_weights=False)
+    replacements = dict(tensors)
+    for tied_name, first_name in _tied_names[net].items():
+        if first_name in tensors:
+            replacements[tied_name] = tensors[first_name]
+    # Not torch's `tie_weights`, which does not restore the tensors of a module that occurs twice.
+    return functional_call(net, replacements, inputs, dict(options or {}), tie_weights=False)
 
 
 def _find_tied(net: nn.Module) -> dict[str, str]:
     """Find parameters and buffers that a net holds under several names, such as tied embeddings.
 
     Returns:
-        The first name of the tensor, by each further name.
+        The first name of the tensor by each further name, such as ``{"head.weight": "embedding.weight"}``.
     """
-    first_names: dict[int, str] = {}  # by the tensor's id
+    first_name_by_id: dict[int, str] = {}
     tied: dict[str, str] = {}
-    for prefix, module in net.named_modules():  # lists each module once, by its first name
-        for local_name, t in (*module._parameters.items(), *module._buffers.items()):
-            name = f"{prefix}.{local_name}" if prefix else local_name
-            if t is not None and first_names.setdefault(id(t), name) != name:
-                tied[name] = first_names[id(t)]
+    for module_name, module in net.named_modules():
+        for local_name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            name = f"{module_name}.{local_name}" if module_name else local_name
+            if id(tensor) in first_name_by_id:
+                tied[name] = first_name_by_id[id(tensor)]
+            else:
+                first_name_by_id[id(tensor)] = name
     return tied
 
 
@@ -67,17 +72,19 @@ def copy_with_tensors(net: Module, tensors: Tree, *, shared: Iterable[Tensor] = 
         tensors: The user's tensors ``(1, ...)`` by name.
         shared: Tensors of ``net`` that the copy shares instead of copying.
     """
-    copied = copy.deepcopy(net, {id(t): t for t in shared})
-    values = dict(copied.named_parameters()) | dict(copied.named_buffers())
+    not_copied = {id(t): t for t in shared}
+    copied = copy.deepcopy(net, memo=not_copied)
+    values = {**dict(copied.named_parameters()), **dict(copied.named_buffers())}
     for name, tensor in tensors.items():
-        values[name].copy_(tensor[0])
+        user_value = tensor[0]
+        values[name].copy_(user_value)
     return copied
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of the module structure that shares all parameters and buffers."""
-    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, memo)  # deepcopy takes objects in the memo for copied
+    """Return a copy of a model's modules that shares all parameters and buffers."""
+    not_copied: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo=not_copied)
 
 
 @runtime_checkable
@@ -122,9 +129,7 @@ class TokenRouting:
     def router_inputs(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, whole: bool = False
     ) -> Tree:
-        """Return the hidden state that each router reads, for one forward pass in which every expert has equal weight.
-
-        Some methods compute routers from these states, so the states do not depend on routers.
+        """Return one hidden state of each window for each router, in a pass without routers: all experts are averaged.
 
         Args:
             tensors: Tensors of ``users``; those of the routers are not used.
@@ -251,16 +256,14 @@ class Model(TokenRouting, ClientMixing, ABC):
     def losses_in_fixed_order(
         self, tensors: Tree, users: Sequence[int], batch: Any
     ) -> Float[Tensor, "users batch ..."]:
-        """Return the training losses, computed in an order that does not depend on how many positions have a target.
-
-        So each loss has the same rounding whatever the rest of the batch holds.
+        """Return the training losses, with rounding that does not depend on the number of targets in the batch.
 
         Args:
             tensors: Tensors of ``users``.
             users: Indices of the users, in the order of the rows of ``tensors``.
             batch: The users' data: windows of tokens, or samples.
         """
-        losses, _ = self.losses(tensors, users, batch, train=True)  # without the penalty
+        losses, _penalty = self.losses(tensors, users, batch, train=True)
         return losses
 
     @abstractmethod
@@ -287,21 +290,22 @@ class Model(TokenRouting, ClientMixing, ABC):
         raise NotImplementedError(f"{self.name}: a net cannot generate text")
 
     def without(self, roles: frozenset[str]) -> Model:
-        """Return a model that predicts without the tensors of some roles; itself if it has no such tensors.
+        """Return a model that predicts without the tensors of some roles.
+
+        By default only roles of which the model has no tensors can be left out.
 
         Raises:
-            RecipeError: The model has tensors of these roles, without which this kind of model cannot predict.
+            RecipeError: The model cannot predict without these tensors.
         """
-        if found := sorted(roles & self.layout.roles):
-            raise RecipeError(f"{self.name}: cannot predict without {', '.join(found)}")
+        needed = sorted(roles & self.layout.roles)
+        if needed:
+            raise RecipeError(f"{self.name}: cannot predict without {', '.join(needed)}")
         return self
 
     # ---------------------------------------------------------------- costs
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """Replace the frozen weights by fake tensors without memory, for an estimate of a run's memory.
-
-        By default a model has no frozen weights.
+        """Replace the frozen weights by fake tensors, to estimate memory; by default a model has none.
 
         Args:
             fakes: Fake tensors (:class:`comingle.cost.memory.Fakes`).

@@ -49,11 +49,11 @@ def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = 
 
 
 def require_net(name: str, *, in_python: str = "call NETS.register") -> None:
-    """Check that a net is known.
+    """Raise an error unless a net is registered.
 
     Args:
         name: Name of the net.
-        in_python: What the error tells users of the Python interface to do to use a net of their own.
+        in_python: How to register a net in Python, for the message.
 
     Raises:
         RecipeError: The net is unknown.
@@ -90,7 +90,7 @@ def _build_net(name: str, input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def builder_arguments(build: Callable[..., object], input_shape: Shape, outputs: int) -> tuple[Any, ...]:
-    """Return the arguments for a function that makes a net: none if that is possible, else shape and outputs.
+    """Return the arguments for a function that makes a net: ``()`` if it can be called so, else shape and outputs.
 
     Args:
         build: The function, or a class of modules.
@@ -117,7 +117,9 @@ def builder_arguments(build: Callable[..., object], input_shape: Shape, outputs:
 def _linear(input_shape: Shape, outputs: int) -> nn.Module:
     """Build one linear layer on the flattened sample."""
     layer = nn.Linear(prod(input_shape), outputs)
-    return layer if len(input_shape) == 1 else nn.Sequential(nn.Flatten(), layer)
+    if len(input_shape) == 1:
+        return layer
+    return nn.Sequential(nn.Flatten(), layer)
 
 
 def _mlp(input_shape: Shape, outputs: int) -> nn.Module:
@@ -128,7 +130,9 @@ def _mlp(input_shape: Shape, outputs: int) -> nn.Module:
     inputs = prod(input_shape)
     hidden = min(2 * inputs, MAX_HIDDEN)
     layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs)]
-    return nn.Sequential(*layers) if len(input_shape) == 1 else nn.Sequential(nn.Flatten(), *layers)
+    if len(input_shape) == 1:
+        return nn.Sequential(*layers)
+    return nn.Sequential(nn.Flatten(), *layers)
 
 
 def _cnn(input_shape: Shape, outputs: int) -> nn.Module:
@@ -138,8 +142,7 @@ def _cnn(input_shape: Shape, outputs: int) -> nn.Module:
         input_shape: ``(channels, height, width)``.
         outputs: Number of outputs of the head.
     """
-    # Images have 3 axes, and sides of at least 4 because pooling halves them twice; any such size will do.
-    channels, _, _ = require_shape(input_shape, "cnn", 3, smallest=4)
+    channels, _, _ = require_shape(input_shape, "cnn", axes=3, smallest=4)  # pooling halves height and width twice
     return nn.Sequential(
         nn.Conv2d(channels, 32, 3, padding=1),
         nn.ReLU(),
@@ -154,21 +157,24 @@ def _cnn(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def require_shape(shape: Shape, net: str, axes: int, *, smallest: int = 1) -> Shape:
-    """Return the shape after checking it.
+    """Return the shape of a net's inputs, or raise an error if the net does not support it.
 
     Args:
         shape: Shape of the inputs, without the batch.
         net: Name of the net, for the error.
-        axes: Required number of axes.
+        axes: Required number of axes: 1, or 3 for images.
         smallest: Smallest height and width of images.
 
     Raises:
         RecipeError: The shape has another number of axes, an empty axis or too small images.
     """
-    # Images have 3 axes, of which the last two are height and width.
-    if len(shape) != axes or min(shape) < 1 or (axes == 3 and min(shape[1:]) < smallest):
-        wanted = "(d,)" if axes == 1 else f"(channels, height, width) with sides of at least {smallest}"
-        raise RecipeError(f"net {net!r}: inputs of shape {tuple(shape)}; allowed: {wanted}")
+    is_allowed = len(shape) == axes and min(shape) >= 1
+    if is_allowed and axes == 3:
+        _, height, width = shape
+        is_allowed = min(height, width) >= smallest
+    if not is_allowed:
+        allowed = "(d,)" if axes == 1 else f"(channels, height, width) with sides of at least {smallest}"
+        raise RecipeError(f"net {net!r}: inputs of shape {tuple(shape)}; allowed: {allowed}")
     return shape
 
 

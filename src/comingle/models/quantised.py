@@ -9,6 +9,7 @@ and the head are not quantised.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,16 +29,17 @@ Bits = Literal["8bit", "4bit"]
 
 
 def _dynamic_values() -> list[float]:
-    """Return the 256 values of the dynamic 8-bit type, ascending.
+    """Return the 256 values of the dynamic 8-bit type, ascending: 0, 1, and values of 7 decades with both signs.
 
-    The decade ``10^(e - 6)``, for e from 0 to 6, has ``2^e`` positive values, the centres of equal parts of the
-    interval from 0.1 to 1 times the decade, and the same negative ones. 0 and 1 complete them.
+    Decade e, from 0 to 6, has the centres of ``2^e`` equal parts of the interval from ``0.1 * 10^(e - 6)`` to
+    ``10^(e - 6)``.
     """
     values = [0.0, 1.0]
-    for exponent in range(7):
-        borders = torch.linspace(0.1, 1, 2**exponent + 1)
-        centres = (10 ** (exponent - 6) * ((borders[:-1] + borders[1:]) / 2)).tolist()
-        values += [sign * centre for sign in (1, -1) for centre in centres]
+    for e in range(7):
+        borders = torch.linspace(0.1, 1, 2**e + 1)
+        centres = (10 ** (e - 6) * ((borders[:-1] + borders[1:]) / 2)).tolist()
+        values += centres
+        values += [-centre for centre in centres]
     return sorted(values)
 
 
@@ -75,26 +77,32 @@ class Code:
 
     def num_bytes(self, weights: int) -> int:
         """Return the number of bytes of ``weights`` packed weights, without their scales."""
-        return -(-weights // self.per_byte)
+        return math.ceil(weights / self.per_byte)
 
     def num_scales(self, weights: int) -> int:
         """Return the number of blocks of ``weights`` weights; the last one may be shorter."""
-        return -(-weights // self.block)
+        return math.ceil(weights / self.block)
 
     def pack(self, weight: Float[Tensor, "d_out d_in"]) -> tuple[UInt8[Tensor, " bytes"], Float[Tensor, " scales"]]:
-        """Return a weight as bytes, which choose the nearest value of the table, and the blocks' float32 scales."""
+        """Quantise a weight.
+
+        Returns:
+            Bytes with the indices of the nearest values of the table, and the blocks' scales.
+        """
         flat = weight.detach().float().flatten()
-        missing = self.num_scales(len(flat)) * self.block - len(flat)  # zeros that complete the last block
-        blocks = nn.functional.pad(flat, (0, missing)).view(-1, self.block)
+        num_padding = self.num_scales(len(flat)) * self.block - len(flat)  # zeros that complete the last block
+        blocks = nn.functional.pad(flat, (0, num_padding)).view(-1, self.block)
         scales = blocks.abs().amax(1)
-        positive = torch.where(scales > 0, scales, 1.0)  # a block of zeros stays zero
+        divisors = torch.where(scales > 0, scales, 1.0)
+        normalised = blocks * (1 / divisors)[:, None]  # not `blocks / divisors`, to round as bitsandbytes does
         borders = (self.values[1:] + self.values[:-1]) / 2
-        # Multiplied by the reciprocal, as bitsandbytes does: a quotient may be rounded otherwise.
-        levels = torch.bucketize(blocks * (1 / positive)[:, None], borders.to(flat.device))
-        levels = levels.flatten()[: self.num_bytes(len(flat)) * self.per_byte].to(torch.uint8)
+        indices = torch.bucketize(normalised, borders.to(flat.device))
+        num_indices = self.num_bytes(len(flat)) * self.per_byte
+        packed = indices.flatten()[:num_indices].to(torch.uint8)
         if self.per_byte == 2:
-            levels = levels[::2] << 4 | levels[1::2]
-        return levels.contiguous(), scales
+            high_bits, low_bits = packed[::2], packed[1::2]
+            packed = high_bits << 4 | low_bits
+        return packed.contiguous(), scales
 
     def unpack(
         self, packed: UInt8[Tensor, " bytes"], scales: Float[Tensor, " scales"], shape: torch.Size, dtype: torch.dtype
@@ -107,14 +115,16 @@ class Code:
             shape: Shape of the weight.
             dtype: Number format of the result.
         """
-        count = shape.numel()
-        if (unpacked := cpu.look_up(packed, scales, self.values, count, self.block, dtype)) is not None:
+        num_weights = shape.numel()
+        unpacked = cpu.look_up(packed, scales, self.values, num_weights, self.block, dtype)  # with native code
+        if unpacked is not None:
             return unpacked.view(shape)
         table = self.table.to(packed.device)
         values = table.index_select(0, packed.int()).flatten()
-        missing = len(scales) * self.block - len(values)
-        blocks = nn.functional.pad(values, (0, missing)).view(-1, self.block)
-        return (blocks * scales[:, None]).to(dtype).flatten()[:count].view(shape)
+        num_padding = len(scales) * self.block - len(values)
+        blocks = nn.functional.pad(values, (0, num_padding)).view(-1, self.block)
+        weights = (blocks * scales[:, None]).to(dtype).flatten()
+        return weights[:num_weights].view(shape)
 
 
 CODES: dict[Bits, Code] = {
@@ -148,8 +158,8 @@ class QuantisedLinear(nn.Linear):
         nn.Module.__init__(self)  # not nn.Linear's, which would allocate the weight
         self.out_features, self.in_features = shape
         self.code, self.dtype, self.bias = CODES[bits], dtype, bias
-        count = shape.numel()
-        num_bytes, num_scales = self.code.num_bytes(count), self.code.num_scales(count)
+        num_weights = shape.numel()
+        num_bytes, num_scales = self.code.num_bytes(num_weights), self.code.num_scales(num_weights)
         self.register_buffer("packed", torch.empty(num_bytes, dtype=torch.uint8, device=device))
         self.register_buffer("scales", torch.empty(num_scales, device=device))
 
@@ -162,7 +172,11 @@ class QuantisedLinear(nn.Linear):
         unpacked = self.unpack()
         storage = unpacked.untyped_storage()
         key = storage._cdata
-        _sources[key] = (weakref.ref(storage, lambda _: _sources.pop(key, None)), self)
+
+        def unregister(_reference: object) -> None:
+            _sources.pop(key, None)
+
+        _sources[key] = (weakref.ref(storage, unregister), self)
         return unpacked
 
     def unpack(self) -> Float[Tensor, "d_out d_in"]:
@@ -180,12 +194,12 @@ def quantise(model: nn.Module, bits: Bits, device: torch.device) -> None:
         device: Device on which the weights are packed, and stay.
     """
 
-    def packed_linear(weight: Tensor, bias: nn.Parameter | None) -> QuantisedLinear:
+    def quantise_linear(weight: Tensor, bias: nn.Parameter | None) -> QuantisedLinear:
         linear = QuantisedLinear(weight.shape, bias, bits, weight.dtype, device)
         linear.packed, linear.scales = CODES[bits].pack(weight.to(device))
         return linear
 
-    replace_linears(model, packed_linear)
+    replace_linears(model, quantise_linear)
 
 
 def quantise_shapes(model: nn.Module, bits: Bits, device: torch.device) -> None:
@@ -196,16 +210,26 @@ def quantise_shapes(model: nn.Module, bits: Bits, device: torch.device) -> None:
         bits: Format of the packed weights.
         device: Device of the packed weights.
     """
-    replace_linears(model, lambda weight, bias: QuantisedLinear(weight.shape, bias, bits, weight.dtype, device))
+
+    def make_empty(weight: Tensor, bias: nn.Parameter | None) -> QuantisedLinear:
+        return QuantisedLinear(weight.shape, bias, bits, weight.dtype, device)
+
+    replace_linears(model, make_empty)
 
 
 @torch.no_grad()
 def replace_linears(model: nn.Module, make: Callable[[Tensor, Any], nn.Module]) -> None:
-    """Replace the decoder layers' linears by ``make(weight, bias)``; the weight is ``(d_out, d_in)``."""
+    """Replace the linears of a model's decoder layers, in place.
+
+    Args:
+        model: The model.
+        make: Function that returns the new module for a weight ``(d_out, d_in)`` and a bias.
+    """
     for layer in decoder_layers(model):
-        for name in list(linear_names(layer)):
-            parent, _, attribute = name.rpartition(".")
-            setattr(layer.get_submodule(parent), attribute, make(*base_weight(layer.get_submodule(name))))
+        for name in list(linear_names(layer)):  # such as "mlp.up_proj"
+            weight, bias = base_weight(layer.get_submodule(name))
+            parent_name, _, attribute = name.rpartition(".")
+            setattr(layer.get_submodule(parent_name), attribute, make(weight, bias))
 
 
 def packed_parameters(model: nn.Module) -> int:
@@ -215,7 +239,7 @@ def packed_parameters(model: nn.Module) -> int:
 
 @contextmanager
 def unpack_in_backward() -> Iterator[None]:
-    """Save no unpacked weight for the backward pass in the context, which then unpacks it again."""
+    """Save packed weights for the backward pass in the context, instead of unpacked ones."""
     with torch.autograd.graph.saved_tensors_hooks(_pack_saved, _restore_saved):
         yield
 
@@ -227,7 +251,10 @@ _PackedView = tuple["QuantisedLinear", torch.Size, tuple[int, ...], int | torch.
 def _pack_saved(t: Tensor) -> Tensor | _PackedView:
     """Return what autograd saves for a tensor: the packed linear for views of unpacked weights, else the tensor."""
     source = _sources.get(t.untyped_storage()._cdata)
-    return t if source is None else (source[1], t.shape, t.stride(), t.storage_offset())
+    if source is None:
+        return t
+    _reference, linear = source
+    return linear, t.shape, t.stride(), t.storage_offset()
 
 
 def _restore_saved(saved: Tensor | _PackedView) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -36,8 +37,15 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 def _byte_characters() -> list[str]:
     """Return the printable character of each byte in byte-level vocabularies (GPT-2's table)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    spare = iter(range(256, 512))  # other bytes use the next code points, in order
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+    characters = []
+    next_spare = 256  # other bytes get the code points from 256, in order
+    for byte in range(256):
+        if byte in printable:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(next_spare))
+            next_spare += 1
+    return characters
 
 
 RANDOM_BASE_PREFIX = "random:"
@@ -147,16 +155,19 @@ def parse_random(name: str) -> tuple[Family, Shape]:
     Raises:
         BaseModelError: A family or override is unknown, or sizes are inconsistent.
     """
-    key, _, query = name.removeprefix(RANDOM_BASE_PREFIX).partition("?")
-    if key not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise BaseModelError(
-            f"base model {name!r}: unknown family {key!r}; allowed: {known}.{did_you_mean(key, FAMILIES)}"
-        )
-    overrides = dict(_parse_override(name, FAMILIES[key], text) for text in query.split("&") if text)
+    family_name, _, query = name.removeprefix(RANDOM_BASE_PREFIX).partition("?")
+    if family_name not in FAMILIES:
+        known, hint = ", ".join(FAMILIES), did_you_mean(family_name, FAMILIES)
+        raise BaseModelError(f"base model {name!r}: unknown family {family_name!r}; allowed: {known}.{hint}")
+    family = FAMILIES[family_name]
+    overrides = {}
+    for text in query.split("&"):  # such as "layers=4"
+        if text:
+            key, value = _parse_override(name, family, text)
+            overrides[key] = value
     shape = replace(Shape(), **overrides)
-    _check_shape(name, shape)
-    return FAMILIES[key], shape
+    _raise_unless_consistent(name, shape)
+    return family, shape
 
 
 def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
@@ -171,8 +182,9 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
         BaseModelError: The key is unknown, or the value is not a positive integer.
     """
     key, _, value = text.partition("=")
-    # "kv_heads" is only for families with grouped-query attention.
-    allowed = [field.name for field in fields(Shape) if family.grouped or field.name != "kv_heads"]
+    allowed = [field.name for field in fields(Shape)]
+    if not family.grouped:
+        allowed.remove("kv_heads")
     if key not in allowed:
         hint = did_you_mean(key, allowed)
         raise BaseModelError(f"base model {name!r}: unknown override {key!r}; allowed: {', '.join(allowed)}.{hint}")
@@ -182,43 +194,43 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
 
 
 def estimate_parameters(family: Family, shape: Shape) -> int:
-    """Estimate the number of parameters of a random base.
-
-    The estimate has the weights of attention and MLPs, token embeddings and learned positions. It leaves out biases,
-    norms and an output matrix that is not tied to the embeddings.
+    """Estimate the number of parameters of a random base: attention, MLPs, token embeddings and learned positions.
 
     Args:
         family: The family, such as Llama's.
         shape: The sizes of the base.
     """
-    settings = _config_settings(family, shape)
-    mlp = settings[family.mlp_setting] * (3 if family.gated else 2)  # gate, up and down, or up and down
-    kv_heads = _kv_heads(shape) if family.grouped else shape.heads
-    attention = 2 * shape.dim + 2 * kv_heads * shape.dim // shape.heads  # query and output, key and value
-    layer = shape.dim * (attention + mlp)
-    positions = shape.ctx if family.learned_positions else 0
-    return shape.layers * layer + (shape.vocab + positions) * shape.dim
+    mlp_width = _config_settings(family, shape)[family.mlp_setting]
+    num_mlp_linears = 3 if family.gated else 2  # gate, up and down, or up and down
+    mlp = num_mlp_linears * mlp_width * shape.dim
+    kv_heads = _num_kv_heads(shape) if family.grouped else shape.heads
+    kv_width = kv_heads * shape.dim // shape.heads
+    query_and_output = 2 * shape.dim * shape.dim
+    key_and_value = 2 * kv_width * shape.dim
+    num_positions = shape.ctx if family.learned_positions else 0
+    embeddings = (shape.vocab + num_positions) * shape.dim
+    return shape.layers * (query_and_output + key_and_value + mlp) + embeddings
 
 
-def _check_shape(name: str, shape: Shape) -> None:
-    """Check that the sizes of a random base fit together, with the number of heads and with the byte tokenizer.
+def _raise_unless_consistent(name: str, shape: Shape) -> None:
+    """Raise an error unless the sizes of a random base fit together, and its vocabulary holds the byte tokenizer's.
 
     Args:
-        name: The whole name, for messages.
+        name: Name of the base, such as ``random:llama?layers=4``, for messages.
         shape: The sizes.
 
     Raises:
         BaseModelError: A size does not fit.
     """
-    # The width of a head must be a multiple of 8: some families apply rotary embeddings to a quarter of it, in pairs.
-    if shape.dim % (_HEAD_DIM_STEP * shape.heads):
+    # Some families apply rotary embeddings to a quarter of a head's width, in pairs.
+    step = _HEAD_DIM_STEP * shape.heads
+    if shape.dim % step != 0:
         raise BaseModelError(
-            f"base model {name!r}: dim: got {shape.dim}; allowed: a multiple of {_HEAD_DIM_STEP} * heads "
-            f"= {_HEAD_DIM_STEP * shape.heads}."
+            f"base model {name!r}: dim: got {shape.dim}; allowed: a multiple of {_HEAD_DIM_STEP} * heads = {step}."
         )
     if shape.layers > MAX_LAYERS:
         raise BaseModelError(f"base model {name!r}: layers: got {shape.layers}; allowed: up to {MAX_LAYERS:,}.")
-    if shape.heads % _kv_heads(shape):
+    if shape.heads % _num_kv_heads(shape) != 0:
         raise BaseModelError(
             f"base model {name!r}: kv_heads: got {shape.kv_heads}; allowed: a divisor of heads ({shape.heads})."
         )
@@ -228,10 +240,12 @@ def _check_shape(name: str, shape: Shape) -> None:
         )
 
 
-def _kv_heads(shape: Shape) -> int:
-    """Return the number of key-value heads of a family with grouped-query attention."""
-    # Half of the heads by default, so that tests cover grouped attention.
-    return shape.kv_heads or (shape.heads // 2 if shape.heads % 2 == 0 else shape.heads)
+def _num_kv_heads(shape: Shape) -> int:
+    """Return the number of key-value heads of a family with grouped-query attention, by default half of the heads."""
+    if shape.kv_heads:
+        return shape.kv_heads
+    is_even = shape.heads % 2 == 0
+    return shape.heads // 2 if is_even else shape.heads
 
 
 def _config_settings(family: Family, shape: Shape) -> dict[str, Any]:
@@ -242,20 +256,24 @@ def _config_settings(family: Family, shape: Shape) -> dict[str, Any]:
         shape: Sizes of the base; without ``mlp`` the MLP has the usual width of the family.
     """
     head_dim = shape.dim // shape.heads
-    usual_mlp = -(-8 * shape.dim // 24) * 8 if family.gated else 4 * shape.dim  # 8/3 dim, rounded up to a multiple of 8
+    mlp_width = shape.mlp
+    if mlp_width == 0:
+        # Usually 8/3 dim, rounded up to a multiple of 8, with a gate, and 4 dim without.
+        mlp_width = math.ceil(shape.dim / 3) * 8 if family.gated else 4 * shape.dim
     settings: dict[str, Any] = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.dim,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "max_position_embeddings": shape.ctx,
-        family.mlp_setting: shape.mlp or usual_mlp,
+        family.mlp_setting: mlp_width,
         "eos_token_id": EOS,
         "bos_token_id": BOS,
         "pad_token_id": PAD,
     }
     if family.grouped:
-        settings |= {"num_key_value_heads": _kv_heads(shape), "head_dim": head_dim}
+        settings["num_key_value_heads"] = _num_kv_heads(shape)
+        settings["head_dim"] = head_dim
     if family.model_type.startswith("gemma"):
         settings["query_pre_attn_scalar"] = head_dim
     if family.model_type == "opt":

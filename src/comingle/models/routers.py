@@ -30,12 +30,8 @@ def balance_weights(present: Bool[Tensor, "users experts"], balance: Balance) ->
     n is the number of the user's experts, f_j the share of tokens that pick expert j, P_j its mean probability. Forms:
 
     - "uniform": all weights are 1 (Fedus et al. 2022).
-    - "generalist" (CoMiGS eq. 10): ``c_0 = 2 / ((n-1)^2 + 1)`` for the generalist, which is expert 0, and
-      ``c_j = 2 (n-1) / ((n-1)^2 + 1)`` for the others. The factor 2 makes both forms equal at n = 2, as the paper
-      states; eq. 10 as printed is this divided by 2n.
-
-    In the form "generalist" the penalty is ``f_0 P_0 + (n-1) sum_{j>0} f_j P_j`` times ``2 n / ((n-1)^2 + 1)``, which
-    is 6/5 with three experts and 8/10 with four. CoMiGS's public code has the same sum without this factor.
+    - "generalist" (CoMiGS eq. 10, times 2n): ``c_0 = 2 / ((n-1)^2 + 1)`` for the generalist, which is expert 0, and
+      ``c_j = 2 (n-1) / ((n-1)^2 + 1)`` for the others. At n = 2 all weights are 1.
 
     Args:
         present: Mask of the experts that each user has.
@@ -43,10 +39,9 @@ def balance_weights(present: Bool[Tensor, "users experts"], balance: Balance) ->
     """
     weights = present.double()
     if balance == "generalist":
-        others = weights.sum(-1, keepdim=True) - 1  # n - 1
-        # A user without specialists keeps its generalist's weight, which is set below.
-        weights = weights * others.clamp(min=1) * 2 / (others**2 + 1)
-        weights[:, 0] = (2 / (others**2 + 1)).squeeze(-1)
+        num_others = weights.sum(-1, keepdim=True) - 1  # n - 1
+        weights = weights * num_others.clamp(min=1) * 2 / (num_others**2 + 1)
+        weights[:, 0] = (2 / (num_others**2 + 1)).squeeze(-1)
     return weights
 
 
@@ -58,9 +53,8 @@ def balance_penalty(
 ) -> Float[Tensor, " users"]:
     """Return each user's load-balancing penalty ``n sum_j c_j f_j P_j`` over its n experts (CoMiGS eq. 10 and 11).
 
-    ``f_j`` is the share of tokens that pick expert j, ``P_j`` the mean of its softmax probability over all of the
-    user's experts, ``c_j`` its weight (:func:`balance_weights`). With two experts that every token picks, the sum is
-    constant and its gradient zero.
+    ``f_j`` is the share of tokens that pick expert j, ``P_j`` its mean softmax probability, ``c_j`` its weight
+    (:func:`balance_weights`).
 
     Args:
         logits: The router's logits, ``n`` tokens per user.
@@ -68,10 +62,11 @@ def balance_penalty(
         present: Mask of the experts that each user has.
         balance: "uniform" balances all experts alike, "generalist" weighs the generalist against the specialists.
     """
-    share = picks.to(logits.dtype).mean(1)  # (users, experts)
-    probability = logits.masked_fill(~present.unsqueeze(1), -torch.inf).softmax(-1).mean(1)
-    weights = balance_weights(present, balance).to(logits.dtype)
-    return present.sum(-1) * (weights * share * probability).sum(-1)
+    f = picks.to(logits.dtype).mean(1)  # (users, experts)
+    mean_probability = logits.masked_fill(~present.unsqueeze(1), -torch.inf).softmax(-1).mean(1)
+    c = balance_weights(present, balance).to(logits.dtype)
+    n = present.sum(-1)
+    return n * (c * f * mean_probability).sum(-1)
 
 
 def init_router(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -90,15 +85,18 @@ def gate(
         top_k: Experts per token.
 
     Returns:
-        The gates, which sum to one and are zero outside the top k, and the mask of the picks.
+        The gates, which sum to one and are zero outside the top k, and True for the experts in each token's top k.
     """
-    logits = logits.masked_fill(~present.unsqueeze(1), -torch.inf)
-    picks = present.unsqueeze(1).expand(logits.shape)
-    if top_k < logits.shape[-1]:
-        top = logits.topk(top_k, dim=-1).indices
-        # A user may have fewer experts than k, so that absent experts are among the top.
-        picks = torch.zeros_like(picks).scatter(-1, top, True) & picks
-    return logits.masked_fill(~picks, -torch.inf).softmax(-1), picks
+    is_present = present.unsqueeze(1).expand(logits.shape)
+    logits = logits.masked_fill(~is_present, -torch.inf)
+    picks = is_present
+    num_experts = logits.shape[-1]
+    if top_k < num_experts:
+        top_experts = logits.topk(top_k, dim=-1).indices
+        is_top = torch.zeros_like(is_present).scatter(-1, top_experts, True)
+        picks = is_top & is_present  # a user may have fewer experts than k
+    gates = logits.masked_fill(~picks, -torch.inf).softmax(-1)
+    return gates, picks
 
 
 def uniform_gates(present: Bool[Tensor, "users experts"]) -> Float[Tensor, "users experts"]:
@@ -126,43 +124,45 @@ class Router(nn.Module):
     gates: Tensor | None = None
 
     def forward(self, x: Float[Tensor, "users n width"]) -> Float[Tensor, "users n experts"]:
-        """Return the gates of the tokens ``x``, in float32 or wider.
-
-        Without :attr:`weight` they are equal for all of a user's experts, otherwise they follow from the logits ``W x``
-        (:meth:`choose`).
-        """
+        """Return the gates of the tokens ``x``, in float32 or wider; without :attr:`weight` equal for all experts."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if self.weight is None:
+            num_tokens = x.shape[1]
             gates = uniform_gates(self.present).to(dtype)
-            return gates.unsqueeze(1).expand(-1, x.shape[1], -1)
-        return self.choose(torch.bmm(x, self.weight.to(x.dtype).mT).to(dtype), x)
+            return gates.unsqueeze(1).expand(-1, num_tokens, -1)
+        logits = torch.bmm(x, self.weight.to(x.dtype).mT).to(dtype)
+        return self.choose(logits, x)
 
     def choose(
         self, logits: Float[Tensor, "users n _"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
         """Return the gates for given logits, and set the load-balancing penalty of the pass.
 
-        A method's own :attr:`gating` may compute gates in another way, and set :attr:`penalty` itself.
-
         Args:
             logits: Products of ``x`` with :attr:`weight`, one logit per row of the weight.
-            x: Input of the router, which some gatings read too.
+            x: Input of the router, which a method's gating may read.
         """
         if self.gating is not None:
-            gates = self.gating(self, logits, x)
+            gates = self.gating(self, logits, x)  # may set the penalty
         else:
             gates, picks = gate(logits, self.present, self.top_k)
-            self.penalty = balance_penalty(logits, picks, self.present, self.balance) if self.balances else None
+            self.penalty = None
+            if self.balances:
+                self.penalty = balance_penalty(logits, picks, self.present, self.balance)
         if self.record_gates:
             self.gates = gates.detach()
         return gates
 
     @property
     def balances(self) -> bool:
-        """Whether the penalty can have a gradient; if every expert is always picked, only unequal weights give one."""
+        """Whether the load-balancing penalty can have a gradient."""
         experts = self.present.shape[-1]
-        has_unequal_weights = self.balance == "generalist" and experts > 2  # with two both weights are 1
-        return self.balance != "none" and (self.top_k < experts or has_unequal_weights)
+        if self.balance == "none":
+            return False
+        if self.top_k < experts:
+            return True
+        # Every token picks all experts: the penalty is constant unless experts have unequal weights.
+        return self.balance == "generalist" and experts > 2
 
 
 Powers = Float[Tensor, "*users clusters"] | None
@@ -220,21 +220,33 @@ class ClientMixture:
 
     @property
     def trains_independently(self) -> bool:
-        """Whether components are whole models that train independently and are mixed only in their predictions."""
+        """Whether each component trains as if it were alone, so that only predictions are mixed."""
         return self.at == "predictions"
 
     @property
     def num_logits(self) -> int:
         """Number of router parameters of a user, per layer if ``per_layer``."""
-        return self.clusters * (1 + self.tempered)
+        return 2 * self.clusters if self.tempered else self.clusters
 
     def shares(self, theta: Float[Tensor, "*users logits"]) -> Float[Tensor, "*users clusters"]:
-        """Return pi for the router's logits, without noise."""
-        return softmax_mixture(theta[..., : self.clusters], self.temperature)
+        """Return the mixture weights pi, without noise.
+
+        Args:
+            theta: The router's parameters; the first ``clusters`` are the logits.
+        """
+        logits = theta[..., : self.clusters]
+        return softmax_mixture(logits, self.temperature)
 
     def powers(self, theta: Float[Tensor, "*users logits"]) -> Powers:
-        """Return the exponents whose logarithms follow the logits; None unless ``tempered``."""
-        return theta[..., self.clusters :].exp() if self.tempered else None
+        """Return the exponents of the components' probabilities; None unless ``tempered``.
+
+        Args:
+            theta: The router's parameters; the last ``clusters`` are the exponents' logarithms.
+        """
+        if not self.tempered:
+            return None
+        log_powers = theta[..., self.clusters :]
+        return log_powers.exp()
 
 
 def mix_probabilities(
@@ -246,7 +258,8 @@ def mix_probabilities(
         logits: Logits f_c of each component.
         shares: Mixture weights pi.
     """
-    return (shares.log()[..., None, None] + logits.log_softmax(-1)).logsumexp(-3)
+    log_pi = shares.log()[..., None, None]  # (*users, clusters, 1, 1)
+    return (log_pi + logits.log_softmax(-1)).logsumexp(-3)
 
 
 def mix_losses(
@@ -254,26 +267,35 @@ def mix_losses(
 ) -> Float[Tensor, "users batch ..."]:
     """Return ``-log sum_c pi_c exp(-loss_c)``: the loss in nats of the mixture of the components' predictions.
 
-    Exactly 0 where all components' losses are 0, as at positions without a target.
-
     Args:
         losses: Loss of each component in nats.
         shares: Mixture weights pi.
     """
-    weights = shares.log().view(*shares.shape, *(1 for _ in losses.shape[2:])).to(losses)
-    return (-torch.logsumexp(weights - losses, 1)).masked_fill((losses == 0).all(1), 0)
+    num_inner_axes = losses.dim() - 2
+    log_pi = shares.log().view(*shares.shape, *[1] * num_inner_axes).to(losses)
+    mixed = -torch.logsumexp(log_pi - losses, 1)
+    has_no_target = (losses == 0).all(1)
+    return mixed.masked_fill(has_no_target, 0)  # exactly 0, without rounding errors
 
 
 def merge_models(tensors: Tree, shares: Float[Tensor, "users clusters"]) -> Tree:
-    """Return ``sum_c pi_c w_c`` of whole models (FLoRAL's FML), running statistics included."""
-    return {n: torch.einsum("uc,uc...->u...", shares, t) for n, t in tensors.items() if n != CLIENT_ROUTER}
+    """Return ``sum_c pi_c w_c`` of whole models (FLoRAL's FML), running statistics included.
+
+    Args:
+        tensors: Tensors w ``(users, clusters, ...)`` by name, and the router, which is left out.
+        shares: Mixture weights pi.
+    """
+    merged = {}
+    for name, w in tensors.items():
+        if name != CLIENT_ROUTER:
+            merged[name] = torch.einsum("uc,uc...->u...", shares, w)
+    return merged
 
 
 def weigh_gradient(base: Float[Tensor, "users ..."], shares: Float[Tensor, "users clusters"]) -> Tensor:
-    """Return a tensor of the base once per component, so that the gradient through component c has the weight ``pi_c``.
+    """Return a copy of a base's tensor for each component, whose gradient through component c is weighted by ``pi_c``.
 
-    Each component's loss is computed alone. A base that all components share then gets the gradient of the mixture
-    (weight sharing, FLoRAL's MFL-WS).
+    So a base that all components share gets the gradient of the mixture (weight sharing, FLoRAL's MFL-WS).
 
     Args:
         base: One tensor of the users' bases.
@@ -282,8 +304,11 @@ def weigh_gradient(base: Float[Tensor, "users ..."], shares: Float[Tensor, "user
     Returns:
         The copies, ``(users, clusters, ...)``.
     """
-    value, weights = base.detach().unsqueeze(1), shares.view(*shares.shape, *(1 for _ in base.shape[1:]))
-    return value + weights * (base.unsqueeze(1) - value)  # the difference is zero, but has a gradient
+    value = base.detach().unsqueeze(1)
+    num_inner_axes = base.dim() - 1
+    pi = shares.view(*shares.shape, *[1] * num_inner_axes)
+    no_value = base.unsqueeze(1) - value  # 0 with the gradient of `base`
+    return value + pi * no_value
 
 
 def softmax_mixture(theta: Float[Tensor, "*users clusters"], temperature: float) -> Float[Tensor, "*users clusters"]:

@@ -36,28 +36,28 @@ def record_gates(adapters: Adapters) -> Iterator[None]:
 
 def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
     """Return the gates of the last forward pass, first layer first; requires routers and :func:`record_gates`."""
-    by_block = [mlp.router.gates for mlp in adapters.experts.values()]
-    return torch.stack([layer for layer in by_block if layer is not None])
+    recorded = []
+    for mlp in adapters.experts.values():
+        if mlp.router.gates is not None:
+            recorded.append(mlp.router.gates)
+    return torch.stack(recorded)
 
 
 @contextmanager
 def record_router_inputs(adapters: Adapters) -> Iterator[Tree]:
-    """Yield a tree that holds each router's input of the last forward pass, by the name of the router's tensor.
-
-    A router reads the input of its MLP, so hooks record the inputs of MLPs.
-    """
+    """Yield a tree that holds each router's input of the last forward pass, by the name of the router's tensor."""
     inputs_by_name = Tree()
 
-    def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        """Return the hook of the MLP ``name``."""
+    def record_input_of(mlp_name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        """Return a hook that records the input of an MLP, which its router reads."""
 
         def record(_mlp: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             (hidden,) = inputs
-            inputs_by_name[f"{name}.{ROUTER}"] = hidden.detach()
+            inputs_by_name[f"{mlp_name}.{ROUTER}"] = hidden.detach()
 
         return record
 
-    hooks = [mlp.register_forward_pre_hook(recorder(name)) for name, mlp in adapters.experts.items()]
+    hooks = [mlp.register_forward_pre_hook(record_input_of(name)) for name, mlp in adapters.experts.items()]
     try:
         yield inputs_by_name
     finally:
@@ -72,14 +72,16 @@ def expert_names(adapters: Adapters, user: int) -> list[str]:
         adapters: The injected modules, with the layout and the users' experts.
         user: Index of the user.
     """
-    # All tensors of experts have the same roles along the expert axis, so the first one tells them.
-    axis_roles = next(slot.roles for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
-    roles = [role for role, present in zip(axis_roles, adapters.present[user].tolist(), strict=True) if present]
-    counts: Counter[str] = Counter()
+    # All tensors of experts have the same expert axis, so read its roles from the first of them.
+    first_slot = next(slot for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
+    is_present = adapters.present[user].tolist()
+    roles = [role for role, present in zip(first_slot.roles, is_present, strict=True) if present]
+    total_by_role, number_by_role = Counter(roles), Counter[str]()
     names = []
     for role in roles:
-        counts[role] += 1
-        names.append(f"{role} {counts[role]}" if roles.count(role) > 1 else role)
+        number_by_role[role] += 1
+        has_several = total_by_role[role] > 1
+        names.append(f"{role} {number_by_role[role]}" if has_several else role)
     return names
 
 
@@ -103,10 +105,9 @@ class Routing:
 def route(
     forward: Forward, tokens: Int[Tensor, " n"], *, context: int, begin: int | None = None
 ) -> Float[Tensor, "layers n experts"]:
-    """Return the gates of every token: the weights that each layer's router gives to the experts.
+    """Return the gates of every token, rounded to three digits, in float16.
 
-    The text is cut into pieces of ``context`` tokens that are processed one after another. Gates are rounded to three
-    digits, in float16.
+    The text is cut into pieces of ``context`` tokens, one for each forward pass.
 
     Args:
         forward: Function that returns the gates ``(layers, n, experts)`` of a forward pass over n tokens.
@@ -115,17 +116,19 @@ def route(
         begin: Begin-of-text token (BOS) that opens each pass and counts towards ``context``; None for no such token.
     """
     prefix = tokens.new_tensor([] if begin is None else [begin]).long()
-    passes = tokens.long().split(max(1, context - len(prefix)))
-    # The gates of the begin-of-text token are dropped.
-    parts = [forward(torch.cat([prefix, part])).float().cpu()[:, len(prefix) :] for part in passes]
-    return torch.cat(parts, dim=1).mul(1000).round().div(1000).to(torch.float16)
+    piece_length = max(1, context - len(prefix))
+    gates_of_pieces = []
+    for piece in tokens.long().split(piece_length):
+        gates_of_pass = forward(torch.cat([prefix, piece])).float().cpu()
+        gates_of_pieces.append(gates_of_pass[:, len(prefix) :])
+    all_gates = torch.cat(gates_of_pieces, dim=1)
+    return all_gates.mul(1000).round().div(1000).to(torch.float16)
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """Return the characters that each token adds to the text, so that their concatenation is the text.
+    """Return the characters that each token adds to the text, such as "Hel", "lo", " you".
 
-    A token that ends within a character adds nothing, and the token that completes the character adds it. Each token is
-    decoded after its predecessor, because some tokenizers drop a leading space.
+    A token that ends within a character adds nothing; the token that completes the character adds it.
 
     Args:
         tokenizer: The tokenizer.
@@ -136,13 +139,17 @@ def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[st
         part = list(tokens[start:end])
         return str(tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    decoded, before, read = [], 0, 0  # tokens[before:read] are decoded already and are the context of the next token
+    # Decode new tokens together with those before them, because some tokenizers drop a leading space:
+    # tokens[context_start:new_start] are decoded already, tokens[new_start:end] are new.
+    added, context_start, new_start = [], 0, 0
     for end in range(1, len(tokens) + 1):
-        old, new = decode(before, read), decode(before, end)
-        is_complete = not new.endswith("\N{REPLACEMENT CHARACTER}")
-        # A character has at most four bytes, so after four tokens it is invalid rather than incomplete.
-        is_shown = is_complete or end == len(tokens) or end - read >= 4
-        decoded.append(new[len(old) :] if is_shown else "")
-        if is_shown:
-            before, read = read, end
-    return decoded
+        old_text, text = decode(context_start, new_start), decode(context_start, end)
+        ends_within_character = text.endswith("\N{REPLACEMENT CHARACTER}")
+        is_invalid = end - new_start >= 4  # a character has at most four bytes
+        is_last = end == len(tokens)
+        if ends_within_character and not is_invalid and not is_last:
+            added.append("")
+        else:
+            added.append(text[len(old_text) :])
+            context_start, new_start = new_start, end
+    return added
