@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -58,7 +57,7 @@ from comingle.training.events import Event, Observer
 from comingle.training.plan import keep_key, key_of, set_key, terms_of
 from comingle.training.server import ServerHalf, start_server
 from comingle.training.settings import RunPlan, cohorts, warn_of_untrained
-from comingle.training.state import check_names, reorder, reorder_kept
+from comingle.training.state import State, check_names, reorder, reorder_kept
 from comingle.training.steps import diverged
 from comingle.utils.errors import NoSumError, RunError
 from comingle.utils.files import list_checkpoints
@@ -416,9 +415,12 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
     def _load_users(self, checkpoint: Path, progress: Progress) -> None:
         """Restore the users of this process from the files that have them, or from the store."""
-        clients, state = self.clients, self.clients.state
-        read = partial(load_users, checkpoint, progress, clients.model.layout, state, clients.names)
-        clients.state = state.load(checkpoint, read)
+        clients = self.clients
+
+        def load_into_memory() -> State:  # not called by a store on disk
+            return load_users(checkpoint, progress, clients.model.layout, clients.state, clients.names)
+
+        clients.state = clients.state.load(checkpoint, load_into_memory)
 
     def _load_server(self, checkpoint: Path, progress: Progress) -> Tree:
         """Return the server's state from a checkpoint."""

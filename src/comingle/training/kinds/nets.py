@@ -184,7 +184,7 @@ class SampleBatchSource(PassBatchSource):
             gates: Not used; nets have no routers.
         """
         bank = self._bank(sets)
-        sets_per_pass = max(1, min(pass_size.users, len(rows)))
+        jobs_per_pass = max(1, min(pass_size.users, len(rows)))
 
         def forward(set_numbers: Sequence[int], inputs: Tensor) -> Tensor:
             """Return the outputs for a batch of each of these sets, each under the model that scores the set."""
@@ -192,7 +192,7 @@ class SampleBatchSource(PassBatchSource):
             return predict(model_numbers, inputs)
 
         return score_samples(
-            forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=sets_per_pass
+            forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=jobs_per_pass
         )
 
     # ---------------------------------------------------------------- counted without data

@@ -187,9 +187,10 @@ class OnDisk(State):
         """
         other = object.__new__(type(self))  # the constructor would compute an initial state and start a thread
         vars(other).update(vars(self))
-        other._table, other._prefetched = self._table.copy(), None
+        other._table = self._table.copy()
+        other._prefetched = None
+        other._files = {group: list(files) for group, files in self._files.items()}
         other._write_numbers = {}  # no file to write to, so the first write makes a temporary one
-        other._files = {name: list(files) for name, files in self._files.items()}
         return other
 
     def release(self) -> None:
