@@ -149,7 +149,7 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
             raise MessageError("upload: got a download")
         decompressed = replace(upload, tensors=decompress(upload.tensors, server.uploads))
         # Users may be weighted by the amounts of data that they report, so the server limits these amounts.
-        limit = {"most": session.network.max_samples} if counts_samples(session.context.recipe) else {}
+        limit = {"most_data": session.network.max_samples} if counts_samples(session.context.recipe) else {}
         check_upload(
             decompressed,
             session.model.layout,
@@ -374,7 +374,7 @@ def routing_event(session: ServerSession, reported: RoutingMetrics) -> dict[str,
         session: The session.
         reported: Metrics that clients have reported, by user.
     """
-    return _mean_gates(session, reported) | _mixtures(session, reported)
+    return {**_mean_gates(session, reported), **_mixtures(session, reported)}
 
 
 def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
@@ -461,12 +461,11 @@ class NetworkBackend(Backend[ClientReports]):
                 not.
         """
         self.session, self.server, self.stopped_after = session, session.server, stopped_after
-        # Of the current round: its plan, participants' answers to the training task by user, users whose uploads were
-        # aggregated, and answers with scores, if the training task includes an evaluation.
+        # Of the current round:
         self._plan: RoundPlan | None = None
-        self._training_answers: Mapping[str, Answer] = {}
-        self._senders: list[str] = []
-        self._evaluation_answers: Mapping[str, Answer] | None = None
+        self._training_answers: Mapping[str, Answer] = {}  # of the participants, by user
+        self._evaluation_answers: Mapping[str, Answer] | None = None  # None if the training task does not evaluate
+        self._senders: list[str] = []  # users whose uploads were aggregated
 
     @property
     def _names(self) -> Sequence[str]:
@@ -502,7 +501,8 @@ class NetworkBackend(Backend[ClientReports]):
         run_settings = self.session.context.plan
         participants = self.server.invite(run_settings, plan.number, releases=plan.exchanges)
         if participants is None:
-            self.stopped_after = plan.number  # counted from 0, so this many rounds are done
+            num_rounds_done = plan.number  # rounds are counted from 0
+            self.stopped_after = num_rounds_done
         return participants
 
     def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:

@@ -234,7 +234,12 @@ def open_store(
         write_json(folder / PUBLIC, public.as_dict())
     state_before_first_task = clients.state.copy(compact=True)  # zeros take no memory
     store = ClientStore(
-        folder=folder, public=public, recipe=recipe, read=own_data, clients=clients, first=state_before_first_task
+        folder=folder,
+        public=public,
+        recipe=recipe,
+        read=own_data,
+        clients=clients,
+        state_before_first_task=state_before_first_task,
     )
     has_answered = any(answers_folder.glob("*.bin"))  # Then the user may have sent uploads.
     _check_inputs(folder, own, describe(own_data, recipe), has_answered=has_answered)

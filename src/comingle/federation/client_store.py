@@ -154,7 +154,7 @@ class ClientStore:
         recipe: The user's own recipe.
         read: The user's own data, and the base.
         clients: The client group that trains the user.
-        first: State before the first task.
+        state_before_first_task: Restored if the first task is reverted.
         serial: Number of the last task that was carried out.
     """
 
@@ -163,7 +163,7 @@ class ClientStore:
     recipe: Recipe
     read: RunData
     clients: Clients
-    first: State
+    state_before_first_task: State
     serial: int = 0
 
     @property
@@ -287,10 +287,10 @@ class ClientStore:
 
         The server computes epsilon from this number, so it is reported even if the user reports nothing else.
         """
-        private = self.clients.steps.private  # None unless privacy protects single examples (DP-SGD)
-        if private is None:
+        private_steps = self.clients.steps.private  # None unless privacy protects single examples (DP-SGD)
+        if private_steps is None:
             return {}
-        work = private.work(self.clients.batch_source, trainer=0)  # of the only user of this client group
+        work = private_steps.work(self.clients.batch_source, trainer=0)  # this client group has a single user
         return {"examples": work.examples}
 
     def reporting_level(self, own: Own) -> Tells:
@@ -376,11 +376,13 @@ class ClientStore:
     def _restore(self, folder: Path | None) -> None:
         """Load the state of a checkpoint; None restores the state before the first task."""
         if folder is None:
-            self.clients.state = self.first.copy()
+            self.clients.state = self.state_before_first_task.copy()
         else:
             server_state = dict[str, Any]()  # a client has none
-            # The checkpoint must have the names, shapes and dtypes of `first`.
-            self.clients.state, _ = load_checkpoint(folder, self.clients.model.layout, self.first, server_state)
+            # The checkpoint must have the names, shapes and dtypes of the state before the first task.
+            self.clients.state, _server_state = load_checkpoint(
+                folder, self.clients.model.layout, self.state_before_first_task, server_state
+            )
         self.clients.update_masks()  # The restored LoRA rank decides which entries of the tensors are padding.
 
     def _answer_file(self, serial: int, task: bytes) -> Path:

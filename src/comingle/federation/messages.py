@@ -388,11 +388,11 @@ def check_reported(reported: Mapping[str, Any]) -> dict[str, Any]:
 
 _FACTORS = (".a", ".b")
 _DTYPES = (torch.float32, torch.float64)
-_MOST = 10**15
+_MOST_DATA = 10**15
 _LARGEST_FACTOR, _LARGEST_NUMBER = 1e6, 1e15
 """Largest magnitudes in an upload: in a LoRA factor, which is multiplied by the other one, and in any other tensor."""
-_LARGEST = float(torch.finfo(torch.float32).max)
-_LOSS = Reported(least=-_LARGEST, most=_LARGEST)
+_LARGEST_FLOAT = float(torch.finfo(torch.float32).max)
+_LOSS = Reported(least=-_LARGEST_FLOAT, most=_LARGEST_FLOAT)
 
 
 def check_upload(
@@ -405,7 +405,7 @@ def check_upload(
     rank: int,
     weighted: bool = False,
     adaptive: bool = False,
-    most: int = _MOST,
+    most_data: int = _MOST_DATA,
     most_steps: int = 0,
 ) -> None:
     """Check that an upload is the user's own, of this round, and holds exactly the tensors that the method shares.
@@ -421,7 +421,7 @@ def check_upload(
         rank: Largest LoRA rank that the user may have.
         weighted: Whether the upload reports the user's amount of data.
         adaptive: Whether the upload reports if its change was within the server's clipping bound.
-        most: Largest amount of data that the upload may report.
+        most_data: Largest amount of data that the upload may report.
         most_steps: Largest number of local steps that the upload may report; 0 if it reports none.
 
     Raises:
@@ -437,7 +437,7 @@ def check_upload(
     _check_tensors("upload", upload.tensors, layout, method.shared, leading=0, rank=declared_rank)
     _check_sizes(upload.tensors)
     required = _required_reports(
-        method, layout, weighted=weighted, adaptive=adaptive, most_data=most, most_steps=most_steps
+        method, layout, weighted=weighted, adaptive=adaptive, most_data=most_data, most_steps=most_steps
     )
     _check_reports(upload.reports, required)
 
@@ -467,7 +467,7 @@ def check_download(
     _check_rank("download", declared_rank, rank)
     clip_norm, model_tensors = without_bound(download.tensors)
     if clip_norm is not None:  # sent only by a server that adapts it
-        is_valid = len(clip_norm) == 1 and 0 < float(clip_norm) <= _LARGEST
+        is_valid = len(clip_norm) == 1 and 0 < float(clip_norm) <= _LARGEST_FLOAT
         if not is_valid:
             raise MessageError(f"download: {CLIP_NORM} is {clip_norm.tolist()}; allowed: a number above 0")
     download = replace(download, tensors=model_tensors)
@@ -622,16 +622,18 @@ def _allowed_shapes(layout: Layout, shared: frozenset[str], rank: int) -> dict[s
 
 
 def _cut_to_rank(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Return the shape of a tensor without padded ranks, which are the second-last axis of both factors of LoRA.
+    """Return the shape of a tensor without padded ranks: ``(4, 64)`` for a LoRA factor ``(16, 64)`` and rank 4.
 
     Args:
-        name: Name of the tensor; those of factors end with ".a" or ".b".
-        shape: The padded shape.
+        name: Name of the tensor; those of LoRA factors end with ".a" or ".b".
+        shape: The padded shape, in which the ranks of both factors are the second-last axis.
         rank: The rank; 0 for models without LoRA.
     """
-    if not rank or not name.endswith(_FACTORS):
+    is_factor = name.endswith(_FACTORS)
+    if rank == 0 or not is_factor:
         return shape
-    return (*shape[:-2], min(rank, shape[-2]), shape[-1])
+    *leading, padded_rank, width = shape
+    return (*leading, min(rank, padded_rank), width)
 
 
 def _required_reports(
@@ -639,15 +641,13 @@ def _required_reports(
 ) -> dict[str, Reported]:
     """Return the reports that an upload must have, by name, with their shapes and ranges of values.
 
-    Reports are numbers that a client sends beside its tensors: those that the method's client hooks declare, the
-    user's amount of data, and whether its change was within the clip norm.
+    Reports are numbers that a client sends beside its tensors.
 
     Args:
-        method: The method.
+        method: The method, whose client hooks declare reports.
         layout: Layout of the model's tensors; a report may have the shape of one of them (``like``).
         weighted: Whether the amount of data is required, as the weight of the upload.
-        adaptive: Whether the server adapts the clip norm, so that the flag 0 or 1 for "within the clip norm" is
-            required.
+        adaptive: Whether a flag, 0 or 1, is required that says if the change was within the clip norm.
         most_data: Largest amount of data that is accepted.
         most_steps: Largest number of local steps that is accepted; 0 if none is required.
     """
@@ -655,7 +655,8 @@ def _required_reports(
     required = {}
     for hook in method.client.parts:
         for name, report in hook.reports.items():
-            required[name] = replace(report, shape=shapes.get(report.like, report.shape))
+            shape = shapes.get(report.like, report.shape)
+            required[name] = replace(report, shape=shape)
     if adaptive:
         required[WITHIN] = Reported(most=1, whole=True)
     if weighted:

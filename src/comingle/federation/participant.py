@@ -108,7 +108,8 @@ class Own(Section):
         """
         runtime = {**public, **self.runtime}
         if self.max_threads is not None:
-            runtime["threads"] = min(self.max_threads, runtime.get("threads") or os.cpu_count() or 1)
+            wanted_threads = runtime.get("threads") or os.cpu_count() or 1
+            runtime["threads"] = min(self.max_threads, wanted_threads)
         return runtime
 
     def conditions(
@@ -137,12 +138,14 @@ class Own(Section):
         The source is a ``dataset`` of which only this user's rows are read, or an entry of ``users``.
 
         Args:
-            public: The section ``data`` of the federation's recipe. It has no source; ``given`` says so.
+            public: The section ``data`` of the federation's recipe, with ``given`` in place of a source.
         """
-        options = {key: value for key, value in public.items() if key != "given"}
+        section = {key: value for key, value in public.items() if key != "given"}
         if isinstance(self.data, dict) and "dataset" in self.data:
-            return {**options, "dataset": {**self.data["dataset"], "users": [self.name]}}
-        return {**options, "users": {self.name: self.data}}
+            section["dataset"] = {**self.data["dataset"], "users": [self.name]}
+        else:
+            section["users"] = {self.name: self.data}
+        return section
 
 
 class Participant(Own):

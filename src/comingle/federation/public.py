@@ -169,11 +169,14 @@ def check_remote_clients(recipe: Recipe) -> None:
         raise RecipeError(f"data: got {kind}, which needs all users in one place; allowed: {', '.join(KINDS)}")
     if method.placement.pooled:
         raise RecipeError(f"method {method.name}: pools all users' data, but a federation leaves it with the users")
-    if mixture is not None and mixture.optimal:  # weights are not learned but follow from the true clusters
+    uses_true_clusters = mixture is not None and mixture.optimal
+    if uses_true_clusters:
         raise RecipeError(f"method {method.name}: needs users' true clusters, which clients do not report")
-    if getattr(recipe.data, "held_out", "own") == "mixture":
+    held_out = getattr(recipe.data, "held_out", None)  # some kinds of data do not have this option
+    if held_out == "mixture":
         raise RecipeError("data.held_out: got mixture, which gives users' text to others; allowed: own")
-    if getattr(recipe.data, "on_small_user", "refuse") == "skip":
+    on_small_user = getattr(recipe.data, "on_small_user", None)
+    if on_small_user == "skip":
         raise RecipeError("data.on_small_user: got skip, which needs all users' data; allowed: refuse")
 
 

@@ -608,16 +608,16 @@ class TaskQueue:
     def _is_loading(self, name: str) -> bool:
         """Return whether a client may still be loading its base model and data, after a join task during a round.
 
-        It may load for ``_loading_seconds``, counted from its first join task.
+        It may load for ``_loading_seconds``, counted from its first join task since it connected.
         """
-        if self._sends_only_joins:  # no round has begun
-            return False
+        is_during_round = not self._sends_only_joins
         client = self.session.clients[name]
-        if self._has_joined(name) or not client.is_present:
+        if not is_during_round or self._has_joined(name) or not client.is_present:
             return False
-        if client.join_asked is None:  # it has not got a join task yet
+        if client.join_asked is None:  # It has not got a join task yet.
             return False
-        return time.monotonic() - client.join_asked <= self._loading_seconds
+        seconds_since_join_task = time.monotonic() - client.join_asked
+        return seconds_since_join_task <= self._loading_seconds
 
     @property
     def _loading_seconds(self) -> float:

@@ -607,27 +607,27 @@ def make_fleet_api(states: LinkStateFactory, *, keys_only: bool) -> Gate:
 
     Args:
         states: Holds nodes, runs and messages.
-        keys_only: Admit only clients with registered keys, and check signatures; otherwise every client registers a
-            generated key, and a signature proves nothing.
+        keys_only: Admit only clients with registered keys, and check signatures. Otherwise clients register generated
+            keys.
     """
-    # Flower's API with Flower's middleware, in the order in which requests pass it. Comingle adds `_OwnMessagesOnly`,
-    # which refuses replies in the name of another node.
     api = FastAPI(
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        middleware=[
+        middleware=[  # in the order in which requests pass it; the last one is comingle's, the others are Flower's
             Middleware(BaseHTTPMiddleware, dispatch=http_error_translator),
             Middleware(ProtobufTranslationMiddleware),
             Middleware(NodeAuthMiddleware),
             Middleware(_OwnMessagesOnly),
         ],
     )
+    # Settings that Flower's API reads.
     api.state.linkstate_factory = states
     api.state.enable_supernode_auth = keys_only
-    api.state.fleet_event_log_plugin = None  # Flower reads this; there is no log of events
+    api.state.fleet_event_log_plugin = None
     api.include_router(fleet_router)
-    return Gate(api, cast(LimitedLinkState, states.state()), keys_only=keys_only)
+    state = cast(LimitedLinkState, states.state())
+    return Gate(api, state, keys_only=keys_only)
 
 
 class _InProcessRuntime:
@@ -675,8 +675,9 @@ class InProcessGrid(HttpGrid):
         # The address and the token are not used, as nothing is sent over a network.
         super().__init__("in this process", insecure=True, token="none")
         (run,) = state.get_run_info(run_ids=[run_id])
-        runtime = _InProcessRuntime(state, Task(task_id=run.primary_task_id or 0, run_id=run_id))
-        self._client = cast(RuntimeHttpClient, runtime)
+        task = Task(task_id=run.primary_task_id or 0, run_id=run_id)
+        runtime = _InProcessRuntime(state, task)
+        self._client = cast(RuntimeHttpClient, runtime)  # `HttpGrid` calls its methods
         self.set_run(run)
 
 
