@@ -150,12 +150,12 @@ def group_documents(
 
     where = source_label(source)
     rows.fill(iterate_documents(source, user=user, text=text, users=users, **options), pack=pack, unpack=unpack)
-    if not rows.owners:  # no row has a user
+    if not rows.users:  # no row has a user
         bad_rows = options.get("bad_rows")
         if bad_rows is not None:
             bad_rows.report()  # raises an error if rows are bad, which may be why no row has a user
         raise no_texts_error(source, text, user, name=options.get("name"), data_files=options.get("data_files"))
-    names = choose_users(rows.owners, users, where)
+    names = choose_users(rows.users, users, where)
     if problem := name_problem(names):
         raise DataError(f"{where}: column {user!r}: {problem}")
     return names
@@ -259,22 +259,22 @@ def _within_limits(
     num_selected = len(selected) if selected is not None else max_users
     has_limit = max_documents is not None or max_users is not None
     complete_users: set[str] = set()  # selected users with the maximum number of documents of the table's split
-    for document, owner, *split_of_row in rows:
+    for document, user, *split_of_row in rows:
         split = split_of_row[0] if split_of_row else split_of_table
         if not has_limit:
-            yield owner, split, document
+            yield user, split, document
             continue
-        is_new_user = owner not in counts
+        is_new_user = user not in counts
         if is_new_user and max_users is not None and len(counts) == max_users:
             continue
-        counts_of_user = counts.setdefault(owner, Counter())
+        counts_of_user = counts.setdefault(user, Counter())
         if max_documents is None or counts_of_user[split] < max_documents:
             counts_of_user[split] += 1
-            yield owner, split, document
+            yield user, split, document
         is_complete = not split_of_row and counts_of_user[split] == max_documents
-        is_selected = selected is None or owner in selected
+        is_selected = selected is None or user in selected
         if is_complete and is_selected:
-            complete_users.add(owner)
+            complete_users.add(user)
             if len(complete_users) == num_selected:
                 return
 

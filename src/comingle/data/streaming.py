@@ -157,7 +157,7 @@ class StoredDocuments(DocumentLists):
 class Rows(ABC):
     """Store of the rows of all users, which groups the rows by user and split."""
 
-    owners: dict[str, Any]
+    users: dict[str, Any]
     """Users with rows, in the order of their first rows."""
 
     @abstractmethod
@@ -192,7 +192,8 @@ class ListedRows(Rows):
     """Store of rows in memory."""
 
     def __init__(self) -> None:
-        self.owners: dict[str, Any] = {}
+        self.users: dict[str, Any] = {}
+        """Rows of each user by split, such as ``{"ada": {"train": [...]}}``."""
 
     def fill(
         self,
@@ -202,20 +203,20 @@ class ListedRows(Rows):
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
         """Store the contents as they are; ``pack`` and ``unpack`` are needed only for files."""
-        for owner, split, content in rows:
-            self.owners.setdefault(owner, {}).setdefault(split, []).append(content)
+        for user, split, content in rows:
+            self.users.setdefault(user, {}).setdefault(split, []).append(content)
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
         """Yield each of these users with its rows by split."""
         for name in names:
-            yield name, self.owners[name]
+            yield name, self.users[name]
 
     def documents(self, name: str) -> DocumentLists:
         """Return lists of documents in memory."""
         return ListedDocuments()
 
 
-_ROW = np.dtype([("owner", "<i4"), ("split", "<i4"), ("end", "<i8")])
+_ROW = np.dtype([("user", "<i4"), ("split", "<i4"), ("end", "<i8")])
 """Entry of the index of rows: numbers of user and split, and end of the content in bytes."""
 
 
@@ -226,7 +227,7 @@ class StoredRows(Rows):
         """Start an empty store; :meth:`fill` creates its two files in the folder."""
         self.folder = folder
         self._contents_path, self._index_path = folder / "rows.bin", folder / "rows.index"
-        self.owners: dict[str, Any] = {}
+        self.users: dict[str, Any] = {}
         """Number of each user with rows, by name."""
         self._splits: dict[str, int] = {}
         """Number of each split, by name."""
@@ -250,8 +251,8 @@ class StoredRows(Rows):
         self._unpack = unpack
         end = 0  # of the row in the file of contents, in bytes
         with open(self._contents_path, "wb") as contents_file, open(self._index_path, "wb") as index_file:
-            for owner, split, content in rows:
-                user_number = self.owners.setdefault(owner, len(self.owners))
+            for user, split, content in rows:
+                user_number = self.users.setdefault(user, len(self.users))
                 split_number = self._splits.setdefault(split, len(self._splits))
                 packed = pack(content)
                 end += len(packed)
@@ -260,20 +261,20 @@ class StoredRows(Rows):
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
         """Yield each of these users with its rows by split, read from the file of contents."""
-        if not self.owners:  # no rows; an empty file cannot be memory-mapped
+        if not self.users:  # no rows; an empty file cannot be memory-mapped
             return
-        index = np.memmap(self._index_path, dtype=_ROW, mode="r")  # "owner", "split" and "end" of each row
+        index = np.memmap(self._index_path, dtype=_ROW, mode="r")  # "user", "split" and "end" of each row
         # Row numbers sorted by user: those of user u are rows_by_user[first[u] : first[u + 1]].
-        rows_by_user = index["owner"].argsort(kind="stable")
+        rows_by_user = index["user"].argsort(kind="stable")
         rows_by_user = rows_by_user.astype(np.int32 if len(index) < 2**31 else np.int64)  # int32 saves memory
-        num_rows_of_user = np.bincount(index["owner"], minlength=len(self.owners))
+        num_rows_of_user = np.bincount(index["user"], minlength=len(self.users))
         first = np.concatenate([[0], num_rows_of_user.cumsum()])
         splits = list(self._splits)
         with open(self._contents_path, "rb") as contents_file:
             for name in names:
-                user = self.owners[name]
+                user_number = self.users[name]
                 contents_by_split: dict[str, list[Any]] = {}
-                for row in rows_by_user[first[user] : first[user + 1]].tolist():
+                for row in rows_by_user[first[user_number] : first[user_number + 1]].tolist():
                     start = int(index["end"][row - 1]) if row > 0 else 0
                     end = int(index["end"][row])
                     contents_file.seek(start)

@@ -114,7 +114,7 @@ def test_rows_are_grouped_without_holding_them(tmp_path: Path) -> None:
         tracemalloc.start()
         spool = StoredRows(tmp_path)
         spool.fill((f"user-{i % users}", "train", bytes(1000)) for i in range(3 * users))
-        for name, groups in spool.groups(spool.owners):
+        for name, groups in spool.groups(spool.users):
             assert len(groups["train"]) == 3, name
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()

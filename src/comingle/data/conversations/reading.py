@@ -415,10 +415,10 @@ def _dataset_readers(
         DataError: No row names a user, or a selected user has no rows.
     """
 
-    def owners_and_splits() -> Iterator[tuple[str, str, Record]]:
-        for owner, record in records_with_users(data, bad_rows):
+    def users_and_splits() -> Iterator[tuple[str, str, Record]]:
+        for user, record in records_with_users(data, bad_rows):
             split, _place, _row = record
-            yield owner, split, record
+            yield user, split, record
 
     def pack(record: Record) -> bytes:
         return json.dumps(record, default=_placeholder).encode()
@@ -427,8 +427,8 @@ def _dataset_readers(
         return tuple(json.loads(content))
 
     assert data.dataset is not None
-    rows.fill(owners_and_splits(), pack=pack, unpack=unpack)
-    names = choose_dataset_users(data.dataset, rows.owners)
+    rows.fill(users_and_splits(), pack=pack, unpack=unpack)
+    names = choose_dataset_users(data.dataset, rows.users)
     for name, records_by_split in rows.groups(names):
         yield name, partial(split_records, data, bad_rows, duplicates, records_by_split)
 

@@ -454,8 +454,8 @@ def _spelling_notes(classes: Sequence[str], bit_of_class: Mapping[str, int], mas
     if len(masks) > 1 and single:
         listed: list[str] = []
         for label in single[:_LISTED]:
-            owner = next(user for user, mask in masks.items() if mask & bit_of_class[label])
-            listed.append(f"{label} ({owner!r})")
+            only_user = next(user for user, mask in masks.items() if mask & bit_of_class[label])
+            listed.append(f"{label} ({only_user!r})")
         more = f" and {len(single) - _LISTED} more" if len(single) > _LISTED else ""
         notes.append(f"classes of one user only: {', '.join(listed)}{more}; rename the folders if they are misspelt")
     return notes
