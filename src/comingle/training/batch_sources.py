@@ -276,8 +276,8 @@ class PassBatchSource(BatchSource):
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sizes of the batches in one pass over the samples of a user: for training, and for all samples.
 
-        For example ``(4, 4)`` and ``(4, 4, 1)`` for 9 samples: a last batch of fewer than ``self.least`` samples is not
-        trained on, as batch norm needs at least two samples.
+        For example ``(4, 4)`` and ``(4, 4, 1)`` for 9 samples in batches of 4: a last batch of fewer than
+        ``self.least`` samples is not trained on, as batch norm needs at least two samples.
         """
         num_samples = len(user.train)
         own_size = self.plan.batch_size_of(user.name) if self.has_sizes else self.batch_size

@@ -196,7 +196,10 @@ class UsersAndTrainers:
         return entries
 
     def owners(self, rows: Sequence[int]) -> list[int]:
-        """Return the number of the trainer that owns each row; a trainer owns one row per copy."""
+        """Return the number of the trainer that owns each row; a trainer owns one row per copy of its model.
+
+        For example, rows 0 to 5 of 3 trainers with 2 copies each have the owners ``[0, 1, 2, 0, 1, 2]``.
+        """
         return [row % len(self.trainers) for row in rows]
 
     def name(self, row: int) -> str:
@@ -368,25 +371,27 @@ class Users(UsersAndTrainers):
         Users with a smaller LoRA rank or fewer experts than others have unused entries in their row, the padding.
         """
         if not self.state.in_memory:
-            self._update_padded()
+            self._update_may_be_padded()
             return
         ranks_by_copy = self.state.ranks.cpu().view(-1, len(self.trainers))
         masks = [self.model.mask(ranks_of_copy) for ranks_of_copy in ranks_by_copy]
         self.mask: Bool[Tensor, "rows columns"] = torch.cat(masks) if len(masks) > 1 else masks[0]
-        self.padded = not bool(self.mask.all())
-        if self.padded:
-            _zero_masked(self.state, self.mask)
+        self.may_be_padded = not bool(self.mask.all())
+        if self.may_be_padded:
+            _zero_where_false(self.state, self.mask)
 
-    def _update_padded(self) -> None:
-        """Compute whether rows may be padded, for tensors on disk; their masks are made for each cohort."""
+    def _update_may_be_padded(self) -> None:
+        """Compute whether any row may be padded, for tensors on disk; their masks are made for each cohort."""
         self.mask = self.model.only([0]).mask()  # of the first user
         if self._resizes:  # ranks that shrink during the run make padding later
-            self.padded = True
+            self.may_be_padded = True
             return
         same_num_experts = isinstance(self.method.placement.specialists, int)
         same_ranks = bool((self.model.ranks == self.model.ranks[0]).all())
-        first_user_is_padded = not bool(self.mask.all())  # stands for all users if they have the same shapes
-        self.padded = first_user_is_padded or not (same_num_experts and same_ranks)
+        if same_num_experts and same_ranks:  # the first user stands for all
+            self.may_be_padded = not bool(self.mask.all())
+        else:
+            self.may_be_padded = True
 
     @property
     def _resizes(self) -> bool:
@@ -395,8 +400,10 @@ class Users(UsersAndTrainers):
 
     def apply_masks(self, cohort: Cohort) -> None:
         """Zero the padding of a cohort whose ranks may have changed; in memory, :meth:`update_masks` does so."""
-        if self._resizes and not self.state.in_memory:
-            _zero_masked(cohort.part, self.masks(cohort.rows, cohort.part))
+        if self.state.in_memory:
+            return
+        if self._resizes:
+            _zero_where_false(cohort.part, self.masks(cohort.rows, cohort.part))
 
     def masks(self, rows: Sequence[int], part: State) -> Bool[Tensor, "some columns"]:
         """Return a mask that is True where a row has a parameter and False where it is padded.
@@ -411,9 +418,11 @@ class Users(UsersAndTrainers):
 
     @property
     def users_per_message(self) -> int:
-        """Largest number of users whose messages are made in one batch."""
-        users = self.pass_size.users
-        return users * max(1, MAX_MESSAGE_VALUES // (users * self.model.layout.columns))
+        """Largest number of users whose messages are made in one batch, a multiple of the users in a pass."""
+        users_per_pass = self.pass_size.users
+        values_per_pass = users_per_pass * self.model.layout.columns
+        passes_per_message = max(1, MAX_MESSAGE_VALUES // values_per_pass)
+        return users_per_pass * passes_per_message
 
     def cohort(
         self, rows: list[int], round_number: int, *, looks_back: bool = False, state: State | None = None
@@ -423,10 +432,11 @@ class Users(UsersAndTrainers):
         Args:
             rows: Rows of these users in the state; a user has several rows if the method trains copies of its model.
             round_number: The round, counted from 0.
-            looks_back: Whether the cohort keeps a copy of its tensors as they are now, in ``before``.
+            looks_back: Whether the cohort keeps a copy of its parameters as they are now, in ``before``.
             state: State to take the rows from; that of all users if None.
         """
-        part = (state or self.state).take(rows)
+        part = self.state.take(rows) if state is None else state.take(rows)
+        parameters_before = part.rows.clone() if looks_back else None
         return Cohort(
             steps=self.steps,
             scorer=self.scorer,
@@ -438,8 +448,8 @@ class Users(UsersAndTrainers):
             names=[self.name(row) for row in rows],
             part=part,
             round_number=round_number,
-            before=part.rows.clone() if looks_back else None,
-            mask=self.masks(rows, part) if self.padded else None,
+            before=parameters_before,
+            mask=self.masks(rows, part) if self.may_be_padded else None,
         )
 
     def _initial_rows(self, rows: Sequence[int]) -> Float[Tensor, "some columns"]:
@@ -449,10 +459,11 @@ class Users(UsersAndTrainers):
         return self.begin(rows).rows
 
 
-def _zero_masked(state: State, mask: Bool[Tensor, "some columns"]) -> None:
+def _zero_where_false(state: State, mask: Bool[Tensor, "some columns"]) -> None:
     """Set parameters and moments to zero, in place, where ``mask`` is False; without moments, only parameters."""
-    for rows in (state.rows, state.first, state.second):
-        rows.mul_(mask[:, : rows.shape[1]])
+    for values in (state.rows, state.first, state.second):
+        num_columns = values.shape[1]  # 0 for moments that are not kept
+        values.mul_(mask[:, :num_columns])
 
 
 class Clients(Users):
@@ -480,9 +491,18 @@ class Clients(Users):
     # ---------------------------------------------------------------- messages
 
     def stale(self, version: int, members: Sequence[int]) -> list[int]:
-        """Return those members that have not downloaded version ``version`` of the server yet."""
-        versions = self.state.versions[list(members)].tolist()
-        return [member for member, received in zip(members, versions, strict=True) if received < version]
+        """Return those of the users that have not downloaded version ``version`` of the server yet.
+
+        Args:
+            version: Newest version of the server, the number of rounds done at its last aggregation.
+            members: Numbers of the users.
+        """
+        downloaded_versions = self.state.versions[list(members)].tolist()
+        stale_users = []
+        for user, downloaded_version in zip(members, downloaded_versions, strict=True):
+            if downloaded_version < version:
+                stale_users.append(user)
+        return stale_users
 
     @torch.no_grad()
     def receive(self, download: Download) -> None:
@@ -605,15 +625,19 @@ class Clients(Users):
 
     @property
     def models(self) -> Models:
-        """Current tensors of all rows, by row number."""
-        owners = range(self.rows) if self.rows == len(self.trainers) else self.owners(range(self.rows))
+        """Current tensors of all rows, by row number, and the trainer that owns each row."""
+        if self.rows == len(self.trainers):  # a single copy each: row i belongs to trainer i
+            owners: Sequence[int] = range(self.rows)
+        else:
+            owners = self.owners(range(self.rows))
         return Models(rows=self.state.rows_of, owners=owners)
 
     def evaluate(self) -> Sequence[AnyScore]:
         """Return the test score of each evaluated user with its current model, and its mean gate per expert."""
         if not self.scored:
             return []
-        return self.scorer.examine(self.models, [user.test for user in self.scored_users], self.scored_rows)
+        test_splits = [user.test for user in self.scored_users]
+        return self.scorer.examine(self.models, test_splits, self.scored_rows)
 
     def validate(self) -> dict[str, float]:
         """Return the mean validation loss in nats of each evaluated user that has validation data, by name."""
@@ -707,7 +731,7 @@ EMPTY_ROUND = LocalRound(losses={}, rejected={}, steps={}, tokens=0, seconds=0.0
 
 
 def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tick = lambda: None) -> LocalRound:
-    """Take the local steps of all participants, cohort by cohort.
+    """Take the local steps of all participants of a round, cohort by cohort.
 
     Args:
         clients: All clients.
@@ -723,17 +747,17 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
         RecipeError: A pass does not fit into memory; names the setting to lower.
     """
     with within_memory(clients.pass_size, len(members), clients.model.device):
-        return _train_cohorts(clients, members, round_number, tick)
+        return _train_cohorts(clients, participants=members, round_number=round_number, tick=tick)
 
 
-def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, tick: Tick) -> LocalRound:
+def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: int, tick: Tick) -> LocalRound:
     """Take the local steps of all participants, as :func:`train` does, without converting out-of-memory errors.
 
     If a participant has several copies of its model, all are trained; the result has the loss of the last one.
 
     Args:
         clients: All clients.
-        members: Numbers of the participants.
+        participants: Numbers of the participants.
         round_number: The round, counted from 0.
         tick: Called after each local step of a cohort.
     """
@@ -743,28 +767,19 @@ def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, 
     rejected: dict[int, str] = {}
     steps_taken: dict[int, int] = {}
     # Some methods compare each copy with the first copy of the same user, as it was before this round.
-    first_copies = clients.state.rows_of(members) if method.client.looks_across else None
-    place_of_member = {member: place for place, member in enumerate(members)}
+    first_copies = clients.state.rows_of(participants) if method.client.looks_across else None
+    place_of_participant = {participant: place for place, participant in enumerate(participants)}
 
-    rows_of_cohorts = _split_into_cohorts(clients, members)
+    rows_of_cohorts = _split_into_cohorts(clients, participants)
     num_cohorts_of = Counter(owner for rows in rows_of_cohorts for owner in set(clients.owners(rows)))
     rows_of_next_cohorts = [*rows_of_cohorts[1:], []]
     for rows, next_rows in zip(rows_of_cohorts, rows_of_next_cohorts, strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
         clients.state.prefetch(next_rows)
         if first_copies is not None:
-            cohort.across = first_copies[[place_of_member[owner] for owner in cohort.owners]]
-        planned_steps, time_limits = [], []
-        for owner in cohort.owners:
-            if owner in steps_taken:  # an earlier cohort had another copy of this model: take equally many steps
-                planned_steps.append(steps_taken[owner])
-                time_limits.append(math.inf)
-            else:
-                planned_steps.append(clients.batch_source.steps(owner))
-                time_limits.append(clients.time_limit(owner) / num_cohorts_of[owner])
-        losses_of_steps, num_steps = _take_local_steps(
-            clients, cohort, torch.tensor(planned_steps), torch.tensor(time_limits), tick
-        )
+            cohort.across = first_copies[[place_of_participant[owner] for owner in cohort.owners]]
+        planned_steps, time_limits = _plan_local_steps(clients, cohort.owners, steps_taken, num_cohorts_of)
+        losses_of_steps, num_steps = _take_local_steps(clients, cohort, planned_steps, time_limits, tick)
         reason_by_place = find_nonfinite_users(losses_of_steps, cohort.part.rows, round_number)
         _drop_diverged(clients, cohort, reason_by_place)
         for hook in method.client.parts:
@@ -779,11 +794,13 @@ def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, 
 
     if any(hook.resizes for hook in method.client.parts):
         clients.update_masks()
-    if not clients.is_fine_tuning:
+    if not clients.is_fine_tuning:  # users report the steps before their upload only
         clients.steps_taken.update(steps_taken)
-    tokens_of_a_copy = sum(_amount_of_steps(clients.batch_source, member, steps_taken[member]) for member in members)
+    tokens_of_a_copy = sum(
+        _amount_of_steps(clients.batch_source, participant, steps_taken[participant]) for participant in participants
+    )
     return LocalRound(
-        losses={member: loss for member, loss in losses.items() if member not in rejected},
+        losses={participant: loss for participant, loss in losses.items() if participant not in rejected},
         rejected=rejected,
         steps=steps_taken,
         tokens=method.placement.copies * tokens_of_a_copy,
@@ -791,13 +808,13 @@ def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, 
     )
 
 
-def _split_into_cohorts(clients: Clients, members: Sequence[int]) -> list[list[int]]:
+def _split_into_cohorts(clients: Clients, participants: Sequence[int]) -> list[list[int]]:
     """Return the rows of the participants, all copies of each, in lists that are trained in one batch each.
 
     The users of a cohort have equal batch sizes: no batch is padded, so that they train exactly as they would alone.
     """
     copies = range(clients.method.placement.copies)
-    rows = [copy * len(clients.trainers) + member for copy in copies for member in members]
+    rows = [copy * len(clients.trainers) + participant for copy in copies for participant in participants]
     rows_by_batch_size: dict[int, list[int]] = {}
     for row, owner in zip(rows, clients.owners(rows), strict=True):
         batch_size_of_owner = clients.batch_source.size_of(owner)
@@ -806,6 +823,30 @@ def _split_into_cohorts(clients: Clients, members: Sequence[int]) -> list[list[i
     for rows_of_size in rows_by_batch_size.values():
         rows_of_cohorts += cohorts(rows_of_size, clients.pass_size.users)
     return rows_of_cohorts
+
+
+def _plan_local_steps(
+    clients: Clients, owners: Sequence[int], steps_taken: Mapping[int, int], num_cohorts_of: Mapping[int, int]
+) -> tuple[Int[Tensor, " users"], Float[Tensor, " users"]]:
+    """Return the largest number of local steps of each row of a cohort, and the seconds after which it stops.
+
+    If an earlier cohort had another copy of the same model, the row takes equally many steps, without a time limit.
+
+    Args:
+        clients: All clients.
+        owners: Number of the trainer that owns each row.
+        steps_taken: Number of steps that trainers took in earlier cohorts of the round.
+        num_cohorts_of: Number of cohorts with copies of a trainer's model, which share its time.
+    """
+    planned_steps, time_limits = [], []
+    for owner in owners:
+        if owner in steps_taken:
+            planned_steps.append(steps_taken[owner])
+            time_limits.append(math.inf)
+        else:
+            planned_steps.append(clients.batch_source.steps(owner))
+            time_limits.append(clients.time_limit(owner) / num_cohorts_of[owner])
+    return torch.tensor(planned_steps), torch.tensor(time_limits)
 
 
 def _amount_of_steps(batch_source: BatchSource, trainer: int, steps: int) -> int:

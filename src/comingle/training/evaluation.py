@@ -167,18 +167,17 @@ def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[s
     mixtures = _mixture_weights(server, users)
     if mixtures is None:
         return {}
-    names = list(users)
-    event = mixtures_event(names, mixtures, clients.method)
+    event = mixtures_event(list(users), mixtures, clients.method)
     if not event:  # there is a single component
         return {}
-    clusters = [of_user["cluster"] for of_user in users.values()]
-    if None in clusters:
+    cluster_by_user = {name: of_user["cluster"] for name, of_user in users.items()}
+    if None in cluster_by_user.values():
         return event
-    event["clusters"] = dict(zip(names, clusters, strict=True))
+    event["clusters"] = cluster_by_user
     if _are_shares(mixtures):
         counts = [of_user["count"] for of_user in users.values()]
-        data_shares = _data_shares(counts, clients.plan)
-        distances = mismatch(mixtures, torch.tensor(clusters), data_shares)
+        clusters = torch.tensor(list(cluster_by_user.values()))
+        distances = mismatch(mixtures, clusters, _data_shares(counts, clients.plan))
         event["aggregation_mismatch"] = round(float(distances.mean()), PRECISION)
     return event
 
@@ -406,14 +405,14 @@ def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
 def users_routing(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, JsonObject]:
     """Return how the model of each evaluated user weights its components, by user name.
 
-    Entries are "gates", the mean gates ``(layers, experts)`` over the test data, if tokens are routed to experts, and
-    "mixture", the weights of the user's mixture, if the method has one.
+    For example ``{"ann": {"gates": [[0.7, 0.3], ...], "mixture": [0.9, 0.1]}}``: the mean gates ``(layers, experts)``
+    over the test data, if tokens are routed to experts, and the user's mixture, if the method has one.
     """
-    gates = experts_event(clients, scores).get("expert_scores", {})
-    mixtures = mixture_at_users(clients)
     routing: dict[str, JsonObject] = {user.name: {} for user in clients.scored_users}
-    for name, layers in gates.items():
-        routing[name]["gates"] = layers
+    gates_by_user = experts_event(clients, scores).get("expert_scores", {})
+    for name, gates in gates_by_user.items():
+        routing[name]["gates"] = gates
+    mixtures = mixture_at_users(clients)
     if mixtures is not None:
         for user, weights in zip(clients.scored_users, mixtures.tolist(), strict=True):
             routing[user.name]["mixture"] = weights
@@ -551,20 +550,23 @@ def metrics_of(
         unit: Unit in which data is counted.
     """
     planned_rounds = plan.training.rounds if plan.method.trains else 0
+    ended_early = rounds < planned_rounds
+    user_rounds = max(1, clock.user_rounds)  # participants, summed over rounds
+    parameter_counts = [of_user["trainable_parameters"] for of_user in users.values()]
     return Metrics(
         method=plan.method.name,
         seed=plan.seed,
         base=model.name,
         rounds=rounds,
-        planned_rounds=planned_rounds if rounds < planned_rounds else None,  # only if the run ended early
+        planned_rounds=planned_rounds if ended_early else None,
         selected_round=selected,
         measure=measure,
         unit=unit,
         users=users,
         mean=mean_of(users, measure),
-        upload_bytes_per_user_round=clock.upload_bytes / max(1, clock.user_rounds),
-        download_bytes_per_user_round=clock.download_bytes / max(1, clock.user_rounds),
-        trainable_parameters=max((of_user["trainable_parameters"] for of_user in users.values()), default=0),
+        upload_bytes_per_user_round=clock.upload_bytes / user_rounds,
+        download_bytes_per_user_round=clock.download_bytes / user_rounds,
+        trainable_parameters=max(parameter_counts, default=0),
         per_second=clock.tokens / clock.train_seconds if clock.train_seconds else 0.0,
         wall_seconds=clock.wall_seconds,
         peak_memory_bytes=peak_memory_bytes(),

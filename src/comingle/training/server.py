@@ -299,7 +299,7 @@ class ServerHalf(ServerState):
             return
         if not self.mechanisms:
             return
-        numbers_of_participants = round_sizes(plan, self.users)  # one per round
+        numbers_of_participants = round_sizes(plan, self.users)  # all that a round may have, such as {3, 5}
         same_ranks = len(set(self.ranks.tolist())) == 1
         for mechanism in self.mechanisms:
             mechanism.check_rounds(numbers_of_participants, same_ranks=same_ranks)

@@ -262,7 +262,10 @@ class PrivateSteps:
 
     def works(self, batch_source: BatchSource) -> dict[str, Work]:
         """Return the work of each trainer of a batch source, by name."""
-        return {trainer.name: self.work(batch_source, number) for number, trainer in enumerate(batch_source.trainers)}
+        works: dict[str, Work] = {}
+        for number, trainer in enumerate(batch_source.trainers):
+            works[trainer.name] = self.work(batch_source, number)
+        return works
 
     def work(self, batch_source: BatchSource, trainer: int) -> Work:
         """Return the number of examples, batch size, steps and rounds of one trainer, for its privacy accounting.
@@ -398,8 +401,9 @@ class PrivateSteps:
             indices: Indices of the examples of each user, padded with ``PAD``.
             bound: Clip norm of the gradient of one example.
         """
-        drawn = batch_source.examples_at(cohort.owners, indices, cohort.round_number).to(cohort.part.rows.device)
-        return self.clipped_sums_of_batch(model, batch_source, tensors, leaves, cohort.owners, drawn, bound)
+        examples = batch_source.examples_at(cohort.owners, indices, cohort.round_number)
+        examples = examples.to(cohort.part.rows.device)
+        return self.clipped_sums_of_batch(model, batch_source, tensors, leaves, cohort.owners, examples, bound)
 
     def clipped_sums_of_batch(
         self,
@@ -537,14 +541,18 @@ class Steps:
 
     @cached_property
     def batch_source(self) -> BatchSource:
-        """Batch source of the trainers."""
-        return self.source if isinstance(self.source, BatchSource) else self.source()
+        """Batch source of the trainers, made on first use if ``source`` is a function."""
+        if isinstance(self.source, BatchSource):
+            return self.source
+        return self.source()
 
     @cached_property
     def batches(self) -> Batches:
         """The batch source; on GPUs, a prefetcher of it."""
-        source, device = self.batch_source, self.model.device
-        return source if device.type != "cuda" else Prefetcher(source, device)
+        device = self.model.device
+        if device.type == "cuda":
+            return Prefetcher(self.batch_source, device)
+        return self.batch_source
 
     @cached_property
     def pass_size(self) -> PassSize:
@@ -553,8 +561,10 @@ class Steps:
 
     @property
     def local_steps(self) -> int:
-        """Largest number of local steps per round over all trainers."""
-        return self._local_steps_here if self.most_steps is None else self.most_steps
+        """Largest number of local steps per round over all trainers, here and in other processes."""
+        if self.most_steps is not None:
+            return self.most_steps
+        return self._local_steps_here
 
     @cached_property
     def _local_steps_here(self) -> int:

@@ -104,11 +104,12 @@ class Layout:
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        """First column of each slot."""
-        starts, at = {}, 0
+        """First column of each slot, by name."""
+        starts: dict[str, int] = {}
+        next_start = 0
         for slot in self.slots:
-            starts[slot.name] = at
-            at += slot.size
+            starts[slot.name] = next_start
+            next_start += slot.size
         return starts
 
     @cached_property
@@ -138,8 +139,11 @@ class Layout:
 
     def views(self, rows: Float[Tensor, "users columns"]) -> Tree:
         """Return the named tensors ``(users, *shape)`` as views of ``rows``."""
-        parts = rows.split_with_sizes([slot.size for slot in self.slots], 1)
-        return {slot.name: part.view(-1, *slot.shape) for slot, part in zip(self.slots, parts, strict=True)}
+        columns_of_slots = rows.split_with_sizes([slot.size for slot in self.slots], 1)
+        views: Tree = {}
+        for slot, columns in zip(self.slots, columns_of_slots, strict=True):
+            views[slot.name] = columns.view(-1, *slot.shape)
+        return views
 
     def mask(self, roles: Iterable[str]) -> Bool[Tensor, " columns"]:
         """Return a mask that is True on the columns whose role is in ``roles``."""
@@ -287,11 +291,11 @@ def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Floa
 
 
 def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each LoRA in ``tree`` as (name, A, B); both factors have the rank on the second last axis."""
+    """Yield each LoRA in ``tree`` as (name, A, B), such as ("mlp", tree["mlp.a"], tree["mlp.b"])."""
     for name, a in tree.items():
         if name.endswith(".a"):
-            stem = name.removesuffix(".a")
-            yield stem, a, tree[f"{stem}.b"]
+            lora = name.removesuffix(".a")
+            yield lora, a, tree[f"{lora}.b"]
 
 
 def digest_split(part: object) -> str:
