@@ -183,8 +183,8 @@ class UsersAndTrainers:
     def left_out(self) -> JsonObject:
         """Skipped users and rows, for the start event and the metrics; empty if nothing was skipped.
 
-        For example ``{"skipped_users": {"u7": "no test data"}, "skipped_rows": 3}``. At most :data:`MAX_LISTED_USERS`
-        users are listed; if there are more, ``"skipped"`` is the number of all.
+        For example ``{"skipped_users": {"u7": "no text in train, valid or test"}, "skipped_rows": 3}``. At most
+        :data:`MAX_LISTED_USERS` users are listed; if there are more, ``"skipped"`` is the number of all.
         """
         entries: JsonObject = {}
         if self.skipped:
