@@ -601,16 +601,16 @@ class OnDisk(State):
         rows = order[np.searchsorted(self._shard.ids, ids_here, sorter=order)]  # numbers in this process
         into.versions[rows] = columns[prefix + VERSIONS][is_here]
         for group in self._groups:
-            places_in_own_file = columns[prefix + group][is_here].astype(np.int64)
-            has_record = places_in_own_file >= 0
+            places_within_file = columns[prefix + group][is_here].astype(np.int64)
+            has_record = places_within_file >= 0
             first_place = file_numbers[group] * PLACES_PER_FILE  # of the file
-            into.places[group][rows] = np.where(has_record, first_place + places_in_own_file, -1)
+            into.places[group][rows] = np.where(has_record, first_place + places_within_file, -1)
             crcs = columns.get(prefix + SUMS + group)
             if crcs is not None:  # tables of older versions have none
                 file = self._files[group][file_numbers[group]]
                 assert file is not None
                 file.expect(
-                    places_in_own_file[has_record],
+                    places_within_file[has_record],
                     rows=ids_here[has_record].astype(np.int64),
                     crcs=crcs[is_here][has_record].view(np.uint32),
                 )
