@@ -117,6 +117,22 @@ def run_benchmark(
     return {key: float(numbers[key]) for key in keys if isinstance(numbers.get(key), int | float)}
 
 
+def _turn(
+    sides: list[tuple[Path, dict[str, str]]], arguments: tuple[str, ...], keys: tuple[str, ...], *, reverse: bool
+) -> list[dict[str, float]]:
+    """Run one benchmark of each checkout, and return their numbers in the order of ``sides``.
+
+    Args:
+        sides: Folder and environment variables of each checkout.
+        arguments: Arguments of Python.
+        keys: Names of the numbers to return.
+        reverse: Run the last checkout first, so that neither is always the first after a pause.
+    """
+    order = list(reversed(sides)) if reverse else sides
+    numbers = [run_benchmark(tree, variables, arguments, keys) for tree, variables in order]
+    return list(reversed(numbers)) if reverse else numbers
+
+
 def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested mappings under dotted names."""
     flat: dict[str, Any] = {}
@@ -142,10 +158,7 @@ def main() -> None:
         sides = [(tree, environment(tree, Path(scratch) / name)) for name, tree in (("here", HERE), ("other", other))]
         for name in options.only.split(","):
             arguments, keys = BENCHMARKS[name]
-            turns = [
-                [run_benchmark(tree, variables, arguments, keys) for tree, variables in sides]
-                for _ in range(options.turns)
-            ]
+            turns = [_turn(sides, arguments, keys, reverse=turn % 2 == 1) for turn in range(options.turns)]
             ratios = {
                 key: {
                     "ratio": round(
