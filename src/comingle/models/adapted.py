@@ -317,10 +317,7 @@ def adapt(
 
 
 def _cache_custom_autograd() -> None:
-    """Let torch.compile cache graphs with LoRA's autograd function on disk, for later processes.
-
-    PyTorch excludes custom autograd functions by default. Its cache keys cover their forward and backward code.
-    """
+    """Let torch.compile cache graphs with custom autograd functions, such as LoRA's, on disk for later processes."""
     from torch._functorch import config
 
     if hasattr(config, _CACHE_OPTION):  # missing in some versions of PyTorch

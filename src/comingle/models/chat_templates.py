@@ -510,7 +510,7 @@ class ChatTemplate:
         except DataError:
             return None
         start = len(prompt)
-        end = _common_prefix(shorter_conversation, text)
+        end = _common_prefix(shorter_conversation, text)  # after the response the two texts differ
         if not text.startswith(prompt) or end <= start:
             return None
         return (start, end, end)
@@ -719,9 +719,9 @@ class ChatTemplate:
         return safe, hidden_texts
 
     def _tokenize(self, text: str, hidden_texts: Sequence[str], cuts: Sequence[int] = ()) -> list[TokenPlace]:
-        """Tokenise a rendered text in which placeholders stand for spelled-out special tokens of messages.
+        """Tokenise a rendered text in which placeholders stand for spellings of special tokens in messages.
 
-        Such a spelling, say "<|im_end|>" in a user's message, becomes tokens of plain text, never the special token.
+        Such a spelling, say "<|im_end|>" in a user's message, becomes tokens of plain text.
 
         Args:
             text: The text with placeholders, each a number between two delimiters.
@@ -733,11 +733,12 @@ class ChatTemplate:
             the offsets of its placeholder.
         """
         tokens, piece_start = [], 0
-        for first, last in pairwise([0, *cuts, len(text)]):
-            # With a group in the pattern, re.split returns text and the numbers in placeholders alternately.
-            for index, piece in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text[first:last])):
-                is_placeholder = index % 2 == 1
-                if is_placeholder:
+        for part_start, part_end in pairwise([0, *cuts, len(text)]):
+            # Because of the group in the pattern, re.split returns texts and placeholders' numbers alternately.
+            pieces = re.split(f"{_OPEN}(\\d+){_CLOSE}", text[part_start:part_end])
+            for index, piece in enumerate(pieces):
+                is_number = index % 2 == 1
+                if is_number:
                     piece_end = piece_start + len(piece) + 2  # the number and two delimiters
                     ids, _ = self._tokenize_piece(hidden_texts[int(piece)], plain=True)
                     tokens += [(token, piece_start, piece_end) for token in ids]

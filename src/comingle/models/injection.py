@@ -288,7 +288,7 @@ class _Mixture(torch.autograd.Function):
         *first_bases, (weight_last, _) = bases
         users, experts, n, _ = h.shape
         rank = a_last.shape[2]
-        wants_factor = ctx.needs_input_grad[5:]  # A and B of each first layer, A and B of the last, ...
+        wants_factor = ctx.needs_input_grad[5:]  # for A and B of each first layer, then A and B of the last
 
         d_mixed = dy @ weight_last
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT).view(users, n, experts, rank).transpose(1, 2)

@@ -144,7 +144,7 @@ class LoraLinear(nn.Module):
         weight, bias = base_weight(self.linear)
         if expert_mlp.fits_rows(x, users) and expert_mlp.fits_weight(weight, x):  # generation on a CPU
             return expert_mlp.linear((weight, bias), x, (a, b), self.scale)
-        # Not `self.linear(x)`, which would unpack a quantised weight again; Conv1D is never quantised.
+        # Not `self.linear(x)` for an nn.Linear, which would unpack a quantised weight again.
         is_conv1d = not isinstance(self.linear, nn.Linear)
         y = self.linear(x) if is_conv1d else nn.functional.linear(x, weight, bias)
         x_by_user = x.reshape(users, -1, d_in)

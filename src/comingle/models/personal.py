@@ -222,7 +222,8 @@ def why_not_merged(model: AdaptedModel, row: int) -> str:
 def merge_adapters(model: AdaptedModel, tensors: Tree, row: int) -> PreTrainedModel:
     """Return a copy of the base with ``W + s / E sum_j B_j A_j`` in place of every adapted weight W.
 
-    s is the LoRA scale; the sum is over the user's E experts. Requires that :func:`why_not_merged` returns "".
+    s is the LoRA scale; the sum is over the user's E experts in MLPs, and has one term in attention. Requires that
+    :func:`why_not_merged` returns "".
 
     Args:
         model: The model of all users.
