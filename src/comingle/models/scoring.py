@@ -457,10 +457,7 @@ def find_loss(named: str | Loss | LossFunction, *, classes: bool) -> Loss:
         loss = LOSSES[named]
     if isinstance(loss, Loss):
         return loss
-    if isinstance(named, str):
-        name = named
-    else:
-        name = getattr(named, "__name__", type(named).__name__)  # of the function, or of its class
+    name = named if isinstance(named, str) else getattr(named, "__name__", type(named).__name__)
     if not callable(loss):
         raise PluginError(f"loss {name!r}: got {type(loss).__name__}; allowed: a function of outputs and targets")
     function: Any = loss
