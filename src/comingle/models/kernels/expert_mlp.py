@@ -67,25 +67,28 @@ def load_library(cache: Path, name: str, sources: Sequence[Path]) -> ctypes.CDLL
         return None
     name = f"{name}-{_fingerprint(compiler, sources)}"
     try:
-        handle = _open_cached(cache, name)
-        if handle is None:
-            handle = _compile(compiler, cache, name, sources[0])
-        # Loads exactly the file that was checked. It stays open, as the loader identifies libraries by path.
-        return ctypes.CDLL(f"/proc/self/fd/{handle}")
+        descriptor = _open_cached(cache, name)
+        if descriptor is None:
+            descriptor = _compile(compiler, cache, name, sources[0])
+        # Loading by descriptor instead of name: the file cannot be replaced after it was checked. It stays open.
+        return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _compiler() -> str | None:
-    """Return the path of a C++ compiler: that of the variable CXX, or else a usual one; None if there is none."""
-    candidates = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    return next((path for name in candidates if name and (path := shutil.which(name))), None)
+    """Return the path of the C++ compiler in the variable CXX, or else of a common one; None if there is none."""
+    for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"):
+        path = shutil.which(name) if name else None
+        if path is not None:
+            return path
+    return None
 
 
 def _fingerprint(compiler: str, sources: Sequence[Path]) -> str:
-    """Return a digest of all that a compiled library depends on, for its file name: machines may share a cache folder.
+    """Return a digest of the compiler, its flags, the processor, the version of torch and the sources.
 
-    A library depends on the compiler and its flags, the processor, the version of torch and the sources.
+    A compiled library can only be reused if all of these are the same.
 
     Args:
         compiler: Path of the compiler.
@@ -93,15 +96,20 @@ def _fingerprint(compiler: str, sources: Sequence[Path]) -> str:
     """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    flags = sorted({line for line in lines if line.lower().startswith(("flags", "features", "model name"))})
-    parts = [compiler, *FLAGS, platform.machine(), torch.__version__, *flags, *(s.read_text() for s in sources)]
+    processor = sorted({line for line in lines if line.lower().startswith(("flags", "features", "model name"))})
+    texts = [source.read_text() for source in sources]
+    parts = [compiler, *FLAGS, platform.machine(), torch.__version__, *processor, *texts]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _open_cached(cache: Path, name: str) -> int | None:
-    """Return a file descriptor of the cached library; None if there is none that is intact and private to this user.
+    """Return a file descriptor of a cached library, or None if there is none.
 
-    The file name ends in a digest of the content, which is checked: a damaged library could crash the process.
+    A file is skipped if another user could have written it, or if its content does not match the digest in its name.
+
+    Args:
+        cache: Folder of compiled libraries, with files such as ``"mixture-FINGERPRINT-DIGEST.so"``.
+        name: Name of the library with its fingerprint.
     """
     folder = open_private(cache)
     if folder is None:  # missing, or others can write to it
@@ -110,35 +118,40 @@ def _open_cached(cache: Path, name: str) -> int | None:
         for file in sorted(os.listdir(folder)):
             if not (file.startswith(f"{name}-") and file.endswith(".so")):
                 continue
-            library = open_private(file, folder=folder)
-            if library is not None and file == f"{name}-{_digest(library)}.so":
-                return library
-            if library is not None:
-                os.close(library)
+            descriptor = open_private(file, folder=folder)
+            if descriptor is None:
+                continue
+            if file == f"{name}-{_digest(descriptor)}.so":
+                return descriptor
+            os.close(descriptor)
     finally:
         os.close(folder)
     return None
 
 
-def _digest(handle: int) -> str:
+def _digest(descriptor: int) -> str:
     """Return a digest of an open file's content; the descriptor stays open."""
-    with os.fdopen(os.dup(handle), "rb") as file:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
         file.seek(0)
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _run_compiler(command: Sequence[str]) -> None:
-    """Run a compiler; on a timeout or an interrupt kill it with its subprocesses, which would run on for minutes."""
-    nothing = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    """Run a compiler; on a timeout or an interrupt kill it with its subprocesses.
+
+    Raises:
+        subprocess.SubprocessError: It fails, or takes longer than 300 seconds.
+    """
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
     try:
-        code = process.wait(COMPILE_SECONDS)
+        exit_code = process.wait(COMPILE_SECONDS)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # the process group of the new session
         process.wait()
         raise
-    if code:
-        raise subprocess.CalledProcessError(code, command)
+    if exit_code != 0:
+        raise subprocess.CalledProcessError(exit_code, command)
 
 
 def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
@@ -154,26 +167,27 @@ def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
         PermissionError: Another user has replaced the compiled file.
     """
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    private = open_private(cache)  # None if others can write to the folder
-    if private is None:
+    cache_descriptor = open_private(cache)
+    is_cache_private = cache_descriptor is not None
+    if cache_descriptor is not None:
+        os.close(cache_descriptor)
+    else:
         logger.warning(
             "%s: owned by another user, a link, or writable by others; compiling native code for this process only; "
             "set COMINGLE_CACHE to a folder that only you can write to, or remove the others' write permission",
             cache,
         )
-    else:
-        os.close(private)
-    with tempfile.TemporaryDirectory(prefix=f"{name}.partial-", dir=None if private is None else cache) as folder:
+    parent = cache if is_cache_private else None  # None: the system's folder for temporary files
+    with tempfile.TemporaryDirectory(prefix=f"{name}.partial-", dir=parent) as folder:
         compiled = Path(folder) / "made.so"
-        command = [compiler, *FLAGS, str(source), "-o", str(compiled)]
-        _run_compiler(command)
+        _run_compiler([compiler, *FLAGS, str(source), "-o", str(compiled)])
         compiled.chmod(0o700)  # independent of the umask
-        library = open_private(compiled)
-        if library is None:
+        descriptor = open_private(compiled)
+        if descriptor is None:
             raise PermissionError(f"{compiled}: replaced by another user")
-        if private is not None:
-            compiled.replace(cache / f"{name}-{_digest(library)}.so")
-    return library
+        if is_cache_private:
+            compiled.replace(cache / f"{name}-{_digest(descriptor)}.so")
+    return descriptor
 
 
 P = ParamSpec("P")
@@ -188,26 +202,25 @@ Gates = Float[Tensor, "users n experts"]
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that ``torch.compile`` compiles it while :func:`set_fusing` is on.
+    """Decorate a function so that its ``torch.compile``d version is called while :func:`set_fusing` is on."""
 
-    The compiler, which takes seconds to load, is loaded at the first such call.
-    """
-    compiled = functools.cache(lambda: torch.compile(function))
+    @functools.cache
+    def compile_once() -> Callable[P, R]:
+        return torch.compile(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (compiled() if _fusing else function)(*args, **kwargs)
+        if _fusing:
+            return compile_once()(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 
 
 def set_fusing(on: bool) -> None:
-    """Switch torch.compile on or off for all functions with the decorator :func:`fused`; it is off at import.
+    """Switch torch.compile on or off for all functions with the decorator :func:`fused`.
 
-    If the compiler fails (say without a C++ toolchain), the functions run uncompiled and no error is raised.
-
-    Args:
-        on: Compile the functions; otherwise they run as plain PyTorch.
+    A function that cannot be compiled runs as plain PyTorch, without an error.
     """
     global _fusing
     _fusing = on
@@ -226,27 +239,29 @@ _fusing = False
 def gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return GELU in its tanh form (GPT-2's ``gelu_new``) and its derivative.
 
-    Formula: ``x sigmoid(c (x + 0.044715 x^3))`` with ``c = 2 sqrt(2 / pi)``. This equals the usual form with tanh, as
-    ``(1 + tanh t) / 2 = sigmoid(2t)``, and the sigmoid vectorises better than tanh.
+    It is ``x sigmoid(c (x + 0.044715 x^3))`` with ``c = 2 sqrt(2 / pi)``, as ``(1 + tanh t) / 2 = sigmoid(2t)``.
     """
     c = 2 * math.sqrt(2 / math.pi)
     square = x * x
     s = torch.sigmoid(c * x * (1 + 0.044715 * square))
     y = x * s
-    return y, s + y * (1 - s) * c * (1 + 3 * 0.044715 * square)
+    derivative = s + y * (1 - s) * c * (1 + 3 * 0.044715 * square)
+    return y, derivative
 
 
 def gelu_erf(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return GELU with the exact normal distribution function, and its derivative."""
+    """Return GELU, ``x`` times the normal distribution function, and its derivative."""
     cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
-    return x * cdf, cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    derivative = cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return x * cdf, derivative
 
 
 def silu(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return SiLU (swish), ``x sigmoid(x)``, and its derivative."""
     s = torch.sigmoid(x)
     y = x * s
-    return y, s + y * (1 - s)
+    derivative = s + y * (1 - s)
+    return y, derivative
 
 
 def relu(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,10 +294,10 @@ def wide(x: Tensor) -> Tensor:
 def activate(
     act: Activation, bases: Sequence[Shared], loras: Sequence[Hidden], gates: Gates, keep: bool
 ) -> tuple[Hidden, list[Hidden], Shared]:
-    """Return the experts' hidden activations ``h_j``, their slopes and their mixture ``m = sum_j p_j h_j``.
+    """Return the experts' hidden activations ``h_j``, their slopes and their mixture ``mixed = sum_j p_j h_j``.
 
-    A plain MLP has the pre-activation ``up``: ``h_j = act(up_j)`` with slope ``dh_j/dup_j``. A gated one has ``gate``
-    and ``up``: ``h_j = act(gate_j) up_j`` with slopes ``dh_j/dgate_j`` and ``dh_j/dup_j``.
+    A plain MLP has the pre-activation ``up``: ``h_j = act(up_j)`` with the slope ``act'(up_j)``. A gated MLP has
+    ``gate`` and ``up``: ``h_j = act(gate_j) up_j`` with the slopes ``act'(gate_j) up_j`` and ``act(gate_j)``.
 
     Args:
         act: The activation.
@@ -292,19 +307,20 @@ def activate(
         keep: Return the slopes, which the backward pass needs; otherwise their list is empty.
 
     Returns:
-        ``(h, slopes, m)``.
+        ``(h, slopes, mixed)``.
     """
     dtype = bases[0].dtype
     pre_activations = [wide(base).unsqueeze(1) + wide(lora) for base, lora in zip(bases, loras, strict=True)]
-    value, slope = act(pre_activations[0])
+    value, derivative = act(pre_activations[0])
     is_gated = len(pre_activations) == 2
     h = value * pre_activations[1] if is_gated else value
     mixed = (gates.mT.unsqueeze(-1) * h).sum(1).to(dtype)
     slopes = []
     if keep:
-        slopes.append((slope * pre_activations[1] if is_gated else slope).to(dtype).contiguous())
+        first_slope = derivative * pre_activations[1] if is_gated else derivative
+        slopes.append(first_slope.to(dtype).contiguous())
         if is_gated:
-            slopes.append(loras[1].copy_(value))  # h is linear in up, with the slope act(gate)
+            slopes.append(loras[1].copy_(value))
     return loras[0].copy_(h), slopes, mixed
 
 
@@ -314,18 +330,18 @@ def activate_backward(
 ) -> tuple[list[Hidden], list[Shared], Gates]:
     """Return the gradients of :func:`activate` with respect to ``loras``, ``bases`` and ``gates``.
 
-    A pre-activation of expert j is the base's product plus the expert's LoRA. With the slope ``dh_j/dpre_j``::
+    For each pre-activation, with its slope and the probability p_j of expert j::
 
         d_lora_j  = (p_j d_mixed + d_h_j) slope_j
-        d_base    = sum_j d_lora_j                  as all experts share the base's product
+        d_base    = sum_j d_lora_j
         d_gates_j = <d_mixed, h_j>
 
     Args:
         h: Hidden activations from :func:`activate`.
         slopes: Slopes from :func:`activate`.
-        gates: The experts' probabilities.
+        gates: The experts' probabilities p_j.
         d_mixed: Gradient of the mixture.
-        d_h: Gradient of ``h`` through the last layer's LoRA; overwritten with the first result.
+        d_h: Gradient of ``h`` through the last layer's LoRA; overwritten with the first of ``d_loras``.
     """
     d_mixture = wide(d_mixed).unsqueeze(1)  # (users, 1, n, hidden)
     d_hidden = gates.mT.unsqueeze(-1) * d_mixture + wide(d_h)
@@ -379,8 +395,9 @@ class _Mixture(ctypes.Structure):
 def enable(cache: Path) -> bool:
     """Load the native code from ``cache`` (compile it if necessary) and use it; return whether this succeeded."""
     global _library, _loaded
-    # `_loaded` remembers the code, so that it is loaded once; `_library` is None while PyTorch is in use.
-    _library = _loaded = _loaded or _load(cache)
+    if _loaded is None:
+        _loaded = _load(cache)
+    _library = _loaded
     return _library is not None
 
 
@@ -402,17 +419,20 @@ def set_backend(backend: object) -> None:
 
 
 def backend_for(x: Tensor, act: Activation, rank: int) -> object:
-    """Return the code that runs a mixture of experts: this module (C++), the backend of :func:`set_backend`, or None.
+    """Return the backend that runs a mixture of experts; None for plain PyTorch.
 
-    The first that supports the input, the activation and the rank is chosen. None stands for plain PyTorch.
+    It is this module (C++) or the backend of :func:`set_backend`, whichever first supports the arguments.
 
     Args:
         x: Input of the MLP.
         act: Activation of the MLP.
         rank: LoRA rank.
     """
-    backends = (sys.modules[__name__], _other_backend)
-    return next((backend for backend in backends if backend is not None and backend.supports(x, act, rank)), None)
+    if supports(x, act, rank):
+        return sys.modules[__name__]
+    if _other_backend is not None and _other_backend.supports(x, act, rank):
+        return _other_backend
+    return None
 
 
 def is_enabled() -> bool:
@@ -438,9 +458,9 @@ def supports(x: Tensor, act: Activation, rank: int) -> bool:
         act: Activation of the MLP.
         rank: LoRA rank.
     """
-    return (
-        _library is not None and fits(x.device, x.dtype) and act in ACTIVATION_CODES and rank in RANKS and x.numel() > 0
-    )
+    is_in_use = _library is not None
+    supports_input = fits(x.device, x.dtype) and x.numel() > 0
+    return is_in_use and supports_input and act in ACTIVATION_CODES and rank in RANKS
 
 
 def _load(cache: Path) -> ctypes.CDLL | None:
@@ -467,16 +487,15 @@ def forward(
     b: Sequence[Factor],
     a: Factor,
 ) -> tuple[SharedHidden, Last, Last]:
-    """Run the hidden layer of a mixture of LoRA experts with native code.
+    """Compute the hidden activations h_j of all experts j with native code, and return their mixture.
 
-    h_j is the hidden activation of expert j. All tensors are contiguous, except that rows of ``z`` may have a larger
-    stride.
+    The first layers are those that read the MLP's input: gate and up, or up alone. The last layer is down.
 
     Args:
         act: The activation.
         scale: LoRA scale s.
         bases: The base's pre-activations without bias, one per first layer.
-        biases: Their biases.
+        biases: Biases of the first layers.
         z: Products of the input with A of the first layers, ordered by layer and expert.
         gates: The experts' probabilities ``p_j``, in float32.
         b: B of each first layer.
@@ -486,15 +505,20 @@ def forward(
         The mixture ``sum_j p_j h_j``, the products ``z_last_j = s A_j h_j``, and ``p_j z_last_j``; the last two with
         the experts' ranks side by side.
     """
-    mixed, last = torch.empty_like(bases[0]), z.new_empty(*z.shape[:2], a.shape[1] * a.shape[2])
-    gated = torch.empty_like(last)
+    users, n = z.shape[:2]
+    num_experts, rank = a.shape[1:3]
+    mixed = torch.empty_like(bases[0])
+    z_last = z.new_empty(users, n, num_experts * rank)
+    gated = torch.empty_like(z_last)
     if isinstance(z, FakeTensor):  # shapes only, to count memory
-        return mixed, last, gated
+        return mixed, z_last, gated
     call = _mixture_struct(act, scale, bases, biases, z, gates, b, a)
-    call.mixed, call.z_last, call.gated = (t.data_ptr() for t in (mixed, last, gated))
+    call.mixed = mixed.data_ptr()
+    call.z_last = z_last.data_ptr()
+    call.gated = gated.data_ptr()
     assert _library is not None
     assert _library.mixture_forward(ctypes.byref(call))
-    return mixed, last, gated
+    return mixed, z_last, gated
 
 
 def backward(
@@ -513,10 +537,10 @@ def backward(
 ) -> tuple[list[SharedHidden], First, Float[Tensor, "users n experts"], list[Factor], Factor | None]:
     """Return the gradients of :func:`forward` with respect to ``bases``, ``z``, ``gates``, ``b`` and ``a``.
 
-    With the hidden activations h_j of expert j, which are recomputed, and its pre-activation of each first layer::
+    With the hidden activations h_j of expert j and its pre-activation pre_j of each first layer::
 
         d_h_j     = p_j (d_mixed + s d_gated_j A_j)
-        d_pre_j   = d_h_j dh_j/dpre_j                      of each first layer
+        d_pre_j   = d_h_j dh_j/dpre_j
         d_base    = sum_j d_pre_j,                         d_z_j = s d_pre_j B_j^T
         d_gates_j = <d_mixed, h_j> + <d_gated_j, z_last_j>
         d_B_j     = s z_j^T d_pre_j,                       d_A_j = s p_j d_gated_j^T h_j
@@ -535,16 +559,18 @@ def backward(
         d_gated: Gradient of ``p_j z_last_j``.
         factors: Compute the gradients of ``b`` and ``a``; otherwise they are an empty list and None.
     """
-    d_bases, d_z = [torch.empty_like(t) for t in bases], z.new_empty(z.shape)
+    d_bases = [torch.empty_like(base) for base in bases]
+    d_z = z.new_empty(z.shape)
     d_gates = torch.empty_like(gates)
-    d_b, d_a = ([torch.empty_like(t) for t in b], torch.empty_like(a)) if factors else ([], None)
-    if isinstance(z, FakeTensor):
+    d_b = [torch.empty_like(factor) for factor in b] if factors else []
+    d_a = torch.empty_like(a) if factors else None
+    if isinstance(z, FakeTensor):  # shapes only, to count memory
         return d_bases, d_z, d_gates, d_b, d_a
     call = _mixture_struct(act, scale, bases, biases, z, gates, b, a)
     call.z_last, call.d_mixed, call.d_gated = last.data_ptr(), d_mixed.data_ptr(), d_gated.data_ptr()
     call.d_z, call.d_gates = d_z.data_ptr(), d_gates.data_ptr()
-    for addresses, gradients in ((call.d_base, d_bases), (call.d_b, d_b)):
-        addresses[: len(gradients)] = [t.data_ptr() for t in gradients]
+    call.d_base[: len(d_bases)] = [gradient.data_ptr() for gradient in d_bases]
+    call.d_b[: len(d_b)] = [gradient.data_ptr() for gradient in d_b]
     call.d_a = None if d_a is None else d_a.data_ptr()
     assert _library is not None
     assert _library.mixture_backward(ctypes.byref(call))
@@ -561,9 +587,9 @@ def _mixture_struct(
     b: Sequence[Tensor],
     a: Tensor,
 ) -> _Mixture:
-    """Return the C struct of a call of native code with sizes and addresses of the inputs; the caller adds the outputs.
+    """Return the C struct of a native call with the inputs' sizes and addresses; the caller adds those of the outputs.
 
-    The struct holds addresses only, so the caller must keep the tensors alive during the call.
+    The caller must keep the tensors alive during the call.
 
     Args:
         act: The activation.
@@ -576,18 +602,19 @@ def _mixture_struct(
         a: A of the last layer.
     """
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
-    # Native code gets a single stride of z: users follow each other without a gap, but rows may be longer than used.
-    assert z.stride() == (z.shape[1] * z.stride(1), z.stride(1), 1)
+    row_stride = z.stride(1)  # may be larger than a row
+    assert z.stride() == (z.shape[1] * row_stride, row_stride, 1)
     assert gates.dtype == torch.float32
     users, n, hidden = bases[0].shape
     call = _Mixture(
         users=users, n=n, hidden=hidden, experts=a.shape[1], rank=a.shape[2], first=len(bases), scale=scale,
         act=ACTIVATION_CODES[act], bf16=z.dtype == torch.bfloat16, threads=torch.get_num_threads(),
-        z_stride=z.stride(1), z=z.data_ptr(), gates=gates.data_ptr(), a=a.data_ptr(),
+        z_stride=row_stride, z=z.data_ptr(), gates=gates.data_ptr(), a=a.data_ptr(),
     )  # fmt: skip
     for i, (base, bias, factor) in enumerate(zip(bases, biases, b, strict=True)):
-        call.base[i], call.b[i] = base.data_ptr(), factor.data_ptr()
+        call.base[i] = base.data_ptr()
         call.bias[i] = None if bias is None else bias.data_ptr()
+        call.b[i] = factor.data_ptr()
     return call
 
 
@@ -622,20 +649,21 @@ class _Rows(ctypes.Structure):
 
 
 def fits_rows(x: Float[Tensor, "*batch width"], users: int) -> bool:
-    """Return whether the kernels for generation, :func:`linear` and :func:`experts`, support an input.
+    """Return whether the kernels for generation, :func:`linear` and :func:`experts`, are in use and support an input.
 
-    The kernels support one token for each of a few texts, without gradients, while native code is in use. In bfloat16
-    each user must have one text only, as PyTorch is as fast for more.
+    They support few rows without gradients: one row per user, or in float32 one token per text.
 
     Args:
         x: Input, ``(texts, tokens, width)`` as a rule.
         users: Number of users, with equally many texts each.
     """
-    rows = x.shape[:-1].numel()
-    one_text_each, one_token_each = rows == users, x.shape[-2] == 1
+    num_rows = x.shape[:-1].numel()
+    has_one_row_per_user = num_rows == users
+    has_one_token_per_text = x.shape[-2] == 1
+    has_supported_rows = has_one_row_per_user or (has_one_token_per_text and x.dtype == torch.float32)
     return (
-        (one_text_each or (one_token_each and x.dtype == torch.float32))
-        and 0 < rows <= MOST_ROWS
+        has_supported_rows
+        and 0 < num_rows <= MOST_ROWS
         and is_enabled()
         and not torch.is_grad_enabled()
         and fits(x.device, x.dtype)
@@ -643,29 +671,31 @@ def fits_rows(x: Float[Tensor, "*batch width"], users: int) -> bool:
 
 
 def fits_weight(weight: Float[Tensor, "d_out d_in"], x: Float[Tensor, "*batch width"]) -> bool:
-    """Return whether the kernels for generation support a weight.
-
-    It must have the dtype of the input `x`, and be contiguous or transposed.
-    """
-    return weight.dtype == x.dtype and (weight.is_contiguous() or weight.t().is_contiguous())
+    """Return whether the kernels for generation support a weight: of the dtype of ``x``, contiguous or transposed."""
+    is_contiguous_or_transposed = weight.is_contiguous() or weight.t().is_contiguous()
+    return weight.dtype == x.dtype and is_contiguous_or_transposed
 
 
 def linear(
     weights: Weights, x: Float[Tensor, "*batch d_in"], factors: Factors | None = None, scale: float = 1.0
 ) -> Float[Tensor, "*batch d_out"]:
-    """Return ``W x_r + b + s B_r (A_r x_r)`` for each row (token) r, with the native kernel for generation.
+    """Return ``W x + bias + s B (A x)`` for each row (token), with the native kernel for generation.
 
     Args:
-        weights: W and b.
+        weights: Weight W and bias.
         x: The input.
         factors: A and B of each user; a row has those of its user. None for no adapter.
         scale: LoRA scale s.
     """
-    call, x = _Rows(scale=scale), x.contiguous()
-    alive = _fill_linear_struct(call.last, weights, factors)
-    y = x.new_empty(*x.shape[:-1], weights[0].shape[0])
-    _run_rows(call, x, y, users=0 if factors is None else len(factors[0]))
-    del alive  # only now: the struct holds addresses of these tensors
+    x = x.contiguous()
+    call = _Rows(scale=scale)
+    kept_tensors = _fill_linear_struct(call.last, weights, factors)
+    weight, _bias = weights
+    d_out = weight.shape[0]
+    y = x.new_empty(*x.shape[:-1], d_out)
+    num_users = 0 if factors is None else len(factors[0])
+    _run_rows(call, x, y, num_users)
+    del kept_tensors  # only after the call, which reads them by address
     return y
 
 
@@ -679,7 +709,7 @@ def experts(
 ) -> Float[Tensor, "users n width"]:
     """Return the mixture of the experts' outputs ``sum_j p_j MLP_j(x)``, with the native kernel for generation.
 
-    An expert j is the whole MLP with its own LoRA on each linear layer (:mod:`comingle.models.injection`).
+    MLP_j is the base's MLP with the LoRA of expert j on each linear layer.
 
     Args:
         act: The activation.
@@ -689,16 +719,24 @@ def experts(
         first: Weights and factors of the layers that read the input: gate and up, or up alone.
         last: Weights and factors of the layer that writes the output.
     """
-    call, x, gates = _Rows(scale=scale), x.contiguous(), gates.contiguous()
     assert gates.dtype == torch.float32
-    alive = [_fill_linear_struct(call.first[i], *layer) for i, layer in enumerate(first)]
-    alive.append(_fill_linear_struct(call.last, *last))
-    call.firsts, call.experts, call.act = len(first), gates.shape[-1], ACTIVATION_CODES[act]
-    call.gates = gates.data_ptr()
+    x, gates = x.contiguous(), gates.contiguous()
+    call = _Rows(
+        scale=scale,
+        firsts=len(first),
+        experts=gates.shape[-1],
+        act=ACTIVATION_CODES[act],
+        gates=gates.data_ptr(),
+    )
+    kept_tensors: list[Tensor] = []
+    for struct, (weights, factors) in zip(call.first, first, strict=False):
+        kept_tensors += _fill_linear_struct(struct, weights, factors)
+    last_weights, last_factors = last
+    kept_tensors += _fill_linear_struct(call.last, last_weights, last_factors)
     y = torch.empty_like(x)
-    _, (a_last, _) = last
-    _run_rows(call, x, y, users=len(a_last))
-    del alive  # only now: the struct holds addresses of these tensors
+    num_users = len(last_factors[0])
+    _run_rows(call, x, y, num_users)
+    del kept_tensors  # only after the call, which reads them by address
     return y
 
 
@@ -706,35 +744,39 @@ def _fill_linear_struct(struct: _Linear, weights: Weights, factors: Factors | No
     """Write addresses and sizes of a linear layer and its factors into a C struct.
 
     Args:
-        struct: The struct; its field ``turned`` says that the weight is stored as ``(d_in, d_out)``.
+        struct: The struct, overwritten.
         weights: Weight and bias.
         factors: A and B of each user; None for no adapter.
 
     Returns:
         Contiguous factors, which the caller must keep alive until the native call has returned.
     """
-    (weight, bias), alive = weights, []
-    struct.weight, struct.bias = weight.data_ptr(), None if bias is None else bias.data_ptr()
-    (struct.d_out, struct.d_in), struct.turned = weight.shape, not weight.is_contiguous()
-    if factors is not None:
-        alive = [factor.contiguous() for factor in factors]
-        struct.a, struct.b = (factor.data_ptr() for factor in alive)
-        struct.ranks = alive[0].shape[1:-1].numel()  # of all experts
-    return alive
+    weight, bias = weights
+    struct.weight = weight.data_ptr()
+    struct.bias = None if bias is None else bias.data_ptr()
+    struct.d_out, struct.d_in = weight.shape
+    struct.turned = not weight.is_contiguous()  # stored as (d_in, d_out)
+    if factors is None:
+        return []
+    a, b = (factor.contiguous() for factor in factors)
+    struct.a, struct.b = a.data_ptr(), b.data_ptr()
+    struct.ranks = a.shape[1:-1].numel()  # the ranks of all experts together
+    return [a, b]
 
 
-def _run_rows(call: _Rows, x: Tensor, y: Tensor, users: int) -> None:
+def _run_rows(call: _Rows, x: Tensor, y: Tensor, num_users: int) -> None:
     """Run the native kernel for generation: a linear with LoRA, or a mixture of experts, on a few rows of tokens.
 
     Args:
-        call: C struct that holds the layers; sizes and addresses of input and output are added here. Its field
-            ``share`` is the number of rows of each user.
+        call: C struct that holds the layers; sizes and addresses of input and output are added here.
         x: Contiguous input ``(..., d_in)``; each row is a token.
         y: Output, overwritten.
-        users: Number of users, with equally many rows each; 0 without adapters.
+        num_users: Number of users, with equally many rows each; 0 without adapters.
     """
-    call.rows, call.threads, call.bf16 = x.shape[:-1].numel(), torch.get_num_threads(), x.dtype == torch.bfloat16
-    call.share = call.rows // users if users else 1  # without adapters each row counts as a user of its own
+    call.rows = x.shape[:-1].numel()
+    call.share = call.rows // num_users if num_users else 1  # rows of each user
+    call.threads = torch.get_num_threads()
+    call.bf16 = x.dtype == torch.bfloat16
     call.x, call.y = x.data_ptr(), y.data_ptr()
     native = library()
     assert native is not None
@@ -750,7 +792,8 @@ class RowsLinear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``W x + b``."""
-        # Each row counts as a user of its own, as without adapters the kernel needs no users.
-        if fits_rows(input, input.shape[:-1].numel()) and fits_weight(self.weight, input):
+        num_rows = input.shape[:-1].numel()
+        # Without adapters each row counts as a user.
+        if fits_rows(input, users=num_rows) and fits_weight(self.weight, input):
             return linear((self.weight, self.bias), input)
         return super().forward(input)
