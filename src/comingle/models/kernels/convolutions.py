@@ -68,22 +68,20 @@ def fits(tensor: Tensor) -> bool:
 
 def supports(x: Tensor) -> bool:
     """Return whether the native code is loaded and supports the samples ``x``."""
-    plain = _accepts_fakes or type(x) is Tensor  # a fake tensor has no memory
-    return _library is not None and plain and fits(x)
+    is_accepted_type = _accepts_fakes or type(x) is Tensor
+    return _library is not None and is_accepted_type and fits(x)
 
 
 @contextmanager
 def accepting_fakes() -> Iterator[None]:
-    """Make :func:`run` accept fake tensors in the context, to estimate the memory of a pass.
-
-    Fake tensors have a shape but no data, so :func:`run` allocates as much memory as native code but computes nothing.
-    """
+    """Make :func:`run` accept fake tensors, which have no data, in the context, to estimate the memory of a pass."""
     global _accepts_fakes
-    before, _accepts_fakes = _accepts_fakes, True
+    previous = _accepts_fakes
+    _accepts_fakes = True
     try:
         yield
     finally:
-        _accepts_fakes = before
+        _accepts_fakes = previous
 
 
 def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | None) -> None:
@@ -96,30 +94,31 @@ def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | Non
         **tensors: Tensors by their field in ``step``.
     """
     assert _library is not None
-    if _accepts_fakes:  # tensors without data, to estimate memory: compute nothing
-        # The scratch memory depends on whether the weight's gradient is wanted, that is whether its address is not 0.
+    if _accepts_fakes:  # The tensors have no data: only allocate memory, to estimate it.
+        # Native code needs more scratch memory if the address of `d_weight` is not 0.
         step.d_weight = int(tensors.get("d_weight") is not None)
-        _allocate_scratch(step, next(t for t in tensors.values() if t is not None))
+        first_tensor = next(t for t in tensors.values() if t is not None)
+        _allocate_scratch(step, first_tensor)
         return
-    for key, tensor in tensors.items():
-        setattr(step, key, None if tensor is None else tensor.data_ptr())
-    getattr(_library, f"{name}_{DTYPES[dtype]}")(ctypes.byref(step))
+    for field_name, tensor in tensors.items():
+        address = None if tensor is None else tensor.data_ptr()
+        setattr(step, field_name, address)
+    native_pass = getattr(_library, f"{name}_{DTYPES[dtype]}")  # such as forward_float
+    native_pass(ctypes.byref(step))
 
 
 def _allocate_scratch(step: StepStruct, like: Tensor) -> None:
     """Allocate as much scratch memory as native code would, and free it, so that a memory estimate counts it.
-
-    The functions ``room_float`` and ``room_double`` of layers.cpp return the scratch memory of one thread.
 
     Args:
         step: Sizes of the step.
         like: A fake tensor with the step's device and dtype.
     """
     assert _library is not None
-    scratch_size = getattr(_library, f"room_{DTYPES[like.dtype]}")
+    scratch_size = getattr(_library, f"room_{DTYPES[like.dtype]}")  # number of entries of one thread
     scratch_size.restype = ctypes.c_int64
-    threads = min(step.threads, step.users)  # a thread processes whole users
-    like.new_empty(threads, scratch_size(ctypes.byref(step)))
+    num_threads = min(step.threads, step.users)  # a thread processes whole users
+    like.new_empty(num_threads, scratch_size(ctypes.byref(step)))
 
 
 Flat = Float[Tensor, "users_images channels height width"]
@@ -139,22 +138,27 @@ class PassShape:
     images: int = 0
 
     def lanes(self, x: Tensor) -> Tensor:
-        """Convert samples to the layout of the C++ kernels, ``(users, lanes, channels, height, width)``.
+        """Convert samples to maps, the layout of the C++ kernels.
 
-        Samples are ``(users * images, channels, height, width)``. Each image of a user becomes a lane. Lanes are
-        innermost in memory, padded to fill SIMD vectors. A tensor that has this layout already is returned unchanged.
+        Samples are ``(users * images, channels, height, width)``, maps ``(users, lanes, channels, height, width)``.
+        Each image of a user is a lane. Lanes are innermost in memory, padded to a multiple of 16 (float32) or 8.
         """
-        if x.dim() == 5:  # converted by an earlier step
+        is_converted = x.dim() == 5
+        if is_converted:
             return x
-        # (users, height, width, channels, images)
-        in_memory_order = x.unflatten(0, (self.users, self.images)).permute(0, 3, 4, 2, 1)
+        samples = x.unflatten(0, (self.users, self.images))
+        in_memory_order = samples.permute(0, 3, 4, 2, 1)  # (users, height, width, channels, images)
         num_padding_lanes = -self.images % LANES[x.dtype]  # up to the next multiple
         padded = F.pad(in_memory_order, (0, num_padding_lanes))
         return padded.contiguous().permute(0, 4, 3, 1, 2)
 
     def flat(self, x: Tensor) -> Tensor:
-        """Convert :data:`Maps` to samples ordered by user, without padding lanes."""
-        return x[:, : self.images].flatten(0, 1) if x.dim() == 5 else x
+        """Convert maps to samples ``(users * images, channels, height, width)``, the inverse of :meth:`lanes`."""
+        is_converted = x.dim() == 5
+        if not is_converted:
+            return x
+        without_padding = x[:, : self.images]
+        return without_padding.flatten(0, 1)
 
 
 def _to_memory_order(maps: Tensor | None) -> Any:
@@ -196,8 +200,11 @@ class Step:
         return outputs
 
     def run_shared(self, x: Maps) -> tuple[Outputs, Maps]:
-        """Run the step and return ``x`` too for other layers; the kernel adds their gradient to its own."""
-        outputs_and_input: tuple[Outputs, Maps] = self._apply(x, None, returns_input=True)
+        """Return the step's outputs and ``x``, for other layers that read it.
+
+        The step's backward pass adds their gradient of ``x`` to its own.
+        """
+        outputs_and_input: tuple[Outputs, Maps] = self._apply(x, added=None, returns_input=True)
         return outputs_and_input
 
     def _apply(self, x: Maps, added: Outputs | None, *, returns_input: bool) -> Any:
@@ -206,16 +213,19 @@ class Step:
         Args:
             x: Input of the convolution.
             added: Tensor to add before the ReLU; None for none.
-            returns_input: Return ``x`` too, so that the step's backward pass adds the gradient of its other uses.
+            returns_input: Return ``x`` too, see :meth:`run_shared`.
 
         Returns:
             The outputs, or outputs and ``x``.
         """
         conv, norm = self.convolution, self.norm
+        users = len(x)
         # Native code does not check sizes.
-        assert (x.shape[2], x.dtype) == (conv.in_channels, conv.weight.dtype)
-        assert conv.weight.shape == (len(x), conv.out_channels, conv.in_channels, *conv.kernel_size)
-        gamma, beta = (None, None) if norm is None else (norm.weight, norm.bias)
+        assert x.shape[2] == conv.in_channels
+        assert x.dtype == conv.weight.dtype
+        assert conv.weight.shape == (users, conv.out_channels, conv.in_channels, *conv.kernel_size)
+        gamma = None if norm is None else norm.weight
+        beta = None if norm is None else norm.bias
         mean, rstd = self._statistics(x)
         results = _Fused.apply(self, x, conv.weight, conv.bias, gamma, beta, mean, rstd, added, returns_input)
         if isinstance(norm, nn.BatchNorm2d) and norm.training:
@@ -230,19 +240,24 @@ class Step:
     def _statistics(self, x: Maps) -> tuple[Any, Any]:
         """Return mean and 1 / standard deviation for the norm, ``(users, channels, lanes)``; None without a norm.
 
-        A batch norm in eval mode has them already: its running statistics, repeated for every lane (image). For other
-        norms the tensors are uninitialised, and native code writes the statistics of the batch or group to them.
+        They are a batch norm's running statistics in eval mode. Otherwise the tensors are uninitialised, and native
+        code writes the statistics of the batch or group to them.
 
         Args:
             x: Input of the convolution, ``(users, lanes, channels, height, width)``.
         """
-        norm, shape = self.norm, (len(x), self.convolution.out_channels, x.shape[1])
+        norm = self.norm
         if norm is None:
             return None, None
+        users, lanes = x.shape[:2]
+        shape = (users, self.convolution.out_channels, lanes)
         if not self.uses_running_statistics:
             return x.new_empty(shape), x.new_empty(shape)
-        mean, rstd = norm.running_mean, (norm.running_var + norm.eps).rsqrt()  # type: ignore[union-attr,operator]
-        return tuple(t.detach().unsqueeze(2).expand(shape).contiguous() for t in (mean, rstd))  # type: ignore[union-attr]
+        mean: Any = norm.running_mean
+        rstd: Any = (norm.running_var + norm.eps).rsqrt()  # type: ignore[operator]
+        mean_by_lane = mean.detach().unsqueeze(2).expand(shape).contiguous()
+        rstd_by_lane = rstd.detach().unsqueeze(2).expand(shape).contiguous()
+        return mean_by_lane, rstd_by_lane
 
     @torch.no_grad()
     def _update_statistics(self, norm: nn.BatchNorm2d, x: Maps, mean: Tensor, rstd: Tensor) -> None:
@@ -251,41 +266,44 @@ class Step:
         Args:
             norm: The batch norm.
             x: Input of the convolution, for the size of its output.
-            mean: The batch's mean ``(users, channels, lanes)``, equal in all lanes (images).
+            mean: Mean of the batch ``(users, channels, lanes)``, equal in all lanes.
             rstd: 1 / standard deviation of the batch ``(users, channels, lanes)``, equal in all lanes.
         """
         out_height, out_width = self.output_size(x)
-        count = self.pass_shape.images * out_height * out_width  # numbers that each mean is over
-        variance = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0)  # rounding may make it negative
-        unbiased = variance * (count / max(1, count - 1))
-        norm.running_mean.lerp_(mean[:, :, 0], norm.momentum)  # type: ignore[union-attr,arg-type]
-        norm.running_var.lerp_(unbiased, norm.momentum)  # type: ignore[union-attr,arg-type]
+        count = self.pass_shape.images * out_height * out_width  # entries over which each mean is taken
+        batch_mean = mean[:, :, 0]
+        batch_variance = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0)  # rounding may make it negative
+        unbiased_variance = batch_variance * (count / max(1, count - 1))
+        norm.running_mean.lerp_(batch_mean, norm.momentum)  # type: ignore[union-attr,arg-type]
+        norm.running_var.lerp_(unbiased_variance, norm.momentum)  # type: ignore[union-attr,arg-type]
         norm.num_batches_tracked.add_(1)  # type: ignore[union-attr]
 
     def output_size(self, x: Maps) -> tuple[int, int]:
         """Return height and width of the convolution's output, before pooling."""
-        c = self.convolution
-        # (size, padding, dilation, kernel, stride) of both axes, as in the documentation of `nn.Conv2d`
-        axes: Any = zip(x.shape[3:], c.padding, c.dilation, c.kernel_size, c.stride, strict=True)
-        out_height, out_width = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in axes)
-        return out_height, out_width
+        conv: Any = self.convolution
+
+        def output_length(axis: int) -> int:
+            """Return the size of an axis by the formula in the documentation of ``nn.Conv2d``."""
+            size, kernel = x.shape[3 + axis], conv.kernel_size[axis]
+            padding, dilation, stride = conv.padding[axis], conv.dilation[axis], conv.stride[axis]
+            return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+        return output_length(axis=0), output_length(axis=1)
 
     def describe(self, x: Maps, weight: Tensor, *others: Tensor | None) -> StepStruct:
-        """Return the C struct that describes this step to native code: sizes, settings and strides.
+        """Return the C struct of this step with sizes, settings and strides; :func:`run` adds the tensors' addresses.
 
-        The addresses of the tensors are still missing; :func:`run` sets them. A user's images are the lanes of its
-        tensors; ``lanes`` also counts the padding lanes after the ``images``. ``out_height`` and ``out_width`` are the
-        size of the convolution's output, before pooling. A parameter's stride is the number of entries from one user to
-        the next.
+        A parameter's stride is the number of entries from one user to the next.
 
         Args:
             x: Input of the convolution, ``(users, lanes, channels, height, width)``.
             weight: The convolution's weight, with a leading user axis.
             *others: The convolution's bias, and gamma and beta of the norm; None for those that are missing.
         """
-        c, norm, (users, lanes, channels, height, width) = self.convolution, self.norm, x.shape
-        norm_kind = {nn.BatchNorm2d: BATCH_NORM, nn.GroupNorm: GROUP_NORM}.get(type(norm), NO_NORM)
+        c, norm = self.convolution, self.norm
+        users, lanes, channels, height, width = x.shape
         out_height, out_width = self.output_size(x)
+        norm_kind = {nn.BatchNorm2d: BATCH_NORM, nn.GroupNorm: GROUP_NORM}.get(type(norm), NO_NORM)
         step = StepStruct(
             users=users, images=self.pass_shape.images, lanes=lanes, threads=torch.get_num_threads(),
             height=height, width=width, channels=channels,
@@ -295,16 +313,21 @@ class Step:
             eps=0.0 if norm is None else norm.eps, weight_stride=weight.stride(0),
         )  # fmt: skip
         for axis in range(2):
-            step.kernel[axis], step.stride[axis] = c.kernel_size[axis], c.stride[axis]
-            step.padding[axis], step.dilation[axis] = c.padding[axis], c.dilation[axis]  # type: ignore[call-overload]
+            step.kernel[axis] = c.kernel_size[axis]
+            step.stride[axis] = c.stride[axis]
+            step.padding[axis] = c.padding[axis]  # type: ignore[call-overload]
+            step.dilation[axis] = c.dilation[axis]
         for name, tensor in zip(("bias", "gamma", "beta"), others, strict=True):
-            setattr(step, f"{name}_stride", 0 if tensor is None else tensor.stride(0))
+            user_stride = 0 if tensor is None else tensor.stride(0)
+            setattr(step, f"{name}_stride", user_stride)
         return step
 
 
 def _contiguous_rows(tensor: Tensor | None) -> Tensor | None:
-    """Return a parameter whose rows (users) are contiguous, copied if necessary."""
-    return tensor if tensor is None or tensor[0].is_contiguous() else tensor.contiguous()
+    """Return a parameter whose rows (users) are contiguous, copied if necessary; None for no parameter."""
+    if tensor is None or tensor[0].is_contiguous():
+        return tensor
+    return tensor.contiguous()
 
 
 class _Fused(torch.autograd.Function):
@@ -315,11 +338,11 @@ class _Fused(torch.autograd.Function):
         ctx: Context, step: Step, x: Maps, weight: Tensor, bias: Tensor | None, gamma: Tensor | None,
         beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None, added: Outputs | None, returns_input: bool,
     ) -> Outputs | tuple[Outputs, Maps]:  # fmt: skip
-        """Return the outputs of a fused convolution, norm, ReLU and max-pooling, and ``x`` too if wanted.
+        """Return the outputs of a fused convolution, norm, ReLU and max-pooling, and ``x`` too if ``returns_input``.
 
         Args:
             ctx: Autograd context.
-            step: Settings of the convolution and of what follows it.
+            step: The convolution, and the norm, ReLU and pooling after it.
             x: Input of the convolution.
             weight: Weights of the convolution, with a user axis like all parameters.
             bias: Biases of the convolution.
@@ -330,32 +353,34 @@ class _Fused(torch.autograd.Function):
             added: Tensor to add before the ReLU.
             returns_input: Return ``x`` too, for other layers that read it.
         """
-        parameters = [_contiguous_rows(t) for t in (weight, bias, gamma, beta)]
-        native_step, x_memory = step.describe(x, *parameters), _to_memory_order(x)  # type: ignore[arg-type]
-        users, lanes, (out_height, out_width), pool = len(x), x.shape[1], step.output_size(x), step.pool
-        outputs = step.convolution.out_channels
-        # Outputs in memory order: z of the step, y of the convolution (the norm's input), and for each pooled number
-        # its place in the pooling window.
+        weight, bias, gamma, beta = (_contiguous_rows(t) for t in (weight, bias, gamma, beta))  # type: ignore[assignment]
+        native_step = step.describe(x, weight, bias, gamma, beta)
+        x_memory = _to_memory_order(x)
+        users, lanes = x.shape[:2]
+        out_height, out_width = step.output_size(x)
+        outputs, pool = step.convolution.out_channels, step.pool
+        # In memory order: z is the step's output, y the convolution's output if a norm reads it, and `taken` the place
+        # of each pooled number in its pooling window.
         z = x.new_empty(users, out_height // pool, out_width // pool, outputs, lanes)
         y = None if step.norm is None else x.new_empty(users, out_height, out_width, outputs, lanes)
         taken = torch.empty_like(z, dtype=torch.uint8) if pool > 1 else None
-        by_name = dict(zip(("weight", "bias", "gamma", "beta"), parameters, strict=True))
         run(
             "forward", native_step, x.dtype, x=x_memory, z=z, y=y, taken=taken, mean=mean, rstd=rstd,
-            added=_to_memory_order(added), **by_name,
+            added=_to_memory_order(added), weight=weight, bias=bias, gamma=gamma, beta=beta,
         )  # fmt: skip
-        # ReLU's backward pass needs the output, unless `taken` marks its zeros or the norm's input `y` shows them.
-        saved_z = z if step.relu and taken is None and (y is None or added is not None) else None
-        ctx.save_for_backward(x_memory, *parameters, mean, rstd, y, taken, saved_z)
+        # The backward pass of the ReLU needs its zeros: from `taken`, or computed from y, or else from z.
+        can_compute_from_y = y is not None and added is None
+        needs_z = step.relu and taken is None and not can_compute_from_y
+        saved_z = z if needs_z else None
+        ctx.save_for_backward(x_memory, weight, bias, gamma, beta, mean, rstd, y, taken, saved_z)
         ctx.step, ctx.native_step, ctx.adds = step, native_step, added is not None
-        return (_from_memory_order(z), x) if returns_input else _from_memory_order(z)
+        if returns_input:
+            return _from_memory_order(z), x
+        return _from_memory_order(z)
 
     @staticmethod
     def backward(ctx: Context, dz: Outputs, passed: Maps | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients that autograd needs, in the order of the arguments of :meth:`forward`.
-
-        :meth:`forward` has saved its inputs, the convolution's output ``y`` (the norm's input), ``taken``, the place of
-        each pooled number in its window, and the step's output ``z`` if its zeros are needed for the ReLU.
+        """Return the gradients of the arguments of :meth:`forward`; None for those that autograd does not need.
 
         Args:
             ctx: Autograd context.
@@ -363,20 +388,31 @@ class _Fused(torch.autograd.Function):
             passed: Gradient of ``x`` from its other uses, if :meth:`forward` has returned ``x``; added to the result.
         """
         x, weight, bias, gamma, beta, mean, rstd, y, taken, z = ctx.saved_tensors
-        wanted = zip(ctx.needs_input_grad[1:6], (x, weight, bias, gamma, beta), strict=True)
-        gradients = [t.new_empty(t.shape) if wants else None for wants, t in wanted]
-        names = ("dx", "d_weight", "d_bias", "d_gamma", "d_beta")
+        inputs = (x, weight, bias, gamma, beta)
+        needs_gradient = ctx.needs_input_grad[1:6]  # of these inputs
+        d_x, d_weight, d_bias, d_gamma, d_beta = (
+            t.new_empty(t.shape) if is_needed else None for t, is_needed in zip(inputs, needs_gradient, strict=True)
+        )
         dz_memory = _to_memory_order(dz)
-        # With a ReLU native code computes the gradient of the forward pass's ``added`` by masking ``dz`` where z is 0;
-        # for that the field ``added`` only has to be set, here to z. Without a ReLU the gradient is ``dz`` itself.
+        # The gradient of the forward pass's `added` is dz, which native code masks by the ReLU if there is one. Of the
+        # field `added` it only reads whether it is set.
         masks = ctx.adds and ctx.step.relu
         d_added = torch.empty_like(dz_memory) if masks else dz_memory
         run(
             "backward", ctx.native_step, x.dtype, x=x, weight=weight, gamma=gamma, beta=beta, mean=mean, rstd=rstd, y=y,
             taken=taken, z=z, dz=dz_memory, added=z if masks else None, d_added=d_added if masks else None,
-            passed=_to_memory_order(passed), **dict(zip(names, gradients, strict=True)),
+            passed=_to_memory_order(passed), dx=d_x, d_weight=d_weight, d_bias=d_bias, d_gamma=d_gamma, d_beta=d_beta,
         )  # fmt: skip
-        d_x, *d_parameters = gradients
         d_sum = _from_memory_order(d_added) if ctx.adds else None
-        # None for the step, for the norm's mean and rstd, and for `returns_input`.
-        return None, _from_memory_order(d_x), *d_parameters, None, None, d_sum, None
+        return (
+            None,  # step
+            _from_memory_order(d_x),
+            d_weight,
+            d_bias,
+            d_gamma,
+            d_beta,
+            None,  # mean
+            None,  # rstd
+            d_sum,
+            None,  # returns_input
+        )

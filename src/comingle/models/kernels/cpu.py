@@ -43,19 +43,18 @@ def enable(cache: Path) -> bool:
 def _load(cache: Path) -> ctypes.CDLL | None:
     """Load the native library and declare its functions' result types; None if it cannot be compiled."""
     loaded = load_library(cache, "cpu", SOURCES)
-    if loaded is not None:
-        loaded.softmax_forward.restype = ctypes.c_bool
-        loaded.attention_forward.restype = loaded.attention_backward.restype = loaded.unpack_weights.restype = None
+    if loaded is None:
+        return None
+    loaded.softmax_forward.restype = ctypes.c_bool
+    for function in (loaded.attention_forward, loaded.attention_backward, loaded.unpack_weights):
+        function.restype = None
     return loaded
 
 
 def supports(*tensors: Tensor) -> bool:
     """Return whether the native code is in use and supports the tensors: not empty, on a CPU, of a known dtype."""
-    return (
-        _library is not None
-        and expert_mlp.is_enabled()
-        and all(expert_mlp.fits(t.device, t.dtype) and t.numel() > 0 for t in tensors)
-    )
+    is_in_use = _library is not None and expert_mlp.is_enabled()
+    return is_in_use and all(expert_mlp.fits(t.device, t.dtype) and t.numel() > 0 for t in tensors)
 
 
 def library() -> ctypes.CDLL:
@@ -76,18 +75,16 @@ class _Softmax(ctypes.Structure):
 def softmax(
     logits: Float[Tensor, "n vocab"], targets: Integer[Tensor, " n"], keep: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the cross-entropy of each row in nats with native code, and parts of the softmax for its gradient.
-
-    The unnormalised softmax is ``exp(logit - max)``, its denominator the sum over the vocabulary.
+    """Return the cross-entropy of each row in nats, and parts of the softmax for the backward pass.
 
     Args:
-        logits: Overwritten with the unnormalised softmax if ``keep``, else unchanged.
+        logits: Overwritten with the unnormalised softmax ``exp(logit - max)`` if ``keep``, else unchanged.
         targets: Column of each row's target.
-        keep: Compute the unnormalised softmax, which the backward pass needs.
+        keep: Compute the unnormalised softmax.
 
     Returns:
-        The losses ``(n,)``, ``logits``, and the softmax denominators ``(n,)``; None if native code does not support
-        the tensors.
+        The losses ``(n,)``, ``logits``, and the sums ``(n,)`` of the unnormalised softmax over the vocabulary; None if
+        native code does not support the tensors.
 
     Raises:
         IndexError: A target is not a column of the logits.
@@ -98,12 +95,17 @@ def softmax(
     targets = targets.to(torch.int64).contiguous()
     if isinstance(logits, FakeTensor):  # shapes only, to count memory
         return losses, logits, totals
+    rows, columns = logits.shape
     call = _Softmax(
-        *logits.shape,
-        logits.dtype == torch.bfloat16,
-        keep,
-        torch.get_num_threads(),
-        *(t.data_ptr() for t in (logits, targets, losses, totals)),
+        rows=rows,
+        columns=columns,
+        bf16=logits.dtype == torch.bfloat16,
+        keep=keep,
+        threads=torch.get_num_threads(),
+        logits=logits.data_ptr(),
+        targets=targets.data_ptr(),
+        losses=losses.data_ptr(),
+        totals=totals.data_ptr(),
     )
     if not library().softmax_forward(ctypes.byref(call)):
         raise IndexError(f"a target is outside of the vocabulary of {logits.shape[1]} tokens")
@@ -127,7 +129,7 @@ def look_up(
     block: int,
     dtype: torch.dtype,
 ) -> Float[Tensor, " count"] | None:
-    """Unpack quantised weights (:class:`comingle.models.quantised.Code`) with native code.
+    """Unpack quantised weights with native code: return ``values[code] * scale`` for the code of each weight.
 
     Args:
         packed: Bytes with one or two weights each.
@@ -140,19 +142,21 @@ def look_up(
     Returns:
         The weights; None if native code is not loaded (:func:`enable`) or does not support the tensors.
     """
-    # Also if other kernels are not in use: this one changes no bit of the result.
     if _library is None or not expert_mlp.fits(packed.device, dtype) or count == 0:
         return None
     out = packed.new_empty(count, dtype=dtype)
-    if isinstance(packed, FakeTensor):
+    if isinstance(packed, FakeTensor):  # shapes only, to count memory
         return out
     call = _Unpack(
-        count,
-        block,
-        8 if len(values) == 256 else 4,
-        dtype == torch.bfloat16,
-        torch.get_num_threads(),
-        *(t.data_ptr() for t in (packed, scales, values, out)),
+        count=count,
+        block=block,
+        bits=8 if len(values) == 256 else 4,
+        bf16=dtype == torch.bfloat16,
+        threads=torch.get_num_threads(),
+        packed=packed.data_ptr(),
+        scales=scales.data_ptr(),
+        table=values.data_ptr(),
+        out=out.data_ptr(),
     )
     library().unpack_weights(ctypes.byref(call))
     return out
@@ -182,13 +186,13 @@ class _Attention(ctypes.Structure):
 
 
 def use_attention(network: PreTrainedModel) -> None:
-    """Let ``network`` use :func:`attend`, native causal attention for CPUs, if its family is known to work with it.
+    """Let ``network`` use :func:`attend`, native causal attention for CPUs, if it is of a tested family.
 
-    Some families do not: they check the name of the attention and apply sparse attention themselves unless it is
-    "eager", or declare their attention non-causal although the mask is. ``KNOWN_FAMILIES`` lists the tested ones.
+    Nothing changes if it does not use transformers' ``eager`` attention.
     """
     config: Any = network.config
-    if config._attn_implementation != "eager" or config.model_type not in KNOWN_FAMILIES:
+    uses_eager_attention = config._attn_implementation == "eager"
+    if not uses_eager_attention or config.model_type not in KNOWN_FAMILIES:
         return
     if getattr(config, "reorder_and_upcast_attn", False):  # an option of GPT-2 that only "eager" supports
         return
@@ -202,15 +206,14 @@ def use_attention(network: PreTrainedModel) -> None:
 def mask(*args: Any, **options: Any) -> Tensor | None:
     """Return the additive mask of transformers' ``eager`` attention, or None if the mask is purely causal.
 
-    The mask is purely causal if transformers' ``sdpa_mask`` returns None.
-
     Args:
         *args: Arguments with which transformers calls its mask functions, such as sizes and positions.
         **options: Further arguments by name.
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    return None if sdpa_mask(*args, **options) is None else eager_mask(*args, **options)
+    is_purely_causal = sdpa_mask(*args, **options) is None
+    return None if is_purely_causal else eager_mask(*args, **options)
 
 
 def attend(
@@ -224,7 +227,9 @@ def attend(
     is_causal: bool | None = None,
     **options: object,
 ) -> tuple[Float[Tensor, "batch n heads values"], Tensor | None]:
-    """Compute attention with the interface of transformers' attention functions.
+    """Compute attention with native code if it supports the arguments, else with the family's ``eager`` attention.
+
+    The arguments and results are those of transformers' attention functions.
 
     Args:
         module: The attention module.
@@ -235,19 +240,24 @@ def attend(
         scaling: Factor of the scores; None: 1 / sqrt(width).
         dropout: Dropout of the attention weights.
         is_causal: Whether attention is causal if there is no mask; None: as the module says.
-        **options: Other options of the family; with unknown ones the family's ``eager`` attention is used.
+        **options: Other options of the family, which native code supports only if they are harmless.
 
     Returns:
         The output, and the attention weights (None unless the family's ``eager`` attention returns them).
     """
-    causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    is_plain = dropout == 0.0 and all(value is None or name in HARMLESS_OPTIONS for name, value in options.items())
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_purely_causal = attention_mask is None and is_causal
+    has_only_harmless_options = all(value is None or name in HARMLESS_OPTIONS for name, value in options.items())
+    is_plain = dropout == 0.0 and has_only_harmless_options
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if causal and is_plain and scale > 0 and supports_attention(query, key, value):
-        return causal_attention(query, key, value, scale)[0].transpose(1, 2), None
-    if causal and query.shape[2] > 1:  # the family's function needs an explicit mask
-        future = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
-        attention_mask = query.new_zeros(()).where(~future, torch.finfo(query.dtype).min)[None, None]
+    if is_purely_causal and is_plain and scale > 0 and supports_attention(query, key, value):
+        output, _statistics = causal_attention(query, key, value, scale)
+        return output.transpose(1, 2), None
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if is_purely_causal and num_queries > 1:  # `eager` needs an explicit mask
+        is_future = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).triu(1)
+        attention_mask = query.new_zeros(()).where(~is_future, torch.finfo(query.dtype).min)[None, None]
     eager = sys.modules[type(module).__module__].eager_attention_forward
     return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
 
@@ -255,21 +265,20 @@ def attend(
 def supports_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether native causal attention supports queries, keys and values of these shapes, dtype and device.
 
-    There must be as many keys as queries, more than one (no cached tokens), and all heads of the same width. Bfloat16
-    is supported although native code does not use a processor's matrix units (AMX) and PyTorch does: at a context of
-    128 both are equally fast.
-
     Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
+        query: Queries ``(batch, heads, tokens, width)``.
+        key: Keys ``(batch, groups, tokens, width)``.
+        value: Values, of the shape of the keys.
     """
+    has_no_cached_tokens = query.shape[2] == key.shape[2] > 1
+    has_equal_widths = key.shape == value.shape and key.shape[3] == query.shape[3]
+    has_equal_groups = query.shape[1] % key.shape[1] == 0
+    has_equal_dtypes = query.dtype == key.dtype == value.dtype
     return (
-        query.shape[2] == key.shape[2] > 1
-        and key.shape == value.shape
-        and key.shape[3] == query.shape[3]
-        and query.shape[1] % key.shape[1] == 0
-        and query.dtype == key.dtype == value.dtype
+        has_no_cached_tokens
+        and has_equal_widths
+        and has_equal_groups
+        and has_equal_dtypes
         and supports(query, key, value)
     )
 
@@ -281,11 +290,11 @@ _OPERATOR = f"causal_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexd
 def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that registers a function as an operator of PyTorch for the CPU, and returns the operator.
 
-    Unlike ``torch.library.custom_op`` it does not import torch's compiler (70 MB) at the first call.
+    Unlike ``torch.library.custom_op`` it does not import torch's compiler at the first call.
 
     Args:
         name: Name of the operator.
-        schema: Its schema.
+        schema: Types of its arguments and results, such as ``"(Tensor q, float scale) -> Tensor"``.
     """
 
     def register(function: Callable[..., Any]) -> Any:
@@ -311,7 +320,9 @@ def causal_attention(q: Heads, k: Grouped, v: Grouped, scale: float) -> tuple[He
         The output, and the largest score and the sum of exponentials of each query.
     """
     q, k, v = (_contiguous_rows(t) for t in (q, k, v))
-    out, sums = _empty_heads(q), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
+    batch, heads, n, _width = q.shape
+    out = _empty_heads(q)
+    sums = q.new_empty(batch, heads, n, 2, dtype=torch.float32)
     _run_attention("forward", scale, sums, q=q, k=k, v=v, out=out)
     return out, sums
 
@@ -358,14 +369,17 @@ def _setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, 
         inputs: Arguments of :func:`causal_attention`.
         output: Its results: the output and the softmax statistics.
     """
-    *tensors, ctx.scale = inputs
-    _, sums = output
-    ctx.save_for_backward(*tensors, sums)
+    q, k, v, scale = inputs
+    _out, sums = output
+    ctx.save_for_backward(q, k, v, sums)
+    ctx.scale = scale
 
 
-def _backward(ctx: Context, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of queries, keys and values; the softmax statistics and the scale have none."""
-    return *causal_attention_backward(*ctx.saved_tensors, d_out, ctx.scale), None
+def _backward(ctx: Context, d_out: Tensor, _d_sums: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the arguments of :func:`causal_attention`; that of the scale is None."""
+    q, k, v, sums = ctx.saved_tensors
+    d_q, d_k, d_v = causal_attention_backward(q, k, v, sums, d_out, ctx.scale)
+    return d_q, d_k, d_v, None
 
 
 torch.library.register_autograd(f"comingle::{_OPERATOR}", _backward, setup_context=_setup_context)
@@ -392,12 +406,22 @@ def _run_attention(name: str, scale: float, sums: Tensor, **tensors: Tensor) -> 
         **tensors: Inputs and outputs ``(batch, heads, n, width)`` by their field in ``struct Attention``; "k" and "v"
             have fewer heads (``groups``) in grouped-query attention.
     """
-    (batch, heads, n, width), bf16 = tensors["q"].shape, tensors["q"].dtype == torch.bfloat16
-    groups, threads = tensors["k"].shape[1], torch.get_num_threads()
-    call = _Attention(batch, heads, groups, n, width, bf16, threads, scale, sums=sums.data_ptr())
-    for key, t in tensors.items():
-        setattr(call, key, t.data_ptr())
+    q, k = tensors["q"], tensors["k"]
+    batch, heads, n, width = q.shape
+    call = _Attention(
+        batch=batch,
+        heads=heads,
+        groups=k.shape[1],
+        tokens=n,
+        width=width,
+        bf16=q.dtype == torch.bfloat16,
+        threads=torch.get_num_threads(),
+        scale=scale,
+        sums=sums.data_ptr(),
+    )
+    for field, t in tensors.items():
+        setattr(call, field, t.data_ptr())
         strides = t.stride()[:3]  # of batch, heads and tokens; the last axis is contiguous
-        setattr(call, f"{key}_steps", (ctypes.c_int64 * 3)(*strides))
+        setattr(call, f"{field}_steps", (ctypes.c_int64 * 3)(*strides))
     native_pass = getattr(library(), f"attention_{name}")
     native_pass(ctypes.byref(call))
