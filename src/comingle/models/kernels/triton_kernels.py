@@ -19,9 +19,10 @@ _WIDENED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def _dot(left, right, PRECISION: tl.constexpr):
-    """Multiply tiles with float32 accumulation; the interpreter, which multiplies bf16 as integers, needs float32."""
-    if _WIDENED:
-        left, right = left.to(tl.float32), right.to(tl.float32)
+    """Multiply tiles with float32 accumulation."""
+    if _WIDENED:  # Triton's interpreter multiplies bfloat16 as integers.
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
     return tl.dot(left, right, input_precision=PRECISION)
 
 
@@ -85,7 +86,9 @@ def _load_columns(start, row, valid, first_column, RANK: tl.constexpr, WIDE: tl.
     """
     r = tl.arange(0, WIDE)
     columns = first_column + r
-    return tl.load(start + row[:, None] + columns[None, :], mask=valid[:, None] & (r < RANK)[None, :], other=0.0)
+    addresses = start + row[:, None] + columns[None, :]
+    is_inside = valid[:, None] & (r < RANK)[None, :]
+    return tl.load(addresses, mask=is_inside, other=0.0)
 
 
 @triton.jit
@@ -102,7 +105,8 @@ def _load_factor(factor, number, c, hidden, RANK: tl.constexpr, WIDE: tl.constex
     """
     r = tl.arange(0, WIDE)
     offsets = (number * RANK + r)[:, None] * hidden + c[None, :]
-    return tl.load(factor + offsets, mask=(r < RANK)[:, None] & (c < hidden)[None, :], other=0.0)
+    is_inside = (r < RANK)[:, None] & (c < hidden)[None, :]
+    return tl.load(factor + offsets, mask=is_inside, other=0.0)
 
 
 @triton.jit
@@ -112,12 +116,12 @@ def forward(
     ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``mixed = sum_j p_j h_j`` over experts j, and ``h_j A_j^T`` for the LoRA of the last layer (down).
+    """Compute ``mixed = sum_j p_j h_j`` over experts j, and partial sums of ``h_j A_j^T`` for the last layer's LoRA.
 
-    h_j are an expert's hidden activations, p_j its probability. ``h_j A_j^T`` is a sum over the hidden width, without
-    the LoRA scale. Each program writes the sum over its chunk of hidden columns; the caller adds them up.
+    h_j are an expert's hidden activations, p_j its probability. ``h_j A_j^T`` is a sum over hidden columns; each
+    program writes the sum over its chunk of columns, and the caller adds them up.
 
-    Layer 0 is the gate and layer 1 is up in gated MLPs; layer 0 is up in plain MLPs, which have no layer 1.
+    In a gated MLP layer 0 is gate and layer 1 is up. In a plain MLP layer 0 is up, and there is no layer 1.
 
     Grid: chunks of hidden columns, blocks of tokens, users.
 
@@ -149,15 +153,18 @@ def forward(
         COLUMNS: Columns of a tile.
         PRECISION: Input precision of products.
     """
-    # The tile of this program: tokens t of one user (row ``token`` among those of all users) times hidden columns c.
-    # Both may reach over the end, where nothing is loaded or stored.
-    user, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    # This program computes a tile: tokens t of one user times hidden columns c. Where the tile reaches over the end,
+    # nothing is loaded or stored.
+    chunk = tl.program_id(0)
+    user = tl.program_id(2).to(tl.int64)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    r, valid, token = tl.arange(0, WIDE), t < n, user * n + t
+    r = tl.arange(0, WIDE)
+    valid = t < n
+    token = user * n + t  # index among the tokens of all users
     inside = valid[:, None] & (c < hidden)[None, :]
     offsets = token[:, None] * hidden + c[None, :]
-    row = user * z_user + t.to(tl.int64) * z_row
+    row = user * z_user + t.to(tl.int64) * z_row  # offset in `z`
     pre_0 = _load_base(base_0, bias_0, offsets, inside, c, hidden, BIASED_0)
     pre_1 = pre_0
     if FIRST == 2:
@@ -165,21 +172,18 @@ def forward(
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
     part = (chunk * tl.num_programs(2) * n + token) * (EXPERTS * RANK)  # offset of the row in `last`
     for j in tl.static_range(EXPERTS):
-        lora = _dot(
-            _load_columns(z, row, valid, j * RANK, RANK, WIDE),
-            _load_factor(b_0, user * EXPERTS + j, c, hidden, RANK, WIDE), PRECISION,
-        )  # fmt: skip
-        h, _ = _activation(pre_0 + scale * lora, ACT)
+        number = user * EXPERTS + j  # of expert j among the experts of all users
+        z_0 = _load_columns(z, row, valid, j * RANK, RANK, WIDE)
+        factor_0 = _load_factor(b_0, number, c, hidden, RANK, WIDE)
+        h, _ = _activation(pre_0 + scale * _dot(z_0, factor_0, PRECISION), ACT)
         if FIRST == 2:
-            lora = _dot(
-                _load_columns(z, row, valid, (EXPERTS + j) * RANK, RANK, WIDE),
-                _load_factor(b_1, user * EXPERTS + j, c, hidden, RANK, WIDE), PRECISION,
-            )  # fmt: skip
-            h *= pre_1 + scale * lora
+            z_1 = _load_columns(z, row, valid, (EXPERTS + j) * RANK, RANK, WIDE)
+            factor_1 = _load_factor(b_1, number, c, hidden, RANK, WIDE)
+            h *= pre_1 + scale * _dot(z_1, factor_1, PRECISION)
         p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
         total += p[:, None] * h
-        factor = _load_factor(a, user * EXPERTS + j, c, hidden, RANK, WIDE)
-        product = _dot(h.to(factor.dtype), tl.trans(factor), PRECISION)
+        factor_last = _load_factor(a, number, c, hidden, RANK, WIDE)
+        product = _dot(h.to(factor_last.dtype), tl.trans(factor_last), PRECISION)
         addresses = last + part[:, None] + (j * RANK + r)[None, :]
         tl.store(addresses, product, mask=valid[:, None] & (r < RANK)[None, :])
     tl.store(mixed + offsets, total.to(mixed.dtype.element_ty), mask=inside)
@@ -190,10 +194,10 @@ def _expert_backward(
     pre_0, pre_1, d_mixed, z_0, z_1, d_gated, p, b_0, b_1, a, scale,
     ACT: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Recompute the hidden activations h of one expert, and compute gradients from those of the mixture's output.
+    """Recompute the hidden activations h of one expert, and return them with gradients.
 
-    With the pre-activations ``gate = pre_0 + scale z_0 B_0`` and ``up = pre_1 + scale z_1 B_1`` of a gated MLP,
-    ``h = act(gate) up``; in a plain MLP ``h = act(pre_0 + scale z_0 B_0)``. Rows are tokens, as in all products here.
+    In a gated MLP ``h = act(gate) up`` with ``gate = pre_0 + scale z_0 b_0`` and ``up = pre_1 + scale z_1 b_1``; in a
+    plain MLP ``h = act(pre_0 + scale z_0 b_0)``.
 
     Args: Tiles of one expert.
 
@@ -202,27 +206,31 @@ def _expert_backward(
         d_mixed: Gradient of the mixture ``sum_j p_j h_j``.
         z_0: Products of the input with A of layer 0, tokens times ranks.
         z_1: Products of the input with A of layer 1.
-        d_gated: Gradient of ``p scale h A^T`` of the last layer, tokens times ranks.
+        d_gated: Gradient of ``p scale h a^T``, tokens times ranks.
         p: The expert's probability for each token.
         b_0: B of layer 0, ranks times hidden columns.
         b_1: B of layer 1.
         a: A of the last layer, ranks times hidden columns.
         scale: LoRA scale.
-        ACT: The activation function.
+        ACT: Code of the activation.
         FIRST: Number of layers before the activation: 2 in gated MLPs, else 1.
-        PRECISION: Precision of the products.
+        PRECISION: Input precision of products.
 
     Returns:
-        h, the gradients of both pre-activations (the second one is only used in gated MLPs), and the gradient of the
-        product of h with A^T of the last layer.
+        h, the gradients of ``pre_0`` and ``pre_1`` (the latter is without meaning in plain MLPs), and the gradient of
+        the product ``h a^T``.
     """
     value, slope = _activation(pre_0 + scale * _dot(z_0, b_0, PRECISION), ACT)
     d_last = (scale * p[:, None] * d_gated.to(tl.float32)).to(a.dtype)
     d_h = p[:, None] * d_mixed + _dot(d_last, a, PRECISION)
-    h, d_pre_0, d_pre_1 = value, d_h * slope, d_h
+    h = value
+    d_pre_0 = d_h * slope
+    d_pre_1 = d_h
     if FIRST == 2:
         up = pre_1 + scale * _dot(z_1, b_1, PRECISION)
-        h, d_pre_0, d_pre_1 = value * up, d_pre_0 * up, d_h * value
+        h = value * up
+        d_pre_0 = d_pre_0 * up
+        d_pre_1 = d_h * value
     return h, d_pre_0, d_pre_1, d_last
 
 
@@ -233,40 +241,41 @@ def backward(
     ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the base's pre-activations, of ``z`` and of the gates; recompute hidden activations.
+    """Compute the gradients of the base's pre-activations, of ``z / scale`` and of the gates.
 
-    The gradients of ``z`` (before the factor ``scale``) and of the gates (``<d_mixed, h_j>``) are sums over the hidden
-    width. Each program writes the sum over its chunk of hidden columns; the caller adds them up.
+    The gradients of ``z`` and of the gates are sums over hidden columns; each program writes the sum over its chunk of
+    columns, and the caller adds them up.
 
-    Grid: chunks of hidden columns, blocks of tokens, users, as in :func:`forward`.
+    Grid: chunks of hidden columns, blocks of tokens, users.
 
-    Inputs and sizes are as in :func:`forward`: ``base_0`` and ``base_1`` are the base's pre-activations of the layers
-    that read the MLP's input (gate and up, or up alone), ``bias_0`` and ``bias_1`` their biases, ``b_0`` and ``b_1``
-    their factors B, ``z`` the input's products with their factors A, and ``a`` the factor A of the last layer.
-
-    Args: Besides these
+    Args: Those of :func:`forward` without its outputs, and
 
         d_mixed: Gradient of the mixture ``sum_j p_j h_j``, ``(users, n, hidden)``.
-        d_gated: Gradient of ``p_j z_last_j``, the ranks of the last layer's LoRA, ``(users, n, experts * rank)``.
+        d_gated: Gradient of ``p_j z_last_j`` with ``z_last_j = scale h_j A_j^T``, ``(users, n, experts * rank)``.
         d_base_0: Output: gradient of ``base_0``.
         d_base_1: Output: gradient of ``base_1``; not written in plain MLPs.
         d_z: Output: partial sums, ``(chunks, users, n, FIRST * experts * rank)``.
         d_gates: Output: partial sums, ``(chunks, users, n, experts)``.
     """
-    # The tile of this program, as in the forward kernel: tokens t of one user times hidden columns c.
-    user, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    # This program computes a tile: tokens t of one user times hidden columns c.
+    chunk = tl.program_id(0)
+    user = tl.program_id(2).to(tl.int64)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    r, valid, token = tl.arange(0, WIDE), t < n, user * n + t
+    r = tl.arange(0, WIDE)
+    valid = t < n
+    token = user * n + t  # index among the tokens of all users
     inside = valid[:, None] & (c < hidden)[None, :]
     offsets = token[:, None] * hidden + c[None, :]
-    row, row_last = user * z_user + t.to(tl.int64) * z_row, token * (EXPERTS * RANK)
+    row = user * z_user + t.to(tl.int64) * z_row  # offset in `z`
+    row_last = token * (EXPERTS * RANK)  # offset in `d_gated`
     pre_0 = _load_base(base_0, bias_0, offsets, inside, c, hidden, BIASED_0)
     pre_1 = pre_0
     if FIRST == 2:
         pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
     d_mixture = tl.load(d_mixed + offsets, mask=inside, other=0.0).to(tl.float32)
-    total_0, total_1 = tl.zeros((TOKENS, COLUMNS), tl.float32), tl.zeros((TOKENS, COLUMNS), tl.float32)
+    total_0 = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    total_1 = tl.zeros((TOKENS, COLUMNS), tl.float32)
     part = chunk * tl.num_programs(2) * n + token  # row of the partial sums
     in_rank = valid[:, None] & (r < RANK)[None, :]
     for j in tl.static_range(EXPERTS):
@@ -274,23 +283,23 @@ def backward(
         p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
         factor_0 = _load_factor(b_0, number, c, hidden, RANK, WIDE)
         factor_1 = _load_factor(b_1, number, c, hidden, RANK, WIDE)
-        # In plain MLPs the arguments of layer 1 are those of layer 0, and unused.
+        factor_last = _load_factor(a, number, c, hidden, RANK, WIDE)
+        z_0 = _load_columns(z, row, valid, j * RANK, RANK, WIDE)
+        z_1 = _load_columns(z, row, valid, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE)  # not used in plain MLPs
+        d_gated_j = _load_columns(d_gated, row_last, valid, j * RANK, RANK, WIDE)
         h, d_pre_0, d_pre_1, _ = _expert_backward(
-            pre_0, pre_1, d_mixture,
-            _load_columns(z, row, valid, j * RANK, RANK, WIDE),
-            _load_columns(z, row, valid, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE),
-            _load_columns(d_gated, row_last, valid, j * RANK, RANK, WIDE),
-            p, factor_0, factor_1, _load_factor(a, number, c, hidden, RANK, WIDE),
+            pre_0, pre_1, d_mixture, z_0, z_1, d_gated_j, p, factor_0, factor_1, factor_last,
             scale, ACT, FIRST, PRECISION,
         )  # fmt: skip
         tl.store(d_gates + part * EXPERTS + j, tl.sum(d_mixture * h, 1), mask=valid)
         total_0 += d_pre_0
         addresses = d_z + (part * (FIRST * EXPERTS) + j)[:, None] * RANK + r[None, :]
-        tl.store(addresses, _dot(d_pre_0.to(factor_0.dtype), tl.trans(factor_0), PRECISION), mask=in_rank)
+        d_z_0 = _dot(d_pre_0.to(factor_0.dtype), tl.trans(factor_0), PRECISION)
+        tl.store(addresses, d_z_0, mask=in_rank)
         if FIRST == 2:
             total_1 += d_pre_1
-            product = _dot(d_pre_1.to(factor_1.dtype), tl.trans(factor_1), PRECISION)
-            tl.store(addresses + EXPERTS * RANK, product, mask=in_rank)
+            d_z_1 = _dot(d_pre_1.to(factor_1.dtype), tl.trans(factor_1), PRECISION)
+            tl.store(addresses + EXPERTS * RANK, d_z_1, mask=in_rank)
     tl.store(d_base_0 + offsets, total_0.to(d_base_0.dtype.element_ty), mask=inside)
     if FIRST == 2:
         tl.store(d_base_1 + offsets, total_1.to(d_base_1.dtype.element_ty), mask=inside)
@@ -303,18 +312,14 @@ def backward_factors(
     ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the LoRA factors: B of the first layers and A of the last; h is recomputed.
+    """Compute the gradients of the LoRA factors: B of the first layers and A of the last.
 
-    The gradients are sums over all tokens. Each program writes the sum over its range of ``span`` tokens; the caller
-    adds up these partial sums.
+    The gradients are sums over all tokens; each program writes the sum over its range of ``span`` tokens, and the
+    caller adds them up.
 
     Grid: chunks of hidden columns, ranges of ``span`` tokens, experts of all users.
 
-    Inputs and sizes are as in :func:`backward`: ``base_0`` and ``base_1`` are the base's pre-activations of the layers
-    that read the MLP's input (gate and up, or up alone), ``bias_0`` and ``bias_1`` their biases, ``b_0`` and ``b_1``
-    their factors B, ``z`` the input's products with their factors A, and ``a`` the factor A of the last layer.
-
-    Args: Besides these
+    Args: Those of :func:`backward` without its outputs, and
 
         d_b_0: Output: partial sums of the gradient of ``b_0``, ``(ranges, users, experts, rank, hidden)``.
         d_b_1: Output: partial sums of the gradient of ``b_1``, of the same shape; not written in plain MLPs.
@@ -322,40 +327,46 @@ def backward_factors(
         span: Tokens of a range.
     """
     # This program sums over a range of one user's tokens, tile by tile, for expert j and hidden columns c.
-    number, interval = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    user, j = number // EXPERTS, number % EXPERTS
+    interval = tl.program_id(1)
+    number = tl.program_id(2).to(tl.int64)  # of expert j among the experts of all users
+    user = number // EXPERTS
+    j = number % EXPERTS
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.arange(0, WIDE)
     factor_0 = _load_factor(b_0, number, c, hidden, RANK, WIDE)
     factor_1 = _load_factor(b_1, number, c, hidden, RANK, WIDE)
-    last = _load_factor(a, number, c, hidden, RANK, WIDE)
-    of_b_0, of_b_1 = tl.zeros((WIDE, COLUMNS), tl.float32), tl.zeros((WIDE, COLUMNS), tl.float32)
-    of_a = tl.zeros((WIDE, COLUMNS), tl.float32)
+    factor_last = _load_factor(a, number, c, hidden, RANK, WIDE)
+    sum_b_0 = tl.zeros((WIDE, COLUMNS), tl.float32)
+    sum_b_1 = tl.zeros((WIDE, COLUMNS), tl.float32)
+    sum_a = tl.zeros((WIDE, COLUMNS), tl.float32)
     for start in range(interval * span, tl.minimum(n, interval * span + span), TOKENS):
         t = start + tl.arange(0, TOKENS)
-        valid, token = t < n, user * n + t
+        valid = t < n
+        token = user * n + t  # index among the tokens of all users
         inside = valid[:, None] & (c < hidden)[None, :]
         offsets = token[:, None] * hidden + c[None, :]
-        row = user * z_user + t.to(tl.int64) * z_row
+        row = user * z_user + t.to(tl.int64) * z_row  # offset in `z`
         pre_0 = _load_base(base_0, bias_0, offsets, inside, c, hidden, BIASED_0)
         pre_1 = pre_0
         if FIRST == 2:
             pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
+        d_mixture = tl.load(d_mixed + offsets, mask=inside, other=0.0).to(tl.float32)
         z_0 = _load_columns(z, row, valid, j * RANK, RANK, WIDE)
-        z_1 = _load_columns(z, row, valid, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE)
+        z_1 = _load_columns(z, row, valid, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE)  # not used in plain MLPs
+        d_gated_j = _load_columns(d_gated, token * (EXPERTS * RANK), valid, j * RANK, RANK, WIDE)
+        p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
         h, d_pre_0, d_pre_1, d_last = _expert_backward(
-            pre_0, pre_1, tl.load(d_mixed + offsets, mask=inside, other=0.0).to(tl.float32), z_0, z_1,
-            _load_columns(d_gated, token * (EXPERTS * RANK), valid, j * RANK, RANK, WIDE),
-            tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0), factor_0, factor_1, last,
+            pre_0, pre_1, d_mixture, z_0, z_1, d_gated_j, p, factor_0, factor_1, factor_last,
             scale, ACT, FIRST, PRECISION,
         )  # fmt: skip
-        of_b_0 += _dot(tl.trans(z_0), d_pre_0.to(z_0.dtype), PRECISION)
-        of_a += _dot(tl.trans(d_last), h.to(d_last.dtype), PRECISION)
+        sum_b_0 += _dot(tl.trans(z_0), d_pre_0.to(z_0.dtype), PRECISION)
+        sum_a += _dot(tl.trans(d_last), h.to(d_last.dtype), PRECISION)
         if FIRST == 2:
-            of_b_1 += _dot(tl.trans(z_1), d_pre_1.to(z_1.dtype), PRECISION)
-    rows = (interval * tl.num_programs(2) + number) * RANK + r
-    places, mask = rows[:, None] * hidden + c[None, :], (r < RANK)[:, None] & (c < hidden)[None, :]
-    tl.store(d_b_0 + places, of_b_0 * scale, mask=mask)
-    tl.store(d_a + places, of_a, mask=mask)
+            sum_b_1 += _dot(tl.trans(z_1), d_pre_1.to(z_1.dtype), PRECISION)
+    rows = (interval * tl.num_programs(2) + number) * RANK + r  # of the partial sums
+    offsets_of_sums = rows[:, None] * hidden + c[None, :]
+    mask = (r < RANK)[:, None] & (c < hidden)[None, :]
+    tl.store(d_b_0 + offsets_of_sums, sum_b_0 * scale, mask=mask)
+    tl.store(d_a + offsets_of_sums, sum_a, mask=mask)
     if FIRST == 2:
-        tl.store(d_b_1 + places, of_b_1 * scale, mask=mask)
+        tl.store(d_b_1 + offsets_of_sums, sum_b_1 * scale, mask=mask)
