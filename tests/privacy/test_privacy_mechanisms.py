@@ -147,7 +147,7 @@ def test_of_every_method_the_sum_is_bounded_whatever_is_uploaded(
                     t[0].shape, generator=draw
                 )
         whole, moved = summed(federation, upload), list[float]()
-        parts = [upload.of(at) for at in range(len(present))]
+        parts = [upload.of_user(at) for at in range(len(present))]
         for gone in range(len(present)):
             rest = [part for at, part in enumerate(parts) if at != gone]
             without = summed(federation, join_uploads(rest) if rest else of(upload, range(0)))
@@ -170,7 +170,7 @@ def summed(federation: InProcess, upload: Upload) -> Tree:
 
 
 def of(upload: Upload, some: range) -> Upload:
-    parts = [upload.of(at) for at in some]
+    parts = [upload.of_user(at) for at in some]
     empty = Upload(round=upload.round, users=(), tensors={}, ranks=upload.ranks[:0])
     return join_uploads(parts) if parts else empty
 

@@ -169,7 +169,7 @@ def test_a_round_with_too_few_uploads_changes_nothing(federate: Any, rule: str) 
     federation = apply_rule(federate, "fedavg", rule, aggregation={"hostile": hostile})
     before = had(federation)
     upload = trained(federation)
-    federation.server.aggregate(replace(upload.of(0), round=1))
+    federation.server.aggregate(replace(upload.of_user(0), round=1))
     assert federation.server.version == 1
     same = [torch.equal(t, before[name]) for name, t in had(federation).items()]
     assert all(same)
@@ -328,7 +328,7 @@ def _scores(metrics: dict[str, Any]) -> dict[str, float]:
 
 def test_an_upload_that_is_not_a_number_is_none(federate: Any) -> None:
     federation = apply_rule(federate, "fedavg", "median")
-    upload = trained(federation).of(0)
+    upload = trained(federation).of_user(0)
     about = {"user": "ann", "number": 1, "rank": int(upload.ranks[0])}
     check_upload(upload, federation.clients.model.layout, federation.clients.method, **about)
     for t in upload.tensors.values():
