@@ -66,18 +66,18 @@ class Attacked(InProcess):
     attack: str
     hostile: Sequence[int]
 
-    def upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
+    def upload(self, users: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
         """Upload, with the uploads of hostile users replaced.
 
         Args:
-            members: Numbers of the users.
+            users: Numbers of the users.
             round_number: The round, counted from 1.
             losses: Mean training loss of each user.
         """
-        super().upload(members, round_number, losses)
+        super().upload(users, round_number, losses)
         sent, hostile_rows = (
             self._upload_of_round,
-            [row for row, member in enumerate(members) if member in self.hostile],
+            [row for row, member in enumerate(users) if member in self.hostile],
         )
         if sent is None or not hostile_rows or self.attack not in ON_UPLOADS:
             return

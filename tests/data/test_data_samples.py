@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from comingle.data.samples.samples import Samples, UserSamples, bank_of, check, epoch
+from comingle.data.samples.samples import Samples, UserSamples, as_samples, bank_of, check, epoch
 from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError
 from comingle.utils.seeds import generator
@@ -157,3 +157,9 @@ def test_names_and_numbers_are_checked() -> None:
         check([user("ann"), user("ann")], classes=3)
     with pytest.raises(DataError, match=r"^samples: .*2 inputs .*3 targets"):
         Samples(inputs=torch.zeros(2, 1), targets=torch.zeros(3, dtype=torch.int64))
+
+
+def test_a_single_target_beside_no_inputs_is_refused() -> None:
+    with pytest.raises(DataError) as error:
+        as_samples(torch.zeros(0, 3), torch.tensor(1.0), "ada")
+    assert str(error.value).startswith("ada: ")

@@ -305,15 +305,14 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
     x = _as_cpu_tensor(inputs, f"{where}: inputs")
     y = _as_cpu_tensor(targets, f"{where}: targets")
     x = as_inputs(x, where)
-    num_targets = 0 if y.dim() == 0 else len(y)
-    if len(x) != num_targets:
+    if y.dim() == 0 or len(x) != len(y):
         raise DataError(
             f"{where}: inputs have shape {tuple(x.shape)} but targets {tuple(y.shape)}; every input needs one target"
         )
-    if y.is_floating_point() and num_targets == 0:
-        y = y.reshape(0, 1)
+    if y.is_floating_point() and len(y) == 0:
+        y = y.reshape(0, 1)  # -1 would be ambiguous without samples
     elif y.is_floating_point():
-        y = y.reshape(num_targets, -1)
+        y = y.reshape(len(y), -1)
     elif y.dim() == 2 and y.shape[1] == 1:
         y = y.flatten().long()
     elif y.dim() == 1:
