@@ -27,7 +27,7 @@ GAINED, HARMED, LEVEL = "gained", "harmed", "level"
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Gains against ``local``.
+    """Gains of methods, and of smaller groups of users, against training alone (``local``).
 
     Args:
         measure: The measure that methods are compared by.

@@ -306,13 +306,14 @@ class BaselineComparison:
         return sum(verdict.change is not None for verdict in self.verdicts)
 
     def as_dict(self) -> BaselineComparisonRecord:
-        """Return all fields as plain data for JSON, from which :meth:`read` returns the object.
-
-        ``unit`` is the unit of changes: a change of a loss of 0.3 means a factor of ``10^0.3``, and a change of an
-        accuracy of 1 means 0.01.
-        """
-        unit = {"perplexity": "per cent", "loss": "powers of ten"}.get(self.measure, "points of 0.01")
-        methods = [{**asdict(verdict), "seeds": list(verdict.seeds)} for verdict in self.verdicts]
+        """Return all fields, and the unit of changes, as plain data for JSON; :meth:`read` returns the object again."""
+        units = {"perplexity": "per cent", "loss": "powers of ten"}
+        unit = units.get(self.measure, "points of 0.01")
+        methods = []
+        for verdict in self.verdicts:
+            record = asdict(verdict)
+            record["seeds"] = list(verdict.seeds)
+            methods.append(record)
         return {
             "baseline": self.baseline,
             "measure": self.measure,
@@ -338,22 +339,23 @@ class BaselineComparison:
 
 
 def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
-    """Return the baseline: ``wanted`` (several methods separated by commas), else ``local``, else the first method.
+    """Return the baseline: ``wanted``, else ``local``, else the first method.
 
     Args:
         methods: Names of the compared methods.
-        wanted: The baseline that the caller wants; None for the default.
+        wanted: One or several methods, such as "local, fedavg"; None for the default.
 
     Raises:
         RecipeError: A wanted method is not among the methods.
     """
     if wanted is None:
         return BASELINE if BASELINE in methods else methods[0]
-    for name in baseline_methods(wanted):
+    wanted_methods = baseline_methods(wanted)
+    for name in wanted_methods:
         if name not in methods:
             hint = did_you_mean(name, methods)
             raise RecipeError(f"--against {name!r}: not among the methods.{hint} Allowed: {', '.join(methods)}")
-    return ",".join(baseline_methods(wanted))
+    return ",".join(wanted_methods)
 
 
 def baseline_methods(baseline: str) -> list[str]:

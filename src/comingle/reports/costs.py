@@ -443,7 +443,7 @@ def _choices_table(memory: ChoicesRecord) -> Table:
 def _store_lines(plan: PlanRecord) -> Iterator[str]:
     """Yield the bytes of users on disk."""
     for method in plan["methods"]:
-        if method["store_bytes"]:
+        if method["store_bytes"]:  # the recipe stores users on disk
             yield f"{method['method']}: users on disk take {megabytes(method['store_bytes'])} there at most\n"
 
 

@@ -422,14 +422,14 @@ def _place_of_no_change(measure: str) -> float:
 
 
 def _to_axis(measure: str, change: float) -> float:
-    """Return a change of a measure in the unit of the axis: a finite factor for losses, else the change itself.
+    """Return a change in the unit of the axis: for losses the factor ``10**change``, else the change itself.
 
-    Ends of whiskers are limited, as they may be too large to draw; the axis ends long before.
+    Ends of whiskers may be too large to draw, so they are limited to values far beyond the end of the axis.
     """
-    if measure == "loss":
-        exponent = max(-300.0, min(change, 300.0))  # powers beyond are not finite floats, or 0
-        return 10**exponent
-    return min(change, 1e9)
+    if measure != "loss":
+        return min(change, 1e9)
+    exponent = max(-300.0, min(change, 300.0))  # beyond, the power would be infinite or 0
+    return 10**exponent
 
 
 def _limit_axis(axis: Axes, gains: Sequence[Gain], measure: str) -> None:
@@ -671,7 +671,9 @@ def read_mixtures(folder: Path) -> Mixtures | None:
 
 def _values_of(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] | None:
     """Return the values of a key in all events; None if an event does not have it."""
-    return tuple(event[key] for event in events) if all(key in event for event in events) else None
+    if not all(key in event for event in events):
+        return None
+    return tuple(event[key] for event in events)
 
 
 def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple[int, ...]:

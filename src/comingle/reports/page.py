@@ -147,7 +147,7 @@ def as_data(views: Sequence[TokenView]) -> list[dict[str, object]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _TokenCell:
-    """A text under one user's model at one layer; ``gates`` has the shape (tokens, experts)."""
+    """A text under one user's model, with the gates (tokens x experts) of one layer."""
 
     title: str
     tokens: Sequence[str]
@@ -403,7 +403,8 @@ def csv_text(sheet: Sheet) -> str:
 
 def data_uri(sheet: Sheet) -> str:
     """Return a data URI with the sheet as a CSV file."""
-    return "data:text/csv;charset=utf-8;base64," + base64.b64encode(csv_text(sheet).encode()).decode("ascii")
+    content = base64.b64encode(csv_text(sheet).encode()).decode("ascii")
+    return f"data:text/csv;charset=utf-8;base64,{content}"
 
 
 def user_records(runs: Sequence[Path]) -> list[dict[str, object]]:

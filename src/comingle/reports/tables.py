@@ -181,16 +181,12 @@ def _add_users(table: Table, metrics: JsonObject, names: Sequence[str]) -> None:
         names: Names of the users.
     """
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
-    users = [metrics["users"][name] for name in names]
-    uploads = sizes([user["upload_bytes_per_round"] for user in users])
-    for name, user, upload in zip(names, users, uploads, strict=True):
-        table.add_row(
-            words(name),
-            number(user[f"test_{measure}"], measure),
-            f"{user[f'test_{unit}']:,}",
-            f"{user['trainable_parameters']:,}",
-            upload,
-        )
+    results_of_users = [metrics["users"][name] for name in names]
+    uploads = sizes([results["upload_bytes_per_round"] for results in results_of_users])
+    for name, results, upload in zip(names, results_of_users, uploads, strict=True):
+        score = number(results[f"test_{measure}"], measure)
+        num_tested, num_trained = results[f"test_{unit}"], results["trainable_parameters"]
+        table.add_row(words(name), score, f"{num_tested:,}", f"{num_trained:,}", upload)
 
 
 def _add_summary(table: Table, metrics: JsonObject, measure: str) -> None:
@@ -201,15 +197,16 @@ def _add_summary(table: Table, metrics: JsonObject, measure: str) -> None:
         metrics: Content of the run's ``metrics.json``.
         measure: Name of the measure of the results, such as "perplexity".
     """
-    scores = {name: user[f"test_{measure}"] for name, user in metrics["users"].items()}
-    ordered = best_first(scores, measure)
-    table.add_row(words(f"best {FEW} of {len(ordered)} (--all shows all users)", "dim"))
-    _add_users(table, metrics, ordered[:FEW])
+    score_by_user = {name: results[f"test_{measure}"] for name, results in metrics["users"].items()}
+    best_to_worst = best_first(score_by_user, measure)
+    table.add_row(words(f"best {FEW} of {len(best_to_worst)} (--all shows all users)", "dim"))
+    _add_users(table, metrics, best_to_worst[:FEW])
     table.add_row(words("from best to worst", "dim"))
     for label, share in QUANTILES.items():
-        table.add_row(label, number(scores[at_share(ordered, share)], measure))
+        user_at_quantile = at_share(best_to_worst, share)
+        table.add_row(label, number(score_by_user[user_at_quantile], measure))
     table.add_row(words(f"worst {FEW}", "dim"))
-    _add_users(table, metrics, ordered[-FEW:])
+    _add_users(table, metrics, best_to_worst[-FEW:])
 
 
 def render_curve(events: list[JsonObject]) -> Table:
@@ -508,9 +505,11 @@ def _participants_title(content: JsonMapping) -> str:
         return "waiting for the coordinator"
     states = [user["state"] for user in content["users"].values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in _STATE_STYLES if state in states)
-    budget = content.get("privacy")
-    spent = f" · epsilon {budget['epsilon']:.3g} at delta {budget['delta']:g}" if budget else ""
-    return f"{content['round']} of {content['rounds']} rounds are done · {counts}{spent}"
+    title = f"{content['round']} of {content['rounds']} rounds are done · {counts}"
+    privacy = content.get("privacy")  # the budget spent so far
+    if privacy:
+        title += f" · epsilon {privacy['epsilon']:.3g} at delta {privacy['delta']:g}"
+    return title
 
 
 def _participant_row(name: str, user: JsonMapping, measure: str) -> tuple[str | Text, ...]:
@@ -521,12 +520,13 @@ def _participant_row(name: str, user: JsonMapping, measure: str) -> tuple[str | 
         user: The user's entry in the file of participants.
         measure: The measure of test results.
     """
-    seen, loss, test = user["seen"], user["train_loss_nats"], user["test"]
+    last_seen, loss, test = user["seen"], user["train_loss_nats"], user["test"]
+    last_seen_text = "never" if last_seen is None else _ago_text(time.time() - last_seen)
     return (
         words(name),
         words(user["state"], _STATE_STYLES[user["state"]]),
         str(user["round"] or "–"),  # 0 before the client has answered in any round
-        f"{_ago_text(time.time() - seen)}" if seen is not None else "never",
+        last_seen_text,
         _size_text(user["upload_bytes"]),
         _size_text(user["download_bytes"]),
         "–" if loss is None else f"{loss:.3f}",
@@ -731,10 +731,7 @@ def _settings_note(rows: Sequence[MethodRow]) -> str:
 
 
 def _untrained_note(rows: Sequence[MethodRow]) -> str:
-    """Return the note on roles (such as routers) that were never trained because the run was too short.
-
-    Empty if all methods have trained all roles.
-    """
+    """Return the note on roles (such as routers) that were never trained because the run was too short, or ""."""
     roles = sorted({role for row in rows for role in row.get("untrained", ())})
     if not roles:
         return ""
