@@ -7,14 +7,14 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from comingle.config import Recipe
 from comingle.config.files import load_recipe, read_text
@@ -49,6 +49,16 @@ Group = TypeVar("Group")
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _GroupProcess(Generic[Group]):
+    """A running process and the group that it works on."""
+
+    process: BaseProcess
+    group: Group
+    slot: int
+    """Number that no other running process has, from 0; it selects the GPU."""
+
+
 def in_processes(
     groups: Sequence[Group],
     work: Callable[[Group], Iterable[Result]],
@@ -56,81 +66,86 @@ def in_processes(
     jobs: int,
     label: Callable[[Group], str] = str,
 ) -> Iterator[Result]:
-    """Run ``work`` for every group in a process of its own; yield all results in order of arrival.
+    """Run ``work`` for every group in its own process; yield all results in order of arrival.
 
-    Each process has its own GPU as long as there are enough. A group that fails does not stop the others: its error is
-    raised when they are done. An interrupt, such as Ctrl-C, stops the processes at once, and what they have written can
-    be resumed. The processes also end when this process is killed.
+    If a group fails, the other groups still finish, and then its error is raised. Ctrl-C stops all processes at once.
 
     Args:
         groups: The groups, such as lists of runs; they must pickle.
         work: Yields the results of a group; it and the results must pickle.
-        jobs: The number of processes at a time.
-        label: Returns the name of a group for the message if its process ends without an error, for example killed.
+        jobs: The largest number of processes at a time.
+        label: Returns the name of a group, for the error message if its process is killed.
 
     Raises:
         ComingleError: A group failed; the error of the first one is raised.
     """
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
-    waiting, errors_of_groups = list(groups), []
-    running: dict[Connection, tuple[BaseProcess, Group, int]] = {}
+    num_processes = min(jobs, len(groups))  # these share the cores
+    waiting_groups = list(groups)
+    errors_of_groups: list[Exception] = []
+    running: dict[Connection, _GroupProcess[Group]] = {}  # by the connection that receives the results
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                group = waiting.pop(0)
-                # The lowest number that no running process has; it selects the GPU.
-                slot = min(set(range(jobs)) - {used for *_, used in running.values()})
+        while waiting_groups or running:
+            while waiting_groups and len(running) < jobs:
+                group = waiting_groups.pop(0)
+                used_slots = {started.slot for started in running.values()}
+                slot = min(set(range(jobs)) - used_slots)
                 receiver, sender = context.Pipe(duplex=False)
-                num_processes = min(jobs, len(groups))  # these share the cores
                 process = context.Process(target=_work_group, args=(sender, work, group, num_processes, slot))
                 process.start()
                 sender.close()  # so that the end of the process ends the connection
-                running[receiver] = process, group, slot
+                running[receiver] = _GroupProcess(process=process, group=group, slot=slot)
             readable = wait(list(running))
-            for connection in [connection for connection in running if connection in readable]:  # oldest first
+            readable_oldest_first = [connection for connection in running if connection in readable]
+            for connection in readable_oldest_first:
                 try:
                     received = connection.recv()
                 except EOFError:  # the process has ended
-                    process, group, _ = running.pop(connection)
-                    process.join()
-                    if process.exitcode:
-                        errors_of_groups.append(RunError(_process_error(label(group), process.exitcode)))
+                    ended = running.pop(connection)
+                    ended.process.join()
+                    exit_code = ended.process.exitcode
+                    if exit_code:
+                        errors_of_groups.append(RunError(_process_error(label(ended.group), exit_code)))
                     continue
                 if isinstance(received, Exception):
                     errors_of_groups.append(received)
                 else:
                     yield received
     finally:
-        for process, *_ in running.values():
-            process.terminate()
-        for process, *_ in running.values():
-            process.join()
+        for started in running.values():
+            started.process.terminate()
+        for started in running.values():
+            started.process.join()
     if errors_of_groups:
         raise errors_of_groups[0]
 
 
-def _process_error(group: str, code: int) -> str:
-    """Return the message for a process that ended without an error of its own, for example for lack of memory.
+def _process_error(group: str, exit_code: int) -> str:
+    """Return the error message for a process that was killed or crashed.
 
     Args:
         group: The name of the group of runs.
-        code: The exit status; the negative number of a signal if one killed the process.
+        exit_code: The exit status, such as 1; -9 if signal 9 killed the process.
     """
-    how = f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with status {code}"
+    if exit_code < 0:
+        signal_number = -exit_code
+        how = f"was killed by signal {signal_number} ({signal.strsignal(signal_number)})"
+    else:
+        how = f"ended with status {exit_code}"
     return f"{group}: its process {how}; continue with --resume; fewer --jobs need less memory"
 
 
 def _work_group(
-    connection: Connection, work: Callable[[Any], Iterable[object]], group: object, jobs: int, slot: int
+    connection: Connection, work: Callable[[Any], Iterable[object]], group: object, num_processes: int, slot: int
 ) -> None:
-    """Work on a group in a child process; send its results, and errors that a user can correct, to the parent.
+    """Run ``work`` for a group in a child process; send its results, or the error that stops it, to the parent.
 
     Args:
-        connection: Connects to the parent.
+        connection: Connection to the parent process.
         work: Yields the results of a group.
         group: The group.
-        jobs: The number of processes at a time, which share the cores.
-        slot: The number of this process among those that run, which selects its GPU.
+        num_processes: The number of processes that share the cores.
+        slot: The number of the GPU to use, modulo the number of GPUs.
     """
     import torch
 
@@ -140,7 +155,7 @@ def _work_group(
     Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent stops this one
     take_gpu(slot)
-    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+    torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
     try:
         load_files_of_command()  # users' files that define methods, for example; a new process has not loaded them
         for result in work(group):
@@ -184,43 +199,41 @@ def labels_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Path, str]:
 def recipes_of(
     recipe: Recipe, methods: Sequence[Any], seeds: Sequence[int], for_all: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[Key, Recipe]:
-    """Return the recipe of each run of a comparison.
+    """Return the recipe of each run of a comparison, by label of the method and seed.
 
-    The recipe's method has the recipe's settings, other methods their defaults. The label of a method is its name, or
-    ``NAME:KEY=VALUE:...`` where it occurs with several settings. All problems are raised before any training.
+    A label is a method's name, such as ``"fedprox"``; for a method that occurs several times, its name and settings,
+    such as ``"fedprox:proximal=0.1"``. The recipe's method keeps the recipe's settings; others have their defaults.
 
     Args:
         recipe: The recipe of the comparison.
         methods: Names, ``NAME:KEY=VALUE:...``, or mappings of ``name`` and settings.
         seeds: The seeds.
-        for_all: Settings by key. Each applies to all methods that have a setting of this name, except for methods that
-            are given as a mapping.
-
-    Returns:
-        The recipes by label of the method and seed.
+        for_all: Settings by key for all methods that have a setting of this name, except those passed as mappings.
 
     Raises:
         RecipeError: A method occurs twice or is unknown, a setting or seed is wrong, each seed would evaluate other
             users, or a method cannot train the recipe's users.
     """
-    if recipe.evaluation.users and len(set(seeds)) > 1:
+    num_seeds = len(set(seeds))
+    if recipe.evaluation.users and num_seeds > 1:
         raise RecipeError(
-            f"evaluation.users: got {recipe.evaluation.users} with {len(set(seeds))} seeds, each of which draws other "
+            f"evaluation.users: got {recipe.evaluation.users} with {num_seeds} seeds, each of which draws other "
             "users, so users cannot be compared across seeds; allowed: null (all users), or one seed"
         )
     parsed = [dict(method) if isinstance(method, Mapping) else parse_method(method) for method in methods]
-    # A method that was passed as a mapping has all its settings. A method that was passed by name gets the recipe's
-    # settings, if it is the recipe's method, and those in `for_all`; settings in its text take precedence.
-    complete = [
-        method if isinstance(as_passed, Mapping) else _with_settings(recipe, method["name"], for_all) | method
-        for as_passed, method in zip(methods, parsed, strict=True)
-    ]
+    complete: list[dict[str, Any]] = []  # names and all settings
+    for as_passed, method in zip(methods, parsed, strict=True):
+        if isinstance(as_passed, Mapping):
+            complete.append(method)
+        else:  # settings in the text, such as "fedprox:proximal=0.1", take precedence
+            complete.append(_with_settings(recipe, method["name"], for_all) | method)
     names = [method["name"] for method in parsed]
     labels = [method["name"] if names.count(method["name"]) == 1 else _label(method) for method in parsed]
-    folder_names = [folder_name(label) for label in labels]
-    for i, (label, name) in enumerate(zip(labels, folder_names, strict=True)):
-        if name in folder_names[:i]:
+    seen_folder_names: set[str] = set()
+    for label in labels:
+        if folder_name(label) in seen_folder_names:
             raise RecipeError(f"methods: got {label!r} twice; give each once")
+        seen_folder_names.add(folder_name(label))
     recipes = {
         (label, seed): recipe.with_changes({"method": method, "seed": seed}, where="--seeds")
         for seed in seeds
@@ -233,9 +246,7 @@ def recipes_of(
 
 
 def _check_distinct(methods: Mapping[str, MethodSection]) -> None:
-    """Check that no two methods of a comparison have the same name and the same settings.
-
-    Defaults are filled in, so that a method with a default written out equals the same method without it.
+    """Check that no two methods of a comparison have the same name and the same settings, defaults included.
 
     Args:
         methods: Name and settings of each method, by label.
@@ -243,12 +254,13 @@ def _check_distinct(methods: Mapping[str, MethodSection]) -> None:
     Raises:
         RecipeError: Two methods are the same.
     """
-    complete = {label: (method.name, settings_of(method.name) | method.settings) for label, method in methods.items()}
-    labels = list(complete)
-    for i, label in enumerate(labels):
-        same = next((other for other in labels[:i] if complete[other] == complete[label]), None)
-        if same is not None:
-            raise RecipeError(f"methods: {same!r} and {label!r} have the same settings; leave one out")
+    checked: dict[str, tuple[str, dict[str, Any]]] = {}  # name and all settings of each method so far, by label
+    for label, method in methods.items():
+        name_and_settings = (method.name, settings_of(method.name) | method.settings)
+        for other_label, other in checked.items():
+            if other == name_and_settings:
+                raise RecipeError(f"methods: {other_label!r} and {label!r} have the same settings; leave one out")
+        checked[label] = name_and_settings
 
 
 _OF_ONE_RUN = ("method", "seed")
@@ -256,11 +268,10 @@ _OF_ONE_RUN = ("method", "seed")
 
 
 def comparison_runs(folder: Path, finished: Mapping[Path, str], *, failed: Collection[Path] = ()) -> dict[Path, str]:
-    """Return the runs for the table of a comparison: those of this command, and comparable ones of earlier commands.
+    """Return the labels of all runs for the table of a comparison, by run folder.
 
-    An earlier command may have written runs of other methods or seeds to the same folder. Such a run is comparable if
-    it has finished, has the same base, data and users, and its recipe differs only in method and seed. A run that is
-    not comparable is left out with a warning.
+    The table has the runs of this command, and the runs of earlier commands in the same folder that have the same base,
+    data and users. Other runs are left out with a warning.
 
     Args:
         folder: The folder of the comparison.
@@ -268,8 +279,7 @@ def comparison_runs(folder: Path, finished: Mapping[Path, str], *, failed: Colle
         failed: Folders of this command's runs that failed, which are left out without a warning.
 
     Returns:
-        The labels by run folder: this command's methods first, the others as in the last table, and each method's runs
-        in the order of the seeds.
+        The labels: this command's methods first, the others as in the last table; runs of a method by seed.
     """
     earlier_labels = {folder_name(label): label for label in methods_in_table(folder)}
     comparable = _ComparableRuns(finished)
@@ -281,12 +291,13 @@ def comparison_runs(folder: Path, finished: Mapping[Path, str], *, failed: Colle
         except (ComingleError, OSError) as error:
             _log.warning("%s: left out of the comparison: %s", path, error)
     # Methods of this command come first, in its order, and then those of the last table.
-    ranks = {label: rank for rank, label in enumerate(dict.fromkeys([*finished.values(), *earlier_labels.values()]))}
+    ordered_labels = list(dict.fromkeys([*finished.values(), *earlier_labels.values()]))
 
     def order_key(path: Path) -> tuple[int, str, int]:
-        """Return the key by which runs are sorted: rank of the method, label for methods without a rank, and seed."""
+        """Return position and label of a run's method, and the seed; methods without a position come last."""
         label = comparable.labels[path]
-        return ranks.get(label, len(ranks)), label, comparable.recipes[path].seed
+        position = ordered_labels.index(label) if label in ordered_labels else len(ordered_labels)
+        return position, label, comparable.recipes[path].seed
 
     return {path: comparable.labels[path] for path in sorted(comparable.labels, key=order_key)}
 
@@ -312,17 +323,18 @@ class _ComparableRuns:
 
         Args:
             path: The run folder.
-            labels: Labels of methods in the comparison's last table. The keys are the names of run folders, without the
-                ending ``-seedN``.
+            labels: Labels in the comparison's last table, by names of run folders without the ending ``-seedN``.
 
         Raises:
             ComingleError: The run cannot be compared with the others; the message is the reason.
         """
         if not (path / "metrics.json").is_file():
             raise RunError("it has not finished; run its method with --resume to add it")
-        recipe, users = load_recipe(path), read_metrics(path)["users"]
+        recipe = load_recipe(path)
+        users = read_metrics(path)["users"]
         # All recipes of a comparison differ only in method and seed, so comparing with one of them suffices.
-        if difference := first_difference(recipe, self.recipes[self._first], ignored=_OF_ONE_RUN):
+        difference = first_difference(recipe, self.recipes[self._first], ignored=_OF_ONE_RUN)
+        if difference:
             raise RunError(f"its recipe differs from that of {self._first.name}: {difference}")
         if set(users) != self._users:
             raise RunError(f"its users are {list_names(users)}, those of {self._first.name} {list_names(self._users)}")
@@ -336,12 +348,11 @@ class _ComparableRuns:
                 raise RunError(f"its method has other settings than that of {other.name}: {difference}")
         if recipe.method.name in REGISTRY:  # warns if the method's file has changed; only reading needs no method
             check_origin(path, recipe.method.name)
-        self.labels[path], self.recipes[path] = label, recipe
+        self.labels[path] = label
+        self.recipes[path] = recipe
 
     def _check_inputs(self, path: Path, recipe: Recipe) -> None:
-        """Check that a run can be compared: it used the same base, and the same data as another run with its seed.
-
-        Runs with different seeds may split the data differently, so their data is not compared.
+        """Check that a run used the same base as the first run, and the same data as a run with the same seed.
 
         Args:
             path: The run folder.
@@ -352,16 +363,27 @@ class _ComparableRuns:
         """
         inputs, first_inputs = read_inputs(path), read_inputs(self._first)
         check_base(path, inputs, first_inputs.base, first_inputs.tokenizer)
-        same_seed = next((other for other, known in self.recipes.items() if known.seed == recipe.seed), None)
-        if same_seed is not None:
-            check_users(path, inputs, read_inputs(same_seed))
+        # Other seeds may split the data differently.
+        with_same_seed = [other for other, other_recipe in self.recipes.items() if other_recipe.seed == recipe.seed]
+        if with_same_seed:
+            check_users(path, inputs, read_inputs(with_same_seed[0]))
 
     @staticmethod
     def _label_of_run(path: Path, recipe: Recipe, labels: Mapping[str, str]) -> str:
-        """Return the label of a run of an earlier command: that in the table, or one that fits the folder's name."""
-        stem = path.name.rpartition("-seed")[0] or path.name
-        with_settings = _label({"name": recipe.method.name, **recipe.method.settings})
-        return labels.get(stem) or (with_settings if folder_name(with_settings) == stem else stem)
+        """Return the label of the method of an earlier command's run.
+
+        Args:
+            path: The run folder, such as ``fedprox-seed0``.
+            recipe: The run's recipe.
+            labels: Labels in the comparison's last table, by names of run folders without the ending ``-seedN``.
+        """
+        name_without_seed = path.name.rpartition("-seed")[0] or path.name
+        if labels.get(name_without_seed):
+            return labels[name_without_seed]
+        label_with_settings = _label({"name": recipe.method.name, **recipe.method.settings})
+        if folder_name(label_with_settings) == name_without_seed:
+            return label_with_settings
+        return name_without_seed
 
 
 def write_table(
@@ -372,21 +394,25 @@ def write_table(
     Args:
         folder: The folder of the comparison.
         finished: The labels of this command's finished runs, by run folder.
-        against: The baseline: methods separated by commas. The default baseline is used if one of these methods has no
-            finished run.
+        against: The baseline, such as ``"local,fedavg"``; None for the default one. The default one is also used if a
+            method of the baseline has no finished run.
         failed: Folders of this command's runs that failed.
 
     Returns:
         The table, and the labels of its runs by run folder.
     """
     labels = comparison_runs(folder, finished, failed=failed)
-    has_baseline = against is not None and set(baseline_methods(against)) <= set(labels.values())
-    baseline = against if has_baseline else None
-    return write_comparison(folder, list(labels), baseline, labels), labels
+    baseline = against
+    if against is not None:
+        finished_methods = set(labels.values())
+        if not finished_methods.issuperset(baseline_methods(against)):
+            baseline = None  # the default one
+    table = write_comparison(folder, list(labels), baseline, labels)
+    return table, labels
 
 
 def check_baseline(recipes: Mapping[Key, Recipe], folder: Path | None, against: str | None) -> None:
-    """Check that the baseline is among the methods of a command, or of the table that its folder has.
+    """Check that the baseline is among the methods of a comparison or of the table that its folder has already.
 
     Args:
         recipes: The runs, by label of the method and seed.
@@ -396,9 +422,11 @@ def check_baseline(recipes: Mapping[Key, Recipe], folder: Path | None, against: 
     Raises:
         RecipeError: The baseline is not among the methods.
     """
-    earlier = [] if folder is None else methods_in_table(folder)
-    methods = dict.fromkeys([*(label for label, _ in recipes), *earlier])  # each once
-    baseline_of(list(methods), against)  # only for its error
+    methods = [label for label, _seed in recipes]
+    if folder is not None:
+        methods += methods_in_table(folder)
+    without_repeats = list(dict.fromkeys(methods))
+    baseline_of(without_repeats, against)  # raises if the baseline is not among them
 
 
 def parse_method(text: str) -> dict[str, Any]:
@@ -429,8 +457,10 @@ def _label(method: Mapping[str, Any]) -> str:
 
 
 def _compact(value: object) -> str:
-    """Return a setting's value for a label: booleans as in YAML, no spaces and no quotes."""
-    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "").replace("'", "")
+    """Return a setting's value for a label: ``true`` for True, without spaces and quotes, such as ``[1,2]``."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).replace(" ", "").replace("'", "")
 
 
 def _with_settings(recipe: Recipe, name: str, for_all: Mapping[str, object]) -> dict[str, Any]:
@@ -449,13 +479,12 @@ def compare_runs(
     ready: Callable[[RunData], None] = lambda run_data: None,
     among: Mapping[Key, Recipe] | None = None,
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
-    """Run recipes one after another, on demand, and yield each run or its error.
+    """Run recipes one after another; yield each run, or the error that stopped it, such as a divergence.
 
-    The base is read once, the users' data once for each seed. A run that fails, for example because it diverges, yields
-    its error and does not stop the others.
+    The base is read once, the users' data once for each seed.
 
     Args:
-        recipes: The runs.
+        recipes: The runs, by label of the method and seed.
         folder: The folder that has a folder for each run; None writes nothing.
         reporter: The progress reporter.
         resume: Whether to resume the runs that have started.
@@ -465,43 +494,52 @@ def compare_runs(
         among: All runs of the comparison, if ``recipes`` are only some of them.
 
     Raises:
-        ComingleError: A folder cannot be used, which is checked before anything is read; the base or the data cannot be
-            used; or another seed leaves out other users, which is known when its data is read.
+        ComingleError: A folder, the base or the data cannot be used, or one seed skips other users than another seed.
     """
-    among = among or recipes
+    all_recipes = among or recipes
     # If one method needs validation data, users without it are skipped for all methods, which are then comparable.
-    validates = any(make(run.method.name, **run.method.settings).client.needs_validation for run in among.values())
+    methods = [make(recipe.method.name, **recipe.method.settings) for recipe in all_recipes.values()]
+    validates = any(method.client.needs_validation for method in methods)
     folders = folders_of(recipes, folder) if folder is not None else {}
     recipes = with_bos_of_comparison(recipes, folders, resume=resume)
-    resumed = check_folders(recipes, folders, resume=resume, force=force)
-    started_folder = next((folders[key] for key in recipes if resumed.get(key)), None)
-    if started_folder is not None:  # chat templates may write the date, which must be that of the first start
-        given = replace(given, date=recorded_date(started_folder))
+    is_resumed = check_folders(recipes, folders, resume=resume, force=force)  # by run
+    resumed_folders = [folders[key] for key in recipes if is_resumed.get(key)]
+    if resumed_folders:  # chat templates may write the date, which must be that of the first start
+        given = replace(given, date=recorded_date(resumed_folders[0]))
+    has_several_seeds = len({seed for _, seed in recipes}) > 1
     run_data: RunData | None = None
-    last_seed = None
+    seed_of_data = None
     users_of_seeds: dict[str, list[str]] = {}
     for key, recipe in recipes.items():
-        method, seed = key
-        if run_data is None or seed != last_seed:
+        method_label, seed = key
+        if run_data is None or seed != seed_of_data:
             is_first = run_data is None
             base = run_data.base if run_data else None
             with reporter.waiting(loading(recipe)):
-                run_data, last_seed = prepare(recipe, base=base, validates=validates, given=given), seed
-            # Seeds may split the data so that other users have too little of it and are skipped.
-            if len({s for _, s in recipes}) > 1 and getattr(recipe.data, "on_small_user", "") == "skip":
+                run_data = prepare(recipe, base=base, validates=validates, given=given)
+            seed_of_data = seed
+            skips_small_users = getattr(recipe.data, "on_small_user", "") == "skip"
+            if has_several_seeds and skips_small_users:  # seeds split the data differently, so each may skip others
                 users_of_seeds[f"seed {seed}"] = sorted(run_data.users.names)
                 require_same_users(list(users_of_seeds.items()))
             if is_first:
                 ready(run_data)
-        title = f"run {list(among).index(key) + 1} of {len(among)} · {method}, seed {seed}"
+        run_number = list(all_recipes).index(key) + 1
+        title = f"run {run_number} of {len(all_recipes)} · {method_label}, seed {seed}"
 
         # The default value keeps this run's `title` in the function when the loop goes on to the next run.
         def make_observers(clients: Clients, title: str = title) -> list[Observer]:
             return [reporter.watch(clients, title)]
 
-        run_folder, resumes = folders.get(key), resumed.get(key, False)
         try:
-            result = run_in(run_folder, recipe, run_data, resume=resumes, force=force, observers=make_observers)
+            result = run_in(
+                folders.get(key),
+                recipe,
+                run_data,
+                resume=is_resumed.get(key, False),
+                force=force,
+                observers=make_observers,
+            )
         except ComingleError as error:
             result = error
         yield key, result
@@ -510,23 +548,22 @@ def compare_runs(
 def with_bos_of_comparison(
     recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool
 ) -> Mapping[Key, Recipe]:
-    """Return the recipes of a comparison to resume, all with begin-of-text tokens or all without.
-
-    Older versions of this package added no begin-of-text tokens. If an older version started one of the runs, all runs
-    go without these tokens, since otherwise the runs could not be compared.
+    """Return the recipes without begin-of-text tokens if an older version, which added none, started one of the runs.
 
     Args:
         recipes: The runs.
         folders: The folder of each run.
         resume: Whether the comparison is resumed; if not, the recipes are returned unchanged.
     """
-    # The recipe of each run, with the setting of the run in the folder if there is one.
-    started = {key: with_bos_of_run(run_folder, recipes[key], resume=resume) for key, run_folder in folders.items()}
-    # `with_bos_of_run` returns a new recipe only for runs of an older version.
-    older_run = next((folders[key] for key, recipe in started.items() if recipe is not recipes[key]), None)
-    if older_run is None:
+    # `with_bos_of_run` returns a new recipe only if an older version started the run in the folder.
+    folders_of_older_version = [
+        run_folder
+        for key, run_folder in folders.items()
+        if with_bos_of_run(run_folder, recipes[key], resume=resume) is not recipes[key]
+    ]
+    if not folders_of_older_version:
         return recipes
-    return {key: with_bos_of_run(older_run, recipe, resume=True) for key, recipe in recipes.items()}
+    return {key: with_bos_of_run(folders_of_older_version[0], recipe, resume=True) for key, recipe in recipes.items()}
 
 
 def check_folders(
@@ -581,18 +618,21 @@ def compare_in_processes(
     Raises:
         ComingleError: There is a problem that concerns all runs, such as data that cannot be read.
     """
-    recipes = with_bos_of_comparison(recipes, folders_of(recipes, folder), resume=resume)
-    check_folders(recipes, folders_of(recipes, folder), resume=resume, force=force)
-    silent = quiet or errors.is_terminal
-    work = partial(_run_group, among=recipes, folder=folder, resume=resume, force=force, quiet=silent, ready=ready)
-    yield from in_processes(split_by_seed(list(recipes), jobs), work, jobs=jobs, label=_label_of)
+    folders = folders_of(recipes, folder)
+    recipes = with_bos_of_comparison(recipes, folders, resume=resume)
+    check_folders(recipes, folders, resume=resume, force=force)
+    hides_progress = quiet or errors.is_terminal
+    run_group = partial(
+        _run_group, among=recipes, folder=folder, resume=resume, force=force, quiet=hides_progress, ready=ready
+    )
+    groups = split_by_seed(list(recipes), jobs)
+    yield from in_processes(groups, run_group, jobs=jobs, label=_label_of)
 
 
 def split_by_seed(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
-    """Return groups of runs; each group runs in one process, which reads the data once.
+    """Return groups of runs with the same seed, since these read the same data; each group runs in one process.
 
-    Runs with the same seed have the same splits of the data, so they form a group. With more jobs than seeds, the runs
-    of each seed are divided into several groups, so that no job is idle.
+    With more jobs than seeds, the runs of each seed are divided into several groups, so that no job is idle.
 
     Args:
         keys: Method and seed of each run.
@@ -608,17 +648,16 @@ def split_by_seed(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
 
 
 def _label_of(keys: Sequence[Key]) -> str:
-    """Return the name of a group of runs, which have one seed, for an error message."""
-    (_, seed), methods = keys[0], ", ".join(method for method, _ in keys)
+    """Return the name of a group of runs with the same seed, such as ``"fedavg, local, seed 0"``."""
+    methods = ", ".join(method for method, _seed in keys)
+    _method, seed = keys[0]
     return f"{methods}, seed {seed}"
 
 
 def _run_group(
     keys: Sequence[Key], among: Mapping[Key, Recipe], ready: Callable[[RunData], None], quiet: bool, **options: Any
 ) -> Iterator[Ended]:
-    """Run some runs of a comparison one after another, in a process of their own, and yield their metrics or errors.
-
-    The results are sent to the parent process, so they are metrics instead of runs with all models.
+    """Run a group of a comparison's runs one after another; yield each run's metrics, or the error that stopped it.
 
     Args:
         keys: The runs of the group.
@@ -633,4 +672,7 @@ def _run_group(
     recipes = {key: among[key] for key in keys}
     with reporting(quiet=quiet) as reporter:
         for key, result in compare_runs(recipes, reporter=reporter, among=among, **options):
-            yield key, result if isinstance(result, ComingleError) else result.metrics
+            if isinstance(result, ComingleError):
+                yield key, result
+            else:
+                yield key, result.metrics

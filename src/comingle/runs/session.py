@@ -72,13 +72,10 @@ _FIT = "comingle.cost.planning:fit"
 
 
 def fitted(recipe: Recipe, run_data: RunData) -> Recipe:
-    """Put values by user in the order of the users, and replace ``runtime.users_per_step: auto`` by a number.
+    """Put values by user in the order of the users; replace ``users_per_step: auto`` by what fits into memory.
 
-    The number is that of the largest pass that fits into memory. A pass is one forward and backward computation of
-    several users; its size is ``runtime.users_per_step`` users with ``runtime.micro_batch`` sequences each.
-
-    Returns:
-        The recipe, with both keys of a pass set if it was ``auto``.
+    With ``auto``, ``runtime.users_per_step`` and ``runtime.micro_batch`` (sequences of each user) are set to the
+    size of the largest forward and backward pass that fits.
 
     Raises:
         RecipeError: No pass fits, or values by user name an unknown user or lack one.
@@ -86,9 +83,10 @@ def fitted(recipe: Recipe, run_data: RunData) -> Recipe:
     recipe = recipe.for_users(run_data.users.names)
     if recipe.runtime.users_per_step != AUTO:
         return recipe
-    chosen = load_object(_FIT)(recipe, run_data)  # loaded by name, since its module imports this one
+    find_largest_pass = load_object(_FIT)  # loaded by name, since its module imports this one
+    largest_pass = find_largest_pass(recipe, run_data)
     return recipe.with_changes(
-        {"runtime.users_per_step": chosen.users, "runtime.micro_batch": chosen.sequences}, where="runtime"
+        {"runtime.users_per_step": largest_pass.users, "runtime.micro_batch": largest_pass.sequences}, where="runtime"
     )
 
 
@@ -97,23 +95,25 @@ _CHOSEN = ("dtype", "native_code", "compile", "gradient_checkpointing", "micro_b
 
 
 def needs_choice(recipe: Recipe) -> bool:
-    """Return whether ``runtime.memory`` is set and some settings are still to be chosen for it.
-
-    In the recipe of a run folder all are.
-    """
-    is_open = not recipe.runtime.model_fields_set.issuperset(_CHOSEN) or "quantise" not in recipe.model_fields_set
-    return recipe.runtime.memory is not None and is_open
+    """Return whether ``runtime.memory`` is set and a setting that it chooses, such as ``runtime.dtype``, is not."""
+    if recipe.runtime.memory is None:
+        return False
+    sets_all_of_runtime = recipe.runtime.model_fields_set.issuperset(_CHOSEN)
+    sets_quantise = "quantise" in recipe.model_fields_set
+    return not (sets_all_of_runtime and sets_quantise)
 
 
 def with_settings(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with the settings that ``runtime.memory`` has chosen; nothing is left to choose.
+    """Return the recipe with all settings written out that ``runtime.memory`` may choose.
 
     Args:
         recipe: The recipe.
-        changes: Values by recipe key.
+        changes: The chosen values by recipe key, such as ``{"runtime.dtype": "bfloat16"}``; others stay as they are.
     """
-    unchanged = {f"runtime.{key}": getattr(recipe.runtime, key) for key in _CHOSEN} | {"quantise": recipe.quantise}
-    return recipe.with_changes({**unchanged, **changes}, where="runtime.memory")
+    values = {f"runtime.{key}": getattr(recipe.runtime, key) for key in _CHOSEN}
+    values["quantise"] = recipe.quantise
+    values.update(changes)
+    return recipe.with_changes(values, where="runtime.memory")
 
 
 def within_memory(
@@ -131,7 +131,7 @@ def within_memory(
         say: Called with a line on what was chosen.
         resumed: Folder of the run that is resumed; it keeps the settings that were chosen at its start.
         processes: Number of processes of the run.
-        is_loaded: Whether base and data are loaded already, with the recipe's own settings.
+        is_loaded: Whether base and data are loaded already.
 
     Returns:
         The recipe with the chosen settings; unchanged without ``runtime.memory``.
@@ -148,22 +148,27 @@ def within_memory(
     if processes > 1:
         raise RecipeError(f"{got} and {processes} processes; allowed: in one process")
     if resumed is not None and (resumed / "recipe.yaml").exists():
-        before = load_recipe(resumed)
-        changes = {f"runtime.{key}": getattr(before.runtime, key) for key in _CHOSEN}
-        return with_choice(recipe, changes | {"quantise": before.quantise}, "as in the run that is resumed", say)
-    limit = memory_limit(recipe)
-    choice = load_object(_CHOOSE)(recipe, limit, kind_of(recipe).names_of(recipe))
-    return with_choice(recipe, choice.changes, choice.describe(limit), say)
+        resumed_recipe = load_recipe(resumed)
+        changes = {f"runtime.{key}": getattr(resumed_recipe.runtime, key) for key in _CHOSEN}
+        changes["quantise"] = resumed_recipe.quantise
+        return with_choice(recipe, changes, "as in the run that is resumed", say)
+    limit_bytes = memory_limit(recipe)
+    user_names = kind_of(recipe).names_of(recipe)
+    choose_settings_within = load_object(_CHOOSE)  # loaded by name, since its module imports this one
+    choice = choose_settings_within(recipe, limit_bytes, user_names)
+    return with_choice(recipe, choice.changes, choice.describe(limit_bytes), say)
 
 
 def memory_limit(recipe: Recipe) -> int:
-    """Return the bytes that a process may use by ``runtime.memory``, which is set."""
+    """Return how many bytes the process may use: ``runtime.memory``, or with ``auto`` the memory that is free."""
     assert recipe.runtime.memory is not None
     if recipe.runtime.memory != AUTO:
         return parse_bytes(recipe.runtime.memory)
     device = resolve_device(recipe.runtime.device)
-    used = private_bytes() if device.type == "cpu" else 0  # it is not free, but counts as needed
-    return free_bytes(device) + used
+    limit_bytes = free_bytes(device)
+    if device.type == "cpu":
+        limit_bytes += private_bytes()  # what this process uses already is part of what it may use
+    return limit_bytes
 
 
 def with_choice(recipe: Recipe, changes: Mapping[str, Any], text: str, say: Callable[[str], None]) -> Recipe:
@@ -171,7 +176,7 @@ def with_choice(recipe: Recipe, changes: Mapping[str, Any], text: str, say: Call
 
     Args:
         recipe: The recipe.
-        changes: Values by recipe key.
+        changes: The chosen values by recipe key, such as ``{"runtime.dtype": "bfloat16"}``.
         text: The choice, and what it needs, in one line.
         say: Called with a line on what was chosen.
     """
@@ -196,54 +201,65 @@ def run_trackers(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
         users: The number of users. With more than ``MAX_SERIES``, trackers log quantiles instead of per-user series.
     """
     for tracker in _unlimited_trackers(folder, recipe):
-        yield tracker if users <= MAX_SERIES else QuantileTracker(tracker)
+        if users <= MAX_SERIES:
+            yield tracker
+        else:
+            yield QuantileTracker(tracker)
 
 
 def _unlimited_trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
-    """Yield the run's trackers, which log a series for every user whatever the number of users."""
-    if (board := tensorboard(folder / "tensorboard")) is not None:
+    """Yield TensorBoard, if it is installed, and the recipe's trackers; each logs a series for every user."""
+    board = tensorboard(folder / "tensorboard")
+    if board is not None:
         yield board
-    absolute = folder.resolve()
-    content = recipe.model_dump(mode="json")
-    run = TrackedRun(name=absolute.name, group=absolute.parent.name, recipe=content, text=recipe.as_yaml())
+    run_folder = folder.resolve()
+    run = TrackedRun(
+        name=run_folder.name,
+        group=run_folder.parent.name,
+        recipe=recipe.model_dump(mode="json"),
+        text=recipe.as_yaml(),
+    )
     for name in recipe.runtime.track:
         yield TRACKERS[name](run)
 
 
 def checkpoint_writer(federation: InProcess, recipe: Recipe, folder: Path | None, log: EventLog | None) -> Checkpoint:
-    """Return a function that writes checkpoints to the run folder, if there is one.
+    """Return a function that writes checkpoints to the run folder.
 
     Args:
         federation: The federation.
         recipe: The recipe.
-        folder: The run folder.
-        log: The log of events.
+        folder: The run folder; None: the function does nothing.
+        log: The log of events, if this process writes one.
     """
     clients = federation.clients
 
-    def checkpoint(done: int, clock: Clock) -> None:
-        """Write a checkpoint after ``done`` rounds.
-
-        The events on disk come first: a resumed run cuts its log to the size that the checkpoint names. With
-        ``runtime.store`` on disk there may be millions of users, so the checkpoint has a digest of their names only.
-        """
+    def write_checkpoint(rounds_done: int, clock: Clock) -> None:
+        """Write a checkpoint after ``rounds_done`` rounds."""
         if folder is None:
             return
+        events_bytes = 0
         if log is not None:
+            # A resumed run cuts its log to the size in the checkpoint, so the events must be on disk first.
             log.to_disk()
-        is_on_disk = not clients.state.in_memory
+            events_bytes = log.size_bytes
+        names: Sequence[str] = clients.population_names
+        digest = ""
+        if not clients.state.in_memory:  # there may be millions of users, so only a digest of their names is stored
+            names = []
+            digest = digest_names(clients.population_names)
         progress = progress_of(
-            done,
+            rounds_done,
             recipe.fingerprint,
-            [] if is_on_disk else clients.population_names,
+            names,
             clock=clock,
-            events_bytes=log.size_bytes if log else 0,
-            population=digest_names(clients.population_names) if is_on_disk else "",
+            events_bytes=events_bytes,
+            population=digest,
             stopped=clients.stopped_after is not None,
         )
         federation.save(folder, progress, keep=recipe.checkpoints.keep)
 
-    return checkpoint
+    return write_checkpoint
 
 
 logger = logging.getLogger("comingle")
@@ -296,12 +312,13 @@ def prepare(
 
 
 def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
-    """Return the data with each user's true cluster, where the recipe names them.
+    """Return the data with each user's true cluster, if the recipe has ``data.clusters``.
 
     Raises:
         RecipeError: A user has no cluster, a cluster is of an unknown user, or users are not in memory.
     """
-    if not (clusters := recipe.data.cluster_numbers):
+    clusters = recipe.data.cluster_numbers  # by user
+    if not clusters:
         return run_data
     where = "data.clusters"
     if not run_data.users.in_memory:
@@ -310,7 +327,8 @@ def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
     for name in clusters:
         if name not in names and name not in run_data.skipped:
             raise RecipeError(f"{where}: no user {name!r}; allowed: {list_names(names)}.{did_you_mean(name, names)}")
-    if missing := [name for name in names if name not in clusters]:
+    missing = [name for name in names if name not in clusters]
+    if missing:
         raise RecipeError(
             f"{where}: no cluster for {list_names(missing)}; give one for every user, such as {{{missing[0]}: a}}"
         )
@@ -322,7 +340,7 @@ def check_and_set_up(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
 
     Args:
         recipe: The recipe.
-        keeps_memory: Whether the process keeps freed buffers for later steps, which are then faster.
+        keeps_memory: Whether to keep freed buffers, which makes later steps faster; ``runtime.memory`` overrides it.
 
     Raises:
         RecipeError: As :func:`check_recipe`.
@@ -333,7 +351,7 @@ def check_and_set_up(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
             f"runtime.memory: got {recipe.runtime.memory!r}; allowed: null for this command; `comingle cost` shows "
             "settings that fit"
         )
-    if keeps_memory and recipe.runtime.memory is None:  # steps need the same large buffers again and again
+    if keeps_memory and recipe.runtime.memory is None:
         keep_buffers()
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
@@ -341,16 +359,18 @@ def check_and_set_up(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
 
 
 def method_of(recipe: Recipe, *, checked: bool) -> Method:
-    """Return the method of a run.
+    """Return the recipe's method; call :func:`check_and_set_up` for the recipe unless that is done.
 
     Args:
         recipe: The recipe.
-        checked: Whether :func:`check_and_set_up` was called for the recipe already; else it is called now.
+        checked: Whether :func:`check_and_set_up` was called for the recipe already.
 
     Raises:
         RecipeError: As :func:`check_recipe`.
     """
-    return make(recipe.method.name, **recipe.method.settings) if checked else check_and_set_up(recipe)
+    if checked:
+        return make(recipe.method.name, **recipe.method.settings)
+    return check_and_set_up(recipe)
 
 
 def default_method_note(recipe: Recipe) -> str:
@@ -365,46 +385,49 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
 
     Only single runs call this: in a comparison such settings may be for other methods.
     """
-    name, training, placement = recipe.method.name, recipe.training, method.placement
-    unread: list[tuple[str, list[str]]] = []  # a reason, and the keys or sections without effect for this reason
+    name, placement = recipe.method.name, method.placement
+    unread_by_reason: dict[str, list[str]] = {}  # keys or sections without effect
     # The section `floral` is for methods that learn mixtures of adaptors.
-    if placement.mixture is None or placement.mixture.of != "adaptors":
-        unread.append((f"method {name}: has no adaptors in nets", ["floral"]))
+    learns_adaptors = placement.mixture is not None and placement.mixture.of == "adaptors"
+    if not learns_adaptors:
+        unread_by_reason[f"method {name}: has no adaptors in nets"] = ["floral"]
     data: Any = recipe.data
     if getattr(data, "dataset", None) is not None and not data.split.given:
-        unread.append(("data.split.given: is false and splits are drawn", ["data.dataset.split"]))
+        unread_by_reason["data.split.given: is false and splits are drawn"] = ["data.dataset.split"]
     if not placement.routed:
-        unread.append((f"method {name}: has no router of tokens", ["adapters.top_k"]))
-    for section, optimiser in {"experts": training.experts, "router": training.router}.items():
-        keys_of_others = ["momentum"] if optimiser.name == "adamw" else ["betas", "eps"]
-        keys = [f"training.{section}.{key}" for key in keys_of_others]
-        unread.append((f"training.{section}: {optimiser.name} has no such settings", keys))
-    for reason, keys_or_sections in unread:
-        keys_set = [key for key_or_section in keys_or_sections for key, _ in changed_settings(recipe, key_or_section)]
+        unread_by_reason[f"method {name}: has no router of tokens"] = ["adapters.top_k"]
+    optimisers = {"training.experts": recipe.training.experts, "training.router": recipe.training.router}
+    for section, optimiser in optimisers.items():
+        keys_of_other_optimisers = ["momentum"] if optimiser.name == "adamw" else ["betas", "eps"]
+        unread_by_reason[f"{section}: {optimiser.name} has no such settings"] = [
+            f"{section}.{key}" for key in keys_of_other_optimisers
+        ]
+    for reason, keys_or_sections in unread_by_reason.items():
+        keys_set: list[str] = []
+        for key_or_section in keys_or_sections:
+            keys_set += [key for key, _ in changed_settings(recipe, key_or_section)]
         if keys_set:
             logger.warning("%s, so these keys have no effect: %s", reason, ", ".join(keys_set))
 
 
 def describe(run_data: RunData, recipe: Recipe) -> Inputs:
-    """Return the record of a run's base and data that is compared when the run is resumed or opened.
+    """Return digests of a run's base and data, to notice changes when the run is resumed or opened.
 
-    The record has digests of the base model, and for each user the sizes and digests of the splits, the true cluster if
-    it is known, and the user's values from lists in the recipe, such as ``adapters.rank``. For users on disk, who may
-    be millions, the record has one digest of all users instead of an entry for each.
+    Users on disk, who may be millions, have one common digest instead of an entry for each.
     """
     kind, base, settings = run_data.kind.name, digests_of(run_data.base), run_data.kind.settings(run_data)
     if not run_data.users.in_memory:
         names = digest_names(run_data.users.names)
         population = {"users": len(run_data.users), "names": names, "data": run_data.users.digest}
         return Inputs(kind=kind, **base, users={}, settings=settings | {POPULATION: population})
-    lists = recipe.for_users(run_data.users.names).values_of_users()
-    if "method.specialists" in lists:
-        lists["specialists"] = lists.pop("method.specialists")  # the key in records of earlier versions
+    # Recipe keys with a value for each user, such as {"adapters.rank": [8, 4, 8]}.
+    values_by_key = recipe.for_users(run_data.users.names).values_of_users()
+    if "method.specialists" in values_by_key:
+        values_by_key["specialists"] = values_by_key.pop("method.specialists")  # as in records of earlier versions
     users: dict[str, UserInputs] = {}
-    # In a run of several processes, each one has the data of some users (`present`), whose numbers among all users are
-    # `numbers`.
+    # The users whose data this process has, with their numbers among all users.
     for number, user in zip(run_data.numbers, run_data.present, strict=True):
-        values_of_user = {key: values[number] for key, values in lists.items() if number < len(values)}
+        values_of_user = {key: values[number] for key, values in values_by_key.items() if number < len(values)}
         users[user.name] = UserInputs(
             counts={split: len(getattr(user, split)) for split in SPLITS},
             digests=run_data.digests[user.name],
@@ -429,9 +452,9 @@ def build(recipe: Recipe, run_data: RunData, *, method: Method | None = None, st
     Raises:
         ComingleError: settings, data and base do not fit each other.
     """
-    # Put values by user in the order of the users. With `users_per_step: auto`, choose a pass that fits into memory.
     recipe = fitted(recipe, run_data)
-    method = make(recipe.method.name, **recipe.method.settings) if method is None else method
+    if method is None:
+        method = make(recipe.method.name, **recipe.method.settings)
     plan = make_plan(recipe, method, run_data.users.names)
     plan = plan.updated("runtime", store=store or recipe.runtime.store)
     federation = federate(run_data.kind.clients(recipe, run_data, plan))
@@ -461,28 +484,29 @@ def run_in(
         force: Whether to replace what is in the folder.
         method: The method of the recipe; None: it is made now.
         observers: Makes observers of the run's events from its clients; called in the first process.
-        building: Function that makes the federation from recipe, data and method. If several processes share a run,
-            each has a shard of the federation, and the first one observes and writes.
-        entering: Function that opens the folder. It is called as ``entering(stack, context)`` and enters the context on
-            the stack. If several processes share a run, only the one that writes enters it, and the others wait until
-            the folder is open.
+        building: Makes the federation from recipe, data and method; in a run of several processes, the shard of this
+            process.
+        entering: Called as ``entering(stack, opening)`` to enter on the stack the context that opens the folder. In a
+            run of several processes, only the first one enters it.
 
     Raises:
         ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
     """
-    method = make(recipe.method.name, **recipe.method.settings) if method is None else method
+    if method is None:
+        method = make(recipe.method.name, **recipe.method.settings)
     with ExitStack() as contexts:
         contexts.enter_context(own_errors(method))  # names the file of a plug-in in errors that its code raises
         federation = building(recipe, run_data, method=method)
         run_observers = observers(federation.clients) if federation.is_first_process else ()
         settings = run_data.kind.settings(run_data)
-        num_classes = settings["classes"] if settings.get("loss") == CROSS_ENTROPY.name else None
+        is_classification = settings.get("loss") == CROSS_ENTROPY.name
+        num_classes = settings["classes"] if is_classification else None
         if folder is None:
             done = execute(federation, recipe, None, observers=run_observers, num_classes=num_classes)
             return replace(done, settings=settings)
         inputs = _merged_inputs(federation, run_data, recipe)
-        pooled = method.placement.pooled
-        entering(contexts, open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=pooled))
+        opening = open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=method.placement.pooled)
+        entering(contexts, opening)
         done = execute(federation, recipe, folder, resume=resume, observers=run_observers, num_classes=num_classes)
     return replace(done, settings=settings)
 
@@ -498,38 +522,53 @@ def _merged_inputs(federation: InProcess, run_data: RunData, recipe: Recipe) -> 
 
 
 def _wall_seconds_entry(folder: Path, rounds: int) -> JsonObject:
-    """Return the entry ``wall_seconds`` of a run's earlier metrics; empty if the run had not finished.
+    """Return ``{"wall_seconds": ...}`` from the ``metrics.json`` of a finished run that is resumed, else ``{}``.
 
-    When a finished run is resumed, its models are only evaluated again. This repeated evaluation is not counted, so the
-    run keeps the seconds that its ``metrics.json`` has already.
+    Such a run only repeats its evaluation, which does not count as training time.
 
     Args:
         folder: The run folder.
-        rounds: Number of rounds that are done; metrics of another number of rounds are ignored.
+        rounds: Number of rounds that are done; metrics after another number of rounds are ignored.
     """
     try:
         recorded = read_metrics(folder)
-    except RunError:  # not finished, or damaged and written again
+    except RunError:  # there are no metrics, or the file is damaged
         return {}
-    return {"wall_seconds": recorded["wall_seconds"]} if recorded.get("rounds") == rounds else {}
+    if recorded.get("rounds") != rounds:
+        return {}
+    return {"wall_seconds": recorded["wall_seconds"]}
 
 
 def _settings_entry(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return the settings of the method, to merge into a run's metrics.
+    """Return the settings of the method for a run's metrics.
 
     Returns:
-        ``resolved_method_settings`` with all settings, defaults filled in, and ``method_settings`` with those that
-        differ from the defaults. A key without settings is left out.
+        ``resolved_method_settings`` with all settings, and ``method_settings`` with those that differ from the
+        defaults. A key without settings is left out.
     """
     defaults = settings_of(recipe.method.name)
     changed = {key: value for key, value in recipe.method.settings.items() if value != defaults.get(key)}
-    # Defaults of a user's own method may be any object.
-    resolved = {
-        key: value if value is None or isinstance(value, str | int | float | list | tuple | dict) else str(value)
-        for key, value in (defaults | recipe.method.settings).items()
-    }
-    entries = {"method_settings": changed, "resolved_method_settings": resolved}
-    return {key: settings for key, settings in entries.items() if settings}
+    resolved: dict[str, Any] = {}
+    for key, value in (defaults | recipe.method.settings).items():
+        fits_json = value is None or isinstance(value, str | int | float | list | tuple | dict)
+        resolved[key] = value if fits_json else str(value)  # defaults of a user's own method may be any object
+    entries: dict[str, dict[str, Any]] = {}
+    if changed:
+        entries["method_settings"] = changed
+    if resolved:
+        entries["resolved_method_settings"] = resolved
+    return entries
+
+
+def _write_skipped_users(folder: Path, skipped: Mapping[str, object]) -> None:
+    """Write the skipped users to the run folder as a JSON object, with one line per user.
+
+    Args:
+        folder: The run folder.
+        skipped: Why each user was skipped, by name.
+    """
+    lines = [f"  {json.dumps(name)}: {json.dumps(reason)}" for name, reason in skipped.items()]
+    write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def execute(
@@ -561,33 +600,35 @@ def execute(
         RunError: The checkpoint to resume from is damaged or belongs to another recipe.
         DivergenceError: A user's loss is not finite.
     """
-    clock, rounds_done, clients = Clock(), 0, federation.clients
-    kept_bytes = 0  # size of the events before the checkpoint; the resumed run repeats the later ones
+    clients, is_first_process = federation.clients, federation.is_first_process
     federation.keep_key(folder, resume=resume)  # set the key from which privacy noise is drawn; store it in the folder
-    if federation.is_first_process:
+    if is_first_process:
         federation.server.warn_of_noise(clients.plan)
+    clock = Clock()
+    rounds_done = 0
+    kept_bytes = 0  # size of the events before the checkpoint; the resumed run repeats the later ones
     if folder is not None and federation.open_folder(folder, resume=resume):
         progress = federation.restore(folder, recipe.fingerprint)
         rounds_done, kept_bytes, clock = progress.round, progress.events_bytes, progress.clock
-    writes = folder is not None and federation.is_first_process
-    log = EventLog(folder / "events.jsonl", keep_bytes=kept_bytes) if folder is not None and writes else None
-    trackers = [*run_trackers(folder, recipe, len(clients.population_names))] if folder is not None and writes else []
-    sinks = [sink for sink in (log, *trackers, *observers) if sink is not None]
+    log: EventLog | None = None
+    trackers: list[Tracker] = []
+    if folder is not None and is_first_process:
+        log = EventLog(folder / "events.jsonl", keep_bytes=kept_bytes)
+        trackers = list(run_trackers(folder, recipe, len(clients.population_names)))
+    earlier_evaluations = read_evaluations(folder) if folder is not None and kept_bytes else ()
+    evaluations = Evaluations(earlier_evaluations)
+    sinks = [sink for sink in (log, *trackers, *observers, evaluations) if sink is not None]
     unlogged_events: list[dict[str, Any]] = []
-    evaluations = Evaluations(read_evaluations(folder) if folder is not None and kept_bytes else ())
-    sinks.append(evaluations)
 
     def observe(event: Event) -> None:
-        """Pass an event to all observers; keep it in memory if there is no log."""
+        """Pass an event to the log, the trackers and all observers; keep it in memory if there is no log."""
         if log is None and event["event"] != "step":
             unlogged_events.append(finite(event))  # as in the log, where JSON has no NaN
         for sink in sinks:
             sink(event)
 
-    if folder is not None and clients.skipped and federation.is_first_process:
-        # One line per user, which the indentation of `json.dumps` does not give.
-        lines = (f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in clients.skipped.items())
-        write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
+    if folder is not None and clients.skipped and is_first_process:
+        _write_skipped_users(folder, clients.skipped)
     # `merge_users` merges the results of all processes.
     data_amounts = federation.merge_users(
         lambda: {user.name: amounts(user, clients.batch_source.unit) for user in clients.scored_users}
@@ -601,20 +642,25 @@ def execute(
         scores = run_rounds(
             federation, observe=observe, checkpoint=write_checkpoint, first_round=rounds_done, clock=clock
         )
-        scores = scores or []
+        if scores is None:
+            scores = []
         metrics_of_users = federation.merge_users(lambda: users_metrics(clients, scores))
         metrics = summarise(clients, scores, clock, metrics_of_users).as_dict() | clients.left_out
         metrics |= federation.server.mechanisms.metrics
-        # The confidence interval of the mean, if only a sample of the users was evaluated.
-        metrics |= sample_entry(clients, metrics_of_users, metrics["measure"]) if federation.is_first_process else {}
+        if is_first_process:
+            # The confidence interval of the mean, if only a sample of the users was evaluated.
+            metrics |= sample_entry(clients, metrics_of_users, metrics["measure"])
         evaluations.add_valid_losses(metrics)
         metrics |= outcome_warnings(clients.method, evaluations, metrics, num_classes=num_classes)
-        metrics |= untrained_entry(clients.plan, clients.steps.local_steps) | _settings_entry(recipe)
-        if folder is not None and resume and rounds_done == metrics["rounds"]:  # resumed, but already finished
+        metrics |= untrained_entry(clients.plan, clients.steps.local_steps)
+        metrics |= _settings_entry(recipe)
+        had_finished = resume and rounds_done == metrics["rounds"]
+        if folder is not None and had_finished:
             metrics |= _wall_seconds_entry(folder, rounds_done)
         observe(end_event(metrics))
     except DivergenceError as error:
-        if folder is None or not (checkpoints := list_checkpoints(folder)):
+        checkpoints = [] if folder is None else list_checkpoints(folder)
+        if not checkpoints:
             raise
         raise DivergenceError(f"{error}; the last checkpoint is {checkpoints[-1].name}") from error
     finally:
