@@ -47,8 +47,10 @@ from comingle.training.kinds.base import RunData, lazy_user
 from comingle.training.plan import make_plan
 from comingle.training.server import start_server
 from comingle.training.settings import RunPlan, cohorts
+from comingle.training.steps import PrivateSteps
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.inputs import recorded_date
+from comingle.utils.records import JsonObject
 
 
 class _RankHandler(logging.Handler):
@@ -76,8 +78,8 @@ def read_users_of_process(
 ) -> RunData:
     """Set up this process of a run, and return the base model and the data of its share of the users.
 
-    Every process calls this function. ``ranks.run_in_all`` calls a function in every process, and raises in all of them
-    if it raises in one. ``ranks.run_in_first`` calls it in process 0 and returns the result in every process.
+    Every process calls this function. ``ranks.run_in_all`` raises in all processes if the function raises in one;
+    ``ranks.run_in_first`` returns the result of process 0 in all of them.
 
     Args:
         recipe: The recipe.
@@ -108,10 +110,10 @@ def read_users_of_process(
 
 
 def divide_users(num_users: int, num_processes: int, cohort_size: int) -> list[range]:
-    """Divide the users of a run among processes; return the numbers of the users of each process.
+    """Divide the users of a run evenly among processes; return the numbers of the users of each process.
 
-    Each process gets consecutive units: whole cohorts if there is at least one for every process, else single users.
-    The numbers of units are as equal as possible.
+    Cohorts are not divided if there is at least one for every process: 6 users in cohorts of 2 for 2 processes give
+    ``[range(0, 2), range(2, 6)]``.
 
     Args:
         num_users: The number of users.
@@ -128,15 +130,15 @@ def divide_users(num_users: int, num_processes: int, cohort_size: int) -> list[r
     num_cohorts = len(cohorts(range(num_users), cohort_size))
     unit_size = cohort_size if num_cohorts >= num_processes else 1
     num_units = len(cohorts(range(num_users), unit_size))
-    # Process p has the units from num_units * p // num_processes on. The last unit may have fewer users.
-    starts = [min(num_users, unit_size * (num_units * rank // num_processes)) for rank in range(num_processes + 1)]
-    return [range(start, end) for start, end in pairwise(starts)]
+    bounds: list[int] = []  # process p has the users from bounds[p] to before bounds[p + 1]
+    for rank in range(num_processes + 1):
+        first_unit = num_units * rank // num_processes
+        bounds.append(min(num_users, unit_size * first_unit))  # the last unit may have fewer users
+    return [range(start, end) for start, end in pairwise(bounds)]
 
 
 def keep_users(run_data: RunData, here: range) -> RunData:
-    """Return a run's data without the data of other processes' users, except their names and clusters.
-
-    The result is marked as ``is_shard``, which says that other processes have the data of the other users.
+    """Return a run's data with only the names and clusters of the users of other processes.
 
     Args:
         run_data: The data of all users.
@@ -148,25 +150,25 @@ def keep_users(run_data: RunData, here: range) -> RunData:
     def without_data(user: AnyUser) -> AnyUser:
         """Return a user with the same name and cluster, whose data raises an error when it is read."""
 
-        def elsewhere() -> Any:
+        def raise_error() -> Any:
             raise AssertionError(f"user {user.name!r} is in another process")
 
-        return lazy_user(run_data.kind.user, user.name, elsewhere, cluster=getattr(user, "cluster", None))
+        return lazy_user(run_data.kind.user, user.name, raise_error, cluster=getattr(user, "cluster", None))
 
     users = as_users(user if number in here else without_data(user) for number, user in enumerate(run_data.users))
-    # The data that users have in common, such as a task, lists the users too for some kinds of data.
-    common = replace(run_data.common, users=users) if hasattr(run_data.common, "users") else run_data.common
-    names = {users[number].name for number in here}
-    texts = tuple(text for text in run_data.texts if text.name in names)
+    common = run_data.common  # what users have in common, such as a task; it may list the users too
+    if hasattr(common, "users"):
+        common = replace(common, users=users)
+    names_here = {users[number].name for number in here}
+    texts = tuple(text for text in run_data.texts if text.name in names_here)
     return replace(run_data, users=users, common=common, texts=texts, here=tuple(here), is_shard=True)
 
 
 def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Ranks) -> Sharded:
     """Return this process's shard of a recipe's federation, before the first round.
 
-    Every process calls this function. ``ranks.run_in_all`` runs a function in every process and raises in all of them
-    if it raises in one; ``gather`` collects its results in process 0, and ``run_in_first`` sends a result of process 0
-    to all. The processes exchange what depends on all users.
+    Every process calls this function. ``ranks.run_in_all`` raises in all processes if the function raises in one;
+    ``ranks.gather`` collects the results in process 0; ``ranks.run_in_first`` returns the result of process 0 in all.
 
     Args:
         recipe: The recipe.
@@ -184,20 +186,12 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     clients = federation.clients
     _check_alike(federation)
     # In epochs, users with more data take more steps. All processes must agree on the largest number.
-    local_steps = ranks.gather(lambda: clients.steps.local_steps)
-    clients.steps.most_steps = ranks.run_in_first(lambda: max(local_steps))
-    num_trainers = ranks.gather(lambda: len(clients.trainers))
-    federation.shards = ranks.run_in_first(lambda: num_trainers)  # checkpoints record the number of each process
-    if (private := clients.steps.private) is not None:
-        # The accountant of DP-SGD, which runs in process 0, needs every user's amount of work (`Work`: its number of
-        # examples, batch size, steps and rounds). Processes exchange these as dicts.
-        works_of_shards = ranks.gather(
-            lambda: {name: asdict(work) for name, work in private.works(clients.batch_source).items()}
-        )
-        all_works = ranks.run_in_first(
-            lambda: {name: work for works in works_of_shards for name, work in works.items()}
-        )
-        works_by_user = {name: Work(**work) for name, work in all_works.items()}
+    steps_by_process = ranks.gather(lambda: clients.steps.local_steps)
+    clients.steps.most_steps = ranks.run_in_first(lambda: max(steps_by_process))
+    trainers_by_process = ranks.gather(lambda: len(clients.trainers))
+    federation.shards = ranks.run_in_first(lambda: trainers_by_process)  # for checkpoints
+    if clients.steps.private is not None:  # DP-SGD
+        works_by_user = _gather_works(clients.steps.private, clients, ranks)
         federation.server.mechanisms.set_works(lambda: works_by_user)
     if plan.evaluation.select == "best":  # needs validation data, which the users of another process may have
         has_validation = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
@@ -205,6 +199,30 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     if not federation.is_first_process:
         federation.server.kept = {}  # free the server's state, which only process 0 needs
     return federation
+
+
+def _gather_works(private: PrivateSteps, clients: Clients, ranks: Ranks) -> dict[str, Work]:
+    """Return every user's amount of work, which the accountant of DP-SGD needs; every process calls this function.
+
+    Args:
+        private: The DP-SGD of this process's users.
+        clients: The clients of this process.
+        ranks: The processes of the run.
+    """
+
+    def works_here() -> dict[str, JsonObject]:
+        """Return the work of this process's users as dicts, which can be sent."""
+        return {name: asdict(work) for name, work in private.works(clients.batch_source).items()}
+
+    works_by_process = ranks.gather(works_here)  # in process 0
+
+    def merge() -> dict[str, JsonObject]:
+        merged: dict[str, JsonObject] = {}
+        for works in works_by_process:
+            merged.update(works)
+        return merged
+
+    return {name: Work(**fields) for name, fields in ranks.run_in_first(merge).items()}
 
 
 def run_sharded(
@@ -235,7 +253,7 @@ def run_sharded(
     """
 
     def enter(contexts: ExitStack, opening: AbstractContextManager[None]) -> None:
-        """Open the folder in process 0 while the others wait, and record it for a restart by the launcher.
+        """Open the folder in process 0 while the others wait, and record that it is open, for a restart.
 
         Args:
             contexts: Stack on which the folder stays open until the end of the run.
@@ -259,9 +277,7 @@ def run_sharded(
 
 
 def _build_shard(recipe: Recipe, run_data: RunData, plan: RunPlan, ranks: Ranks) -> Sharded:
-    """Return this process's shard of a federation, as far as it can be built without the other processes.
-
-    Every process builds the model and a server for all users, but clients for its own users only.
+    """Return this process's shard of a federation: a server for all users, and clients for this process's users.
 
     Args:
         recipe: The recipe.
@@ -282,11 +298,12 @@ def _build_shard(recipe: Recipe, run_data: RunData, plan: RunPlan, ranks: Ranks)
     assert here is not None
     clients = run_data.kind.clients(recipe, run_data, plan)
     clients.population_names = names
-    # A store on disk must know which users' rows this process has; `here` are consecutive numbers.
-    clients.state.shard(ranks.rank, ranks.size, range(here[0], here[-1] + 1), len(names))
+    first_user, last_user = here[0], here[-1]  # `here` are consecutive numbers
+    # A store on disk must know which users' rows this process has.
+    clients.state.shard(ranks.rank, ranks.size, range(first_user, last_user + 1), len(names))
     # Sums in the order of the users do not depend on the number of processes.
-    is_ordered = recipe.runtime.shard_sums == "ordered"
-    return Sharded(clients=clients, server=server, ranks=ranks, first=here[0], ordered=is_ordered)
+    sums_in_user_order = recipe.runtime.shard_sums == "ordered"
+    return Sharded(clients=clients, server=server, ranks=ranks, first=first_user, ordered=sums_in_user_order)
 
 
 def _check_alike(federation: Sharded) -> None:
@@ -296,16 +313,18 @@ def _check_alike(federation: Sharded) -> None:
         RecipeError: The devices or dtypes differ.
     """
     model, ranks = federation.clients.model, federation.ranks
-    devices_and_dtypes = ranks.gather(lambda: [model.device.type, str(model.dtype).removeprefix("torch.")])
+    dtype = str(model.dtype).removeprefix("torch.")
+    used_by_process = ranks.gather(lambda: f"{model.device.type} in {dtype}")  # such as "cuda in bfloat16"
 
-    def check() -> None:
-        """Compare all processes with process 0."""
-        for rank, other in enumerate(devices_and_dtypes):
-            if other != devices_and_dtypes[0]:
-                devices = f"process 0 uses {' in '.join(devices_and_dtypes[0])}, process {rank} {' in '.join(other)}"
-                raise RecipeError(f"runtime: {devices}; set runtime.device and runtime.dtype to the same for all")
+    def compare_with_process_0() -> None:
+        for rank, used in enumerate(used_by_process):
+            if used != used_by_process[0]:
+                raise RecipeError(
+                    f"runtime: process 0 uses {used_by_process[0]}, process {rank} {used}; set runtime.device and "
+                    "runtime.dtype to the same for all"
+                )
 
-    ranks.run_in_first(check)  # only process 0 has gathered them; its error is raised in all processes
+    ranks.run_in_first(compare_with_process_0)  # its error is raised in all processes
 
 
 def select_gpu(recipe: Recipe, place: Place) -> None:
@@ -318,7 +337,8 @@ def select_gpu(recipe: Recipe, place: Place) -> None:
     Raises:
         RecipeError: This machine has too few GPUs, or the recipe names one GPU for all processes.
     """
-    device, num_gpus = recipe.runtime.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = recipe.runtime.device
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.startswith("cuda:"):
         raise RecipeError(f"runtime.device: got {device!r} for {place.size} processes; allowed: cuda")
     if device == "cpu" or not num_gpus:

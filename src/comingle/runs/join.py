@@ -44,36 +44,37 @@ from comingle.utils.trees import CLIENT_ROUTER
 
 @contextmanager
 def temporary_folder_for(folder: Path, recipe: Recipe, joined: Path | None, *, force: bool) -> Iterator[Path]:
-    """Yield a temporary folder for a newcomer's run, and delete it on exit.
+    """Yield the path of a temporary folder for a newcomer's run, such as ``.ada.joining/ada`` for the folder ``ada``.
 
-    A newcomer's run cannot be resumed, so a run that stops early must leave nothing in its folder. The caller moves the
-    temporary folder there when the run has ended.
+    The caller moves the temporary folder to the run folder when the run has ended. On exit what is left is deleted.
 
     Args:
-        folder: The run folder, beside which the temporary one is made.
+        folder: The run folder, which is not created.
         recipe: The recipe of the newcomer's run.
-        joined: The folder of the run to join.
-        force: Whether to replace what is in the folder.
+        joined: The folder of the run to join; None without one.
+        force: Whether to replace what is in the run folder.
 
     Raises:
-        RunError: The folder cannot be used, overlaps the run to join, or another process writes to it.
+        RunError: The run folder cannot be used, overlaps the run to join, or another process writes to it.
     """
     check_folder(folder, recipe, resume=None, force=force)  # None: the message must not offer to resume
-    run_folder, target = None if joined is None else joined.resolve(), folder.resolve()
-    if run_folder is not None and (run_folder.is_relative_to(target) or target.is_relative_to(run_folder)):
-        raise RunError(f"{folder}: overlaps the run to join, which is only read; use another --out")
-    outer = folder.with_name(f".{folder.name}.joining")  # holds the lock and the temporary folder
-    with convert_disk_errors(outer):
-        outer.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if joined is not None:
+        source, target = joined.resolve(), folder.resolve()
+        if source.is_relative_to(target) or target.is_relative_to(source):
+            raise RunError(f"{folder}: overlaps the run to join, which is only read; use another --out")
+    locked_folder = folder.with_name(f".{folder.name}.joining")
+    temporary_folder = locked_folder / folder.name
+    with convert_disk_errors(locked_folder):
+        locked_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            with locked(outer):
-                shutil.rmtree(outer / folder.name, ignore_errors=True)
+            with locked(locked_folder):
+                shutil.rmtree(temporary_folder, ignore_errors=True)  # left by a process that was killed
                 try:
-                    yield outer / folder.name
+                    yield temporary_folder
                 finally:
-                    shutil.rmtree(outer, ignore_errors=True)
-        except OSError:  # a full disk: the lock file, which names this process, cannot be written
-            shutil.rmtree(outer, ignore_errors=True)
+                    shutil.rmtree(locked_folder, ignore_errors=True)
+        except OSError:  # the lock file cannot be written, for example on a full disk
+            shutil.rmtree(locked_folder, ignore_errors=True)
             raise
 
 
@@ -114,15 +115,14 @@ class Newcomer:
 
 
 def prepare_newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_step: bool) -> Newcomer:
-    """Return the recipe and the data of a new user of a run, after all checks that do not need to read the data.
+    """Check that a new user can join a run, without reading the user's data; return the user's recipe and data.
 
     Args:
         run: The run to join.
         name: The newcomer's name.
         data: A path, or data that a program passes.
         rounds: The number of rounds; None: as many as the run had.
-        local_step: Whether to add a last round that trains the downloaded roles too; the other rounds train only the
-            local roles.
+        local_step: Whether to add a last round that trains the downloaded roles too, not only the local ones.
 
     Raises:
         DataError: The name is taken, or the recipe generates this kind of data.
@@ -135,18 +135,20 @@ def prepare_newcomer(run: Run, name: str, data: object, *, rounds: int | None, l
     check_joinable(run, method)
     if local_step and not freezes_downloaded(run.federation.clients):
         raise RecipeError(f"--local-step: {method.name} has no local roles to train first; leave --local-step out")
-    passed = None if isinstance(data, str | os.PathLike) else {name: data}
+    is_path = isinstance(data, str | os.PathLike)
+    passed = None if is_path else {name: data}
     if passed is not None:
         kind_of_users(passed, run.recipe.data.model_dump())  # raises if the data is of another kind than the run's
     # The newcomer gets the largest rank, number of specialists and so on of all users.
     recipe = of_one_user(run.recipe.for_users(run.users), largest)
-    num_rounds = (rounds or recipe.training.rounds) + int(local_step)
+    fine_tuning_rounds = 1 if local_step else 0
+    num_rounds = (rounds or recipe.training.rounds) + fine_tuning_rounds
     changes = {"training.rounds": num_rounds, "data": _newcomer_section(run, name, data)}
     return Newcomer(
         name=name,
         recipe=recipe.with_changes(changes, where="--data"),
         passed=passed,
-        fine_tuning_rounds=int(local_step),
+        fine_tuning_rounds=fine_tuning_rounds,
     )
 
 
@@ -176,10 +178,11 @@ def check_joinable(run: Run, method: Method) -> None:
 
 
 def _is_single_user(folder: Path) -> bool:
-    """Return whether a run folder has one user: a newcomer's, or one in the state folder of a federation's client."""
+    """Return whether a run folder is a newcomer's, or is in the state folder of a federation's client."""
+    is_of_newcomer = (folder / JOINED).exists()
     parent = folder.parent
     is_in_client_state = (parent / PUBLIC).exists() and (parent / "answers").is_dir()
-    return (folder / JOINED).exists() or is_in_client_state
+    return is_of_newcomer or is_in_client_state
 
 
 def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
@@ -200,27 +203,27 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
     dataset = content.pop("dataset", None) or {}
     for key in ("users", "given", "held_out"):  # keys that describe the run's users, not the newcomer
         content.pop(key, None)
-    for key in _LIMITS:  # numbers of tokens to keep of a split
-        if isinstance(content.get(key), dict):  # a number for each of the run's users by name
+    for key in _LIMITS:
+        has_limit_per_user = isinstance(content.get(key), dict)  # by name, and none for the newcomer
+        if has_limit_per_user:
             del content[key]
-    content |= {"kind": section.kind}
-    # With classes as targets, the run has collected the classes of all its users. The newcomer's net needs all of them,
-    # but its data may lack some.
+    content["kind"] = section.kind
+    # The newcomer's net needs the classes of all users of the run, some of which its own data may lack.
     has_class_targets = bool(run.settings.get("whole"))  # whole numbers as targets are classes
     if has_class_targets:
-        class_names, num_classes = list(run.settings["labels"]), run.settings["classes"]
-        content["classes"] = class_names or num_classes
+        class_names = list(run.settings["labels"])
+        content["classes"] = class_names if class_names else run.settings["classes"]  # else their number
     if "on_small_user" in content:  # skipping the only user would leave nothing to train
         content["on_small_user"] = "refuse"
-    # The newcomer's data does not come from the run's data set, so only the fractions of `split` apply to it, and not
-    # the names of the data set's own splits.
+    # The newcomer's data is not from the run's data set, so the names of the data set's splits do not apply to it.
     if dataset and "split" in content:
         content["split"] = {key: value for key, value in content["split"].items() if key in ("valid", "test")}
     if not isinstance(data, str | os.PathLike):
         return content | {"given": True}
     path = os.fspath(data)
-    if os.path.exists(os.path.expanduser(path)):  # else a hub name, or an error that names the path as it was given
-        path = os.path.abspath(os.path.expanduser(path))
+    expanded_path = os.path.expanduser(path)
+    if os.path.exists(expanded_path):  # else the name of a data set on the hub, or a wrong path
+        path = os.path.abspath(expanded_path)
     source: dict[str, Any] = {"path": path}
     if "text" in dataset:  # the column with the text
         source["column"] = dataset["text"]
@@ -228,14 +231,13 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
 
 
 def freezes_downloaded(clients: Clients) -> bool:
-    """Return whether a newcomer trains only local roles and freezes the roles that it downloads.
-
-    With a method that has local roles, the newcomer does so. With any other method it fine-tunes the downloaded model.
-    """
+    """Return whether the method has local roles, so that a newcomer trains these and freezes the downloaded ones."""
     method, layout = clients.method, clients.model.layout
-    if method.placement.mixture is not None or method.placement.copies > 1:
-        return True  # a mixture vector, or local copies of the model, are local
-    # Masks of the columns of a user's row of tensors, by roles.
+    has_local_mixture_vector = method.placement.mixture is not None
+    has_local_copies = method.placement.copies > 1
+    if has_local_mixture_vector or has_local_copies:
+        return True
+    # A user's tensors are one row of numbers; `layout.mask` marks the columns of some roles.
     is_trained_and_local = layout.mask(method.client.trained) & ~layout.mask(method.received)
     return bool(is_trained_and_local.any())
 
@@ -264,7 +266,7 @@ def join_run(
     """
     if folder is None:
         return _train_newcomer(run, new_user, folder=None, reporter=reporter, given=given)
-    # The run is written to a temporary folder, which becomes the run folder once training has ended.
+    # A newcomer's run cannot be resumed, so a run that stops early must leave no run folder.
     with temporary_folder_for(folder, new_user.recipe, run.folder, force=force) as temporary_folder:
         joined = _train_newcomer(run, new_user, temporary_folder, reporter, given=given)
         # Check again, as another process may have created the folder during training.
@@ -297,23 +299,26 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
         run_data = prepare(new_user.recipe, base=base, given=replace(given, users=new_user.passed))
     _check_alike(run, new_user, run_data)
     federation = build(new_user.recipe, run_data, store="memory")
-    download_state(federation, run, rounds=new_user.recipe.training.rounds - new_user.fine_tuning_rounds)
+    num_rounds = new_user.recipe.training.rounds
+    download_state(federation, run, rounds=num_rounds - new_user.fine_tuning_rounds)
     clients = federation.clients
-    test_data = [clients.users[0].test]  # the newcomer is the only user of its federation, number 0
-    shared_scores = clients.scorer.score(_shared_models(clients), test_data, [0])
+    newcomer_number = 0  # the only user of its federation
+    test_data = [clients.users[newcomer_number].test]
+    shared_scores = clients.scorer.score(_shared_models(clients), test_data, [newcomer_number])
     measure = measure_of(shared_scores)
     shared = measured(shared_scores[0])  # test results by key
     train_key = f"train_{clients.batch_source.unit}"  # tokens or samples that training used
     rows = {"shared": shared | {train_key: 0}}
     # With `finetunes` the newcomer is scored after one more local round, so the baselines get one more round too.
-    num_extra_rounds = int(clients.method.client.finetunes)
-    rounds = new_user.recipe.training.rounds + num_extra_rounds
+    num_extra_rounds = 1 if clients.method.client.finetunes else 0
     for method in ("pretrained", "local"):
-        rows[method] = _train_baseline(new_user, run_data, method, rounds, reporter)
+        rows[method] = _train_baseline(new_user, run_data, method, num_rounds + num_extra_rounds, reporter)
     done = _run_newcomer(federation, new_user, run_data, folder, reporter)
-    amount = _amount_trained(done, clients) + num_extra_rounds * clients.batch_source.trained_amount(0)
+    amount_per_extra_round = clients.batch_source.trained_amount(newcomer_number)
+    amount_trained = _amount_trained(done, clients) + num_extra_rounds * amount_per_extra_round
     user_metrics = done.metrics["users"][new_user.name]
-    rows["joined"] = {key: user_metrics[key] for key in user_metrics if key in shared} | {train_key: amount}
+    rows["joined"] = {key: user_metrics[key] for key in user_metrics if key in shared}
+    rows["joined"][train_key] = amount_trained
     ordered = {row: rows[row] for row in ("pretrained", "local", "shared", "joined")}
     joined = Joined(run=done, name=new_user.name, measure=measure, rows=ordered)
     if folder is not None:
@@ -322,19 +327,18 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
 
 
 def _shared_models(clients: Clients) -> Models:
-    """Return the downloaded models without the newcomer's local parts, to evaluate them before training.
+    """Return the downloaded models, to evaluate them before training.
 
-    Usually these models are the shared tensors alone. A mixture of independent models has local models beside the
-    downloaded ones; here the mixture weights of the local models are set to zero.
+    A user's model may be a mixture of downloaded and local models; then the local ones get a mixture weight of 0.
     """
     placement, models = clients.method.placement, clients.models
     mixture = placement.mixture
-    if mixture is None or not mixture.trains_independently:
+    if mixture is None or not mixture.trains_independently:  # there are no local models
         return models
     rows = clients.state.rows.clone()  # a row of parameters per user
     mixture_logits = clients.model.layout.views(rows)[CLIENT_ROUTER]  # users x models: downloaded ones, then local ones
-    # Columns of the local models get a logit so low that the softmax gives these a weight of exactly 0.
-    mixture_logits[:, placement.generalists : mixture.clusters] = ZERO_SHARE_LOGIT
+    num_downloaded, num_models = placement.generalists, mixture.clusters
+    mixture_logits[:, num_downloaded:num_models] = ZERO_SHARE_LOGIT  # the softmax of this logit is exactly 0
     return replace(models, rows=lambda numbers: rows[list(numbers)])
 
 
@@ -342,23 +346,22 @@ def _check_alike(run: Run, new_user: Newcomer, run_data: RunData) -> None:
     """Check that a newcomer's data has the settings of the run, such as net, loss, input shape and classes of samples.
 
     Raises:
-        DataError: A setting differs. For a net or a loss, which a program may pass, the message says to pass it again.
+        DataError: A setting differs.
     """
     settings_of_newcomer = run_data.kind.settings(run_data)
     for key, wanted in run.settings.items():
         got = settings_of_newcomer[key]
         if got != wanted:
-            problem = f"{key.replace('_', ' ')}: got {got!r}; allowed: the run's, {wanted!r}"
-            raise DataError(f"user {new_user.name!r}: {problem}{'; pass it again' if key in _PASSED else ''}")
+            hint = "; pass it again" if key in _PASSED else ""
+            setting = key.replace("_", " ")
+            raise DataError(f"user {new_user.name!r}: {setting}: got {got!r}; allowed: the run's, {wanted!r}{hint}")
 
 
 def download_state(federation: InProcess, run: Run, *, rounds: int) -> None:
-    """Give the newcomer's server the last state of a run, and download it to the newcomer.
+    """Copy the state of a run's server to the newcomer's server, and download it to the newcomer.
 
-    The newcomer's federation has one user and its own server. The state that the server has learned from all users
-    stays as it is. State per user, such as merging weights, starts anew for the newcomer and is trained. If the method
-    has local roles, the newcomer trains these alone, and the downloaded roles are frozen in its first ``rounds``
-    rounds.
+    State per user, such as merging weights, is not copied; the newcomer has its own. If the method has local roles, the
+    downloaded roles are frozen in the newcomer's first ``rounds`` rounds.
 
     Args:
         federation: The newcomer's federation.
@@ -367,8 +370,12 @@ def download_state(federation: InProcess, run: Run, *, rounds: int) -> None:
     """
     clients, server, method = federation.clients, federation.server, federation.clients.method
     run_state = run.federation.server.kept
-    state_per_user = method.server.by_user  # names of the server's tensors with a row per user
-    server.kept = server.kept | {name: run_state[name].clone() for name in server.kept if name not in state_per_user}
+    names_per_user = method.server.by_user  # of the server's tensors with a row per user
+    new_state = dict(server.kept)
+    for name in server.kept:
+        if name not in names_per_user:
+            new_state[name] = run_state[name].clone()
+    server.kept = new_state
     # A settled server does not update the state that it has learned from all users.
     server.method = replace(method, server=method.server.settled())
     clients.plan = replace(clients.plan, method=server.method)
@@ -398,9 +405,10 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
     done = execute(federation, recipe, None, observers=observers)
     user_metrics = done.metrics["users"][new_user.name]
     # Test results are floats; keys such as `test_tokens` are sizes of the test data.
-    scores = {k: value for k, value in user_metrics.items() if k.startswith("test_") and isinstance(value, float)}
+    row = {key: value for key, value in user_metrics.items() if key.startswith("test_") and isinstance(value, float)}
     clients = federation.clients
-    return scores | {f"train_{clients.batch_source.unit}": _amount_trained(done, clients)}
+    row[f"train_{clients.batch_source.unit}"] = _amount_trained(done, clients)
+    return row
 
 
 def _amount_trained(run: Run, clients: Clients) -> int:
@@ -461,8 +469,10 @@ def join(
         ComingleError: The name is taken, the data is of another kind or too little, or the run has nothing to download.
     """
     require_single_process("join")  # in a run of several processes, each has only a part of the users
-    opened = run if isinstance(run, Run) else load(run, base=base, loss=loss)
+    if not isinstance(run, Run):
+        run = load(run, base=base, loss=loss)
+    folder = Path(out) if out is not None else None
     with reporting(quiet=not progress) as reporter:
-        new_user = prepare_newcomer(opened, name, data, rounds=rounds, local_step=local_step)
+        new_user = prepare_newcomer(run, name, data, rounds=rounds, local_step=local_step)
         given = given_of(users=None, base=base, loss=loss)
-        return join_run(opened, new_user, Path(out) if out is not None else None, reporter, given=given, force=force)
+        return join_run(run, new_user, folder, reporter, given=given, force=force)
