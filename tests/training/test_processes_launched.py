@@ -91,7 +91,7 @@ def test_each_process_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_beside_none_is_refused() -> None:
     """Every process says what it computes on; the first one tells of the first that differs."""
 
-    def federation(*others: list[str]) -> Sharded:
+    def federation(*others: str) -> Sharded:
         made: Any = object.__new__(Sharded)
         made.clients = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32))
         made.ranks = SimpleNamespace(gather=lambda own: [own(), *others], run_in_first=lambda work: work())
@@ -99,8 +99,8 @@ def test_a_gpu_beside_none_is_refused() -> None:
 
     told = "runtime: process 0 .*cpu in float32, process 2 cuda in float32; set runtime.device and runtime.dtype"
     with pytest.raises(RecipeError, match=told):
-        _check_alike(federation(["cpu", "float32"], ["cuda", "float32"]))
-    _check_alike(federation(["cpu", "float32"]))
+        _check_alike(federation("cpu in float32", "cuda in float32"))
+    _check_alike(federation("cpu in float32"))
 
 
 LEAVES = """
