@@ -405,7 +405,10 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
     done = execute(federation, recipe, None, observers=observers)
     user_metrics = done.metrics["users"][new_user.name]
     # Test results are floats; keys such as `test_tokens` are sizes of the test data.
-    row = {key: value for key, value in user_metrics.items() if key.startswith("test_") and isinstance(value, float)}
+    row: JsonObject = {}
+    for key, value in user_metrics.items():
+        if key.startswith("test_") and isinstance(value, float):
+            row[key] = value
     clients = federation.clients
     row[f"train_{clients.batch_source.unit}"] = _amount_trained(done, clients)
     return row
