@@ -94,7 +94,8 @@ def _warn_of_equal_users(run_data: RunData) -> Iterator[str]:
     what = "documents" if run_data.texts else "samples"
     for (one, hashes_of_one), (other, hashes_of_other) in combinations(hashes.items(), 2):
         smaller = min(len(hashes_of_one), len(hashes_of_other))
-        if smaller and (common := len(hashes_of_one & hashes_of_other)) >= _EQUAL_SHARE * smaller:
+        common = len(hashes_of_one & hashes_of_other)
+        if smaller and common >= _EQUAL_SHARE * smaller:
             yield (
                 f"users {one} and {other} have {common:,} of {smaller:,} {what} in common, so their gain is not "
                 "a gain from another user's data; give each user different data, or leave one out"
@@ -102,14 +103,22 @@ def _warn_of_equal_users(run_data: RunData) -> Iterator[str]:
 
 
 def _hashes_of_users(run_data: RunData) -> dict[str, frozenset[int]]:
-    """Return hashes of each user's documents or samples, over all splits because each user is split differently."""
-    if run_data.texts:
-        return {text.name: frozenset(map(hash, (*text.train, *text.valid, *text.test))) for text in run_data.texts}
+    """Return hashes of each user's documents or samples, of all splits together."""
     hashes: dict[str, frozenset[int]] = {}
+    if run_data.texts:
+        for text in run_data.texts:
+            documents = (*text.train, *text.valid, *text.test)
+            hashes[text.name] = frozenset(hash(document) for document in documents)
+        return hashes
     for user in run_data.present:
-        splits = [samples for split in SPLITS if isinstance(samples := getattr(user, split), Samples)]
-        pairs = (pair for samples in splits for pair in zip(samples.inputs, samples.targets, strict=True))
-        hashes[user.name] = frozenset(hash((x.numpy().tobytes(), y.numpy().tobytes())) for x, y in pairs)
+        hashes_of_user: set[int] = set()
+        for split in SPLITS:
+            samples = getattr(user, split)
+            if not isinstance(samples, Samples):
+                continue
+            for x, y in zip(samples.inputs, samples.targets, strict=True):
+                hashes_of_user.add(hash((x.numpy().tobytes(), y.numpy().tobytes())))
+        hashes[user.name] = frozenset(hashes_of_user)
     return hashes
 
 

@@ -109,10 +109,13 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bo
     if resume:
         check_recipe(folder, recipe)
     else:
-        difference = "" if resume is None else _difference_from_run(folder, recipe)
-        # The error for an existing run offers to resume it, unless it cannot be resumed or has another recipe.
-        hint = "" if resume is None or difference else "--resume continues it, "
-        _check_replaceable(folder, force, hint, difference)
+        difference = ""
+        resume_hint = ""
+        if resume is not None:
+            difference = _difference_from_run(folder, recipe)
+            if not difference:  # a run with another recipe cannot be resumed
+                resume_hint = "--resume continues it, "
+        _check_replaceable(folder, force, resume_hint, difference)
 
 
 def _difference_from_run(folder: Path, recipe: Recipe) -> str:
@@ -143,11 +146,9 @@ def check_recipe(folder: Path, recipe: Recipe) -> None:
             from a user's file has changed.
     """
     if not (folder / "recipe.yaml").exists():
-        hint = (
-            "; the run has not started, so leave out --resume"
-            if folder.exists() and not _run_file_names(folder)
-            else ""
-        )
+        hint = ""
+        if folder.exists() and not _run_file_names(folder):
+            hint = "; the run has not started, so leave out --resume"
         raise RunError(f"{folder}: nothing to resume: no recipe.yaml in it{hint}")
     old_recipe = load_recipe(folder)
     if old_recipe.fingerprint != recipe.fingerprint:
@@ -164,9 +165,8 @@ def _has_trained(folder: Path) -> bool:
 def with_bos_of_run(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
     """Return the recipe with ``data.add_bos_token`` as in the run to resume, if the recipe does not set the key.
 
-    Versions before this key added no begin-of-text tokens, and the default is now to add them. So a recipe file without
-    the key would differ from the run that was started with the same file. :func:`load_recipe` reads the key as False
-    from run folders of those versions.
+    The default is True now; runs of older versions had no such key and added no begin-of-text tokens, which
+    :func:`load_recipe` reads as False.
 
     Args:
         folder: The run folder.
@@ -175,11 +175,13 @@ def with_bos_of_run(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
     """
     if not resume or not (folder / "recipe.yaml").exists():
         return recipe
-    old, new = (getattr(of.data, BOS, None) for of in (load_recipe(folder), recipe))
-    has_key = old is not None and new is not None  # only some kinds of data have the key
-    if not has_key or old == new or BOS in recipe.data.model_fields_set:
+    value_of_run = getattr(load_recipe(folder).data, BOS, None)
+    value = getattr(recipe.data, BOS, None)
+    if value_of_run is None or value is None:  # only some kinds of data have the key
         return recipe
-    return recipe.with_changes({f"data.{BOS}": old})
+    if value == value_of_run or BOS in recipe.data.model_fields_set:
+        return recipe
+    return recipe.with_changes({f"data.{BOS}": value_of_run})
 
 
 def _check_replaceable(folder: Path, force: bool, resume_hint: str, difference: str) -> None:
@@ -273,16 +275,14 @@ def first_difference(old: Recipe, new: Recipe, *, ignored: Collection[str] = ())
     Returns:
         The key and the values; empty if both recipes compute the same.
     """
-    contents = [
-        {key: value for key, value in recipe.result_content.items() if key not in ignored} for recipe in (old, new)
-    ]
-    if contents[0] == contents[1]:
+    old_content = {key: value for key, value in old.result_content.items() if key not in ignored}
+    new_content = {key: value for key, value in new.result_content.items() if key not in ignored}
+    if old_content == new_content:
         return ""
-    # The other keys of the evaluation are compared only with `evaluation.select: best`. If `select` differs, one of the
-    # contents lacks these keys, so `select` is the difference to report.
+    # `result_content` has further keys of `evaluation` only with `select: best`, so `select` is reported first.
     if old.evaluation.select != new.evaluation.select:
         return f"evaluation.select was {old.evaluation.select!r} and is {new.evaluation.select!r}"
-    before, after = map(_flattened, contents)
+    before, after = _flattened(old_content), _flattened(new_content)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             return f"{key} was {before.get(key)!r} and is {after.get(key)!r}"
@@ -290,10 +290,11 @@ def first_difference(old: Recipe, new: Recipe, *, ignored: Collection[str] = ())
 
 
 def _flattened(content: object, prefix: str = "") -> dict[str, object]:
-    """Return nested mappings as one, whose keys are the dotted paths of the values, such as ``training.rounds``."""
+    """Return ``{"training.rounds": 5}`` for ``{"training": {"rounds": 5}}``; ``prefix`` begins all keys."""
     if not isinstance(content, dict):
         return {prefix: content}
     flat: dict[str, object] = {}
     for key, value in content.items():
-        flat |= _flattened(value, f"{prefix}.{key}" if prefix else str(key))
+        path = f"{prefix}.{key}" if prefix else str(key)
+        flat.update(_flattened(value, path))
     return flat

@@ -189,8 +189,11 @@ class RunProgress:
 def _test_result(event: Event) -> str:
     """Return the mean test result of an evaluation as text, with the number of users if not all were evaluated."""
     measure = measure_of(event)
-    sample = f" ({described})" if (described := describe_sample(event)) else ""
-    return f"{measure} {number(event[f'mean_test_{measure}'], measure)}{sample}"
+    result = number(event[f"mean_test_{measure}"], measure)
+    sample = describe_sample(event)
+    if sample:
+        return f"{measure} {result} ({sample})"
+    return f"{measure} {result}"
 
 
 # -------------------------------------------------------------------- nothing
@@ -364,7 +367,9 @@ class Lines:
                     return
                 losses = event["train_loss_nats"].values()
                 loss = f"training loss {fmean(losses):.4g}" if losses else "no participants"
-                result = f" · {run_progress.result}" if run_progress.result != printed_result else ""
+                result = ""
+                if run_progress.result != printed_result:  # there is a new test result
+                    result = f" · {run_progress.result}"
                 printed_result = run_progress.result
                 round_of = f"round {event['round']}/{run_progress.rounds}"
                 self.say(f"{run_progress.title} · {round_of} · {loss}{result}{run_progress.left}")
@@ -386,11 +391,14 @@ class Lines:
 
     def _print_overdue(self) -> None:
         """Print the current operation whenever there was no line for :data:`LONG_SECONDS`, in a thread of its own."""
-        # `wait` returns whether the run ended; it waits at least 10 ms, so that the loop does not busy-wait.
-        while not self._ended.wait(max(0.01, self._last_line_at + LONG_SECONDS - time.perf_counter())):
+        while True:
+            seconds_left = self._last_line_at + LONG_SECONDS - time.perf_counter()
+            has_ended = self._ended.wait(max(0.01, seconds_left))  # at least 10 ms, so as not to busy-wait
+            if has_ended:
+                return
             if time.perf_counter() - self._last_line_at < LONG_SECONDS:  # there was a line in the meantime
                 continue
             self._last_line_at = time.perf_counter()
-            # Read once, since the main thread may set it to None at any time.
-            if (describe_operation := self._describe_operation) is not None:
+            describe_operation = self._describe_operation  # read once, since the main thread may set it to None
+            if describe_operation is not None:
                 self.say(describe_operation())
