@@ -232,8 +232,8 @@ def initial_state(
         common_values = draw(layout, seed, "server")
     rows = common_values.repeat(num_users, 1)
     for row, name in zip(rows, names, strict=True):
-        own_values = draw(layout, seed, name, only=local)
-        row.copy_(torch.where(local, own_values, row))
+        # Without a name for the drawn values, they are freed before `rows` is copied below.
+        row.copy_(torch.where(local, draw(layout, seed, name, only=local), row))
     rows = rows.to(device, dtype) * mask
     no_columns = rows[:, :0]
     zeros = torch.zeros(num_users, dtype=torch.int64, device=device)
