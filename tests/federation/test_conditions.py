@@ -649,7 +649,7 @@ def test_calls_of_other_users_are_made_while_one_waits() -> None:
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(calls.call, wait, user="ann")
         until = time.monotonic() + 5
-        while not calls._calls and time.monotonic() < until:
+        while not calls._requested and time.monotonic() < until:
             time.sleep(0.01)
         later = threads.submit(calls.call, lambda: order.append("ann again"), user="ann")
 
@@ -675,10 +675,10 @@ def test_a_client_serves_other_calls_of_its_process_during_a_pause(tmp_path: Pat
     device._conditions = (PluggedInCondition(FakeBattery(lambda look: look > 0)),)
     with ThreadPoolExecutor() as threads:
         other = threads.submit(calls.call, threading.get_ident, user="bob")
-        while not calls._calls:
+        while not calls._requested:
             time.sleep(0.01)
         device.begin_task(1, 0, math.inf)
-        is_made_during_the_pause = not calls._calls
+        is_made_during_the_pause = not calls._requested
         calls.serve(0.0)  # otherwise now, as its thread waits for it
         assert other.result(5) == threading.get_ident()
         assert is_made_during_the_pause

@@ -384,10 +384,10 @@ class _RefusingGrid:
 
 def test_messages_in_flight_are_counted_when_threads_interleave() -> None:
     sender = MessageSender(_RefusingGrid())  # type: ignore[arg-type]
-    sender._in_flight = _SlowCount(0)
+    sender._num_in_flight = _SlowCount(0)
     before = set(threading.enumerate())
     for _ in range(8):
         sender.send(RecordDict(), node=1, kind="query.hello", seconds=1.0, tag=None, on_reply=lambda _: None)
     for thread in set(threading.enumerate()) - before:
         thread.join()
-    assert sender._in_flight == 0
+    assert sender._num_in_flight == 0
