@@ -185,7 +185,7 @@ def _fleet_client(
     ending: EndCondition,
     bases: dict[Any, Any],
     say: Callable[[str], None],
-    model_server: ModelServer | None,
+    model_server: ModelServer | None = None,
 ) -> FleetClient:
     """Return a user's client, which loads torch and transformers only at its first task.
 
