@@ -180,3 +180,44 @@ def test_a_port_in_use_is_an_error_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(RunError) as error:
             ModelServer(port, print)
     assert str(port) in str(error.value)
+
+
+def test_a_failure_to_serve_does_not_undo_a_task(tmp_path: Path, shared_base: None) -> None:
+    def fail(store: ClientStore) -> None:
+        raise RunError("no room")
+
+    content = tiny(tmp_path)
+    plan, nodes = nodes_of(parse_recipe(content), tmp_path / "failing")
+    lines: list[str] = []
+    failing = {name: Client(node.folder, node.own, publish=fail, say=lines.append) for name, node in nodes.items()}
+    run_federation(plan, Direct(failing), tmp_path / "failing/server")
+    plain = served_federation(content, tmp_path / "plain", None)
+    for name in plain.nodes:
+        assert_equal(tensors_of(failing[name]), tensors_of(plain.nodes[name]))
+    assert any("no room" in line for line in lines)
+
+
+def test_a_client_that_stays_serves_the_model_of_its_next_federation(tmp_path: Path, shared_base: None) -> None:
+    with model_server([]) as server:
+        for number in (1, 2):
+            content = tiny(tmp_path, training__rounds=number)
+            plan, nodes = nodes_of(parse_recipe(content), tmp_path / str(number))
+            name = next(iter(nodes))
+            nodes[name] = Client(nodes[name].folder, nodes[name].own, publish=publisher(server, name))
+            run_federation(plan, Direct(nodes), tmp_path / f"{number}/server")
+            saved = comingle.load(store_of(nodes[name]).folder / "model").user(name)
+            assert completion(server, name) == saved.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
+
+
+@pytest.mark.parametrize("method", ["comigs-1g1s", "feddpa", "stacking"])
+def test_a_published_model_leaves_the_state_as_it_is_on_disk(method: str, tmp_path: Path, shared_base: None) -> None:
+    client = next(iter(served_federation(tiny(tmp_path, method), tmp_path / "plain", None).nodes.values()))
+    store = store_of(client)
+    store.clients.state.rows.add_(0.5 * torch.rand_like(store.clients.state.rows))  # as after local steps
+    before = {name: tensor.clone() for name, tensor in tensors_of(client).items()}
+    personal_model(store, model_of_all_users(store), client.own.name)
+    assert_equal(tensors_of(client), before)
+
+
+def test_a_server_can_be_closed_at_once() -> None:
+    ModelServer(0, print).close()

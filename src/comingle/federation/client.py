@@ -629,16 +629,26 @@ class Client:
         """Publish the model of the run that this user has joined last, if there is one; show errors to the user."""
         if self._publish is None:
             return
-        prefix = run_folder(self.folder, "").name  # "run-"
-        public_files = list(self.folder.glob(f"{prefix}*/{PUBLIC}"))
-        if not public_files:
+        folders = [path.parent for path in self.folder.glob(f"run-*/{PUBLIC}")]
+        if not folders:
             return
-        newest = max(public_files, key=lambda file: file.stat().st_mtime)  # written when the user joined
-        run = newest.parent.name.removeprefix(prefix)
+        newest = max(folders, key=lambda folder: (folder / PUBLIC).stat().st_mtime)
         try:
-            self._publish(self._open(run))
+            store = self._open(newest.name.removeprefix("run-"))
         except ComingleError as error:
             self.say(str(error))
+            return
+        self._publish_model(store)
+
+    def _publish_model(self, store: ClientStore) -> None:
+        """Publish the user's current model; an error is shown to the user, and does not undo the task."""
+        if self._publish is None:
+            return
+        try:
+            self._publish(store)
+        except Exception as error:
+            logger.exception("publishing the model of user %s", self.own.name)
+            self.say(f"the model is not served: {' '.join(str(error).split())}")
 
     # ---------------------------------------------------------------- which task
 
@@ -671,8 +681,7 @@ class Client:
             )
         check_run_limit(self.folder, task.run, self.own.max_runs)
         store = self._enter(task.run, public)
-        if self._publish is not None:
-            self._publish(store)
+        self._publish_model(store)
         clients = store.clients
         self.say(upload_notice(store))
         self.say(report_notice(store, self.own))
@@ -728,11 +737,11 @@ class Client:
             self.say(_describe_answer(store, task, answer))
             if "end" in task.todo:
                 self.end()
-            if self._publish is not None and not CHANGING.isdisjoint(task.todo):
-                self._publish(store)
         except BaseException:
             store.revert()
             raise
+        if not CHANGING.isdisjoint(task.todo):
+            self._publish_model(store)
         return answer
 
     def _await_conditions(self, clients: Clients, task: Task, deadline: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
@@ -35,17 +34,10 @@ class LightServer(uvicorn.Server):
     """A server whose main loop wakes once a second when it is idle; that of uvicorn wakes ten times."""
 
     async def main_loop(self) -> None:
-        """Renew the date that responses have, until :meth:`stop` is called."""
-        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        """Renew the date that responses have, until ``should_exit`` is set."""
         while not self.should_exit:
             await self.on_tick(0)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), timeout=1.0)
-
-    def stop(self) -> None:
-        """Stop the server, from another thread."""
-        self.should_exit = True
-        self._loop.call_soon_threadsafe(self._stopped.set)
+            await asyncio.sleep(1.0)
 
 
 class ModelServer:
@@ -69,6 +61,7 @@ class ModelServer:
         self._app: FastAPI | None = None  # None until the first model is published
         self._model: Model | None = None  # computes the models of all users of the run
         self._run = ""  # digest of the recipe of the run
+        self._refused: set[str] = set()  # users who were shown why their models are not served
         self._socket = listen("127.0.0.1", port)
         self.url = url_of(self._socket)
         """Address of the chat page."""
@@ -89,13 +82,14 @@ class ModelServer:
         from comingle.training.kinds.base import kind_of
 
         if not kind_of(store.recipe).needs_base:
-            self._say(f"{name}: --serve: {store.clients.model.name} does not generate text; it is not served")
+            self._refuse(name, f"{store.clients.model.name} does not generate text")
             return
-        if self._model is None:
+        if self._run != store.public.digest and not self._served_users() <= {name}:
+            self._refuse(name, "takes part in another federation than the users who are served")
+            return
+        if self._model is None or self._run != store.public.digest:
+            self._end_app()
             self._model, self._run = model_of_all_users(store), store.public.digest
-        elif self._run != store.public.digest:
-            self._say(f"{name}: --serve: takes part in another federation than the models served; it is not served")
-            return
         personal = personal_model(store, self._model, name)
         if self._app is None:
             self._app = self._make_app(store, personal)
@@ -104,13 +98,28 @@ class ModelServer:
             service = self._app.state.service
             service.worker.call(lambda: service.engine.replace(personal)).result()
 
+    def _served_users(self) -> set[str]:
+        """Return the users whose models are served."""
+        return set() if self._app is None else set(self._app.state.service.engine.models)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        """Show once why the model of a user is not served."""
+        if name not in self._refused:
+            self._say(f"{name}: --serve: {reason}; its model is not served")
+            self._refused.add(name)
+
+    def _end_app(self) -> None:
+        """Refuse requests from now on, and end the thread that generates answers."""
+        if self._app is not None:
+            app, self._app = self._app, None
+            app.state.service.worker.close()
+
     def close(self) -> None:
         """End the server; an answer in progress is cut off."""
-        self._server.stop()
+        self._server.should_exit = True
         self._thread.join()
         self._socket.close()
-        if self._app is not None:
-            self._app.state.service.worker.close()
+        self._end_app()
 
     @staticmethod
     def _make_app(store: ClientStore, personal: PersonalModel) -> FastAPI:
@@ -158,11 +167,16 @@ def personal_model(store: ClientStore, model: Model, name: str) -> PersonalModel
     from comingle.training.client import finetuned, settle
     from comingle.training.kinds.base import kind_of
 
-    clients = store.clients
-    settle(clients)  # computes tensors that follow from trained ones
-    last_copy = clients.row_of[0]
-    with finetuned(clients):  # for methods whose personal models are fine-tuned
-        tensors = personal_tensors(clients.model.layout, clients.state, last_copy)
-        tensors = {slot: tensor.to(model.dtype, copy=True) for slot, tensor in tensors.items()}
+    clients, original_state = store.clients, store.clients.state
+    if clients.method.client.settling:  # The state must stay equal to that on disk.
+        clients.state = original_state.copy()
+    try:
+        settle(clients)  # computes tensors that follow from trained ones
+        last_copy = clients.row_of[0]
+        with finetuned(clients):  # for methods whose personal models are fine-tuned
+            tensors = personal_tensors(clients.model.layout, clients.state, last_copy)
+            tensors = {slot: tensor.to(model.dtype, copy=True) for slot, tensor in tensors.items()}
+    finally:
+        clients.state = original_state
     number = store.public.users.index(name)
     return cast("PersonalModel", kind_of(store.recipe).personal(name, model, tensors, number))

@@ -412,6 +412,11 @@ class Client:
         return tuple(part for part in self.parts if type(part).finish is not ClientHook.finish)
 
     @property
+    def settling(self) -> tuple[ClientHook, ...]:
+        """Hooks that run before scoring."""
+        return tuple(part for part in self.parts if type(part).settle is not ClientHook.settle)
+
+    @property
     def looks_across(self) -> bool:
         """Whether a hook reads the first copy from the start of the round."""
         return any(part.looks_across for part in self.parts)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from comingle.config.settings import MEMORY, values_in
 from comingle.data.populations import UserNumbers, as_users, draw_users
-from comingle.methods.base import ClientHook, Method
+from comingle.methods.base import Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
 from comingle.privacy.base import (
@@ -971,8 +971,7 @@ def settle(clients: Clients, *, ends: bool = True) -> None:
         clients: All clients.
         ends: Whether the run ends, so that all users are updated; otherwise only those that are evaluated.
     """
-    # Hooks that do not override the empty method are left out, so that no tensors are read for them.
-    hooks = [hook for hook in clients.method.client.parts if type(hook).settle is not ClientHook.settle]
+    hooks = clients.method.client.settling
     if not hooks:
         return
     num_trainers, copies = len(clients.trainers), range(clients.method.placement.copies)

@@ -158,8 +158,8 @@ class FleetClient:
         """
         if self._handle is None:
             self._say(f"connected to {self._address}; loading the base model and the data")
-            self._handle = self.load()
-        return self._handle(request, deadline)
+        handle = self.load()
+        return handle(request, deadline)
 
     def load(self) -> Handle:
         """Load torch and the code that answers requests, unless they are loaded, and return the function that answers.
