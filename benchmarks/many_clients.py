@@ -1,4 +1,4 @@
-"""A real federation of many client processes on one machine, some of which are killed and restarted; one JSON line.
+"""Memory and time of a federation of many client processes on one machine; prints one JSON line.
 
     python benchmarks/many_clients.py --base BASE --clients 100 --killed 10
 

@@ -230,7 +230,7 @@ class _Session:
 
     @property
     def _continues_texts(self) -> bool:
-        """Whether the model continues each text by itself, instead of answering messages of a conversation."""
+        """True if the model continues texts; otherwise it answers messages."""
         return self.conversation.plain
 
     def _read_line(self, *, continues_text: bool) -> str:

@@ -332,17 +332,7 @@ class UserList(tuple[User, ...], UserCollection[User]):
 
 
 class LazyPopulation(UserCollection[User]):
-    """Users that are created on access.
-
-    Args:
-        names: Names of all users.
-        make: Function that creates a user from its number.
-        digest: Digest that identifies the users' data.
-        largest: Number of a user with the most training data; ignored if ``sizes`` is given.
-        cache_size: Number of most recently used users that are cached.
-        sizes: Amount of train, valid and test data of each user; None if unknown.
-        about: Totals over all users, by name.
-    """
+    """Users that are created on access."""
 
     in_memory = False
 

@@ -556,9 +556,9 @@ class TaskQueue:
         return self.session.clients[name].joined is not None
 
     def _request(self, name: str) -> bytes:
-        """Return the bytes of a client's task or, before it has joined, of its join task.
+        """Return the bytes of a client's task; before the client has joined, this is the join task.
 
-        Later calls return the same bytes, by which the channel recognises a request that it has sent already.
+        Later calls return the same bytes. The channel then recognises a request that it has already sent.
         """
         if self.make_task is None or not self._has_joined(name):
             if name not in self._join_sent:

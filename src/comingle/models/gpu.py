@@ -338,13 +338,7 @@ class RecordedModel(AdaptedModel):
 
 
 class Recording:
-    """A function of tensors and its gradients, captured as CUDA graphs that read and write tensors at fixed addresses.
-
-    Args:
-        run: The function; returns hidden states and a penalty.
-        given: Inputs like those of later passes; gradients are computed for those that require one.
-        pool: Memory pool of the graphs; None: a new one.
-    """
+    """A function of tensors and its gradients as CUDA graphs, which read and write tensors at fixed addresses."""
 
     def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], given: Sequence[Tensor], pool: object):
         """Capture the forward pass and then its backward pass, after warm-up passes.

@@ -182,7 +182,7 @@ def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> 
 def factors_of(
     tensors: Tree, name: str, scale: float
 ) -> tuple[Float[Tensor, "users ... rank d_in"], Float[Tensor, "users ... rank d_out"]]:
-    """Return a linear's LoRA factors A and B, extended by the factors I and O of its residual, if it has one.
+    """Return the LoRA factors A and B of a linear; the ranks of a residual (factors I and O) are appended to them.
 
     With further ranks ``I / scale`` of A and O of B, ``scale * B^T A`` includes the residual ``O^T I``, a frozen change
     of the weight.

@@ -155,7 +155,7 @@ class Router(nn.Module):
 
     @property
     def balances(self) -> bool:
-        """Whether the load-balancing penalty can have a gradient."""
+        """True if the load-balancing penalty can have a gradient."""
         experts = self.present.shape[-1]
         if self.balance == "none":
             return False
@@ -220,7 +220,7 @@ class ClientMixture:
 
     @property
     def trains_independently(self) -> bool:
-        """Whether each component trains as if it were alone, so that only predictions are mixed."""
+        """True if components are trained separately, and only their predictions are mixed."""
         return self.at == "predictions"
 
     @property

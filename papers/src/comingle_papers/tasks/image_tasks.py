@@ -97,12 +97,12 @@ class Setting:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether samples are generated, not read."""
+        """True if samples are generated."""
         return not self.hub
 
     @property
     def is_skewed(self) -> bool:
-        """Whether images are dealt out unevenly, by ``partition``: users have other labels or another domain."""
+        """True if users have different labels or domains, as ``partition`` says."""
         return self.partition is not None
 
     @property

@@ -644,7 +644,7 @@ class LinearConstants:
 
     @property
     def block_rate(self) -> float | None:
-        """Bound ``(1 - m_Y / L_Y) (1 - m_X / L_X)`` on the factor by which a step multiplies ``F - F*``.
+        """Upper bound ``(1 - m_Y / L_Y) (1 - m_X / L_X)`` on the ratio of ``F - F*`` after a step to that before it.
 
         F is the objective (CoMiGS, eq. 25) and F* its minimum. None if m_Y is not positive, so that nothing is proved.
         """

@@ -86,7 +86,7 @@ class Columns:
 
     @property
     def are_named(self) -> bool:
-        """Whether the recipe sets prompt or response, so that columns of messages are not read."""
+        """True if the recipe names a column of prompts or responses; then columns of messages are not read."""
         has_default_prompt = self.prompt == ("prompt",)
         has_default_response = self.response == "response"
         return not (has_default_prompt and has_default_response)

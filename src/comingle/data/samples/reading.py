@@ -509,15 +509,7 @@ def pixels_as_inputs(pixels: UInt8[Tensor, "n h w c"]) -> Float[Tensor, "n c h w
 
 
 class SamplesReader(StreamingReader[UserSamples, UserSamples]):
-    """Reader of users' samples; the first user's targets determine whether targets are classes or real numbers.
-
-    Args:
-        data: The recipe's section.
-        seed: Seed of the splits.
-        given: Samples by user, if a program passes them.
-        net: Function that creates the net, instead of the default net.
-        loss: Loss instead of the recipe's.
-    """
+    """Reader of users' samples; the first user's targets determine whether targets are classes or real numbers."""
 
     def __init__(
         self,

@@ -535,16 +535,7 @@ def _iterate_documents(bad_rows: BadRows, source: Any, where: str) -> Iterator[s
 
 
 class LanguageReader(StreamingReader[Read, User]):
-    """Reader of users whose data is encoded with the tokenizer of a base model, which is loaded on first use.
-
-    Args:
-        data: The recipe's section.
-        seed: Seed of the splits.
-        load_base: Loads the base model.
-        context: Tokens per window, excluding the last target.
-        validates: The method needs validation data.
-        skips: Skip users with too little data; otherwise such users are an error.
-    """
+    """Reader of users whose data is encoded with the tokenizer of a base model, which is loaded on first use."""
 
     def __init__(
         self,
@@ -621,16 +612,7 @@ def require_rows(base: Base, user: Named) -> None:
 
 
 class DocumentsReader(LanguageReader[Read, User]):
-    """Reader of users with documents: in files, in rows of a data set, or passed by a program.
-
-    Args:
-        data: The recipe's section.
-        seed: Seed of the splits.
-        load_base: Loads the base model.
-        context: Tokens per window, excluding the last target.
-        validates: The method needs validation data.
-        given: Data by user, if a program passes it.
-    """
+    """Reader of users with documents: in files, in rows of a data set, or passed by a program."""
 
     documents = "documents"
     """Plural noun for what users have."""
