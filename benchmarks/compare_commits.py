@@ -59,10 +59,11 @@ def checkout(revision: str) -> Iterator[Path]:
 def environment(tree: Path, metadata: Path) -> dict[str, str]:
     """Return variables with which Python imports a checkout, under the entry points that this checkout declares."""
     sources = []
-    for folder in (tree, tree / "papers"):
-        if not (folder / "pyproject.toml").is_file():
-            continue
-        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for folder, name in ((tree, "comingle"), (tree / "papers", "comingle-papers")):
+        # A commit without the second distribution hides the installed one by a distribution without entry points.
+        project: dict[str, Any] = {"name": name, "version": "0"}
+        if (folder / "pyproject.toml").is_file():
+            project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         info = metadata / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(
