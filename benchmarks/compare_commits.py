@@ -2,12 +2,17 @@
 
     python benchmarks/compare_commits.py main~1
     python benchmarks/compare_commits.py main --only throughput --turns 5
+    python benchmarks/compare_commits.py main --only throughput --one-core
 
 Checks out the other commit in a temporary worktree, runs each benchmark of both checkouts in turns, and prints one line
 of JSON for each: the ratio of the medians, this checkout over the other, that of the best turns, and the ratio of each
 turn. Times and memory below 1 are better here; tokens per second above 1. A ratio of medians is good where the turns
 agree. Other load only slows a benchmark down, so that the best of many turns is comparable on a busy machine as well.
 Absolute values depend on what else the machine does and are not printed.
+
+With ``--one-core`` both checkouts run at the same time on one core, which the scheduler gives to them in slices of
+milliseconds, with one thread each, and count CPU seconds. Load of other programs then slows both down alike, so
+that differences of a few percent show on a shared machine too; speed on several threads does not.
 """
 
 from __future__ import annotations
@@ -78,22 +83,15 @@ def environment(tree: Path, metadata: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*sources, str(metadata)]), "COMINGLE_NO_TYPECHECK": "1"}
 
 
-def run_benchmark(
-    tree: Path, variables: dict[str, str], arguments: tuple[str, ...], keys: tuple[str, ...]
-) -> dict[str, float]:
-    """Run one benchmark of a checkout, and return those of ``keys`` that it has.
+def start_benchmark(tree: Path, variables: dict[str, str], arguments: tuple[str, ...]) -> subprocess.Popen[str]:
+    """Start one benchmark of a checkout.
 
-    A small parent process runs it, so that CPU seconds and peak memory are those of this benchmark alone. Numbers that
-    the benchmark prints are preferred to these.
+    A small parent process runs it, so that CPU seconds and peak memory are those of this benchmark alone.
 
     Args:
         tree: Folder of the checkout.
         variables: Environment variables.
         arguments: Arguments of Python.
-        keys: Names of the numbers to return.
-
-    Raises:
-        SystemExit: it failed.
     """
     program = (
         "import json, resource, subprocess, sys;"
@@ -102,26 +100,37 @@ def run_benchmark(
         "print(done.stdout); print(json.dumps({'seconds': used.ru_utime + used.ru_stime,"
         " 'peak_rss_mb': used.ru_maxrss / 1024, 'status': done.returncode}))"
     )
-    completed = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=tree,
-        env=variables,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    *printed, process = [line for line in completed.stdout.splitlines() if line.startswith("{")]
-    process_numbers = json.loads(process)
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.Popen(command, cwd=tree, env=variables, stdout=subprocess.PIPE, text=True)
+
+
+def read_benchmark(process: subprocess.Popen[str], keys: tuple[str, ...]) -> dict[str, float]:
+    """Wait for a benchmark, and return those of ``keys`` that it has.
+
+    Numbers that the benchmark prints are preferred to CPU seconds and peak memory of its process.
+
+    Args:
+        process: Result of :func:`start_benchmark`.
+        keys: Names of the numbers to return.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    output, _ = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"{process.args}: exit status {process.returncode}")
+    *printed, last = [line for line in output.splitlines() if line.startswith("{")]
+    process_numbers = json.loads(last)
     if process_numbers["status"]:
-        raise SystemExit(f"{' '.join(arguments)} in {tree}: exit status {process_numbers['status']}")
+        raise SystemExit(f"{process.args}: exit status {process_numbers['status']}")
     numbers = {**process_numbers, **flatten(json.loads(printed[-1]) if printed else {})}
     return {key: float(numbers[key]) for key in keys if isinstance(numbers.get(key), int | float)}
 
 
-def _turn(
+def run_in_turn(
     sides: list[tuple[Path, dict[str, str]]], arguments: tuple[str, ...], keys: tuple[str, ...], *, reverse: bool
 ) -> list[dict[str, float]]:
-    """Run one benchmark of each checkout, and return their numbers in the order of ``sides``.
+    """Run one benchmark of each checkout, one after another, and return their numbers in the order of ``sides``.
 
     Args:
         sides: Folder and environment variables of each checkout.
@@ -130,8 +139,29 @@ def _turn(
         reverse: Run the last checkout first, so that neither is always the first after a pause.
     """
     order = list(reversed(sides)) if reverse else sides
-    numbers = [run_benchmark(tree, variables, arguments, keys) for tree, variables in order]
+    numbers = [read_benchmark(start_benchmark(tree, variables, arguments), keys) for tree, variables in order]
     return list(reversed(numbers)) if reverse else numbers
+
+
+def run_on_one_core(
+    sides: list[tuple[Path, dict[str, str]]], arguments: tuple[str, ...], keys: tuple[str, ...]
+) -> list[dict[str, float]]:
+    """Run one benchmark of all checkouts at the same time on one core, and return their numbers.
+
+    Args:
+        sides: Folder and environment variables of each checkout.
+        arguments: Arguments of Python.
+        keys: Names of the numbers to return.
+    """
+    if arguments[0].startswith("benchmarks/"):
+        arguments = (*arguments, "--threads", "1", "--cpu-time")
+    core = min(os.sched_getaffinity(0))
+    processes = []
+    for tree, variables in sides:
+        process = start_benchmark(tree, variables, arguments)
+        os.sched_setaffinity(process.pid, {core})  # The benchmark inherits it: its parent has just begun.
+        processes.append(process)
+    return [read_benchmark(process, keys) for process in processes]
 
 
 def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -154,12 +184,18 @@ def main() -> None:
     parser.add_argument("revision")
     parser.add_argument("--only", default=",".join(BENCHMARKS), help="names of benchmarks")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--one-core", action="store_true", help="run both at once on one core, and count CPU seconds")
     options = parser.parse_args()
     with checkout(options.revision) as other, tempfile.TemporaryDirectory() as scratch:
         sides = [(tree, environment(tree, Path(scratch) / name)) for name, tree in (("here", HERE), ("other", other))]
         for name in options.only.split(","):
             arguments, keys = BENCHMARKS[name]
-            turns = [_turn(sides, arguments, keys, reverse=turn % 2 == 1) for turn in range(options.turns)]
+            turns = []
+            for turn in range(options.turns):
+                if options.one_core:
+                    turns.append(run_on_one_core(sides, arguments, keys))
+                else:
+                    turns.append(run_in_turn(sides, arguments, keys, reverse=turn % 2 == 1))
             ratios = {
                 key: {
                     "ratio": round(
