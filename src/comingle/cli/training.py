@@ -34,11 +34,11 @@ from comingle.runs.given import Given
 from comingle.runs.progress import loading, reporting
 from comingle.runs.session import (
     check_and_set_up,
+    choose_settings_for_memory,
     default_method_note,
     prepare,
     run_in,
     warn_unread,
-    within_memory,
 )
 from comingle.training.backends.launched import LOST, MEETING, PARENT, Place
 from comingle.training.backends.ranks import joined
@@ -280,7 +280,9 @@ def train_here(
             resumed_folder = folder if resume else None
             num_processes = 1 if place is None else place.size
             recipe = run_step(
-                partial(within_memory, recipe, lines.append, resumed=resumed_folder, processes=num_processes)
+                partial(
+                    choose_settings_for_memory, recipe, lines.append, resumed=resumed_folder, processes=num_processes
+                )
             )
             run_step(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
             lines.append(default_method_note(recipe))  # empty if the recipe names its method

@@ -54,7 +54,7 @@ from comingle.models.quantised import CODES, QuantisedLinear, packed_parameters
 from comingle.privacy.accounting import sample_size
 from comingle.runs.api import of_one_user
 from comingle.runs.given import NOTHING, USERS_MISSING
-from comingle.runs.session import build, memory_limit, prepare, with_settings
+from comingle.runs.session import build, memory_limit, prepare, with_chosen_settings
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import RunData, adapt_base, check_recipe, kind_of
@@ -929,7 +929,7 @@ def _plan_within_memory(
     limit, choices = memory_limit(recipe), tuple(memory_choices(variant, names, here=here, process=process))
     fitting = (choice for choice in choices if choice.needed_bytes <= limit)
     settings = next(fitting, min(choices, key=lambda choice: choice.needed_bytes))
-    chosen_recipe = with_settings(recipe, settings.changes | {"runtime.memory": None})
+    chosen_recipe = with_chosen_settings(recipe, settings.changes | {"runtime.memory": None})
     costs = plan(chosen_recipe, methods, users=users, participants=participants, for_all=for_all)
     return replace(costs, limit=limit, choices=choices)
 

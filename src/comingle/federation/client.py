@@ -77,7 +77,7 @@ from comingle.privacy.secure_sum import VECTOR, as_words
 from comingle.protocol.messages import LOSS, LOWEST, Download, Upload, validation_report
 from comingle.protocol.wire import pack, unpack
 from comingle.runs.given import Given
-from comingle.runs.session import check_and_set_up, describe, memory_limit, prepare, with_choice
+from comingle.runs.session import check_and_set_up, describe, memory_limit, prepare, use_chosen_settings
 from comingle.training.client import Clients, finetuned, finish, settle, train
 from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import NETS, RunData, kind_of
@@ -408,12 +408,12 @@ def _within_memory(folder: Path, recipe: Recipe, public: Public, own: Own, say: 
     with suppress(OSError, ValueError, KeyError):  # no file, or a damaged one
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["depends_on"] == depends_on:
-            return with_choice(recipe, stored["changes"], stored["text"], say)
+            return use_chosen_settings(recipe, stored["changes"], stored["text"], say)
     say(f"choosing settings for runtime.memory {recipe.runtime.memory}, once; this takes up to a minute")
     choice = _choose_in_new_process(recipe, public, own)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_json(path, {"depends_on": depends_on, **choice})
-    return with_choice(recipe, choice["changes"], choice["text"], say)
+    return use_chosen_settings(recipe, choice["changes"], choice["text"], say)
 
 
 def _choose_in_new_process(recipe: Recipe, public: Public, own: Own) -> dict[str, Any]:

@@ -34,13 +34,13 @@ from comingle.runs.results import Run
 from comingle.runs.session import (
     build,
     check_and_set_up,
+    choose_settings_for_memory,
     default_method_note,
     describe,
     method_of,
     prepare,
     run_in,
     warn_unread,
-    within_memory,
 )
 from comingle.training.checkpoints import Progress
 from comingle.training.client import STORES, Clients
@@ -233,7 +233,7 @@ def run(
         if folder is not None:
             # The default of data.add_bos_token has changed; a run that began with the old default keeps it.
             full_recipe = with_bos_of_run(folder, full_recipe, resume=resume)
-        full_recipe = within_memory(
+        full_recipe = choose_settings_for_memory(
             full_recipe, reporter.say, resumed=folder if resume else None, is_loaded=run_data is not None
         )
         if folder is not None:

@@ -36,7 +36,7 @@ from comingle.runs.given import (
 )
 from comingle.runs.progress import loading, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import fitted, method_of, prepare, run_in, warn_unread
+from comingle.runs.session import method_of, prepare, resolve_users_per_step, run_in, warn_unread
 from comingle.training.backends.distributed import Sharded
 from comingle.training.backends.launched import Place, find_place
 from comingle.training.backends.ranks import Ranks, joined
@@ -179,7 +179,7 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     Raises:
         ComingleError: Settings, data and base do not fit together, or there are more processes than users.
     """
-    recipe = ranks.run_in_all(lambda: fitted(recipe, run_data))  # users_per_step: auto becomes a number
+    recipe = ranks.run_in_all(lambda: resolve_users_per_step(recipe, run_data))
     plan = make_plan(recipe, method, run_data.users.names)
     plan = plan.updated("runtime", store=recipe.runtime.store)
     federation = ranks.run_in_all(lambda: _build_shard(recipe, run_data, plan, ranks))
@@ -262,7 +262,7 @@ def run_sharded(
         ranks.run_in_first(lambda: contexts.enter_context(opening))
         ranks.record_opened(folder)
 
-    building = partial(build_sharded, ranks=ranks)
+    build_federation = partial(build_sharded, ranks=ranks)
     return run_in(
         folder,
         recipe,
@@ -271,8 +271,8 @@ def run_sharded(
         force=force,
         method=method,
         observers=observers,
-        building=building,
-        entering=enter,
+        build_federation=build_federation,
+        enter_folder=enter,
     )
 
 

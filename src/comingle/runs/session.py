@@ -71,16 +71,16 @@ _FIT = "comingle.cost.planning:fit"
 """The search for the largest pass that fits; imported by name, because it imports this module."""
 
 
-def fitted(recipe: Recipe, run_data: RunData) -> Recipe:
-    """Put values by user in the order of the users; replace ``users_per_step: auto`` by what fits into memory.
+def resolve_users_per_step(recipe: Recipe, run_data: RunData) -> Recipe:
+    """Return the recipe with ``runtime.users_per_step: auto`` replaced by the largest number that fits into memory.
 
-    With ``auto``, ``runtime.users_per_step`` and ``runtime.micro_batch`` (sequences of each user) are set to the
-    size of the largest forward and backward pass that fits.
+    ``runtime.micro_batch``, the number of sequences of each user in a pass, is set together with it.
 
     Raises:
-        RecipeError: No pass fits, or values by user name an unknown user or lack one.
+        RecipeError: Not even the smallest pass fits, or a setting by user, such as ``adapters.rank: {anna: 8}``, names
+            an unknown user or lacks one.
     """
-    recipe = recipe.for_users(run_data.users.names)
+    recipe = recipe.for_users(run_data.users.names)  # {anna: 8, ben: 4} becomes [8, 4]
     if recipe.runtime.users_per_step != AUTO:
         return recipe
     find_largest_pass = load_object(_FIT)  # loaded by name, since its module imports this one
@@ -94,8 +94,8 @@ _CHOSEN = ("dtype", "native_code", "compile", "gradient_checkpointing", "micro_b
 """Keys of ``runtime`` that ``runtime.memory`` may choose; it also chooses ``quantise``."""
 
 
-def needs_choice(recipe: Recipe) -> bool:
-    """Return whether ``runtime.memory`` is set and a setting that it chooses, such as ``runtime.dtype``, is not."""
+def lacks_chosen_settings(recipe: Recipe) -> bool:
+    """Return whether the recipe has ``runtime.memory``, but not all settings that are chosen to stay within it."""
     if recipe.runtime.memory is None:
         return False
     sets_all_of_runtime = recipe.runtime.model_fields_set.issuperset(_CHOSEN)
@@ -103,12 +103,12 @@ def needs_choice(recipe: Recipe) -> bool:
     return not (sets_all_of_runtime and sets_quantise)
 
 
-def with_settings(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with all settings written out that ``runtime.memory`` may choose.
+def with_chosen_settings(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with ``changes``, and with every other setting that ``runtime.memory`` may choose set, too.
 
     Args:
         recipe: The recipe.
-        changes: The chosen values by recipe key, such as ``{"runtime.dtype": "bfloat16"}``; others stay as they are.
+        changes: The chosen values by recipe key, such as ``{"runtime.dtype": "bfloat16"}``.
     """
     values = {f"runtime.{key}": getattr(recipe.runtime, key) for key in _CHOSEN}
     values["quantise"] = recipe.quantise
@@ -116,7 +116,7 @@ def with_settings(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return recipe.with_changes(values, where="runtime.memory")
 
 
-def within_memory(
+def choose_settings_for_memory(
     recipe: Recipe,
     say: Callable[[str], None],
     *,
@@ -124,26 +124,23 @@ def within_memory(
     processes: int = 1,
     is_loaded: bool = False,
 ) -> Recipe:
-    """Choose settings with which the run fits into ``runtime.memory``, and make the process return freed memory.
+    """Return the recipe with settings with which the run fits into ``runtime.memory``; unchanged without this key.
 
     Args:
         recipe: The recipe.
-        say: Called with a line on what was chosen.
-        resumed: Folder of the run that is resumed; it keeps the settings that were chosen at its start.
+        say: Called with a line that names the chosen settings.
+        resumed: Folder of the run to resume, which keeps the settings of its start; None for a new run.
         processes: Number of processes of the run.
         is_loaded: Whether base and data are loaded already.
 
-    Returns:
-        The recipe with the chosen settings; unchanged without ``runtime.memory``.
-
     Raises:
-        RecipeError: No settings fit, there are several processes, or the base is not a language model that is loaded by
-            name.
+        RecipeError: No settings fit, there are several processes, or a program passes the base or the users.
     """
     if recipe.runtime.memory is None:
         return recipe
     got = f"runtime.memory: got {recipe.runtime.memory!r}"
-    if is_loaded or recipe.data.given or recipe.base == GIVEN:
+    passed_by_program = recipe.data.given or recipe.base == GIVEN
+    if is_loaded or passed_by_program:
         raise RecipeError(f"{got}; allowed: with a base and users that the recipe names")
     if processes > 1:
         raise RecipeError(f"{got} and {processes} processes; allowed: in one process")
@@ -151,12 +148,12 @@ def within_memory(
         resumed_recipe = load_recipe(resumed)
         changes = {f"runtime.{key}": getattr(resumed_recipe.runtime, key) for key in _CHOSEN}
         changes["quantise"] = resumed_recipe.quantise
-        return with_choice(recipe, changes, "as in the run that is resumed", say)
+        return use_chosen_settings(recipe, changes, "as in the run that is resumed", say)
     limit_bytes = memory_limit(recipe)
     user_names = kind_of(recipe).names_of(recipe)
     choose_settings_within = load_object(_CHOOSE)  # loaded by name, since its module imports this one
     choice = choose_settings_within(recipe, limit_bytes, user_names)
-    return with_choice(recipe, choice.changes, choice.describe(limit_bytes), say)
+    return use_chosen_settings(recipe, choice.changes, choice.describe(limit_bytes), say)
 
 
 def memory_limit(recipe: Recipe) -> int:
@@ -167,29 +164,31 @@ def memory_limit(recipe: Recipe) -> int:
     device = resolve_device(recipe.runtime.device)
     limit_bytes = free_bytes(device)
     if device.type == "cpu":
-        limit_bytes += private_bytes()  # what this process uses already is part of what it may use
+        limit_bytes += private_bytes()  # the process may go on using the memory that it has already
     return limit_bytes
 
 
-def with_choice(recipe: Recipe, changes: Mapping[str, Any], text: str, say: Callable[[str], None]) -> Recipe:
-    """Return the recipe with the settings that ``runtime.memory`` has chosen, and make the process return freed memory.
+def use_chosen_settings(
+    recipe: Recipe, changes: Mapping[str, Any], description: str, say: Callable[[str], None]
+) -> Recipe:
+    """Return the recipe with the settings that were chosen for ``runtime.memory``, and report them.
 
     Args:
         recipe: The recipe.
         changes: The chosen values by recipe key, such as ``{"runtime.dtype": "bfloat16"}``.
-        text: The choice, and what it needs, in one line.
-        say: Called with a line on what was chosen.
+        description: The chosen settings and the memory that they need, in one line.
+        say: Called with the description.
     """
-    return_buffers()
-    say(f"runtime.memory {recipe.runtime.memory}: {text}")
-    chosen = with_settings(recipe, changes)
-    if chosen.quantise != recipe.quantise:
+    return_buffers()  # from now on this process returns freed memory to the system
+    say(f"runtime.memory {recipe.runtime.memory}: {description}")
+    full_recipe = with_chosen_settings(recipe, changes)
+    if full_recipe.quantise != recipe.quantise:
         logger.warning(
             "quantise: %s, chosen for runtime.memory: %s; results differ from those of the unquantised base",
-            chosen.quantise,
+            full_recipe.quantise,
             recipe.runtime.memory,
         )
-    return chosen
+    return full_recipe
 
 
 def run_trackers(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
@@ -200,16 +199,16 @@ def run_trackers(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
         recipe: The recipe.
         users: The number of users. With more than ``MAX_SERIES``, trackers log quantiles instead of per-user series.
     """
-    for tracker in _unlimited_trackers(folder, recipe):
+    for tracker in _per_user_trackers(folder, recipe):
         if users <= MAX_SERIES:
             yield tracker
         else:
             yield QuantileTracker(tracker)
 
 
-def _unlimited_trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
+def _per_user_trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
     """Yield TensorBoard, if it is installed, and the recipe's trackers; each logs a series for every user."""
-    board = tensorboard(folder / "tensorboard")
+    board = tensorboard(folder / "tensorboard")  # None if it is not installed
     if board is not None:
         yield board
     run_folder = folder.resolve()
@@ -230,7 +229,7 @@ def checkpoint_writer(federation: InProcess, recipe: Recipe, folder: Path | None
         federation: The federation.
         recipe: The recipe.
         folder: The run folder; None: the function does nothing.
-        log: The log of events, if this process writes one.
+        log: The log of events; None if another process writes it.
     """
     clients = federation.clients
 
@@ -243,18 +242,19 @@ def checkpoint_writer(federation: InProcess, recipe: Recipe, folder: Path | None
             # A resumed run cuts its log to the size in the checkpoint, so the events must be on disk first.
             log.to_disk()
             events_bytes = log.size_bytes
-        names: Sequence[str] = clients.population_names
-        digest = ""
-        if not clients.state.in_memory:  # there may be millions of users, so only a digest of their names is stored
+        if clients.state.in_memory:
+            names: Sequence[str] = clients.population_names
+            digest_of_names = ""
+        else:  # there may be millions of users, so only a digest of their names is stored
             names = []
-            digest = digest_names(clients.population_names)
+            digest_of_names = digest_names(clients.population_names)
         progress = progress_of(
             rounds_done,
             recipe.fingerprint,
             names,
             clock=clock,
             events_bytes=events_bytes,
-            population=digest,
+            population=digest_of_names,
             stopped=clients.stopped_after is not None,
         )
         federation.save(folder, progress, keep=recipe.checkpoints.keep)
@@ -282,8 +282,8 @@ def prepare(
     Args:
         recipe: The recipe.
         base: The base model, if it is loaded already.
-        validates: Whether every user needs validation data; users without are refused or skipped. None: the method
-            decides.
+        validates: Whether every user needs validation data; users without any are refused or skipped. None: yes if the
+            method uses it.
         given: Objects that a program passes instead of names and paths in the recipe.
         method: The result of :func:`check_and_set_up` for the recipe; None: it is called now.
 
@@ -292,7 +292,8 @@ def prepare(
         BaseModelError: The base cannot be used.
         DataError: A user's data cannot be used.
     """
-    method = check_and_set_up(recipe) if method is None else method
+    if method is None:
+        method = check_and_set_up(recipe)
     if validates is None:
         validates = method.client.needs_validation
     given.check(recipe)
@@ -301,14 +302,18 @@ def prepare(
     kind = kind_of(recipe)
 
     def load_run_base() -> Base:
-        return with_date(base, given.date) if base is not None else given.load_base(recipe)
+        if base is None:
+            return given.load_base(recipe)
+        return with_date(base, given.date)
 
     request = DataRequest(
         recipe=recipe, load_base=load_run_base, validates=validates, given=given.users, net=given.net, loss=given.loss
     )
-    # Users whose data a program passes are in memory already.
-    store = STORES[MEMORY if given.users is not None else recipe.runtime.store]
-    return with_clusters(recipe, store.read(kind, request))
+    store_name = recipe.runtime.store
+    if given.users is not None:  # data that a program passes is in memory already
+        store_name = MEMORY
+    run_data = STORES[store_name].read(kind, request)
+    return with_clusters(recipe, run_data)
 
 
 def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
@@ -340,13 +345,14 @@ def check_and_set_up(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
 
     Args:
         recipe: The recipe.
-        keeps_memory: Whether to keep freed buffers, which makes later steps faster; ``runtime.memory`` overrides it.
+        keeps_memory: Whether to keep freed buffers, which makes later steps faster. With ``runtime.memory`` they are
+            never kept.
 
     Raises:
         RecipeError: As :func:`check_recipe`.
     """
     method = check_recipe(recipe)
-    if needs_choice(recipe):
+    if lacks_chosen_settings(recipe):
         raise RecipeError(
             f"runtime.memory: got {recipe.runtime.memory!r}; allowed: null for this command; `comingle cost` shows "
             "settings that fit"
@@ -386,40 +392,45 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
     Only single runs call this: in a comparison such settings may be for other methods.
     """
     name, placement = recipe.method.name, method.placement
-    unread_by_reason: dict[str, list[str]] = {}  # keys or sections without effect
-    # The section `floral` is for methods that learn mixtures of adaptors.
+    unread_by_reason: dict[str, list[str]] = {}  # sections or keys without effect, by the reason why
     learns_adaptors = placement.mixture is not None and placement.mixture.of == "adaptors"
     if not learns_adaptors:
         unread_by_reason[f"method {name}: has no adaptors in nets"] = ["floral"]
     data: Any = recipe.data
-    if getattr(data, "dataset", None) is not None and not data.split.given:
+    reads_dataset = getattr(data, "dataset", None) is not None
+    if reads_dataset and not data.split.given:
         unread_by_reason["data.split.given: is false and splits are drawn"] = ["data.dataset.split"]
     if not placement.routed:
         unread_by_reason[f"method {name}: has no router of tokens"] = ["adapters.top_k"]
     optimisers = {"training.experts": recipe.training.experts, "training.router": recipe.training.router}
     for section, optimiser in optimisers.items():
-        keys_of_other_optimisers = ["momentum"] if optimiser.name == "adamw" else ["betas", "eps"]
-        unread_by_reason[f"{section}: {optimiser.name} has no such settings"] = [
-            f"{section}.{key}" for key in keys_of_other_optimisers
-        ]
-    for reason, keys_or_sections in unread_by_reason.items():
-        keys_set: list[str] = []
-        for key_or_section in keys_or_sections:
-            keys_set += [key for key, _ in changed_settings(recipe, key_or_section)]
-        if keys_set:
-            logger.warning("%s, so these keys have no effect: %s", reason, ", ".join(keys_set))
+        unread_keys = [f"{section}.betas", f"{section}.eps"]  # of AdamW only
+        if optimiser.name == "adamw":
+            unread_keys = [f"{section}.momentum"]
+        unread_by_reason[f"{section}: {optimiser.name} has no such settings"] = unread_keys
+    for reason, sections_or_keys in unread_by_reason.items():
+        keys_in_recipe: list[str] = []
+        for section_or_key in sections_or_keys:
+            keys_in_recipe += [key for key, _value in changed_settings(recipe, section_or_key)]
+        if keys_in_recipe:
+            logger.warning("%s, so these keys have no effect: %s", reason, ", ".join(keys_in_recipe))
 
 
 def describe(run_data: RunData, recipe: Recipe) -> Inputs:
     """Return digests of a run's base and data, to notice changes when the run is resumed or opened.
 
-    Users on disk, who may be millions, have one common digest instead of an entry for each.
+    Users on disk, who may be millions, have one common digest; users in memory have one each.
     """
-    kind, base, settings = run_data.kind.name, digests_of(run_data.base), run_data.kind.settings(run_data)
+    kind = run_data.kind.name
+    digests_of_base = digests_of(run_data.base)
+    settings = run_data.kind.settings(run_data)
     if not run_data.users.in_memory:
-        names = digest_names(run_data.users.names)
-        population = {"users": len(run_data.users), "names": names, "data": run_data.users.digest}
-        return Inputs(kind=kind, **base, users={}, settings=settings | {POPULATION: population})
+        settings[POPULATION] = {
+            "users": len(run_data.users),
+            "names": digest_names(run_data.users.names),
+            "data": run_data.users.digest,
+        }
+        return Inputs(kind=kind, **digests_of_base, users={}, settings=settings)
     # Recipe keys with a value for each user, such as {"adapters.rank": [8, 4, 8]}.
     values_by_key = recipe.for_users(run_data.users.names).values_of_users()
     if "method.specialists" in values_by_key:
@@ -434,7 +445,7 @@ def describe(run_data: RunData, recipe: Recipe) -> Inputs:
             cluster=getattr(user, "cluster", None),
             given=values_of_user,
         )
-    return Inputs(kind=kind, **base, users=users, settings=settings)
+    return Inputs(kind=kind, **digests_of_base, users=users, settings=settings)
 
 
 # -------------------------------------------------------------------- build
@@ -447,12 +458,12 @@ def build(recipe: Recipe, run_data: RunData, *, method: Method | None = None, st
         recipe: The recipe.
         run_data: The base model and the users' data.
         method: The method of the recipe; None: it is made now.
-        store: Where users' tensors are, in place of the recipe's ``runtime.store``.
+        store: Where users' tensors are, such as ``"memory"``; None: as in the recipe's ``runtime.store``.
 
     Raises:
-        ComingleError: settings, data and base do not fit each other.
+        ComingleError: Settings, data and base do not fit each other.
     """
-    recipe = fitted(recipe, run_data)
+    recipe = resolve_users_per_step(recipe, run_data)
     if method is None:
         method = make(recipe.method.name, **recipe.method.settings)
     plan = make_plan(recipe, method, run_data.users.names)
@@ -471,44 +482,46 @@ def run_in(
     force: bool,
     method: Method | None = None,
     observers: Callable[[Clients], Sequence[Observer]] = lambda clients: (),
-    building: Callable[..., InProcess] = build,
-    entering: Callable[[ExitStack, AbstractContextManager[None]], object] = ExitStack.enter_context,
+    build_federation: Callable[..., InProcess] = build,
+    enter_folder: Callable[[ExitStack, AbstractContextManager[None]], object] = ExitStack.enter_context,
 ) -> Run:
     """Build a recipe's federation and run it in its folder.
 
     Args:
-        folder: The run folder; without one nothing is written.
+        folder: The run folder; None writes nothing.
         recipe: The recipe.
         run_data: The base model and the users' data.
         resume: Whether to resume from the newest checkpoint in the folder.
         force: Whether to replace what is in the folder.
         method: The method of the recipe; None: it is made now.
-        observers: Makes observers of the run's events from its clients; called in the first process.
-        building: Makes the federation from recipe, data and method; in a run of several processes, the shard of this
-            process.
-        entering: Called as ``entering(stack, opening)`` to enter on the stack the context that opens the folder. In a
-            run of several processes, only the first one enters it.
+        observers: Returns observers of the run's events, given its clients. In a run of several processes, only the
+            first one calls it.
+        build_federation: :func:`build`; in a run of several processes, a function that builds this process's shard.
+        enter_folder: Enters the context that opens the folder. In a run of several processes, only the first one does.
 
     Raises:
-        ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
+        ComingleError: As :func:`build`, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
     """
     if method is None:
         method = make(recipe.method.name, **recipe.method.settings)
     with ExitStack() as contexts:
         contexts.enter_context(own_errors(method))  # names the file of a plug-in in errors that its code raises
-        federation = building(recipe, run_data, method=method)
-        run_observers = observers(federation.clients) if federation.is_first_process else ()
+        federation = build_federation(recipe, run_data, method=method)
+        run_observers: Sequence[Observer] = ()
+        if federation.is_first_process:
+            run_observers = observers(federation.clients)
         settings = run_data.kind.settings(run_data)
-        is_classification = settings.get("loss") == CROSS_ENTROPY.name
-        num_classes = settings["classes"] if is_classification else None
+        num_classes = None
+        if settings.get("loss") == CROSS_ENTROPY.name:
+            num_classes = settings["classes"]
         if folder is None:
-            done = execute(federation, recipe, None, observers=run_observers, num_classes=num_classes)
-            return replace(done, settings=settings)
+            finished = execute(federation, recipe, None, observers=run_observers, num_classes=num_classes)
+            return replace(finished, settings=settings)
         inputs = _merged_inputs(federation, run_data, recipe)
-        opening = open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=method.placement.pooled)
-        entering(contexts, opening)
-        done = execute(federation, recipe, folder, resume=resume, observers=run_observers, num_classes=num_classes)
-    return replace(done, settings=settings)
+        opened_folder = open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=method.placement.pooled)
+        enter_folder(contexts, opened_folder)
+        finished = execute(federation, recipe, folder, resume=resume, observers=run_observers, num_classes=num_classes)
+    return replace(finished, settings=settings)
 
 
 def _merged_inputs(federation: InProcess, run_data: RunData, recipe: Recipe) -> Inputs:
@@ -516,19 +529,24 @@ def _merged_inputs(federation: InProcess, run_data: RunData, recipe: Recipe) -> 
 
     With several processes, the first one gets the users of all processes and the others only their own.
     """
-    fields = federation.merge_users(lambda: asdict(describe(run_data, recipe)))  # as dicts, to send them
-    users = {name: UserInputs(**of_user) for name, of_user in fields.pop("users").items()}
+
+    def inputs_here() -> dict[str, Any]:
+        """Return the record of this process's users as a dict, which can be sent to another process."""
+        return asdict(describe(run_data, recipe))
+
+    fields = federation.merge_users(inputs_here)
+    users = {name: UserInputs(**fields_of_user) for name, fields_of_user in fields.pop("users").items()}
     return Inputs(users=users, **fields)
 
 
-def _wall_seconds_entry(folder: Path, rounds: int) -> JsonObject:
-    """Return ``{"wall_seconds": ...}`` from the ``metrics.json`` of a finished run that is resumed, else ``{}``.
+def _recorded_wall_seconds(folder: Path, rounds: int) -> JsonObject:
+    """Return ``{"wall_seconds": ...}`` as recorded in ``metrics.json``; ``{}`` if there are no metrics of this round.
 
-    Such a run only repeats its evaluation, which does not count as training time.
+    A finished run that is resumed only repeats its evaluation, so its training time stays as recorded.
 
     Args:
         folder: The run folder.
-        rounds: Number of rounds that are done; metrics after another number of rounds are ignored.
+        rounds: Number of rounds that are done.
     """
     try:
         recorded = read_metrics(folder)
@@ -544,14 +562,16 @@ def _settings_entry(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
     Returns:
         ``resolved_method_settings`` with all settings, and ``method_settings`` with those that differ from the
-        defaults. A key without settings is left out.
+        defaults. Each of the two is left out if it would be empty.
     """
     defaults = settings_of(recipe.method.name)
     changed = {key: value for key, value in recipe.method.settings.items() if value != defaults.get(key)}
     resolved: dict[str, Any] = {}
-    for key, value in (defaults | recipe.method.settings).items():
-        fits_json = value is None or isinstance(value, str | int | float | list | tuple | dict)
-        resolved[key] = value if fits_json else str(value)  # defaults of a user's own method may be any object
+    for key, value in {**defaults, **recipe.method.settings}.items():
+        if value is None or isinstance(value, str | int | float | list | tuple | dict):
+            resolved[key] = value
+        else:  # a default of a user's own method may be an object that JSON cannot hold
+            resolved[key] = str(value)
     entries: dict[str, dict[str, Any]] = {}
     if changed:
         entries["method_settings"] = changed
@@ -582,19 +602,19 @@ def execute(
 ) -> Run:
     """Run the rounds of a federation and write its events, checkpoints and metrics.
 
-    If several processes share a run, each one calls this function with its shard of the federation. The first one
-    writes to the folder.
+    If several processes share a run, each one calls this function with its shard of the federation. Only the first
+    one writes events and metrics.
 
     Args:
         federation: The federation.
         recipe: The recipe.
-        folder: The run folder, which is open; without one nothing is written.
+        folder: The run folder, which is open; None writes nothing.
         resume: Whether to resume from the newest checkpoint in the folder.
         observers: Functions that are called with each event.
-        num_classes: Number of classes that nets tell apart by cross-entropy; None for other models.
+        num_classes: Number of classes of nets trained with cross-entropy; None for other models.
 
     Returns:
-        The run, with its events if there is no folder for them.
+        The run. Without a folder it also holds the events.
 
     Raises:
         RunError: The checkpoint to resume from is damaged or belongs to another recipe.
@@ -607,36 +627,43 @@ def execute(
     clock = Clock()
     rounds_done = 0
     kept_bytes = 0  # size of the events before the checkpoint; the resumed run repeats the later ones
-    if folder is not None and federation.open_folder(folder, resume=resume):
+    if folder is not None and federation.open_folder(folder, resume=resume):  # there is a checkpoint to resume from
         progress = federation.restore(folder, recipe.fingerprint)
-        rounds_done, kept_bytes, clock = progress.round, progress.events_bytes, progress.clock
+        rounds_done = progress.round
+        kept_bytes = progress.events_bytes
+        clock = progress.clock
     log: EventLog | None = None
     trackers: list[Tracker] = []
     if folder is not None and is_first_process:
         log = EventLog(folder / "events.jsonl", keep_bytes=kept_bytes)
         trackers = list(run_trackers(folder, recipe, len(clients.population_names)))
-    earlier_evaluations = read_evaluations(folder) if folder is not None and kept_bytes else ()
-    evaluations = Evaluations(earlier_evaluations)
-    sinks = [sink for sink in (log, *trackers, *observers, evaluations) if sink is not None]
-    unlogged_events: list[dict[str, Any]] = []
+    evaluations = Evaluations()
+    if folder is not None and kept_bytes > 0:
+        evaluations = Evaluations(read_evaluations(folder))  # those before the checkpoint
+    event_receivers: list[Observer] = [*trackers, *observers, evaluations]
+    if log is not None:
+        event_receivers.insert(0, log)
+    events_in_memory: list[dict[str, Any]] = []
 
     def observe(event: Event) -> None:
         """Pass an event to the log, the trackers and all observers; keep it in memory if there is no log."""
         if log is None and event["event"] != "step":
-            unlogged_events.append(finite(event))  # as in the log, where JSON has no NaN
-        for sink in sinks:
-            sink(event)
+            events_in_memory.append(finite(event))  # as in the log, where JSON has no NaN
+        for receive in event_receivers:
+            receive(event)
 
     if folder is not None and clients.skipped and is_first_process:
         _write_skipped_users(folder, clients.skipped)
-    # `merge_users` merges the results of all processes.
-    data_amounts = federation.merge_users(
-        lambda: {user.name: amounts(user, clients.batch_source.unit) for user in clients.scored_users}
-    )
+
+    def amounts_here() -> JsonObject:
+        """Return each user's amount of data in this process, by name."""
+        return {user.name: amounts(user, clients.batch_source.unit) for user in clients.scored_users}
+
+    amounts_of_all = federation.merge_users(amounts_here)  # of the users of all processes
     # The log of a resumed run already has a start event, unless the log was deleted.
     log_was_lost = log is not None and log.size_bytes == 0
-    if log_was_lost or not kept_bytes:
-        observe(start_event(clients.plan, clients.model.name, data_amounts) | clients.left_out)
+    if log_was_lost or kept_bytes == 0:
+        observe({**start_event(clients.plan, clients.model.name, amounts_of_all), **clients.left_out})
     try:
         write_checkpoint = checkpoint_writer(federation, recipe, folder, log)
         scores = run_rounds(
@@ -645,18 +672,19 @@ def execute(
         if scores is None:
             scores = []
         metrics_of_users = federation.merge_users(lambda: users_metrics(clients, scores))
-        metrics = summarise(clients, scores, clock, metrics_of_users).as_dict() | clients.left_out
-        metrics |= federation.server.mechanisms.metrics
+        metrics = summarise(clients, scores, clock, metrics_of_users).as_dict()
+        metrics.update(clients.left_out)
+        metrics.update(federation.server.mechanisms.metrics)
         if is_first_process:
             # The confidence interval of the mean, if only a sample of the users was evaluated.
-            metrics |= sample_entry(clients, metrics_of_users, metrics["measure"])
+            metrics.update(sample_entry(clients, metrics_of_users, metrics["measure"]))
         evaluations.add_valid_losses(metrics)
-        metrics |= outcome_warnings(clients.method, evaluations, metrics, num_classes=num_classes)
-        metrics |= untrained_entry(clients.plan, clients.steps.local_steps)
-        metrics |= _settings_entry(recipe)
+        metrics.update(outcome_warnings(clients.method, evaluations, metrics, num_classes=num_classes))
+        metrics.update(untrained_entry(clients.plan, clients.steps.local_steps))
+        metrics.update(_settings_entry(recipe))
         had_finished = resume and rounds_done == metrics["rounds"]
         if folder is not None and had_finished:
-            metrics |= _wall_seconds_entry(folder, rounds_done)
+            metrics.update(_recorded_wall_seconds(folder, rounds_done))
         observe(end_event(metrics))
     except DivergenceError as error:
         checkpoints = [] if folder is None else list_checkpoints(folder)
@@ -669,4 +697,4 @@ def execute(
                 sink.close()
     if folder is not None:
         federation.write_record(folder / "metrics.json", metrics)
-    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(unlogged_events))
+    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(events_in_memory))
