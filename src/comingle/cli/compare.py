@@ -172,11 +172,11 @@ def _run_in_sequence(
         quiet: Do not print progress.
     """
     from comingle.cli.training import warn_overlaps
-    from comingle.runs.compare import compare_runs
+    from comingle.runs.compare import run_recipes
     from comingle.runs.progress import reporting
 
     with reporting(quiet=quiet) as reporter:
-        yield from compare_runs(recipes, folder, reporter, resume=resume, force=force, ready=warn_overlaps)
+        yield from run_recipes(recipes, folder, reporter, resume=resume, force=force, on_data=warn_overlaps)
 
 
 def _run_in_parallel(
@@ -195,12 +195,12 @@ def _run_in_parallel(
         quiet: Print nothing.
     """
     from comingle.cli.training import warn_overlaps
-    from comingle.runs.compare import compare_in_processes
+    from comingle.runs.compare import run_recipes_in_processes
     from comingle.utils.records import measure_of, number
     from comingle.utils.terminal import errors, words
 
-    outcomes = compare_in_processes(
-        recipes, folder, jobs=jobs, resume=resume, force=force, quiet=quiet, ready=warn_overlaps
+    outcomes = run_recipes_in_processes(
+        recipes, folder, jobs=jobs, resume=resume, force=force, quiet=quiet, on_data=warn_overlaps
     )
     for num_ended, (key, outcome) in enumerate(outcomes, start=1):
         if isinstance(outcome, ComingleError):

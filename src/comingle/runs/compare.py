@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -56,7 +57,7 @@ class _GroupProcess(Generic[Group]):
     process: BaseProcess
     group: Group
     slot: int
-    """Number that no other running process has, from 0; it selects the GPU."""
+    """Number from 0 that no other running process has; it selects the GPU."""
 
 
 def in_processes(
@@ -84,22 +85,26 @@ def in_processes(
     waiting_groups = list(groups)
     errors_of_groups: list[Exception] = []
     running: dict[Connection, _GroupProcess[Group]] = {}  # by the connection that receives the results
+
+    def start_process(group: Group) -> None:
+        """Start a process that works on a group."""
+        used_slots = {started.slot for started in running.values()}
+        slot = min(set(range(jobs)) - used_slots)
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_work_group, args=(sender, work, group, num_processes, slot))
+        process.start()
+        sender.close()  # only the new process has it open now, so its end ends the connection
+        running[receiver] = _GroupProcess(process=process, group=group, slot=slot)
+
     try:
         while waiting_groups or running:
             while waiting_groups and len(running) < jobs:
-                group = waiting_groups.pop(0)
-                used_slots = {started.slot for started in running.values()}
-                slot = min(set(range(jobs)) - used_slots)
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_work_group, args=(sender, work, group, num_processes, slot))
-                process.start()
-                sender.close()  # so that the end of the process ends the connection
-                running[receiver] = _GroupProcess(process=process, group=group, slot=slot)
+                start_process(waiting_groups.pop(0))
             readable = wait(list(running))
             readable_oldest_first = [connection for connection in running if connection in readable]
             for connection in readable_oldest_first:
                 try:
-                    received = connection.recv()
+                    result_or_error = connection.recv()
                 except EOFError:  # the process has ended
                     ended = running.pop(connection)
                     ended.process.join()
@@ -107,10 +112,10 @@ def in_processes(
                     if exit_code:
                         errors_of_groups.append(RunError(_process_error(label(ended.group), exit_code)))
                     continue
-                if isinstance(received, Exception):
-                    errors_of_groups.append(received)
+                if isinstance(result_or_error, Exception):
+                    errors_of_groups.append(result_or_error)
                 else:
-                    yield received
+                    yield result_or_error
     finally:
         for started in running.values():
             started.process.terminate()
@@ -177,7 +182,7 @@ Key = tuple[str, int]
 
 
 def folders_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Key, Path]:
-    """Return the folder of each run of a comparison.
+    """Return the folder of each run of a comparison, such as ``folder / "fedavg-seed0"`` for ``("fedavg", 0)``.
 
     Args:
         recipes: The runs, by label of the method and seed.
@@ -211,8 +216,8 @@ def recipes_of(
         for_all: Settings by key for all methods that have a setting of this name, except those passed as mappings.
 
     Raises:
-        RecipeError: A method occurs twice or is unknown, a setting or seed is wrong, each seed would evaluate other
-            users, or a method cannot train the recipe's users.
+        RecipeError: A method occurs twice or is unknown, a setting or seed is wrong, each seed would evaluate a
+            different sample of users, or a method cannot train the recipe's users.
     """
     num_seeds = len(set(seeds))
     if recipe.evaluation.users and num_seeds > 1:
@@ -220,29 +225,50 @@ def recipes_of(
             f"evaluation.users: got {recipe.evaluation.users} with {num_seeds} seeds, each of which draws other "
             "users, so users cannot be compared across seeds; allowed: null (all users), or one seed"
         )
-    parsed = [dict(method) if isinstance(method, Mapping) else parse_method(method) for method in methods]
-    complete: list[dict[str, Any]] = []  # names and all settings
-    for as_passed, method in zip(methods, parsed, strict=True):
-        if isinstance(as_passed, Mapping):
-            complete.append(method)
-        else:  # settings in the text, such as "fedprox:proximal=0.1", take precedence
-            complete.append(_with_settings(recipe, method["name"], for_all) | method)
-    names = [method["name"] for method in parsed]
-    labels = [method["name"] if names.count(method["name"]) == 1 else _label(method) for method in parsed]
+    parsed: list[dict[str, Any]] = []  # name and passed settings of each method
+    complete: list[dict[str, Any]] = []  # the same methods with the settings of `recipe` and `for_all`, too
+    for method in methods:
+        if isinstance(method, Mapping):
+            parsed.append(dict(method))
+            complete.append(dict(method))
+        else:
+            method_of_text = parse_method(method)
+            name = method_of_text["name"]
+            other_settings = settings_in_comparison(name, recipe.method.name, recipe.method.settings, for_all)
+            parsed.append(method_of_text)
+            # Settings in the text, such as "fedprox:proximal=0.1", take precedence.
+            complete.append({**other_settings, **method_of_text})
+    labels = _labels_of_methods(parsed)
+    recipes: dict[Key, Recipe] = {}
+    for seed in seeds:
+        for label, method in zip(labels, complete, strict=True):
+            recipes[label, seed] = recipe.with_changes({"method": method, "seed": seed}, where="--seeds")
+    _check_distinct({label: run_recipe.method for (label, _seed), run_recipe in recipes.items()})
+    for run_recipe in recipes.values():
+        check_recipe(run_recipe)
+    return recipes
+
+
+def _labels_of_methods(methods: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the label of each method: its name, or its name and settings if several methods have this name.
+
+    Args:
+        methods: The name and the passed settings of each method, such as ``{"name": "fedprox", "proximal": 0.1}``.
+
+    Raises:
+        RecipeError: Two methods have the same label, or labels that give the same folder name.
+    """
+    names = [method["name"] for method in methods]
+    labels: list[str] = []
+    for method in methods:
+        is_only_one = names.count(method["name"]) == 1
+        labels.append(method["name"] if is_only_one else _label_with_settings(method))
     seen_folder_names: set[str] = set()
     for label in labels:
         if folder_name(label) in seen_folder_names:
             raise RecipeError(f"methods: got {label!r} twice; give each once")
         seen_folder_names.add(folder_name(label))
-    recipes = {
-        (label, seed): recipe.with_changes({"method": method, "seed": seed}, where="--seeds")
-        for seed in seeds
-        for label, method in zip(labels, complete, strict=True)
-    }
-    _check_distinct({label: run_recipe.method for (label, _seed), run_recipe in recipes.items()})
-    for run_recipe in recipes.values():
-        check_recipe(run_recipe)
-    return recipes
+    return labels
 
 
 def _check_distinct(methods: Mapping[str, MethodSection]) -> None:
@@ -263,11 +289,11 @@ def _check_distinct(methods: Mapping[str, MethodSection]) -> None:
         checked[label] = name_and_settings
 
 
-_OF_ONE_RUN = ("method", "seed")
+_KEYS_OF_ONE_RUN = ("method", "seed")
 """Keys of a recipe in which the runs of a comparison may differ."""
 
 
-def comparison_runs(folder: Path, finished: Mapping[Path, str], *, failed: Collection[Path] = ()) -> dict[Path, str]:
+def labels_for_table(folder: Path, finished: Mapping[Path, str], *, failed: Collection[Path] = ()) -> dict[Path, str]:
     """Return the labels of all runs for the table of a comparison, by run folder.
 
     The table has the runs of this command, and the runs of earlier commands in the same folder that have the same base,
@@ -294,7 +320,7 @@ def comparison_runs(folder: Path, finished: Mapping[Path, str], *, failed: Colle
     ordered_labels = list(dict.fromkeys([*finished.values(), *earlier_labels.values()]))
 
     def order_key(path: Path) -> tuple[int, str, int]:
-        """Return position and label of a run's method, and the seed; methods without a position come last."""
+        """Return what runs are sorted by: their method's position, its label, and the seed; new methods come last."""
         label = comparable.labels[path]
         position = ordered_labels.index(label) if label in ordered_labels else len(ordered_labels)
         return position, label, comparable.recipes[path].seed
@@ -318,12 +344,12 @@ class _ComparableRuns:
         self._first = next(iter(finished))  # the run that others are compared with
         self._users = set(read_metrics(self._first)["users"])  # names of the evaluated users
 
-    def add(self, path: Path, labels: Mapping[str, str]) -> None:
+    def add(self, path: Path, earlier_labels: Mapping[str, str]) -> None:
         """Add a run of an earlier command, if it can be compared with the others.
 
         Args:
-            path: The run folder.
-            labels: Labels in the comparison's last table, by names of run folders without the ending ``-seedN``.
+            path: The run folder, such as ``fedprox-seed0``.
+            earlier_labels: Labels in the comparison's last table, by run folder without seed, such as ``fedprox``.
 
         Raises:
             ComingleError: The run cannot be compared with the others; the message is the reason.
@@ -333,20 +359,20 @@ class _ComparableRuns:
         recipe = load_recipe(path)
         users = read_metrics(path)["users"]
         # All recipes of a comparison differ only in method and seed, so comparing with one of them suffices.
-        difference = first_difference(recipe, self.recipes[self._first], ignored=_OF_ONE_RUN)
+        difference = first_difference(recipe, self.recipes[self._first], ignored=_KEYS_OF_ONE_RUN)
         if difference:
             raise RunError(f"its recipe differs from that of {self._first.name}: {difference}")
         if set(users) != self._users:
             raise RunError(f"its users are {list_names(users)}, those of {self._first.name} {list_names(self._users)}")
         self._check_inputs(path, recipe)
-        label = self._label_of_run(path, recipe, labels)
+        label = self._label_of_run(path, recipe, earlier_labels)
         for other, other_recipe in self.recipes.items():
             if recipe.fingerprint == other_recipe.fingerprint:
                 raise RunError(f"its recipe and seed are those of {other.name}")
             if self.labels[other] == label and recipe.method != other_recipe.method:
                 difference = first_difference(recipe, other_recipe, ignored=("seed",))
                 raise RunError(f"its method has other settings than that of {other.name}: {difference}")
-        if recipe.method.name in REGISTRY:  # warns if the method's file has changed; only reading needs no method
+        if recipe.method.name in REGISTRY:  # a table can also show a run whose method is not known here
             check_origin(path, recipe.method.name)
         self.labels[path] = label
         self.recipes[path] = recipe
@@ -361,26 +387,30 @@ class _ComparableRuns:
         Raises:
             RunError: The run used another base or other data, or its folder has no record of them.
         """
-        inputs, first_inputs = read_inputs(path), read_inputs(self._first)
+        inputs = read_inputs(path)
+        first_inputs = read_inputs(self._first)
         check_base(path, inputs, first_inputs.base, first_inputs.tokenizer)
-        # Other seeds may split the data differently.
+        # Runs with other seeds may split the data differently.
         with_same_seed = [other for other, other_recipe in self.recipes.items() if other_recipe.seed == recipe.seed]
         if with_same_seed:
             check_users(path, inputs, read_inputs(with_same_seed[0]))
 
     @staticmethod
-    def _label_of_run(path: Path, recipe: Recipe, labels: Mapping[str, str]) -> str:
+    def _label_of_run(path: Path, recipe: Recipe, earlier_labels: Mapping[str, str]) -> str:
         """Return the label of the method of an earlier command's run.
+
+        The label is that of the last table. If the table does not have the run, it is the method's name and settings,
+        provided that the folder is named after these; otherwise the folder's name without the seed.
 
         Args:
             path: The run folder, such as ``fedprox-seed0``.
             recipe: The run's recipe.
-            labels: Labels in the comparison's last table, by names of run folders without the ending ``-seedN``.
+            earlier_labels: Labels in the comparison's last table, by run folder without seed, such as ``fedprox``.
         """
         name_without_seed = path.name.rpartition("-seed")[0] or path.name
-        if labels.get(name_without_seed):
-            return labels[name_without_seed]
-        label_with_settings = _label({"name": recipe.method.name, **recipe.method.settings})
+        if earlier_labels.get(name_without_seed):
+            return earlier_labels[name_without_seed]
+        label_with_settings = _label_with_settings({"name": recipe.method.name, **recipe.method.settings})
         if folder_name(label_with_settings) == name_without_seed:
             return label_with_settings
         return name_without_seed
@@ -394,30 +424,30 @@ def write_table(
     Args:
         folder: The folder of the comparison.
         finished: The labels of this command's finished runs, by run folder.
-        against: The baseline, such as ``"local,fedavg"``; None for the default one. The default one is also used if a
-            method of the baseline has no finished run.
+        against: The baseline, such as ``"local,fedavg"``; None for the default baseline. The default baseline is also
+            used if one of these methods has no finished run.
         failed: Folders of this command's runs that failed.
 
     Returns:
         The table, and the labels of its runs by run folder.
     """
-    labels = comparison_runs(folder, finished, failed=failed)
+    labels = labels_for_table(folder, finished, failed=failed)
     baseline = against
     if against is not None:
         finished_methods = set(labels.values())
         if not finished_methods.issuperset(baseline_methods(against)):
-            baseline = None  # the default one
+            baseline = None  # the default baseline
     table = write_comparison(folder, list(labels), baseline, labels)
     return table, labels
 
 
 def check_baseline(recipes: Mapping[Key, Recipe], folder: Path | None, against: str | None) -> None:
-    """Check that the baseline is among the methods of a comparison or of the table that its folder has already.
+    """Check that the baseline is one of the methods that run now, or of those in the table of an earlier command.
 
     Args:
         recipes: The runs, by label of the method and seed.
-        folder: The folder of the comparison; None without one.
-        against: The baseline, or several methods separated by commas; None for the default one.
+        folder: The folder of the comparison, which may have a table; None without a folder.
+        against: The baseline, such as ``"local"`` or ``"local,fedavg"``; None for the default baseline.
 
     Raises:
         RecipeError: The baseline is not among the methods.
@@ -425,8 +455,8 @@ def check_baseline(recipes: Mapping[Key, Recipe], folder: Path | None, against: 
     methods = [label for label, _seed in recipes]
     if folder is not None:
         methods += methods_in_table(folder)
-    without_repeats = list(dict.fromkeys(methods))
-    baseline_of(without_repeats, against)  # raises if the baseline is not among them
+    distinct_methods = list(dict.fromkeys(methods))
+    baseline_of(distinct_methods, against)  # raises if the baseline is not among them
 
 
 def parse_method(text: str) -> dict[str, Any]:
@@ -439,20 +469,23 @@ def parse_method(text: str) -> dict[str, Any]:
     method: dict[str, Any] = {"name": name.strip()}
     for setting in settings:
         key, equals, value = (part.strip() for part in setting.partition("="))
-        if not equals or not key or key in method:
+        is_key_and_value = key != "" and equals != ""
+        if not is_key_and_value or key in method:
             raise RecipeError(f"methods: {text!r}: give NAME:KEY=VALUE, each key once, such as fedprox:proximal=0.1")
         method[key] = read_text(value, f"methods: {text!r}")
     return method
 
 
-def _label(method: Mapping[str, Any]) -> str:
+def _label_with_settings(method: Mapping[str, Any]) -> str:
     """Return a method's name and settings in the form ``NAME:KEY=VALUE:...`` that :func:`parse_method` reads.
 
     Args:
-        method: Either a mapping of ``name`` and settings, or a mapping of ``name`` and ``settings`` as in a recipe.
+        method: For example ``{"name": "fedprox", "proximal": 0.1}``, or as in a recipe
+            ``{"name": "fedprox", "settings": {"proximal": 0.1}}``.
     """
-    settings = {**method, **method.get("settings", {})}
-    pairs = [f"{key}={_compact(value)}" for key, value in settings.items() if key not in ("name", "settings")]
+    settings = {key: value for key, value in method.items() if key not in ("name", "settings")}
+    settings.update(method.get("settings", {}))
+    pairs = [f"{key}={_compact(value)}" for key, value in settings.items()]
     return ":".join([str(method["name"]), *pairs])
 
 
@@ -463,12 +496,7 @@ def _compact(value: object) -> str:
     return str(value).replace(" ", "").replace("'", "")
 
 
-def _with_settings(recipe: Recipe, name: str, for_all: Mapping[str, object]) -> dict[str, Any]:
-    """Return a method's name with its settings: the recipe's if it is the recipe's method, and ``for_all``."""
-    return {"name": name, **settings_in_comparison(name, recipe.method.name, recipe.method.settings, for_all)}
-
-
-def compare_runs(
+def run_recipes(
     recipes: Mapping[Key, Recipe],
     folder: Path | None,
     reporter: Reporter,
@@ -476,8 +504,8 @@ def compare_runs(
     resume: bool = False,
     force: bool = False,
     given: Given = NOTHING,
-    ready: Callable[[RunData], None] = lambda run_data: None,
-    among: Mapping[Key, Recipe] | None = None,
+    on_data: Callable[[RunData], None] = lambda run_data: None,
+    all_recipes: Mapping[Key, Recipe] | None = None,
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
     """Run recipes one after another; yield each run, or the error that stopped it, such as a divergence.
 
@@ -490,17 +518,20 @@ def compare_runs(
         resume: Whether to resume the runs that have started.
         force: Whether to replace existing run folders.
         given: Objects that a program passes instead of names and paths in the recipe.
-        ready: Called with the data of the first seed before the first run.
-        among: All runs of the comparison, if ``recipes`` are only some of them.
+        on_data: Called with the data of the first seed before the first run.
+        all_recipes: All runs of the comparison, if ``recipes`` are only some of them.
 
     Raises:
         ComingleError: A folder, the base or the data cannot be used, or one seed skips other users than another seed.
     """
-    all_recipes = among or recipes
+    if all_recipes is None:
+        all_recipes = recipes
     # If one method needs validation data, users without it are skipped for all methods, which are then comparable.
     methods = [make(recipe.method.name, **recipe.method.settings) for recipe in all_recipes.values()]
     validates = any(method.client.needs_validation for method in methods)
-    folders = folders_of(recipes, folder) if folder is not None else {}
+    folders: dict[Key, Path] = {}
+    if folder is not None:
+        folders = folders_of(recipes, folder)
     recipes = with_bos_of_comparison(recipes, folders, resume=resume)
     is_resumed = check_folders(recipes, folders, resume=resume, force=force)  # by run
     resumed_folders = [folders[key] for key in recipes if is_resumed.get(key)]
@@ -513,17 +544,17 @@ def compare_runs(
     for key, recipe in recipes.items():
         method_label, seed = key
         if run_data is None or seed != seed_of_data:
-            is_first = run_data is None
-            base = run_data.base if run_data else None
+            is_first_run = run_data is None
+            base = None if run_data is None else run_data.base
             with reporter.waiting(loading(recipe)):
                 run_data = prepare(recipe, base=base, validates=validates, given=given)
             seed_of_data = seed
             skips_small_users = getattr(recipe.data, "on_small_user", "") == "skip"
-            if has_several_seeds and skips_small_users:  # seeds split the data differently, so each may skip others
+            if has_several_seeds and skips_small_users:  # each seed splits the data, so it may skip other users
                 users_of_seeds[f"seed {seed}"] = sorted(run_data.users.names)
                 require_same_users(list(users_of_seeds.items()))
-            if is_first:
-                ready(run_data)
+            if is_first_run:
+                on_data(run_data)
         run_number = list(all_recipes).index(key) + 1
         title = f"run {run_number} of {len(all_recipes)} · {method_label}, seed {seed}"
 
@@ -555,15 +586,11 @@ def with_bos_of_comparison(
         folders: The folder of each run.
         resume: Whether the comparison is resumed; if not, the recipes are returned unchanged.
     """
-    # `with_bos_of_run` returns a new recipe only if an older version started the run in the folder.
-    folders_of_older_version = [
-        run_folder
-        for key, run_folder in folders.items()
-        if with_bos_of_run(run_folder, recipes[key], resume=resume) is not recipes[key]
-    ]
-    if not folders_of_older_version:
-        return recipes
-    return {key: with_bos_of_run(folders_of_older_version[0], recipe, resume=True) for key, recipe in recipes.items()}
+    for key, run_folder in folders.items():
+        was_started_by_older_version = with_bos_of_run(run_folder, recipes[key], resume=resume) is not recipes[key]
+        if was_started_by_older_version:  # treat all runs like this one, so that they stay comparable
+            return {other: with_bos_of_run(run_folder, recipe, resume=True) for other, recipe in recipes.items()}
+    return recipes
 
 
 def check_folders(
@@ -590,7 +617,7 @@ Ended = tuple[Key, dict[str, Any] | ComingleError]
 """A run that has ended, with its metrics or the error that stopped it."""
 
 
-def compare_in_processes(
+def run_recipes_in_processes(
     recipes: Mapping[Key, Recipe],
     folder: Path,
     *,
@@ -598,12 +625,12 @@ def compare_in_processes(
     resume: bool = False,
     force: bool = False,
     quiet: bool = False,
-    ready: Callable[[RunData], None] = lambda run_data: None,
+    on_data: Callable[[RunData], None] = lambda run_data: None,
 ) -> Iterator[Ended]:
     """Run recipes in several processes; yield the metrics or the error of each run, in the order in which they end.
 
-    Runs of a seed share a process, which reads the data once, unless there are more jobs than seeds. Progress is
-    printed only if stderr is not a terminal, where the bars of several processes would write over each other.
+    Runs of a seed share a process, which reads the data once, unless there are more jobs than seeds. In a terminal no
+    progress is shown, since the bars of several processes would overwrite each other.
 
     Args:
         recipes: The runs.
@@ -612,8 +639,8 @@ def compare_in_processes(
         resume: Whether to resume the runs that have started.
         force: Whether to replace existing run folders.
         quiet: Whether to print no progress.
-        ready: Function that is called with the data of the first seed before the first run. The function must pickle,
-            since it is sent to the process of this run.
+        on_data: Called with the data of the first seed before the first run, in the process of this run; it must
+            pickle.
 
     Raises:
         ComingleError: There is a problem that concerns all runs, such as data that cannot be read.
@@ -623,28 +650,37 @@ def compare_in_processes(
     check_folders(recipes, folders, resume=resume, force=force)
     hides_progress = quiet or errors.is_terminal
     run_group = partial(
-        _run_group, among=recipes, folder=folder, resume=resume, force=force, quiet=hides_progress, ready=ready
+        _run_group,
+        all_recipes=recipes,
+        folder=folder,
+        resume=resume,
+        force=force,
+        quiet=hides_progress,
+        on_data=on_data,
     )
     groups = split_by_seed(list(recipes), jobs)
     yield from in_processes(groups, run_group, jobs=jobs, label=_label_of)
 
 
 def split_by_seed(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
-    """Return groups of runs with the same seed, since these read the same data; each group runs in one process.
+    """Return groups of runs with the same seed, which read the same data; each group runs in one process.
 
-    With more jobs than seeds, the runs of each seed are divided into several groups, so that no job is idle.
+    There is a group for each seed. With more jobs than seeds, the runs of each seed are divided into several groups.
 
     Args:
         keys: Method and seed of each run.
         jobs: The number of processes at a time.
     """
-    seeds = list(dict.fromkeys(seed for _, seed in keys))
-    groups_per_seed = -(-jobs // len(seeds))  # rounded up
+    keys_by_seed: dict[int, list[Key]] = {}
+    for method, seed in keys:
+        keys_by_seed.setdefault(seed, []).append((method, seed))
+    groups_per_seed = math.ceil(jobs / len(keys_by_seed))
     groups: list[list[Key]] = []
-    for seed in seeds:
-        runs_of_seed = [key for key in keys if key[1] == seed]
-        groups += [runs_of_seed[i::groups_per_seed] for i in range(groups_per_seed)]
-    return [group for group in groups if group]
+    for keys_of_seed in keys_by_seed.values():
+        num_groups = min(groups_per_seed, len(keys_of_seed))
+        for first in range(num_groups):
+            groups.append(keys_of_seed[first::groups_per_seed])
+    return groups
 
 
 def _label_of(keys: Sequence[Key]) -> str:
@@ -655,23 +691,27 @@ def _label_of(keys: Sequence[Key]) -> str:
 
 
 def _run_group(
-    keys: Sequence[Key], among: Mapping[Key, Recipe], ready: Callable[[RunData], None], quiet: bool, **options: Any
+    keys: Sequence[Key],
+    all_recipes: Mapping[Key, Recipe],
+    on_data: Callable[[RunData], None],
+    quiet: bool,
+    **options: Any,
 ) -> Iterator[Ended]:
     """Run a group of a comparison's runs one after another; yield each run's metrics, or the error that stopped it.
 
     Args:
         keys: The runs of the group.
-        among: The recipes of all runs of the comparison, also of other groups.
-        ready: Called with the data of the first seed, by the group that has the comparison's first run.
+        all_recipes: The recipes of all runs of the comparison, also of other groups.
+        on_data: Called with the data of the first seed, but only in the group that has the comparison's first run.
         quiet: Whether to print no progress.
-        options: Options of :func:`compare_runs`.
+        options: Options of :func:`run_recipes`.
     """
-    has_first_run = keys[0] == next(iter(among))
-    if has_first_run:
-        options["ready"] = ready
-    recipes = {key: among[key] for key in keys}
+    first_run = next(iter(all_recipes))
+    if keys[0] == first_run:
+        options["on_data"] = on_data
+    recipes = {key: all_recipes[key] for key in keys}
     with reporting(quiet=quiet) as reporter:
-        for key, result in compare_runs(recipes, reporter=reporter, among=among, **options):
+        for key, result in run_recipes(recipes, reporter=reporter, all_recipes=all_recipes, **options):
             if isinstance(result, ComingleError):
                 yield key, result
             else:

@@ -24,7 +24,7 @@ from comingle.reports.formatting import html_of
 from comingle.reports.tables import latex, tables_of
 from comingle.runs import ROUNDS, SEEDS, shortened
 from comingle.runs.advise import advise_runs
-from comingle.runs.compare import check_baseline, compare_runs, labels_of, recipes_of, write_table
+from comingle.runs.compare import check_baseline, labels_of, recipes_of, run_recipes, write_table
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, recipe_with, registered_methods
 from comingle.runs.progress import reporting
 from comingle.runs.results import Run, records_of, table_of
@@ -189,7 +189,7 @@ def compare(
         full_recipe = recipe_with(recipe, given, base=base, method=None, changes=changes)
         recipes = recipes_of(full_recipe, named_methods, list(seeds))
         check_baseline(recipes, folder, against)
-        runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
+        runs = run_recipes(recipes, folder, reporter, resume=resume, force=force, given=given)
         metrics = {key: _metrics_or_raise(result) for key, result in runs}
     if folder is not None:
         _table, labels = write_table(folder, labels_of(recipes, folder), against)  # labels by run folder
