@@ -221,7 +221,7 @@ def open_store(
     # Between rounds the device has other work, so freed memory is returned to the system.
     method = check_and_set_up(recipe, keeps_memory=False)
     date_in_prompts = str(public.settings.get(DATE, ""))  # date of the run's start, if the chat template writes a date
-    own_data = prepare(recipe, given=Given(date=date_in_prompts, bases=bases), method=method)
+    own_data = prepare(recipe, given=Given(date=date_in_prompts, loaded_bases=bases), method=method)
     _check_base(own, public, own_data)
     run_data = _data_of_run(own, public, recipe, own_data)
     _check_settings(own, public, own_data)

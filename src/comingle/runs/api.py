@@ -147,7 +147,7 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
             lazy_user(kind.user, name, lambda name=name: users_by_name()[name], cluster=of_user.cluster)
             for name, of_user in inputs.users.items()
         )
-    return kind.reopened(base, users, inputs.settings, net=given.net)
+    return kind.reopened(base, users, inputs.settings, net=given.make_net)
 
 
 def _reopened_population(

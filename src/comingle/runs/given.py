@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +39,21 @@ _BASES = "a name, (model, tokenizer) of transformers, or a function that returns
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """Objects that a program passes; None where it does not."""
+    """Objects that a program passes beside a recipe; None for those that it does not pass."""
 
     users: Mapping[str, Any] | None = None
     """Each user's data by name, of the kind that the recipe's ``data`` names."""
-    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase | None] | None = None
-    """The base as a pair of a language model and its tokenizer; the tokenizer may be None."""
-    net: Callable[..., Any] | None = None
-    """The base as a function that returns an ``nn.Module``."""
+    language_model: tuple[PreTrainedModel, PreTrainedTokenizerBase | None] | None = None
+    """A base for texts and conversations: a model and its tokenizer, which may be None."""
+    make_net: Callable[..., Any] | None = None
+    """A base for samples: a function that returns a user's net, an ``nn.Module``."""
     loss: Callable[..., Any] | None = None
     """Returns the loss of each sample."""
     method: Any = None
     date: str = ""
     """The date of the run to resume, for a chat template that writes the date; see :func:`with_date`."""
-    bases: dict[Any, Base] | None = None
-    """Named base models that this process has loaded, by their settings. A base that is not among them is added."""
+    loaded_bases: dict[Any, Base] | None = None
+    """Base models that this process has loaded by name, by their settings; a base that is loaded later is added."""
 
     def check(self, recipe: Recipe) -> None:
         """Check that the program has passed all objects that the recipe expects, and none that it cannot use.
@@ -62,45 +61,47 @@ class Given:
         Raises:
             DataError: The users are missing.
             BaseModelError: The base is missing, or does not fit the users' kind of data.
-            RecipeError: A function that makes nets or a loss function is passed for users whose data the recipe names,
-                or for users who have no samples.
+            RecipeError: A function that makes nets or a loss function is passed, but the users' data is named in the
+                recipe or is no samples.
         """
-        if recipe.data.given and self.users is None:  # the recipe marks its users as passed by a program
+        if recipe.data.given and self.users is None:  # `data.given`: a program passes the users
             raise DataError(USERS_MISSING)
         self.check_base(recipe)
-        self.check_net(recipe, in_python="call NETS.register" + (", or pass base=FUNCTION" if self.users else ""))
-        for name, function in {"base": self.net, "loss": self.loss}.items():
-            if function is not None and self.users is None:
-                # A recipe can name a registered net, but not a loss.
-                registered = f", or {_REGISTERED}" if name == "base" else ""
-                raise RecipeError(
-                    f"{name}: got a function for users of a recipe; allowed: only with users={{...}}{registered}"
-                )
+        how_to_use_net = "call NETS.register"
+        if self.users:
+            how_to_use_net += ", or pass base=FUNCTION"
+        self.check_net(recipe, in_python=how_to_use_net)
+        if self.users is not None:
+            return
+        only_with_users = "got a function for users of a recipe; allowed: only with users={...}"
+        if self.make_net is not None:
+            raise RecipeError(f"base: {only_with_users}, or {_REGISTERED}")
+        if self.loss is not None:
+            raise RecipeError(f"loss: {only_with_users}")
 
     def check_base(self, recipe: Recipe) -> None:
-        """Check that the passed base and loss function fit a recipe.
+        """Check that the passed base and loss function fit the kind of data of a recipe.
 
-        Users who have samples train nets of their own and no language model. Other users train a language model, and
-        need no loss function.
+        Texts and conversations need a language model and no loss function. Samples need a function that makes nets.
 
         Raises:
-            BaseModelError: The base is missing, or does not fit the users' kind of data.
+            BaseModelError: The base is missing, or does not fit the kind of data.
             RecipeError: There is a loss function, and the users have no samples.
         """
-        needs_base = kind_of(recipe).needs_base
-        if recipe.base == GIVEN and self.loaded is None:
+        needs_language_model = kind_of(recipe).needs_base
+        if recipe.base == GIVEN and self.language_model is None:
             raise BaseModelError("base: a program passed it; pass base=(model, tokenizer) again, in Python")
-        if needs_base and self.loss is not None:
+        if needs_language_model and self.loss is not None:
             raise RecipeError(f"loss: got a function for {recipe.data.label}; allowed: only for samples")
-        if needs_base and self.net is not None:
+        if needs_language_model and self.make_net is not None:
             raise BaseModelError(f"base: got a function for {recipe.data.label}; allowed: a name or (model, tokenizer)")
-        if not needs_base and self.loaded is not None:
+        if not needs_language_model and self.language_model is not None:
             raise BaseModelError(
                 f"base: got a language model for {recipe.data.label}; allowed: a function that returns an nn.Module"
             )
 
     def check_net(self, recipe: Recipe, *, in_python: str) -> None:
-        """Check that the net that a recipe names is registered.
+        """Check that the net of a recipe's ``base: net:NAME`` is registered.
 
         Nothing is checked if a program passes a function that makes nets, since this function replaces the named net.
 
@@ -111,36 +112,49 @@ class Given:
         Raises:
             RecipeError: No net is registered under this name.
         """
-        # `base` is "net:NAME" for a registered net, and the name of a language model for other kinds of data.
-        is_named = "base" in recipe.model_fields_set and recipe.base.startswith(NETS)
-        if is_named and self.net is None and not kind_of(recipe).needs_base:
+        if self.make_net is not None or kind_of(recipe).needs_base:  # only samples are for nets
+            return
+        names_net = "base" in recipe.model_fields_set and recipe.base.startswith(NETS)
+        if names_net:
             require_net(recipe.base.removeprefix(NETS), in_python=in_python)
 
     def load_base(self, recipe: Recipe) -> Base:
-        """Return the passed base, or else the recipe's, on the device and with the dtype of its runtime.
+        """Return the passed language model, or load the recipe's, on the device and with the dtype of its runtime.
 
-        If the base's chat template writes the current date, the base gets a fixed date, so that all prompts of a run
-        are alike: the date of the start, also if the run is resumed.
+        If its chat template writes the current date, the base gets a fixed date, so that all prompts of a run are
+        alike: the date of the start, also if the run is resumed.
 
         Raises:
             BaseModelError: The base cannot be used.
             RecipeError: The base's context is shorter than the recipe's windows, or a passed base is to be quantised.
         """
-        runtime, loaded = recipe.runtime, self.loaded
         self.check_base(recipe)
-        if loaded is not None and recipe.quantise != "none":
-            raise RecipeError(f"quantise: got {recipe.quantise!r} for a base that a program passed; allowed: none")
-        load = partial(given_base, *loaded) if loaded else partial(load_base, recipe.base, quantise=recipe.quantise)
-        settings = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
-        if loaded or self.bases is None:
-            base = load(**settings)
-        else:  # reuse a base that this process has loaded for the same recipe keys
-            key = (recipe.base, recipe.quantise, *settings.values())
-            if key not in self.bases:
-                self.bases[key] = load(**settings)
-            base = self.bases[key]
+        runtime = recipe.runtime
+        settings: dict[str, Any] = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
+        if self.language_model is not None:
+            if recipe.quantise != "none":
+                raise RecipeError(f"quantise: got {recipe.quantise!r} for a base that a program passed; allowed: none")
+            model, tokenizer = self.language_model
+            base = given_base(model, tokenizer, **settings)
+        else:
+            base = self._load_named_base(recipe, settings)
         check_context_length("training.context", recipe.training.context, base.model)
-        return replace(with_date(base, self.date), adds_bos=getattr(recipe.data, "add_bos_token", True))
+        adds_bos = getattr(recipe.data, "add_bos_token", True)
+        return replace(with_date(base, self.date), adds_bos=adds_bos)
+
+    def _load_named_base(self, recipe: Recipe, settings: Mapping[str, Any]) -> Base:
+        """Return the base that the recipe names; each combination of name and settings is loaded once per process.
+
+        Args:
+            recipe: The recipe.
+            settings: Options of :func:`load_base`: ``dtype``, ``device`` and ``attention``.
+        """
+        if self.loaded_bases is None:
+            return load_base(recipe.base, quantise=recipe.quantise, **settings)
+        key = (recipe.base, recipe.quantise, *settings.values())
+        if key not in self.loaded_bases:
+            self.loaded_bases[key] = load_base(recipe.base, quantise=recipe.quantise, **settings)
+        return self.loaded_bases[key]
 
 
 NOTHING = Given()
@@ -151,29 +165,27 @@ def given_of(users: Mapping[str, Any] | None, base: Any, method: Any = None, los
 
     Args:
         users: Each user's data by name.
-        base: One of three forms, or None to use the recipe's base. A name is not stored in the result, because a recipe
-            can contain it. A pair ``(model, tokenizer)`` becomes :attr:`Given.loaded`. A function that returns an
-            ``nn.Module`` becomes :attr:`Given.net`.
+        base: A pair ``(model, tokenizer)``, or a function that returns an ``nn.Module``. A name, which a recipe can
+            contain, and None are not stored.
         method: A method, in any form that :func:`comingle.run` accepts; None to use the recipe's.
         loss: A function of outputs and targets that returns one loss per sample; None to use the recipe's.
 
     Raises:
-        BaseModelError: The base has none of these forms.
+        BaseModelError: The base is none of these.
     """
+    given = Given(users=users, method=method, loss=loss)
     if base is None or isinstance(base, str):
-        return Given(users=users, method=method, loss=loss)
+        return given
     if isinstance(base, tuple | list) and len(base) == 2:
-        return Given(users=users, method=method, loss=loss, loaded=(base[0], base[1]))
+        model, tokenizer = base
+        return replace(given, language_model=(model, tokenizer))
     if callable(base) and not isinstance(base, nn.Module):
-        return Given(users=users, method=method, loss=loss, net=base)
+        return replace(given, make_net=base)
     raise BaseModelError(f"base: got {type(base).__name__}; allowed: {_BASES}{_hint_for_module(base)}")
 
 
 def _hint_for_module(base: object) -> str:
-    """Return the end of the error about a wrong base: a hint if a program passed a module, otherwise empty.
-
-    Each user needs a net of its own, so a program passes a function that makes nets, such as the class of a net.
-    """
+    """Return a hint for a program that passed a module where a function that makes modules is needed, else ``""``."""
     if not isinstance(base, nn.Module):
         return ""
     is_class_of_torch = type(base).__module__.startswith("torch.")
@@ -187,8 +199,8 @@ def recipe_with(
 ) -> Recipe:
     """Return a program's recipe with its changes.
 
-    Objects that the program passes, such as users' data, cannot be part of a recipe. The recipe only says that they are
-    given, so that a run folder tells which objects to pass again.
+    Objects that the program passes cannot be part of a recipe. The recipe only says that there are such objects, as in
+    ``data: {given: true}``, so that a run folder tells which ones to pass again.
 
     Args:
         recipe: A recipe, the path of one, its content, or None for defaults.
@@ -203,79 +215,92 @@ def recipe_with(
         RecipeError: A key of the recipe is wrong.
         DataError: The users' data is of no known kind, or of several.
     """
-    has_net = given.net is not None
+    passes_net = given.make_net is not None
 
     def mark_given(content: object) -> Any:
         """Return a recipe's content that says that users are given, and that has no base if a net is passed."""
         if given.users is not None:
-            content = _with_given_users(content, given.users, changes, nets=has_net)
-        if has_net and isinstance(content, Mapping):  # the net replaces a base by name
+            content = _with_given_users(content, given.users, changes, passes_net=passes_net)
+        if passes_net and isinstance(content, Mapping):
             return {key: value for key, value in content.items() if key != "base"}
         return content
 
     # Content is marked before it is parsed, since a recipe without users or base may be incomplete.
     if isinstance(recipe, str | Path):
         parsed = load_recipe(recipe, change=mark_given)
-    elif isinstance(recipe, Recipe) and given.users is None and given.net is None:
+    elif isinstance(recipe, Recipe):
         parsed = recipe
+        if given.users is not None or passes_net:
+            parsed = parse_recipe(mark_given(recipe.model_dump(mode="json", exclude_unset=True)))
     else:
-        content = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe or {}
-        parsed = parse_recipe(mark_given(content))
+        parsed = parse_recipe(mark_given(recipe or {}))
     if given.users is not None and "data" in changes:  # the change may set options of `data`, but not other users
-        changes = {**changes, **_with_given_users({"data": changes["data"]}, given.users, changes, nets=has_net)}
+        marked = _with_given_users({"data": changes["data"]}, given.users, changes, passes_net=passes_net)
+        changes = {**changes, **marked}
     all_changes: dict[str, Any] = {}
-    if isinstance(base, str) or given.loaded is not None:
-        all_changes["base"] = base if isinstance(base, str) else GIVEN
+    if isinstance(base, str):
+        all_changes["base"] = base
+    elif given.language_model is not None:
+        all_changes["base"] = GIVEN
     if method is not None:
         all_changes["method"] = method
-    all_changes |= merged(parsed, changes)
+    all_changes.update(complete_changes(parsed, changes))
     return parsed.with_changes(all_changes) if all_changes else parsed
 
 
-def merged(recipe: Recipe, changes: Mapping[str, object]) -> dict[str, Any]:
+def complete_changes(recipe: Recipe, changes: Mapping[str, object]) -> dict[str, Any]:
     """Return changes of a recipe in which sections are complete.
 
-    A changed section keeps the recipe's keys that the change does not mention. For example, the change
-    ``training={"rounds": 5}`` keeps the other keys of ``training``.
+    The change ``training={"rounds": 5}`` gets the recipe's other keys of ``training``, so that they are kept.
 
-    Some changes replace the whole section. If a mapping names another method, optimiser or aggregation rule, the
-    recipe's other keys are settings of the old one. Other users replace the old users. None as the value of a section
-    resets the section to its defaults.
+    Some changes replace the whole section instead: another method, optimiser or aggregation rule, since other keys are
+    settings of the old one; other users; and None, which resets a section to its defaults.
 
     Args:
         recipe: The recipe.
         changes: New values by dotted recipe key, such as ``training`` or ``training.rounds``.
 
     Returns:
-        The full new values by the same keys.
+        The complete new values by the same keys.
     """
-    content, full_changes = recipe.model_dump(mode="json", exclude_unset=True), dict[str, Any]()
-    for key, value in changes.items():
-        old: Any = content  # becomes the recipe's value of the key; None if the recipe does not set it
-        for part in key.split("."):
-            old = old.get(part) if isinstance(old, Mapping) else None
-        if value is None and key in _SECTIONS:
-            full_changes[key] = {}
-        elif key.partition(".")[0] == "method":  # settings of one method mean nothing to another
-            full_changes[key] = value
+    content = recipe.model_dump(mode="json", exclude_unset=True)
+    completed: dict[str, Any] = {}
+    for key, new in changes.items():
+        if new is None and key in _SECTIONS:
+            completed[key] = {}
+        elif key == "method" or key.startswith("method."):  # settings of one method mean nothing to another
+            completed[key] = new
         else:
-            full_changes[key] = _merge_sections(old, value)
-    return full_changes
+            old = _value_at(content, key)
+            completed[key] = _merge_sections(old, new)
+    return completed
+
+
+def _value_at(content: object, dotted_key: str) -> object:
+    """Return 5 for ``{"training": {"rounds": 5}}`` and ``training.rounds``; None if there is no such key."""
+    value: Any = content
+    for part in dotted_key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _merge_sections(old: object, new: object) -> object:
-    """Return an old value with a new one merged into it, mapping by mapping; other values are replaced.
+    """Return the new value of a recipe key, with the keys of the old value that it lacks if both are mappings.
 
-    A mapping is replaced as a whole if it changes a key that determines the meaning of the others, such as the name of
-    an optimiser, and under ``users``, where old and new names must not mix.
+    Mappings inside are merged in the same way. Two kinds of mappings are replaced as a whole: those that change a key
+    on which the others depend, such as the ``name`` of an optimiser, and ``users``.
     """
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
-    if any(key in new and new[key] != old.get(key) for key in _KIND_KEYS):
+    changes_kind = any(key in new and new[key] != old.get(key) for key in _KIND_KEYS)
+    if changes_kind:
         return new
     merged_section = dict(old)
     for key, value in new.items():
-        merged_section[key] = value if key == "users" else _merge_sections(old.get(key), value)
+        if key == "users":  # old and new names must not mix
+            merged_section[key] = value
+        else:
+            merged_section[key] = _merge_sections(old.get(key), value)
     return merged_section
 
 
@@ -296,17 +321,19 @@ def _refuse_paths(users: Mapping[str, object]) -> None:
     if not isinstance(users, Mapping):  # a wrong type is reported by another check
         return
     for name, data in users.items():
-        # Of a mapping from splits to data, the first value shows whether the values are paths.
-        path = next(iter(data.values()), None) if isinstance(data, Mapping) else data
-        if isinstance(path, str | Path):
+        data_of_split = data
+        if isinstance(data, Mapping):  # from splits to data
+            data_of_split = next(iter(data.values()), None)
+        if isinstance(data_of_split, str | Path):
+            path = str(data_of_split)
             raise DataError(
-                f"users: {name!r}: got the path {str(path)!r}; allowed: a torch Dataset or a pair of arrays; to read "
-                f"folders, put data={{'kind': 'samples', 'users': {{{name!r}: {str(path)!r}}}}} in "
+                f"users: {name!r}: got the path {path!r}; allowed: a torch Dataset or a pair of arrays; to read "
+                f"folders, put data={{'kind': 'samples', 'users': {{{name!r}: {path!r}}}}} in "
                 f"the recipe, and give {_REGISTERED}"
             )
 
 
-def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any], *, nets: bool) -> Any:
+def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any], *, passes_net: bool) -> Any:
     """Return a recipe's content whose section ``data`` says that a program passes the users (``given: true``).
 
     The section keeps its options, such as the sizes of splits. It loses the keys that say where data is read from, and
@@ -316,18 +343,24 @@ def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[s
         content: The content of a recipe file; returned unchanged if it is not a mapping with a mapping ``data``.
         users: The passed users' data by name, which determines the kind of data together with the options.
         changes: The program's changes by recipe key. Changed options of ``data`` help to determine the kind of data.
-        nets: Whether the program passes a net, which trains on samples; samples must not be given by a path.
+        passes_net: Whether the program passes a function that makes nets, so that the data must be samples.
 
     Raises:
         DataError: Samples are given by a path, or the data is of no known kind, or of several.
     """
-    if not isinstance(content, Mapping) or not isinstance(data := content.get("data") or {}, Mapping):
+    if not isinstance(content, Mapping):
+        return content
+    data = content.get("data") or {}
+    if not isinstance(data, Mapping):
         return content
     # The options as they will be after the changes: `data={...}` replaces all, `data.KEY=...` single ones.
-    section = changes["data"] if isinstance(changes.get("data"), Mapping) else data
-    changed_keys = {key.removeprefix("data."): value for key, value in changes.items() if key.startswith("data.")}
-    options = {**section, **changed_keys}
-    if nets or options.get("kind") == "samples":
+    options = dict(data)
+    if isinstance(changes.get("data"), Mapping):
+        options = dict(changes["data"])
+    for key, value in changes.items():
+        if key.startswith("data."):
+            options[key.removeprefix("data.")] = value
+    if passes_net or options.get("kind") == "samples":
         _refuse_paths(users)
     kind = kind_of_users(users, options)
     source_keys = {"users", "dataset", *KINDS[kind].marks}  # keys that say where data is read from
@@ -354,11 +387,12 @@ def registered_methods(methods: Sequence[object]) -> Iterator[list[object]]:
 
 
 def _with_registered_method(stack: ExitStack, method: Any) -> Any:
-    """Return a method as recipes name it, and register it until ``stack`` is closed.
+    """Register a method until ``stack`` is closed; return it as in a recipe, such as ``"fedavg"``.
 
     Args:
         stack: Unregisters the method when it is closed.
-        method: A name, a method, a function that makes one, a mapping with such a ``name`` and settings, or None.
+        method: A name, a method, a function that makes one, None, or a mapping of ``name`` to one of these and of
+            settings.
 
     Raises:
         PluginError: Another method has the same name.
@@ -370,4 +404,5 @@ def _with_registered_method(stack: ExitStack, method: Any) -> Any:
         return stack.enter_context(temporarily_registered(method))
     if "name" not in method:
         raise RecipeError("method: got a mapping without name; allowed: {'name': a name or a method, 'setting': value}")
-    return {**method, "name": stack.enter_context(temporarily_registered(method["name"]))}
+    name = stack.enter_context(temporarily_registered(method["name"]))
+    return {**method, "name": name}

@@ -307,7 +307,12 @@ def prepare(
         return with_date(base, given.date)
 
     request = DataRequest(
-        recipe=recipe, load_base=load_run_base, validates=validates, given=given.users, net=given.net, loss=given.loss
+        recipe=recipe,
+        load_base=load_run_base,
+        validates=validates,
+        given=given.users,
+        net=given.make_net,
+        loss=given.loss,
     )
     store_name = recipe.runtime.store
     if given.users is not None:  # data that a program passes is in memory already
