@@ -52,7 +52,7 @@ from comingle.models.layouts import decoder_layers
 from comingle.models.lora import weight_shape
 from comingle.models.quantised import CODES, QuantisedLinear, packed_parameters
 from comingle.privacy.accounting import sample_size
-from comingle.runs.api import of_one_user
+from comingle.runs.api import recipe_for_one_user
 from comingle.runs.given import NOTHING, USERS_MISSING
 from comingle.runs.session import build, memory_limit, prepare, with_chosen_settings
 from comingle.training.backends.local import InProcess, federate
@@ -612,7 +612,7 @@ def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops
         Function from a user's local work, which is the same for all users of a language model and is ignored, to the
         FLOPs of one token's forward pass and of a round.
     """
-    fedavg = with_method(of_one_user(recipe, largest), "fedavg")
+    fedavg = with_method(recipe_for_one_user(recipe, largest), "fedavg")
     user = count_users(federate_bare(fedavg, base, names[:1]), names[:1])[0]
     mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
     num_models = mixture.clusters if mixture is not None and mixture.trains_independently else 1
@@ -633,7 +633,7 @@ def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
         recipe: The recipe; its method is replaced.
         base: The base; weights are not needed.
     """
-    recipe = of_one_user(recipe, largest)
+    recipe = recipe_for_one_user(recipe, largest)
     costs: dict[str, UserCost] = {}
     accounts: dict[str, Account] = {}
     for method in ("fedavg", "comigs-1g1s"):

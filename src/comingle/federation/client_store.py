@@ -34,7 +34,7 @@ from comingle.privacy.noise import digest
 from comingle.privacy.secure_client import Record, Session
 from comingle.privacy.secure_sum import KEY_BYTES
 from comingle.protocol.wire import unpack
-from comingle.runs.api import of_one_user
+from comingle.runs.api import recipe_for_one_user
 from comingle.runs.session import build, describe
 from comingle.training.checkpoints import Clock, load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
 from comingle.training.client import Clients, finetuned
@@ -455,7 +455,7 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
 def _of_one_user(store: ClientStore, own: Own) -> Recipe:
     """Return the recipe of a run with this user alone, for example with ``rank: 4`` instead of ``rank: [8, 4]``."""
     number = store.public.users.index(own.name)
-    return of_one_user(store.recipe, lambda values: values[number])
+    return recipe_for_one_user(store.recipe, lambda values: values[number])
 
 
 def _copy_without_padding(target: Clients, source: Clients) -> None:

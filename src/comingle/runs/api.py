@@ -52,32 +52,35 @@ from comingle.utils.inputs import DATE, POPULATION, Inputs, check_base, check_us
 from comingle.utils.records import JsonMapping, is_server, logger, read_metrics, resume_command
 
 SelectUsers = Callable[[list[Any]], Any]
-"""Selects from a list with one value for each user: one user's value, or a list of some users' values."""
+"""Returns the values of some users, given a list with a value for each user: one value, or a list of values."""
 
 
-def of_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
-    """Return the recipe of a run with one user.
+def recipe_for_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
+    """Return the recipe of a run with only one of the users.
 
-    Settings that need several users are removed: selection by mean validation loss, robust aggregation and secure
-    aggregation.
+    Settings that need several users are removed: selection by mean validation loss, robust aggregation and privacy of
+    uploads.
 
     Args:
         recipe: A recipe of several users.
-        select: Returns the user's value, given a list with a value for each user, for each key of the recipe that has
-            such a list.
+        select: Returns the user's value from a list of all users' values; 4 from ``adapters.rank: [8, 4, 8]``.
     """
-    for_one_user = {"evaluation.select": "last", "aggregation": "mean"}
-    return without_sums(recipe).with_changes({**changes_for_users(recipe, select), **for_one_user})
+    changes = changes_for_users(recipe, select)
+    changes["evaluation.select"] = "last"
+    changes["aggregation"] = "mean"
+    return without_upload_privacy(recipe).with_changes(changes)
 
 
-def without_sums(recipe: Recipe) -> Recipe:
-    """Return the recipe without privacy settings that make no sense for a single user.
+def without_upload_privacy(recipe: Recipe) -> Recipe:
+    """Return the recipe without its section ``privacy`` if that protects uploads, of which a single user has none.
 
-    Secure aggregation hides each upload in a sum over several users. Example-level differential privacy protects
-    uploads, and a single user uploads nothing. If a recipe has one of these, its whole section ``privacy`` is dropped.
+    Secure aggregation and example-level differential privacy protect uploads.
     """
     privacy = recipe.privacy
-    if privacy is None or (privacy.secure_aggregation is None and not protects_examples(privacy.mechanism)):
+    if privacy is None:
+        return recipe
+    protects_uploads = privacy.secure_aggregation is not None or protects_examples(privacy.mechanism)
+    if not protects_uploads:
         return recipe
     return recipe.with_changes({"privacy": None})
 
@@ -88,20 +91,20 @@ def changes_for_users(recipe: Recipe, select: SelectUsers) -> dict[str, Any]:
     If the recipe lists the participants of its rounds by name, all of these users participate in every round instead.
 
     Args:
-        recipe: A recipe of more users, with lists in their order instead of mappings by user.
-        select: Selects the values of the remaining users from the recipe's lists with a value per user.
+        recipe: A recipe of more users, with values by user as lists, such as ``adapters.rank: [8, 4, 8]``.
+        select: Returns the values of the remaining users from such a list, for example ``[8, 8]``.
     """
-    lists = recipe.values_of_users()
-    changes: dict[str, Any] = {key: select(list(values)) for key, values in lists.items()}
+    values_by_key = recipe.values_of_users()
+    changes: dict[str, Any] = {key: select(list(values)) for key, values in values_by_key.items()}
     if isinstance(recipe.training.participation, list):
         changes["training.participation"] = 1.0
     return changes
 
 
-def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: Given = NOTHING) -> RunData:
-    """Return the data of a finished run; the base model is loaded now, the users' data on first access.
+def reopen_data(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: Given = NOTHING) -> RunData:
+    """Return the base and the users of a finished run, and check that neither has changed since the run.
 
-    Both must be unchanged since the run. The base model is checked at once, the users' data on first access.
+    The base model is loaded and checked now, the users' data on first access.
 
     Args:
         folder: The run folder.
@@ -119,11 +122,14 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
     kind = kind_of(recipe)
     given.check_base(recipe)
     given.check_net(recipe, in_python="call NETS.register, or comingle.load(FOLDER, base=FUNCTION)")
-    base = given.load_base(recipe) if kind.needs_base else None
+    base = None
+    if kind.needs_base:
+        base = given.load_base(recipe)
+        check_base(folder, inputs, base.digest, digest_tokenizer(base.tokenizer))
 
     @cache
     def read_users() -> Sequence[Any]:
-        """Read all users as the run did, and check that their data has not changed."""
+        """Read all users as the run did, and check that their data has not changed; called on first access."""
         try:
             with registered_methods([given.method]):
                 run_data = prepare(recipe, base=base, given=given, method=method)
@@ -137,28 +143,24 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
         """Return all users with their data by name."""
         return {user.name: user for user in read_users()}
 
-    if base is not None:
-        check_base(folder, inputs, base.digest, digest_tokenizer(base.tokenizer))
+    def lazy_user_of(name: str) -> Any:
+        """Return a user whose data is read on first access."""
+        return lazy_user(kind.user, name, lambda: users_by_name()[name], cluster=inputs.users[name].cluster)
+
     if POPULATION in inputs.settings:  # too many users for a record of each of them
         users = _reopened_population(folder, recipe, kind, read_users)
     else:
-        users = tuple(
-            # `name=name` keeps this user's name in the function, which is called when the loop has ended.
-            lazy_user(kind.user, name, lambda name=name: users_by_name()[name], cluster=of_user.cluster)
-            for name, of_user in inputs.users.items()
-        )
+        users = tuple(lazy_user_of(name) for name in inputs.users)
     return kind.reopened(base, users, inputs.settings, net=given.make_net)
 
 
 def _reopened_population(
     folder: Path, recipe: Recipe, kind: Kind, read_users: Callable[[], Sequence[Any]]
 ) -> LazyPopulation:
-    """Return the users of a finished run; each user's data is read on first access.
-
-    A run with very many users has no list of them in its folder. Only the users' names are read at once.
+    """Return the users of a finished run that stored them on disk; each user's data is read on first access.
 
     Args:
-        folder: The run folder.
+        folder: The run folder, whose store has the users' names.
         recipe: The recipe.
         kind: The kind of data.
         read_users: Returns all users with their data.
@@ -170,10 +172,10 @@ def _reopened_population(
     if names is None:
         raise RunError(f"{folder}: a program passed its users, too many to list; resume the run to continue")
 
-    def make(number: int) -> Any:
+    def lazy_user_of(number: int) -> Any:
         return lazy_user(kind.user, names[number], lambda: read_users()[number])
 
-    return LazyPopulation(names, make, digest="")  # no digest, since `read_users` checks the data that it reads
+    return LazyPopulation(names, lazy_user_of, digest="")  # no digest, since `read_users` checks the data that it reads
 
 
 @torch_defaults()
@@ -229,30 +231,32 @@ def run(
     given = given_of(users, base, method, loss)
     with registered_methods([method]) as [named_method], reporting(quiet=not progress) as reporter:
         full_recipe = recipe_with(recipe, given, base=base, method=named_method, changes=changes)
-        folder = Path(out) if out is not None else None
+        folder = None if out is None else Path(out)
+        resumed_folder = folder if resume else None
         if folder is not None:
             # The default of data.add_bos_token has changed; a run that began with the old default keeps it.
             full_recipe = with_bos_of_run(folder, full_recipe, resume=resume)
-        full_recipe = choose_settings_for_memory(
-            full_recipe, reporter.say, resumed=folder if resume else None, is_loaded=run_data is not None
-        )
+        is_loaded = run_data is not None
+        full_recipe = choose_settings_for_memory(full_recipe, reporter.say, resumed=resumed_folder, is_loaded=is_loaded)
         if folder is not None:
             check_folder(folder, full_recipe, resume=resume, force=force)
         elif resume:
             raise RunError("resume: no run folder; give out=FOLDER of the run to resume")
-        if note := default_method_note(full_recipe):
+        note = default_method_note(full_recipe)
+        if note:
             reporter.say(note)
         with reporter.waiting(loading(full_recipe)):
-            if resume and folder is not None:  # chat templates may write the date, which must be that of the start
-                given = replace(given, date=recorded_date(folder))
-            run_method = method_of(full_recipe, checked=run_data is not None)
-            run_data = run_data or prepare(full_recipe, given=given, method=run_method)
+            if resumed_folder is not None:  # chat templates may write the date, which must be that of the start
+                given = replace(given, date=recorded_date(resumed_folder))
+            run_method = method_of(full_recipe, checked=is_loaded)
+            if run_data is None:
+                run_data = prepare(full_recipe, given=given, method=run_method)
 
         def make_observers(clients: Clients) -> list[Observer]:
             warn_unread(full_recipe, clients.method)
             return [*observers, reporter.watch(clients)]
 
-        done = run_in(
+        finished = run_in(
             folder,
             full_recipe,
             run_data,
@@ -261,9 +265,9 @@ def run(
             method=run_method,
             observers=make_observers,
         )
-        for warning in done.metrics.get("warnings", ()):
+        for warning in finished.metrics.get("warnings", ()):
             logger.warning("%s: %s", full_recipe.method.name, warning)
-        return done
+        return finished
 
 
 @torch_defaults()
@@ -296,12 +300,14 @@ def load(
         raise RunError(
             f"{folder}: a federation's server, which has no user's model; open a user's run folder: STATE/run-*/model"
         )
-    metrics, recipe = read_metrics(folder), load_recipe(folder)
+    metrics = read_metrics(folder)
+    recipe = load_recipe(folder)
     given = given_of(users, base, method, loss)
     with registered_methods([method]) as [named_method]:
         _check_method(folder, recipe, named_method)
-        inputs, run_method = read_inputs(folder), check_and_set_up(recipe)
-        run_data = reopen(folder, recipe, inputs, run_method, given)
+        inputs = read_inputs(folder)
+        run_method = check_and_set_up(recipe)
+        run_data = reopen_data(folder, recipe, inputs, run_method, given)
         with own_errors(run_method):
             federation = build(recipe, run_data, method=run_method)
             if federation.clients.method.trains:
@@ -313,7 +319,7 @@ def load(
 
 
 def _check_method(folder: Path, recipe: Recipe, passed: object) -> None:
-    """Check that the passed method, if there is one, is the run's, and that the run's method is known here.
+    """Check that the passed method, if there is one, is the run's, and that the run's method is registered.
 
     Args:
         folder: The run folder.
@@ -321,16 +327,17 @@ def _check_method(folder: Path, recipe: Recipe, passed: object) -> None:
         passed: The name of the passed method, or a mapping with its ``name`` and settings; None if none was passed.
 
     Raises:
-        RunError: The passed method is not the run's, or the code of the run's method is not loaded or has changed.
+        RunError: The passed method is not the run's, or the run's method is not registered.
     """
     name = passed["name"] if isinstance(passed, Mapping) else passed
-    if name not in (None, recipe.method.name):
+    is_other_method = name is not None and name != recipe.method.name
+    if is_other_method:
         raise RunError(f"{folder}: method: got {name!r}; allowed: the run's, {recipe.method.name!r}")
     check_origin(folder, recipe.method.name)
 
 
 def _check_round(folder: Path, metrics: JsonMapping, progress: Progress) -> None:
-    """Check that the restored checkpoint is of the round that ``metrics.json`` describes.
+    """Check that the restored checkpoint is of the last round, which ``metrics.json`` describes.
 
     Args:
         folder: The run folder.
@@ -340,9 +347,10 @@ def _check_round(folder: Path, metrics: JsonMapping, progress: Progress) -> None
     Raises:
         RunError: The checkpoint is of another round.
     """
-    newest = list_checkpoints(folder)[-1]
-    if progress.round != metrics["rounds"]:
-        raise RunError(
-            f"{newest}: the run has {metrics['rounds']} rounds, its last checkpoint {progress.round}; "
-            f"{resume_command(folder)} continues from there"
-        )
+    if progress.round == metrics["rounds"]:
+        return
+    newest_checkpoint = list_checkpoints(folder)[-1]
+    raise RunError(
+        f"{newest_checkpoint}: the run has {metrics['rounds']} rounds, its last checkpoint {progress.round}; "
+        f"{resume_command(folder)} continues from there"
+    )

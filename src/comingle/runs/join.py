@@ -23,7 +23,7 @@ from comingle.models.hardware import torch_defaults
 from comingle.models.routers import ZERO_SHARE_LOGIT
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import render_joined
-from comingle.runs.api import load, of_one_user
+from comingle.runs.api import load, recipe_for_one_user
 from comingle.runs.folders import check_folder, open_folder
 from comingle.runs.given import AnyBase, Given, Loss, given_of
 from comingle.runs.progress import Reporter, loading, reporting
@@ -140,7 +140,7 @@ def prepare_newcomer(run: Run, name: str, data: object, *, rounds: int | None, l
     if passed is not None:
         kind_of_users(passed, run.recipe.data.model_dump())  # raises if the data is of another kind than the run's
     # The newcomer gets the largest rank, number of specialists and so on of all users.
-    recipe = of_one_user(run.recipe.for_users(run.users), largest)
+    recipe = recipe_for_one_user(run.recipe.for_users(run.users), largest)
     fine_tuning_rounds = 1 if local_step else 0
     num_rounds = (rounds or recipe.training.rounds) + fine_tuning_rounds
     changes = {"training.rounds": num_rounds, "data": _newcomer_section(run, name, data)}
