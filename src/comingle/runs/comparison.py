@@ -44,23 +44,24 @@ class Comparison:
     folder: Path | None
     metrics: Mapping[tuple[str, int], dict[str, Any]]
     baseline: str | None = None
-    """The ``against`` of :func:`comingle.compare`, which tables use."""
+    """The ``against`` of :func:`comingle.compare`: the method, or several, with which tables compare the others."""
 
     def __repr__(self) -> str:
         place = "" if self.folder is None else f", in {self.folder}"
-        return printable(
-            "\n".join([f"Comparison({len(self.metrics)} runs{place})", *map(_summary_line, self.means())]), keep="\n"
-        )
+        lines = [f"Comparison({len(self.metrics)} runs{place})"]
+        for record in self.means():
+            lines.append(_summary_line(record))
+        return printable("\n".join(lines), keep="\n")
 
     def _repr_html_(self) -> str | None:
-        """Return the tables of ``comingle show`` for a notebook; None where there are no runs."""
+        """Return the tables of ``comingle show`` for a notebook; None if there are no runs."""
         if not self.metrics:
             return None
         return html_of(tables_of(self._table()))
 
     def _table(self) -> ComparisonTable:
         """Return the table of all runs, compared with the baseline."""
-        runs = [(method, metrics) for (method, _), metrics in self.metrics.items()]
+        runs = [(method, metrics) for (method, _seed), metrics in self.metrics.items()]
         return compare_metrics(runs, self.baseline)
 
     def means(self) -> list[dict[str, Any]]:
@@ -73,18 +74,18 @@ class Comparison:
 
     def records(self) -> list[dict[str, Any]]:
         """Return one record per run and user: ``method``, ``seed``, and the keys of :meth:`Run.records`."""
-        return [
-            {"method": method, "seed": seed, **record}
-            for (method, seed), metrics in self.metrics.items()
-            for record in records_of(metrics)
-        ]
+        records: list[dict[str, Any]] = []
+        for (method, seed), metrics in self.metrics.items():
+            for record in records_of(metrics):
+                records.append({"method": method, "seed": seed, **record})
+        return records
 
     def against(self, baseline: str | None = None) -> list[dict[str, Any]]:
-        """Return one record per other method, as :class:`comingle.reports.comparisons.Verdict`; none with one seed.
+        """Compare every other method with the baseline; return one record per method, or none if there is one seed.
 
         A record compares the mean test results over users and seeds with those of the baseline: the ``change`` with its
         95% interval from ``low`` to ``high``, and ``p_value``. The method is better or worse if the interval is on one
-        side of 0, else level. One seed gives no interval.
+        side of 0, else level. The keys are those of :class:`comingle.reports.comparisons.Verdict`.
 
         Args:
             baseline: The method to compare with. None: ``local``, or the first method.
@@ -96,11 +97,16 @@ class Comparison:
         require_same_users(users_of(self.metrics.values()))
         results: dict[str, dict[int, dict[str, Any]]] = {}  # test results by method, seed and user
         for (method, seed), metrics in self.metrics.items():
-            key = f"test_{measure_of(metrics)}"
-            results.setdefault(method, {})[seed] = {name: user[key] for name, user in metrics["users"].items()}
-        measure = measure_of(next(iter(self.metrics.values())))
-        comparison = compare_with_baseline(results, measure, baseline_of(list(results), baseline))
-        return [] if comparison is None else comparison.as_dict()["methods"]
+            key = f"test_{measure_of(metrics)}"  # such as "test_perplexity"
+            result_by_user = {name: metrics_of_user[key] for name, metrics_of_user in metrics["users"].items()}
+            results.setdefault(method, {})[seed] = result_by_user
+        first_metrics = next(iter(self.metrics.values()))
+        measure = measure_of(first_metrics)  # the same in all runs
+        methods = list(results)
+        comparison = compare_with_baseline(results, measure, baseline_of(methods, baseline))
+        if comparison is None:  # one seed gives no interval
+            return []
+        return comparison.as_dict()["methods"]
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return :meth:`records` as a table.
@@ -114,8 +120,8 @@ class Comparison:
         """Return the results as a LaTeX table of the package booktabs, as ``comingle show --latex`` writes it.
 
         Args:
-            all_users: Whether to add a table with a row for each user, if there are too many for a column each.
-            against: Baseline of the verdicts, a method or several separated by commas; None for the comparison's.
+            all_users: Whether to add a table with a row for each user, if there are too many users for a column each.
+            against: The baseline, such as ``"local"`` or ``"local,fedavg"``; None for :attr:`baseline`.
             everybody: Deprecated; use ``all_users``.
 
         Raises:
@@ -127,16 +133,22 @@ class Comparison:
             all_users = everybody
         if not self.metrics:
             raise RunError("to_latex: got a comparison of 0 runs; allowed: 1 or more")
-        table = self._table() if against is None else with_baseline(self._table(), against)
+        table = self._table()
+        if against is not None:
+            table = with_baseline(table, against)
         name = "comparison" if self.folder is None else self.folder.name
         return latex(table, name=name, all_users=all_users, require_verdicts=against is not None)
 
 
-def _summary_line(mean: Mapping[str, object]) -> str:
-    """Return the line of one run for ``repr``, from a record of :meth:`Comparison.means`."""
-    *_, (result_name, result) = mean.items()  # after method and seed
-    shown = "not finite" if result is None else f"{result:.4g}"
-    return f"  {mean['method']}, seed {mean['seed']}: {result_name.replace('_', ' ')} {shown}"
+def _summary_line(record: Mapping[str, object]) -> str:
+    """Return a line for ``repr``, such as "  fedavg, seed 0: mean test perplexity 31.2".
+
+    Args:
+        record: A record of :meth:`Comparison.means`: ``method``, ``seed`` and, as the last key, the mean test result.
+    """
+    result_name, result = list(record.items())[-1]
+    shown_result = "not finite" if result is None else f"{result:.4g}"
+    return f"  {record['method']}, seed {record['seed']}: {result_name.replace('_', ' ')} {shown_result}"
 
 
 @torch_defaults()
@@ -158,9 +170,9 @@ def compare(
     """Run several methods with several seeds on the same base, data and budget, like ``comingle compare``.
 
     The recipe's method has the recipe's settings, other methods their defaults. With ``out`` each run has a folder
-    there, beside ``table.md`` and ``table.json``. The tables and the result then have all finished runs of the folder
-    that can be compared, also those of earlier calls. Only metrics are kept in memory. To use the models of a run, pass
-    ``out`` and open the run's folder.
+    there, beside ``table.md`` and ``table.json``. The tables and the result then also have comparable runs of earlier
+    calls with the same ``out``. Only metrics are kept in memory. To use the models of a run, pass ``out`` and open the
+    run's folder.
 
     Args:
         recipe: As in :func:`run`.
@@ -184,23 +196,26 @@ def compare(
     require_single_process("compare")
     if not methods:
         raise RecipeError("methods: got none; list them with `comingle methods`")
-    given, folder = given_of(users, base, loss=loss), Path(out) if out is not None else None
+    given = given_of(users, base, loss=loss)
+    folder = None if out is None else Path(out)
     with registered_methods(list(methods)) as named_methods, reporting(quiet=not progress) as reporter:
         full_recipe = recipe_with(recipe, given, base=base, method=None, changes=changes)
         recipes = recipes_of(full_recipe, named_methods, list(seeds))
         check_baseline(recipes, folder, against)
         runs = run_recipes(recipes, folder, reporter, resume=resume, force=force, given=given)
-        metrics = {key: _metrics_or_raise(result) for key, result in runs}
+        metrics_by_run = {key: _metrics_or_raise(result) for key, result in runs}
     if folder is not None:
-        _table, labels = write_table(folder, labels_of(recipes, folder), against)  # labels by run folder
-        for path, label in labels.items():  # also runs of earlier commands in the folder
-            earlier = read_metrics(path)
-            metrics.setdefault((label, earlier["seed"]), earlier)
-    # The baseline may be a method of an earlier call whose runs cannot be compared with these; the result then has the
-    # default baseline.
-    labels_in_result = {label for label, _seed in metrics}
-    has_baseline = against is not None and labels_in_result.issuperset(baseline_methods(against))
-    return Comparison(folder=folder, metrics=metrics, baseline=against if has_baseline else None)
+        _table, label_by_folder = write_table(folder, labels_of(recipes, folder), against)
+        for run_folder, label in label_by_folder.items():
+            metrics = read_metrics(run_folder)
+            metrics_by_run.setdefault((label, metrics["seed"]), metrics)  # adds the runs of earlier calls
+    baseline = against
+    if against is not None:
+        labels = {label for label, _seed in metrics_by_run}
+        # A method of an earlier call is missing if its runs cannot be compared with those of this call.
+        if not labels.issuperset(baseline_methods(against)):
+            baseline = None  # the default baseline
+    return Comparison(folder=folder, metrics=metrics_by_run, baseline=baseline)
 
 
 def _metrics_or_raise(result: Run | ComingleError) -> dict[str, Any]:
@@ -225,8 +240,8 @@ def advise(
 ) -> Advice:
     """Run short trials to see whether users gain from each other and with which method, like ``comingle advise``.
 
-    Runs ``local`` and each of ``methods`` with all users, and the first method also with smaller groups of users. With
-    three to five users, every pair is a group. With six to twelve users, each group leaves out one user. Nothing is
+    Runs ``local`` and each of ``methods`` with all users, and the first of ``methods`` also with smaller groups: with
+    every pair if there are three to five users, and with all users but one if there are six to twelve. Nothing is
     written.
 
     Args:
@@ -251,5 +266,7 @@ def advise(
     require_single_process("advise")
     given = given_of(users, base, loss=loss)
     with reporting(quiet=not progress) as reporter:
-        read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **shortened(rounds)})
-        return advise_runs(read, methods, None if seeds is None else list(seeds), reporter, given=given)
+        changes_of_trials = {**changes, **shortened(rounds)}
+        full_recipe = recipe_with(recipe, given, base=base, method=None, changes=changes_of_trials)
+        seeds_of_trials = None if seeds is None else list(seeds)
+        return advise_runs(full_recipe, methods, seeds_of_trials, reporter, given=given)
