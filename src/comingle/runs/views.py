@@ -16,6 +16,8 @@ from comingle.utils.files import check_target, require_packages
 from comingle.utils.records import PARTICIPANTS, write_text
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from comingle.models.personal import PersonalModel
     from comingle.reports.page import TokenView
     from comingle.reports.runs import Entry
@@ -26,16 +28,15 @@ MAX_USERS = 6
 
 
 def route_texts(
-    entries: Sequence[Entry], given: Sequence[str] | None, users: Sequence[str] | None, length: int
+    entries: Sequence[Entry], texts_or_paths: Sequence[str] | None, users: Sequence[str] | None, length: int
 ) -> list[TokenView]:
     """Return a token view for every entry with routers, from its finished run with the lowest seed.
 
     A token view shows the experts to which each user's model routes the tokens of some texts.
 
     Args:
-        entries: The runs of each method, as entries whose ``runs`` differ only in their seeds; ``first`` is the run
-            with the lowest seed.
-        given: Text files or texts to route. None: the users' test texts.
+        entries: The runs of each method, in the order of their seeds.
+        texts_or_paths: Texts, or paths of text files, to route. None: the users' test texts.
         users: Names of users. None: the first few.
         length: The number of tokens to route of each text.
 
@@ -45,22 +46,28 @@ def route_texts(
     """
     from comingle.runs.api import load
 
-    chosen = choose_users(entries[0].first.users, users)  # all runs have the same users
-    texts = [read_text(text, number) for number, text in enumerate(given or (), start=1)]
-    views = []
+    names_of_users = choose_users(entries[0].first.users, users)  # all runs have the same users
+    texts = [read_text(text_or_path, number) for number, text_or_path in enumerate(texts_or_paths or (), start=1)]
+    views: list[TokenView] = []
     for entry in entries:
-        # In a federation over a network the server has no users' models and texts to show.
-        with_models = [run for run in entry.runs if not (run.folder / PARTICIPANTS).exists()]
-        finished = [run for run in with_models if run.metrics is not None]
-        if entry.first.has_routers and finished:
-            opened = load(finished[0].folder)
-            label = entry.label if len(entry.runs) == 1 else f"{entry.label}, seed {finished[0].seed}"
-            views.append(view_of(opened, label, texts, chosen, length))
+        finished_runs = [run for run in entry.runs if run.metrics is not None and not _is_of_server(run.folder)]
+        if not entry.first.has_routers or not finished_runs:
+            continue
+        shown = finished_runs[0]
+        label = entry.label
+        if len(entry.runs) > 1:
+            label = f"{entry.label}, seed {shown.seed}"
+        views.append(view_of(load(shown.folder), label, texts, names_of_users, length))
     return views
 
 
+def _is_of_server(folder: Path) -> bool:
+    """Return whether a run folder is that of a federation's server, which has no users' models and texts to show."""
+    return (folder / PARTICIPANTS).exists()
+
+
 def choose_users(known: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
-    """Return the users named in ``wanted``, or the first :data:`MAX_USERS` without it.
+    """Return the names in ``wanted``, or the first :data:`MAX_USERS` of the known names if it is None.
 
     Raises:
         DataError: There is no such user.
@@ -70,37 +77,41 @@ def choose_users(known: Sequence[str], wanted: Sequence[str] | None) -> list[str
     return [require_user(name, known, "users: ") for name in wanted]
 
 
-def read_text(given: str, number: int) -> tuple[str, str]:
-    """Return a name and a text: the content of a file, or ``given`` itself if it is not the path of a file.
+def read_text(text_or_path: str, number: int) -> tuple[str, str]:
+    """Return a name and a text: those of the file with this path, or "text 1" and the text if there is no such file.
 
     Args:
-        given: A text, or the path of a file.
-        number: The number in the name of a text without a file, "text 1" for example.
+        text_or_path: A text, or the path of a file.
+        number: The number in the name "text 1".
 
     Raises:
         DataError: The text is empty, or the file is not UTF-8.
     """
     try:
-        is_file = Path(given).is_file()
-    except (OSError, ValueError):  # too long for a file's name, or with a NUL in it
+        is_file = Path(text_or_path).is_file()
+    except (OSError, ValueError):  # a text that cannot be a path: too long, or with a NUL in it
         is_file = False
-    try:
-        name = Path(given).name if is_file else f"text {number}"
-        text = Path(given).read_text(encoding="utf-8") if is_file else given
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"text {given!r}: cannot be read as UTF-8 text ({type(error).__name__})") from None
+    name = f"text {number}"
+    text = text_or_path
+    if is_file:
+        path = Path(text_or_path)
+        name = path.name
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"text {text_or_path!r}: cannot be read as UTF-8 text ({type(error).__name__})") from None
     if not text.strip():
-        raise DataError(f"text {given!r}: is empty; give a text or a text file")
+        raise DataError(f"text {text_or_path!r}: is empty; give a text or a text file")
     return name, text
 
 
 def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Sequence[str], length: int) -> TokenView:
-    """Return a token view of a run: the gates of every text under the models of all these users.
+    """Return a token view of a run: the gates of each token of every text in the model of every user.
 
     Args:
         run: The run.
         label: The label of the run.
-        texts: Pairs of a name and a text. If there are none, the users' test texts are routed.
+        texts: The name and the content of each text. If there are none, the users' test texts are routed.
         users: Names of users.
         length: The number of tokens to route of each text.
 
@@ -112,9 +123,10 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     from comingle.reports.page import Text, TokenView
     from comingle.training.kinds.base import kind_of
 
-    kind, clients = kind_of(run.recipe), run.federation.clients
-    streams: list[tuple[str, str | None, Any]] = []  # name of the text, user whose text it is, token ids
+    kind = kind_of(run.recipe)
+    clients = run.federation.clients
     models = [generating_model(run, name) for name in users]
+    streams: list[tuple[str, str | None, Any]] = []  # name of the text, user whose test text it is, token ids
     if texts:
         tokenizer = models[0].model.base.tokenizer  # all users have the same base model
         assert tokenizer is not None
@@ -122,20 +134,25 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             streams.append((name, None, torch.tensor(ids[:length], dtype=torch.int64)))
     else:
-        streams = [(u.name, u.name, kind.sample(u)[:length]) for u in clients.users if u.name in users]
-        streams.sort(key=lambda stream: users.index(stream[0]))  # in the order of `users`
+        user_by_name = {user.name: user for user in clients.users}
+        for name in dict.fromkeys(users):  # each once
+            streams.append((name, name, kind.sample(user_by_name[name])[:length]))
     context = clients.plan.training.context
-    # For each text, how each user's model routes it.
-    routes = [[model.route(ids, context=context) for model in models] for _name, _owner, ids in streams]
+    shown_texts: list[Text] = []
+    gates_of_texts: list[tuple[np.ndarray, ...]] = []
+    experts_of_users: tuple[tuple[str, ...], ...] = ()
+    for name, owner, ids in streams:
+        routings = [model.route(ids, context=context) for model in models]
+        tokens = routings[0].tokens  # the same for all users
+        shown_texts.append(Text(name=name, owner=owner, tokens=tokens))
+        gates_of_texts.append(tuple(routing.gates.numpy() for routing in routings))
+        experts_of_users = tuple(routing.experts for routing in routings)  # the same for all texts
     return TokenView(
         label=label,
         users=tuple(users),
-        experts=tuple(routing.experts for routing in routes[0]),  # of each user; the same for all texts
-        texts=tuple(
-            Text(name=name, owner=owner, tokens=routes_of_text[0].tokens)  # the tokens are the same for all users
-            for (name, owner, _ids), routes_of_text in zip(streams, routes, strict=True)
-        ),
-        gates=tuple(tuple(routing.gates.numpy() for routing in routes_of_text) for routes_of_text in routes),
+        experts=experts_of_users,
+        texts=tuple(shown_texts),
+        gates=tuple(gates_of_texts),
         in_distribution=run.recipe.data.in_distribution,
     )
 
@@ -149,7 +166,8 @@ def generating_model(run: Run, name: str) -> PersonalModel:
     from comingle.training.kinds.base import kind_of
 
     personal = run.user(name)
-    if not kind_of(run.recipe).needs_base:
+    has_language_model = kind_of(run.recipe).needs_base
+    if not has_language_model:
         net = run.federation.clients.model.name
         raise DataError(
             f"user {name!r}: got the net {net}, which generates no text; allowed: a language model. "
@@ -186,9 +204,9 @@ def report(
         text: Text files, or texts, to route; by default the users' test texts.
         users: The users in the token view; by default the first six.
         tokens: The number of tokens to route of each text.
-        against: The baseline with which methods are compared, or several with commas between, of which the best one is
-            used; by default ``local``.
-        token_view: Whether to route texts; else no model is loaded, and no text is on the page.
+        against: The baseline, such as ``"local"``; of several, such as ``"local,fedavg"``, the best one is used. By
+            default ``local``.
+        token_view: Whether to route texts. Without it no model is loaded, and no text is on the page.
         force: Whether to replace the file.
 
     Raises:
@@ -199,7 +217,7 @@ def report(
     require_packages("comingle.report")
     from comingle.reports.page import render_page
 
-    folders = [_folder_of(run) for run in _as_list(runs)]
+    folders = [_require_folder(run) for run in _as_list(runs)]
     if not folders:
         raise RunError("runs: got none; give a run, a comparison or a folder")
     if tokens < 1:
@@ -208,8 +226,11 @@ def report(
     entries = read_entries(folders)
     check_target(path, force=force, option="out", replace="force=True")
     baseline_comparison(entries, against)  # only to refuse a wrong baseline before models are loaded
-    texts = None if text is None else _as_list(text)
-    views = route_texts(entries, texts, None if users is None else _as_list(users), tokens) if token_view else []
+    views: list[TokenView] = []
+    if token_view:
+        texts = None if text is None else _as_list(text)
+        names_of_users = None if users is None else _as_list(users)
+        views = route_texts(entries, texts, names_of_users, tokens)
     page = render_page(entries, views, baseline=against)
     try:
         write_text(path, page)
@@ -218,15 +239,15 @@ def report(
     return path
 
 
-def _as_list(given: One | Sequence[One]) -> list[One]:
-    """Return a sequence as a list, and anything else as a list of one; a text counts as one."""
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        return [*given]
-    return [cast("One", given)]
+def _as_list(one_or_several: One | Sequence[One]) -> list[One]:
+    """Return ``["a", "b"]`` for ``("a", "b")``, and ``["a"]`` for ``"a"``."""
+    if isinstance(one_or_several, Sequence) and not isinstance(one_or_several, str):
+        return [*one_or_several]
+    return [cast("One", one_or_several)]
 
 
-def _folder_of(run: AnyRun) -> Path:
-    """Return the folder of a run or comparison, given by itself or by its folder.
+def _require_folder(run: AnyRun) -> Path:
+    """Return the folder of a run or comparison; a path is returned as it is.
 
     Raises:
         RunError: The run or comparison was made without ``out``.
