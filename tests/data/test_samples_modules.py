@@ -158,7 +158,7 @@ class Counting(Shifted):
 
 def test_a_buffer_that_stays_is_no_statistic() -> None:
     run = local(Shifted, **{"training.batch_size": 1, "runtime.micro_batch": 1})
-    assert [event["tokens"] for event in run.told if event["event"] == "round"] == [29, 29, 29]
+    assert [event["tokens"] for event in run.events_in_memory if event["event"] == "round"] == [29, 29, 29]
     whole = local(Shifted)
     assert losses(whole) == pytest.approx(losses_by_hand(Shifted, 3), rel=1e-9)
 

@@ -56,7 +56,7 @@ def test_steps_are_as_many(recipe: Recipe) -> None:
     """Whoever trains in as many steps has seen as much, and ends elsewhere."""
     for method in ("local", "comigs-1g1s"):
         runs = [api.run(recipe.with_changes({"method": method, **more})) for more in ({}, ON)]
-        seen = [[event["tokens"] for event in run.told if event["event"] == "round"] for run in runs]
+        seen = [[event["tokens"] for event in run.events_in_memory if event["event"] == "round"] for run in runs]
         assert seen[0] == seen[1]
         assert runs[0].metrics["mean_test_perplexity"] != runs[1].metrics["mean_test_perplexity"]
 

@@ -38,7 +38,7 @@ class Run:
     recipe: Recipe
     metrics: JsonObject
     federation: InProcess
-    told: tuple[JsonObject, ...] = field(default=(), repr=False)
+    events_in_memory: tuple[JsonObject, ...] = field(default=(), repr=False)
     """The events of a run without a folder."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Settings of the kind of data: for samples their shapes, classes, loss and net."""
@@ -54,7 +54,9 @@ class Run:
     @property
     def events(self) -> list[JsonObject]:
         """The events in order, as in ``events.jsonl``: ``event`` is start, round, evaluation or end."""
-        return list(self.told) if self.folder is None else list(read_events(self.folder))
+        if self.folder is None:
+            return list(self.events_in_memory)
+        return list(read_events(self.folder))
 
     def records(self) -> list[JsonObject]:
         """Return one record per user.
@@ -91,28 +93,28 @@ class Run:
         """
         require_user(name, self.users)
         clients = self.federation.clients
-        # The tensors of all users' models are stacked; the user's model is one row. With a method that pools all data,
-        # all users share the row, which a single trainer has trained.
-        row, model = clients.row_of[self.users.index(name)], clients.model
-        (trainer,) = clients.owners([row])
-        # Methods that fine-tune at the end do it for this user only, while its tensors are copied.
+        model = clients.model
+        number = self.users.index(name)
+        row = clients.row_of[number]  # of the user's model in the stacked tensors of all models
+        (trainer,) = clients.owners([row])  # the user's number, or 0 if all users share one model
+        # Methods that fine-tune at the end do so here, for this user only and while its tensors are copied.
         with finetuned(clients, members=[trainer]):
-            tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
+            stored_tensors = personal_tensors(model.layout, clients.state, row)
+            tensors = {tensor_name: tensor.to(model.dtype) for tensor_name, tensor in stored_tensors.items()}
         kind = kind_of(self.recipe)
-        personal = kind.with_inputs(kind.personal(name, model, tensors, trainer), self.recipe, self.settings)
+        personal = kind.personal(name, model, tensors, trainer)
+        personal = kind.with_inputs(personal, self.recipe, self.settings)
         if isinstance(personal, PersonalModel):
             return replace(personal, about=self._model_info(name))
-        return kind.with_test_data(personal, lambda: clients.users[self.users.index(name)].test)
+        return kind.with_test_data(personal, lambda: clients.users[number].test)
 
     def _model_info(self, name: str) -> ModelInfo:
-        """Return facts about a user's language model, and a function that validates it.
-
-        The facts are its method, the kind of data, the number of users, the sizes of the user's splits and the test
-        scores.
-        """
+        """Return the method, amounts of data and test scores of a user's language model, and how to validate it."""
         clients = self.federation.clients
         metrics = self.metrics.get("users", {}).get(name, {})
-        scores = {key: value for key, value in metrics.items() if key.startswith("test_") and isinstance(value, float)}
+        test_scores = {
+            key: value for key, value in metrics.items() if key.startswith("test_") and isinstance(value, float)
+        }
         split_sizes = {key: metrics[key] for key in _SPLIT_SIZES if metrics.get(key)}
 
         def validate(losses: Losses, gates: Gates | None) -> AnyScore:
@@ -125,8 +127,13 @@ class Run:
             user = clients.users[self.users.index(name)]
             if not len(user.valid):
                 raise DataError(f"user {name!r}: no validation data")
-            # One data set, scored with the model in row 0; `losses` is of this model alone.
-            (score,) = clients.steps.batch_source.score(losses, [user.valid], [0], clients.pass_size, gates)
+            (score,) = clients.steps.batch_source.score(
+                losses,
+                sets=[user.valid],
+                rows=[0],  # `losses` has only one model
+                pass_size=clients.pass_size,
+                gates=gates,
+            )
             return score
 
         return ModelInfo(
@@ -134,14 +141,14 @@ class Run:
             kind=self.recipe.data.label,
             users=len(self.users),
             counts=split_sizes,
-            scores=scores,
+            scores=test_scores,
             validate=validate,
         )
 
 
 def records_of(metrics: JsonMapping) -> list[JsonObject]:
     """Return a run's metrics as one record per user."""
-    return [{"user": name, **of_user} for name, of_user in metrics["users"].items()]
+    return [{"user": name, **metrics_of_user} for name, metrics_of_user in metrics["users"].items()]
 
 
 def table_of(records: Sequence[JsonMapping]) -> pandas.DataFrame:
@@ -151,9 +158,9 @@ def table_of(records: Sequence[JsonMapping]) -> pandas.DataFrame:
         RunError: Pandas is not installed.
     """
     try:
-        frames = importlib.import_module("pandas")
+        pandas = importlib.import_module("pandas")
     except ImportError:
         raise RunError(
             "to_pandas needs the package pandas: pip install pandas; records() returns the same without it"
         ) from None
-    return frames.DataFrame.from_records(list(records))
+    return pandas.DataFrame.from_records(list(records))

@@ -702,4 +702,10 @@ def execute(
                 sink.close()
     if folder is not None:
         federation.write_record(folder / "metrics.json", metrics)
-    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(events_in_memory))
+    return Run(
+        folder=folder,
+        recipe=recipe,
+        metrics=metrics,
+        federation=federation,
+        events_in_memory=tuple(events_in_memory),
+    )
