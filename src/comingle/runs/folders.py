@@ -68,33 +68,41 @@ def open_folder(
     """
     check_folder(folder, recipe, resume=resume, force=force)
     _create_folder(folder)
+    net_name = recipe.base.removeprefix("net:")  # a base without this prefix names no net
     with convert_disk_errors(folder), locked(folder):
-        # Again, since another process may have written to the folder before it was locked.
-        check_folder(folder, recipe, resume=resume, force=force, locked_here=True)
+        # Check again, since another process may have written to the folder before it was locked.
+        check_folder(folder, recipe, resume=resume, force=force, is_locked_here=True)
         _refuse_links(folder)
         if resume:
             check_inputs(folder, read_inputs(folder), inputs, pooled=recipe.method.name if pooled else "")
-            # Before the first checkpoint, nothing depends on the code of a user's own method or net. The code may
-            # change until then, and the files that define it are recorded anew.
-            if not _has_trained(folder):
-                write_origin(folder, recipe.method.name, recipe.base.removeprefix("net:"))
+            if not _has_trained(folder):  # until the first checkpoint a user may change the code of a method or net
+                write_origin(folder, recipe.method.name, net_name)
         else:
             _delete_run_files(folder)
             write_inputs(folder, inputs)
-            write_origin(folder, recipe.method.name, recipe.base.removeprefix("net:"))
+            write_origin(folder, recipe.method.name, net_name)
             write_text(folder / "recipe.yaml", recipe.as_yaml())
         yield
 
 
-def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bool, locked_here: bool = False) -> None:
+def check_folder(
+    folder: Path,
+    recipe: Recipe,
+    *,
+    resume: bool,
+    force: bool,
+    is_resumable: bool = True,
+    is_locked_here: bool = False,
+) -> None:
     """Check that a run may be written to a folder, without changing it.
 
     Args:
         folder: The run folder.
         recipe: The recipe.
-        resume: Whether to resume the run in the folder. None: such a run cannot be resumed.
+        resume: Whether to resume the run in the folder.
         force: Whether to replace what is in the folder.
-        locked_here: Whether this process holds the folder's lock.
+        is_resumable: Whether errors suggest to resume the run in the folder.
+        is_locked_here: Whether this process holds the folder's lock.
 
     Raises:
         RunError: The folder exists and neither ``resume`` nor ``force`` is given, it belongs to another recipe, its
@@ -103,19 +111,19 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bo
     check_name(folder)
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out names a folder")
-    if not locked_here:
+    if not is_locked_here:
         with convert_disk_errors(folder):
             check_free(folder)
     if resume:
         check_recipe(folder, recipe)
-    else:
-        difference = ""
-        resume_hint = ""
-        if resume is not None:
-            difference = _difference_from_run(folder, recipe)
-            if not difference:  # a run with another recipe cannot be resumed
-                resume_hint = "--resume continues it, "
-        _check_replaceable(folder, force, resume_hint, difference)
+        return
+    difference = ""
+    resume_hint = ""
+    if is_resumable:
+        difference = _difference_from_run(folder, recipe)
+        if not difference:  # a run with another recipe cannot be resumed
+            resume_hint = "--resume continues it, "
+    _check_replaceable(folder, force=force, resume_hint=resume_hint, difference=difference)
 
 
 def _difference_from_run(folder: Path, recipe: Recipe) -> str:
@@ -139,15 +147,14 @@ def _difference_from_run(folder: Path, recipe: Recipe) -> str:
 
 
 def check_recipe(folder: Path, recipe: Recipe) -> None:
-    """Check that the run in a folder, which is to be resumed, has this recipe and the same code of the method.
+    """Check that the run in a folder, which is to be resumed, has this recipe and that its method is registered.
 
     Raises:
-        RunError: There is no run, or it has another recipe; the message names the difference. Or the code of a method
-            from a user's file has changed.
+        RunError: There is no run, it has another recipe, or its method is not registered.
     """
     if not (folder / "recipe.yaml").exists():
         hint = ""
-        if folder.exists() and not _run_file_names(folder):
+        if folder.exists() and not _names_in_folder(folder):
             hint = "; the run has not started, so leave out --resume"
         raise RunError(f"{folder}: nothing to resume: no recipe.yaml in it{hint}")
     old_recipe = load_recipe(folder)
@@ -163,14 +170,14 @@ def _has_trained(folder: Path) -> bool:
 
 
 def with_bos_of_run(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
-    """Return the recipe with ``data.add_bos_token`` as in the run to resume, if the recipe does not set the key.
+    """Return the recipe with ``data.add_bos_token`` as in the run to resume; unchanged if the recipe sets the key.
 
-    The default is True now; runs of older versions had no such key and added no begin-of-text tokens, which
-    :func:`load_recipe` reads as False.
+    The default is True now. Runs of older versions added no begin-of-text tokens: :func:`load_recipe` gives their
+    recipes the value False.
 
     Args:
         folder: The run folder.
-        recipe: The recipe; returned unchanged if it sets the key.
+        recipe: The recipe.
         resume: Whether to resume; if not, the recipe is returned unchanged.
     """
     if not resume or not (folder / "recipe.yaml").exists():
@@ -179,50 +186,56 @@ def with_bos_of_run(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
     value = getattr(recipe.data, BOS, None)
     if value_of_run is None or value is None:  # only some kinds of data have the key
         return recipe
-    if value == value_of_run or BOS in recipe.data.model_fields_set:
+    is_set_in_recipe = BOS in recipe.data.model_fields_set
+    if is_set_in_recipe or value == value_of_run:
         return recipe
     return recipe.with_changes({f"data.{BOS}": value_of_run})
 
 
-def _check_replaceable(folder: Path, force: bool, resume_hint: str, difference: str) -> None:
+def _check_replaceable(folder: Path, *, force: bool, resume_hint: str, difference: str) -> None:
     """Check that a new run may be written to a folder: it is empty, or ``force`` is set and it has only a run's files.
 
     Args:
         folder: The run folder.
         force: Whether to replace what is in the folder.
-        resume_hint: The beginning of the hint in the error; empty if the run cannot be resumed.
-        difference: How the recipe differs from that of the run in the folder, for the error; empty if they are equal.
+        resume_hint: Part of the error, such as ``"--resume continues it, "``; empty if the run cannot be resumed.
+        difference: Part of the error, such as ``"training.rounds was 10 and is 20"``; empty if the recipe is that of
+            the run in the folder.
 
     Raises:
         RunError: The folder is not empty, or has files that ``force`` must not delete.
     """
-    names = _run_file_names(folder) if folder.exists() else set()
-    if names and not force:
-        of_another = f" and belongs to another recipe, {difference}" if difference else ""
-        raise RunError(f"{folder}: exists{of_another}; {resume_hint}--force replaces it, --out names another")
+    if not folder.exists():
+        return
+    names = _names_in_folder(folder)
+    if not names:
+        return
+    if not force:
+        other_recipe = f" and belongs to another recipe, {difference}" if difference else ""
+        raise RunError(f"{folder}: exists{other_recipe}; {resume_hint}--force replaces it, --out names another")
     # Drafts, such as ".metrics.json.x1.draft", are temporary files of a run that was killed while it wrote a file.
     draft_prefixes = tuple(f".{run_file}." for run_file in RUN_FILES)
-    foreign = sorted(name for name in names if name not in RUN_FILES and not name.startswith(draft_prefixes))
+    foreign_names = sorted(name for name in names if name not in RUN_FILES and not name.startswith(draft_prefixes))
     # A run leaves its lock file. Without this file, a recipe and events together show that the folder is a run's; a
     # recipe alone may be a file that a user wrote.
-    is_run = (folder / LOCK).exists() or {"recipe.yaml", "events.jsonl"} <= names
-    if names and (foreign or not is_run):
-        example = f" (it contains {foreign[0]!r})" if foreign else ""
+    is_run_folder = (folder / LOCK).exists() or names.issuperset({"recipe.yaml", "events.jsonl"})
+    if foreign_names or not is_run_folder:
+        example = f" (it contains {foreign_names[0]!r})" if foreign_names else ""
         raise RunError(f"{folder}: is not a run folder{example}, so --force does not replace it; use another --out")
 
 
-def _run_file_names(folder: Path) -> set[str]:
-    """Return the names of the files in a run folder; the set is empty if no run has begun in it.
+def _names_in_folder(folder: Path) -> set[str]:
+    """Return the names of the files in a folder, without those that a run leaves if it is killed before its start.
 
-    A run begins when its ``recipe.yaml`` is written. A process that was killed before that may leave its lock, files
-    that are written earlier, and drafts (temporary files that would have been renamed). None of these is returned, so
-    that such a folder counts as empty and a new run may use it.
+    These are its lock, files that it writes before ``recipe.yaml``, and drafts, such as ".recipe.yaml.x1.draft". A
+    folder with only these counts as empty, so that a new run may use it.
     """
     names = {path.name for path in folder.iterdir()} - {LOCK, HOLDER}
     if "recipe.yaml" not in names:
         names -= {INPUTS, "federation.yaml", *NETWORK}  # written before the recipe
     draft_prefixes = (".recipe.yaml.", f".{INPUTS}.", f".{HOLDER}.")
-    return {name for name in names if not (name.startswith(draft_prefixes) and name.endswith(DRAFT))}
+    drafts = {name for name in names if name.startswith(draft_prefixes) and name.endswith(DRAFT)}
+    return names - drafts
 
 
 def _create_folder(folder: Path) -> None:
@@ -239,13 +252,11 @@ def _create_folder(folder: Path) -> None:
 
 
 def _delete_run_files(folder: Path) -> None:
-    """Delete the files of an old run in a folder, so that a new run can use the folder.
-
-    Two kinds of files stay, since they belong to the new run: the lock of this process, and the files that the
-    processes of a federation write before the run begins.
-    """
+    """Delete the files of an old run in a folder, so that a new run can use the folder."""
+    # The lock of this process, and files that the processes of a federation write before the run begins.
+    files_of_new_run = (LOCK, HOLDER, "federation.yaml", *NETWORK)
     for path in folder.iterdir():
-        if path.name in (LOCK, HOLDER, "federation.yaml", *NETWORK):
+        if path.name in files_of_new_run:
             continue
         if path.is_dir():
             shutil.rmtree(path)
@@ -265,15 +276,14 @@ def _refuse_links(folder: Path) -> None:
 
 
 def first_difference(old: Recipe, new: Recipe, *, ignored: Collection[str] = ()) -> str:
-    """Return the first key in alphabetical order whose value differs, with both values, for a message.
+    """Return the first difference between two recipes, such as ``"training.rounds was 10 and is 20"``.
+
+    The first one is that of the first key in alphabetical order. The result is empty if both recipes compute the same.
 
     Args:
         old: The recipe before.
         new: The recipe now.
         ignored: Top-level keys that may differ.
-
-    Returns:
-        The key and the values; empty if both recipes compute the same.
     """
     old_content = {key: value for key, value in old.result_content.items() if key not in ignored}
     new_content = {key: value for key, value in new.result_content.items() if key not in ignored}
@@ -282,19 +292,25 @@ def first_difference(old: Recipe, new: Recipe, *, ignored: Collection[str] = ())
     # `result_content` has further keys of `evaluation` only with `select: best`, so `select` is reported first.
     if old.evaluation.select != new.evaluation.select:
         return f"evaluation.select was {old.evaluation.select!r} and is {new.evaluation.select!r}"
-    before, after = _flattened(old_content), _flattened(new_content)
-    for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key):
-            return f"{key} was {before.get(key)!r} and is {after.get(key)!r}"
+    old_values = _values_by_dotted_key(old_content)
+    new_values = _values_by_dotted_key(new_content)
+    for key in sorted(old_values.keys() | new_values.keys()):
+        if old_values.get(key) != new_values.get(key):
+            return f"{key} was {old_values.get(key)!r} and is {new_values.get(key)!r}"
     return "they differ"  # for example if a key is missing in one recipe and None in the other
 
 
-def _flattened(content: object, prefix: str = "") -> dict[str, object]:
-    """Return ``{"training.rounds": 5}`` for ``{"training": {"rounds": 5}}``; ``prefix`` begins all keys."""
+def _values_by_dotted_key(content: object, section: str = "") -> dict[str, object]:
+    """Return ``{"training.rounds": 5}`` for ``{"training": {"rounds": 5}}``.
+
+    Args:
+        content: A section of a recipe, or a value.
+        section: The key of this section; empty for the whole recipe.
+    """
     if not isinstance(content, dict):
-        return {prefix: content}
-    flat: dict[str, object] = {}
+        return {section: content}
+    values: dict[str, object] = {}
     for key, value in content.items():
-        path = f"{prefix}.{key}" if prefix else str(key)
-        flat.update(_flattened(value, path))
-    return flat
+        dotted_key = f"{section}.{key}" if section else str(key)
+        values.update(_values_by_dotted_key(value, dotted_key))
+    return values

@@ -57,7 +57,7 @@ def temporary_folder_for(folder: Path, recipe: Recipe, joined: Path | None, *, f
     Raises:
         RunError: The run folder cannot be used, overlaps the run to join, or another process writes to it.
     """
-    check_folder(folder, recipe, resume=None, force=force)  # None: the message must not offer to resume
+    check_folder(folder, recipe, resume=False, force=force, is_resumable=False)
     if joined is not None:
         source, target = joined.resolve(), folder.resolve()
         if source.is_relative_to(target) or target.is_relative_to(source):
@@ -270,7 +270,7 @@ def join_run(
     with temporary_folder_for(folder, new_user.recipe, run.folder, force=force) as temporary_folder:
         joined = _train_newcomer(run, new_user, temporary_folder, reporter, given=given)
         # Check again, as another process may have created the folder during training.
-        check_folder(folder, new_user.recipe, resume=None, force=force)
+        check_folder(folder, new_user.recipe, resume=False, force=force, is_resumable=False)
         shutil.rmtree(folder, ignore_errors=True)
         temporary_folder.rename(folder)
     run_in_folder = replace(joined.run, folder=folder)
