@@ -242,6 +242,6 @@ def test_steps_of_ten_million_rounds_are_counted_at_once(recipe_file: Path) -> N
     recipe = load_recipe(recipe_file).with_changes(changes)
     clients = build(recipe, prepare(recipe)).clients
     course = progress.RunProgress(clients, None)
-    assert (course.rounds, course.total) == (10_000_000, (3_333_333 * 4 + 1) * clients.steps.local_steps)
+    assert (course.rounds, course.all_steps) == (10_000_000, (3_333_333 * 4 + 1) * clients.steps.local_steps)
     course({"event": "step", "round": 6, "advance": 1})
-    assert course.done == (4 + 1 + 1) * clients.steps.local_steps + 1
+    assert course.steps_done == (4 + 1 + 1) * clients.steps.local_steps + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -42,7 +43,7 @@ _LOADING_NET = "loading the net and the users' data"
 
 
 def loading(recipe: Recipe) -> str:
-    """Return what is shown while the data of a recipe, and its base model or net, are loaded."""
+    """Return the message that is shown while the data of a recipe, and its base model or net, are loaded."""
     return LOADING if kind_of(recipe).needs_base else _LOADING_NET
 
 
@@ -83,31 +84,45 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
             yield lines
 
 
-def steps_before(clients: Clients) -> Callable[[int], int]:
-    """Return a function from a number ``n`` of rounds to the number of cohort steps in the first ``n`` rounds.
+def cohort_steps(clients: Clients) -> Callable[[int], int]:
+    """Return a function that counts cohort steps: ``count(n)`` is their number in the first ``n`` rounds.
 
-    A cohort step is one local step of one cohort, the users that are trained in one batch. Progress is shown in this
-    unit. If a method trains several copies of each user's tensors, each copy counts as a user of a cohort. If the
-    recipe lists the participants of its rounds, the list repeats periodically.
+    A cohort step is one local step of one cohort, the users that are trained in one batch. If a method trains several
+    copies of each user's tensors, each copy counts as a user of a cohort.
 
     Args:
         clients: The clients of the run, in this process.
     """
-    plan, names = clients.plan, clients.population_names
-    copies, cohort_size = clients.method.placement.copies, clients.pass_size.users
+    plan = clients.plan
+    names = clients.population_names
+    copies = clients.method.placement.copies
+    cohort_size = clients.pass_size.users
     local_steps = clients.steps.local_steps
-    has_all_users = len(names) == len(clients.trainers)  # else several processes share the users
+    has_all_users = len(names) == len(clients.trainers)  # False if several processes share the users
     if isinstance(plan.participation, float | int) and has_all_users:  # all rounds have equally many participants
-        num_rows = sample_size(plan.participation, len(names)) * copies
-        steps_per_round = -(-num_rows // cohort_size) * local_steps  # cohorts, rounded up, times steps
-        return lambda rounds: rounds * steps_per_round
-    names_here = set(clients.names)  # if several processes share a run, each process counts only its own users
-    period = len(plan.participation) if isinstance(plan.participation, Sequence) else 1
-    steps_of_rounds: list[int] = []  # of one period
-    for round_number in range(period):
+        num_copies = sample_size(plan.participation, len(names)) * copies
+        num_cohorts = math.ceil(num_copies / cohort_size)
+        steps_per_round = num_cohorts * local_steps
+
+        def count_in_equal_rounds(rounds: int) -> int:
+            return rounds * steps_per_round
+
+        return count_in_equal_rounds
+
+    # The recipe may list the participants of each round; after the last round of the list, the list begins anew.
+    rounds_in_list = len(plan.participation) if isinstance(plan.participation, Sequence) else 1
+    names_here = set(clients.names)  # each process counts only the steps of its own users
+    steps_in_list: list[int] = []  # of each round
+    for round_number in range(rounds_in_list):
         users_here = [number for number in participants(plan, round_number, names) if names[number] in names_here]
-        steps_of_rounds.append(len(cohorts(users_here * copies, cohort_size)) * local_steps)
-    return lambda rounds: rounds // period * sum(steps_of_rounds) + sum(steps_of_rounds[: rounds % period])
+        num_cohorts = len(cohorts(users_here * copies, cohort_size))
+        steps_in_list.append(num_cohorts * local_steps)
+
+    def count_in_listed_rounds(rounds: int) -> int:
+        whole_lists, further_rounds = divmod(rounds, rounds_in_list)
+        return whole_lists * sum(steps_in_list) + sum(steps_in_list[:further_rounds])
+
+    return count_in_listed_rounds
 
 
 def format_duration(seconds: float) -> str:
@@ -119,7 +134,7 @@ def format_duration(seconds: float) -> str:
 
 
 class RunProgress:
-    """Progress of a run from its events, and the estimated time left; a resumed run starts in the middle.
+    """Progress of a run in cohort steps (:func:`cohort_steps`), counted from its events, and the time left.
 
     Args:
         clients: The clients of the run.
@@ -127,23 +142,23 @@ class RunProgress:
     """
 
     def __init__(self, clients: Clients, title: str | None):
-        # The unit of progress is a cohort step: one local step of the users that are trained in one batch.
         self.title = title or f"{clients.method.name}, seed {clients.plan.seed}"
-        self._steps_before = steps_before(clients)  # maps a number n of rounds to the cohort steps in the first n
+        self._count_cohort_steps = cohort_steps(clients)  # from a number n of rounds to the steps in the first n
         self.rounds = clients.plan.training.rounds if clients.method.trains else 0
-        self.total = self._steps_before(self.rounds)
+        self.all_steps = self._count_cohort_steps(self.rounds)
         self.round = 0
-        # Cohort steps that are done, and those of them that a resumed run had done before; -1 before the first event.
-        self.done, self.done_before = 0, -1
+        self.steps_done = 0
+        self.steps_before_resume: int | None = None  # those done before this process; None before the first step
         self.evaluating = False  # whether an evaluation runs
         self.result = ""  # the newest test result, as text to print
-        self.resumed_line = ""  # at the first step of a resumed run: a line to print that says so
+        self.resumed_line = ""  # a line to print at the first step of a resumed run
         self._began = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
         """Update the progress by an event."""
         if event["event"] == "step":
-            self.round, self.evaluating = event["round"], event.get("evaluating", False)
+            self.round = event["round"]
+            self.evaluating = event.get("evaluating", False)
             if not self.evaluating:
                 self._count_steps(event["advance"])
         elif event["event"] == "evaluation":
@@ -152,18 +167,19 @@ class RunProgress:
             self.result = f"test {_test_result(event)}"
 
     def _count_steps(self, advance: int) -> None:
-        """Count cohort steps; at the first event of a resumed run, also those of the rounds before it.
+        """Count the cohort steps of an event; before the first one, count the rounds that a resumed run skips.
 
         Args:
             advance: The number of cohort steps since the last event.
         """
-        if self.done_before < 0:  # the first event: round `self.round` is running, which is 1 in a run from the start
-            rounds_before = self.round - 1
-            self.done_before = self.done = self._steps_before(rounds_before)
+        if self.steps_before_resume is None:  # the first event
+            rounds_before = self.round - 1  # 0 unless the run is resumed
+            self.steps_before_resume = self._count_cohort_steps(rounds_before)
+            self.steps_done = self.steps_before_resume
             self._began = time.perf_counter()
             if rounds_before > 0:
                 self.resumed_line = f"{self.title} · resumed from the checkpoint of round {rounds_before}"
-        self.done += advance
+        self.steps_done += advance
 
     @property
     def seconds(self) -> float:
@@ -171,23 +187,27 @@ class RunProgress:
         return time.perf_counter() - self._began
 
     @property
-    def left(self) -> str:
+    def time_left(self) -> str:
         """Estimated time left at the speed so far, such as " · about 3 h left"; empty before the first step."""
-        steps_taken, steps_left = self.done - self.done_before, self.total - self.done
-        if self.done_before < 0 or steps_taken <= 0 or not steps_left:
+        if self.steps_before_resume is None:
             return ""
-        return f" · about {format_duration(self.seconds * steps_left / steps_taken)} left"
+        steps_taken_here = self.steps_done - self.steps_before_resume
+        steps_left = self.all_steps - self.steps_done
+        if steps_taken_here <= 0 or steps_left == 0:
+            return ""
+        seconds_left = self.seconds * steps_left / steps_taken_here
+        return f" · about {format_duration(seconds_left)} left"
 
     @property
-    def place(self) -> str:
-        """Round and local step, or the evaluation that runs."""
+    def position(self) -> str:
+        """Where the run is, such as "round 2/10, local step 30 of 200" or "evaluating after round 2/10"."""
         if self.evaluating:
             return f"evaluating after round {self.round}/{self.rounds}"
-        return f"round {self.round}/{self.rounds}, local step {self.done:,} of {self.total:,}"
+        return f"round {self.round}/{self.rounds}, local step {self.steps_done:,} of {self.all_steps:,}"
 
 
 def _test_result(event: Event) -> str:
-    """Return the mean test result of an evaluation as text, with the number of users if not all were evaluated."""
+    """Return the mean test result as text, such as "perplexity 31.2"; also how many users, if not all were scored."""
     measure = measure_of(event)
     result = number(event[f"mean_test_{measure}"], measure)
     sample = describe_sample(event)
@@ -222,10 +242,15 @@ class Silent:
 
 
 def _bar_columns() -> tuple[ProgressColumn, ...]:
-    """Return the columns of a bar: description, bar, steps done of all steps, time elapsed and time left."""
-    time_left = (TextColumn("left"), TimeRemainingColumn())
-    description = TextColumn("{task.description}", markup=False)
-    return (description, BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), *time_left)
+    """Return the columns of a bar, as in "fedavg · round 2 ━━━━━ 30/200 0:01:12 left 0:06:48"."""
+    return (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
 
 
 class Bars:
@@ -237,11 +262,11 @@ class Bars:
     @contextmanager
     def waiting(self, message: str) -> Iterator[None]:
         """Show an indeterminate bar while the context is entered."""
-        task = self._progress.add_task(message, total=None)
+        bar = self._progress.add_task(message, total=None)
         try:
             yield
         finally:
-            self._progress.remove_task(task)
+            self._progress.remove_task(bar)
 
     def say(self, line: str) -> None:
         """Print one line above the bars."""
@@ -255,17 +280,17 @@ class Bars:
             title: Name of the run beside the bar; None for its method and seed.
         """
         run_progress = RunProgress(clients, title)
-        task = self._progress.add_task(printable(run_progress.title), total=run_progress.total or None)
+        bar = self._progress.add_task(printable(run_progress.title), total=run_progress.all_steps or None)
 
         def update_bar(event: Event) -> None:
             """Move the bar by an event."""
-            done_before = run_progress.done_before
+            had_begun = run_progress.steps_before_resume is not None
             run_progress(event)
             if run_progress.resumed_line:
                 self.say(run_progress.resumed_line)
                 run_progress.resumed_line = ""
-            if run_progress.done_before != done_before:  # the first step: a resumed run starts from there
-                self._progress.reset(task, completed=run_progress.done_before)
+            if not had_begun and run_progress.steps_before_resume is not None:  # this event is the first step
+                self._progress.reset(bar, completed=run_progress.steps_before_resume)
             if event["event"] != "step":
                 status = run_progress.result
             elif run_progress.evaluating:
@@ -273,14 +298,14 @@ class Bars:
             else:
                 status = f"round {run_progress.round}"
             description = printable(f"{run_progress.title} · {status}")
-            self._progress.update(task, completed=run_progress.done, description=description)
+            self._progress.update(bar, completed=run_progress.steps_done, description=description)
 
         return update_bar
 
     def clear(self) -> None:
         """Remove all bars."""
-        for task in self._progress.task_ids:
-            self._progress.remove_task(task)
+        for bar in self._progress.task_ids:
+            self._progress.remove_task(bar)
 
 
 # -------------------------------------------------------------------- lines
@@ -291,12 +316,16 @@ def _to_stderr(line: str) -> None:
 
 
 def _notebook_line() -> Callable[[str], None]:
-    """Return a function that writes below a notebook's cell, each line over the last one."""
+    """Return a function that writes a line below a notebook's cell, in place of the line before."""
     import importlib
 
     display = importlib.import_module("IPython.display").display
     handle = display({"text/plain": ""}, raw=True, display_id=True)
-    return lambda line: handle.update({"text/plain": line}, raw=True)
+
+    def replace_line(line: str) -> None:
+        handle.update({"text/plain": line}, raw=True)
+
+    return replace_line
 
 
 class Lines:
@@ -307,32 +336,37 @@ class Lines:
     """
 
     def __init__(self, write: Callable[[str], None], *, stamped: bool = True):
-        """Create a reporter; entering its context starts the thread that prints long operations.
+        """Create a reporter; entering its context starts the thread that prints the progress of long operations.
 
         Args:
             write: Writes a line.
             stamped: Whether lines begin with the date and the time.
         """
-        self._write, self._stamped = write, stamped
+        self._write = write
+        self._stamped = stamped
         self._describe_operation: Callable[[], str] | None = None  # returns a line; None: no long operation runs
         self._last_line_at = time.perf_counter()
         self._ended = threading.Event()
-        self._watcher = threading.Thread(target=self._print_overdue, name="comingle-progress", daemon=True)
+        self._thread = threading.Thread(target=self._print_long_operations, name="comingle-progress", daemon=True)
 
     def __enter__(self) -> Lines:
-        self._watcher.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._watcher.join()
+        self._thread.join()
 
     @contextmanager
     def waiting(self, message: str) -> Iterator[None]:
-        """Print the message now, and again whenever there was no line for :data:`LONG_SECONDS`."""
+        """Print the message now, and again with the time that has passed after every :data:`LONG_SECONDS`."""
         began = time.perf_counter()
+
+        def describe_wait() -> str:
+            return f"still {message} after {format_duration(time.perf_counter() - began)}"
+
         self.say(message)
-        self._describe_operation = lambda: f"still {message} after {format_duration(time.perf_counter() - began)}"
+        self._describe_operation = describe_wait  # called by the thread
         try:
             yield
         finally:
@@ -348,31 +382,39 @@ class Lines:
             title: Name of the run, with which each line begins; None for its method and seed.
         """
         run_progress = RunProgress(clients, title)
-        printed_result, is_first_round = "", True
+        printed_result = ""
+        is_first_round = True
+
+        def describe_round() -> str:
+            return f"{run_progress.title} · {run_progress.position}{run_progress.time_left}"
+
+        def print_round(event: Event) -> None:
+            """Print the training loss of a round that has ended, and the test result if there is a new one."""
+            nonlocal printed_result
+            losses = event["train_loss_nats"].values()
+            loss = f"training loss {fmean(losses):.4g}" if losses else "no participants"
+            result = ""
+            if run_progress.result != printed_result:
+                result = f" · {run_progress.result}"
+            printed_result = run_progress.result
+            round_of_all = f"round {event['round']}/{run_progress.rounds}"
+            self.say(f"{run_progress.title} · {round_of_all} · {loss}{result}{run_progress.time_left}")
 
         def print_event(event: Event) -> None:
             """Print a line when a round ends, unless many short rounds would fill the log, and when the run ends."""
-            nonlocal printed_result, is_first_round
+            nonlocal is_first_round
             run_progress(event)
             if run_progress.resumed_line:
                 self.say(run_progress.resumed_line)
                 run_progress.resumed_line = ""
             if event["event"] == "step":
-                # Called by the thread if no other line is printed for a while.
-                self._describe_operation = lambda: f"{run_progress.title} · {run_progress.place}{run_progress.left}"
+                self._describe_operation = describe_round  # called by the thread
             elif event["event"] == "round":
                 may_skip = run_progress.rounds > FEW_ROUNDS and not is_first_round
+                had_recent_line = time.perf_counter() - self._last_line_at < PAUSE_SECONDS
                 is_first_round = False
-                if may_skip and time.perf_counter() - self._last_line_at < PAUSE_SECONDS:
-                    return
-                losses = event["train_loss_nats"].values()
-                loss = f"training loss {fmean(losses):.4g}" if losses else "no participants"
-                result = ""
-                if run_progress.result != printed_result:  # there is a new test result
-                    result = f" · {run_progress.result}"
-                printed_result = run_progress.result
-                round_of = f"round {event['round']}/{run_progress.rounds}"
-                self.say(f"{run_progress.title} · {round_of} · {loss}{result}{run_progress.left}")
+                if not (may_skip and had_recent_line):
+                    print_round(event)
             elif event["event"] == "end":
                 self._describe_operation = None
                 duration = format_duration(run_progress.seconds)
@@ -384,19 +426,20 @@ class Lines:
         """Keep all lines."""
 
     def say(self, line: str) -> None:
-        """Print one line, with the time in front where lines are stamped."""
+        """Print one line, with the date and the time in front unless the reporter is for a notebook."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ") if self._stamped else ""
         self._last_line_at = time.perf_counter()
         self._write(stamp + printable(line))
 
-    def _print_overdue(self) -> None:
-        """Print the current operation whenever there was no line for :data:`LONG_SECONDS`, in a thread of its own."""
+    def _print_long_operations(self) -> None:
+        """Print the current operation whenever there was no line for :data:`LONG_SECONDS`; runs in a thread."""
         while True:
-            seconds_left = self._last_line_at + LONG_SECONDS - time.perf_counter()
-            has_ended = self._ended.wait(max(0.01, seconds_left))  # at least 10 ms, so as not to busy-wait
+            seconds_to_wait = self._last_line_at + LONG_SECONDS - time.perf_counter()
+            has_ended = self._ended.wait(timeout=max(0.01, seconds_to_wait))  # at least 10 ms: no busy-waiting
             if has_ended:
                 return
-            if time.perf_counter() - self._last_line_at < LONG_SECONDS:  # there was a line in the meantime
+            was_line_printed = time.perf_counter() - self._last_line_at < LONG_SECONDS
+            if was_line_printed:
                 continue
             self._last_line_at = time.perf_counter()
             describe_operation = self._describe_operation  # read once, since the main thread may set it to None
