@@ -126,7 +126,7 @@ def test_smaller_groups_of_nets_are_of_their_users_alone() -> None:
     }
     given = given_of(users, lambda: torch.nn.Linear(3, 1))
     recipe = recipe_with({"data": {"loss": "mse"}}, given, base=None, method="fedavg", changes={})
-    some = advise.of_users(prepare(recipe, given=given), (0, 2))
+    some = advise.select_users(prepare(recipe, given=given), (0, 2))
     assert [user.name for user in build(recipe, some).clients.users] == ["ada", "cem"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from statistics import median
@@ -18,6 +19,8 @@ from comingle.runs.compare import recipes_of
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.progress import Reporter, loading
 from comingle.runs.session import prepare, run_in
+from comingle.training.client import Clients
+from comingle.training.events import Observer
 from comingle.training.kinds.base import RunData, kind_of
 from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.records import JsonObject, logger
@@ -41,18 +44,22 @@ _MIN_SHARE_READ = 0.25
 def choose_seeds(recipe: Recipe, run_data: RunData, unit: str) -> tuple[int, ...]:
     """Return the seeds that advice needs: three for two users with enough test data, else five.
 
-    A single seed is returned if every seed would evaluate other users, or skip other users with too little data: such
-    runs cannot be compared. (With ``data.seed`` every seed skips the same users.)
+    Only one seed is returned if runs with several seeds could not be compared, because each seed draws the users to
+    evaluate, or because each seed splits the data and so skips other users.
 
     Args:
         recipe: The recipe of the short runs.
         run_data: The base model and the users' data.
         unit: The unit of the users' data, ``tokens``, ``conversations`` or ``samples``.
     """
-    if recipe.evaluation.users or (run_data.skipped and recipe.data.seed is None):
+    draws_evaluated_users = recipe.evaluation.users is not None
+    skips_by_seed = len(run_data.skipped) > 0 and recipe.data.seed is None
+    if draws_evaluated_users or skips_by_seed:
         return SEEDS[:1]
     has_small_user = any(len(user.test) < _FEW_TESTED.get(unit, 0) for user in run_data.users)
-    return SEEDS if len(run_data.users) == 2 and not has_small_user else tuple(range(_MANY_SEEDS))
+    if len(run_data.users) == 2 and not has_small_user:
+        return SEEDS
+    return tuple(range(_MANY_SEEDS))
 
 
 def warnings_before_advice(recipe: Recipe, run_data: RunData, seeds: Sequence[int], unit: str) -> Iterator[str]:
@@ -83,63 +90,62 @@ def warnings_before_advice(recipe: Recipe, run_data: RunData, seeds: Sequence[in
 
 
 def _warn_of_equal_users(run_data: RunData) -> Iterator[str]:
-    """Yield a warning for each pair of users with mostly the same data.
+    """Yield a warning for each pair of users with mostly the same data, unless there are more than 50 users.
 
-    Together they take more steps on this data, so they gain even though neither has data that the other lacks. With
-    more than 50 users nothing is compared.
+    Such users gain from each other only because together they take more steps on this data.
     """
-    hashes = _hashes_of_users(run_data)
-    if len(hashes) > _MAX_COMPARED:  # the number of pairs grows quadratically
+    hashes_by_user = _hashes_of_users(run_data)
+    if len(hashes_by_user) > _MAX_COMPARED:  # the number of pairs grows quadratically
         return
-    what = "documents" if run_data.texts else "samples"
-    for (one, hashes_of_one), (other, hashes_of_other) in combinations(hashes.items(), 2):
-        smaller = min(len(hashes_of_one), len(hashes_of_other))
-        common = len(hashes_of_one & hashes_of_other)
-        if smaller and common >= _EQUAL_SHARE * smaller:
+    items = "documents" if run_data.texts else "samples"
+    for one, other in combinations(hashes_by_user, 2):
+        num_smaller = min(len(hashes_by_user[one]), len(hashes_by_user[other]))
+        num_common = len(hashes_by_user[one] & hashes_by_user[other])
+        if num_smaller > 0 and num_common >= _EQUAL_SHARE * num_smaller:
             yield (
-                f"users {one} and {other} have {common:,} of {smaller:,} {what} in common, so their gain is not "
-                "a gain from another user's data; give each user different data, or leave one out"
+                f"users {one} and {other} have {num_common:,} of {num_smaller:,} {items} in common, so their gain is "
+                "not a gain from another user's data; give each user different data, or leave one out"
             )
 
 
 def _hashes_of_users(run_data: RunData) -> dict[str, frozenset[int]]:
-    """Return hashes of each user's documents or samples, of all splits together."""
-    hashes: dict[str, frozenset[int]] = {}
+    """Return hashes of each user's documents or samples, of all splits together, by user name."""
+    hashes_by_user: dict[str, frozenset[int]] = {}
     if run_data.texts:
         for text in run_data.texts:
             documents = (*text.train, *text.valid, *text.test)
-            hashes[text.name] = frozenset(hash(document) for document in documents)
-        return hashes
+            hashes_by_user[text.name] = frozenset(hash(document) for document in documents)
+        return hashes_by_user
     for user in run_data.present:
         hashes_of_user: set[int] = set()
         for split in SPLITS:
             samples = getattr(user, split)
-            if not isinstance(samples, Samples):
+            if not isinstance(samples, Samples):  # other kinds of data are not compared
                 continue
             for x, y in zip(samples.inputs, samples.targets, strict=True):
                 hashes_of_user.add(hash((x.numpy().tobytes(), y.numpy().tobytes())))
-        hashes[user.name] = frozenset(hashes_of_user)
-    return hashes
+        hashes_by_user[user.name] = frozenset(hashes_of_user)
+    return hashes_by_user
 
 
 def _warn_of_short_runs(recipe: Recipe, run_data: RunData, unit: str) -> Iterator[str]:
-    """Yield a warning if all rounds together read too little of the training text of a typical user.
+    """Yield a warning if all rounds together read less than a quarter of a typical user's training text.
 
-    Runs that train in epochs read all of it in each round, so there is nothing to warn of.
+    Runs that train in epochs read all of it in each round.
     """
     training = recipe.training
-    trains_in_epochs = "training.local_steps" in recipe.data.unread  # such data ignores the number of local steps
+    trains_in_epochs = "training.local_steps" in recipe.data.unread  # this key has no effect on training in epochs
     if unit != "tokens" or trains_in_epochs:
         return
     tokens_read = training.rounds * training.most_local_steps * training.largest_batch_size * training.context
     train_tokens = median(len(user.train) for user in run_data.users)
     if tokens_read < _MIN_SHARE_READ * train_tokens:
         tokens_per_round = tokens_read / training.rounds
-        rounds = -(-train_tokens * _MIN_SHARE_READ // tokens_per_round)  # rounded up
+        rounds_needed = math.ceil(train_tokens * _MIN_SHARE_READ / tokens_per_round)
         percent = 100 * tokens_read / train_tokens
         yield (
             f"{training.rounds} rounds read {tokens_read:,} tokens of each user, {percent:.0f}% of "
-            f"{train_tokens:,.0f}: too few to see who gains; give --rounds {rounds:.0f} or more"
+            f"{train_tokens:,.0f}: too few to see who gains; give --rounds {rounds_needed} or more"
         )
 
 
@@ -164,8 +170,7 @@ def advise_runs(
 ) -> Advice:
     """Run ``local`` and ``methods`` with all users, and one method with smaller groups of users; return advice.
 
-    Results of smaller groups show which users gain from which. Nothing is written. Problems that are visible before
-    training are logged as warnings.
+    The smaller groups (:func:`groups_of`) show which users gain from which others. Nothing is written.
 
     Args:
         recipe: The recipe of the short runs.
@@ -181,15 +186,15 @@ def advise_runs(
     """
     if methods is None:
         methods = METHODS if kind_of(recipe).needs_base else METHODS_FOR_NETS
-    names = [LOCAL, *(name for name in dict.fromkeys(methods) if name != LOCAL)]
-    # Keys are pairs of a method's label (its name, or NAME:KEY=VALUE) and a seed. One seed suffices to check the
-    # recipes; the number of seeds that the data needs is known only once the data is read.
+    names = list(dict.fromkeys([LOCAL, *methods]))
+    # Recipes by method and seed. One seed suffices to check them before the data is read; the data then determines
+    # how many seeds are needed.
     recipes = recipes_of(recipe, names, seeds or SEEDS[:1])
-    compared = list(dict.fromkeys(label for label, _ in recipes if label != LOCAL))
-    first_seed = next(seed for _, seed in recipes)
-    _check_methods(compared, {name: recipes[name, first_seed] for name in compared})
+    compared = list(dict.fromkeys(method for method, _seed in recipes if method != LOCAL))
+    first_seed = next(seed for _method, seed in recipes)
+    _check_methods({method: recipes[method, first_seed] for method in compared})
     group_method = grouped_by or compared[0]
-    metrics: ByMethod = {name: {} for name in [LOCAL, *compared]}
+    metrics: ByMethod = {method: {} for method in [LOCAL, *compared]}
     group_metrics: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}  # by the group's user names and seed
     # All runs of a seed share the data, so it has validation data if any of the methods needs some.
     validates = any(make(run.method.name, **run.method.settings).client.needs_validation for run in recipes.values())
@@ -206,38 +211,40 @@ def advise_runs(
         if seed != first_seed:
             with reporter.waiting(loading(recipe)):
                 run_data = prepare(recipes[LOCAL, seed], base=run_data.base, validates=validates, given=given)
-        for name in (LOCAL, *compared):
-            metrics[name][seed] = _run_and_measure(recipes[name, seed], run_data, reporter, f"{name}, seed {seed}")
-        group_recipe_of_all = recipes[group_method, seed].for_users(run_data.users.names)
+        for method in [LOCAL, *compared]:
+            title = f"{method}, seed {seed}"
+            metrics[method][seed] = _run_and_measure(recipes[method, seed], run_data, reporter, title)
+        recipe_for_all_users = recipes[group_method, seed].for_users(run_data.users.names)
         for numbers in groups_of(len(run_data.users)):
-            group_data = of_users(run_data, numbers)
+            group_data = select_users(run_data, numbers)
             user_names = tuple(user.name for user in group_data.users)
-            group_recipe = _recipe_of_group(group_recipe_of_all, numbers)
+            group_recipe = _recipe_of_group(recipe_for_all_users, numbers)
             title = f"{group_method} of {len(user_names)} users, seed {seed}"
             result = _run_and_measure(group_recipe, group_data, reporter, title)
             group_metrics.setdefault(user_names, {})[seed] = result
-    return advise_on(metrics.pop(LOCAL), metrics, group_metrics, group_method)
+    metrics_of_local = metrics.pop(LOCAL)
+    return advise_on(metrics_of_local, metrics, group_metrics, group_method)
 
 
-def _check_methods(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None:
-    """Check that the methods can show a gain from other users.
+def _check_methods(recipes: Mapping[str, Recipe]) -> None:
+    """Check that methods can show a gain from other users.
 
     Args:
-        chosen: The methods without ``local``.
-        recipes: The recipe of each of them.
+        recipes: The recipe of each method other than ``local``.
 
     Raises:
-        RecipeError: There are no methods, a method shares no parameters, or a method shares them only after the only
-            evaluation of a run of one round.
+        RecipeError: There are no methods, a method shares no parameters, or a method is evaluated before it has shared
+            any, as there is only one round.
     """
-    if not chosen:
+    if not recipes:
         raise RecipeError("--methods: got only local; give a method that shares parameters, such as fedavg")
     for name, recipe in recipes.items():
         method = make(recipe.method.name, **recipe.method.settings)
         if not method.shared:
             raise RecipeError(f"--methods: {name} shares nothing, so users cannot gain from each other; leave it out")
-        # `ends_exchanged`: the last evaluation is after the exchange, whatever `evaluation.model` says.
-        if recipe.training.rounds == 1 and recipe.evaluation.model == "local" and not method.client.ends_exchanged:
+        # With `ends_exchanged`, the last evaluation is after the exchange, whatever `evaluation.model` says.
+        is_evaluated_before_exchange = recipe.evaluation.model == "local" and not method.client.ends_exchanged
+        if recipe.training.rounds == 1 and is_evaluated_before_exchange:
             raise RecipeError(
                 "--rounds: got 1; allowed: whole numbers from 2, because with evaluation.model: local nothing is "
                 "exchanged after the last round"
@@ -247,30 +254,45 @@ def _check_methods(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None
 def groups_of(num_users: int) -> list[tuple[int, ...]]:
     """Return the groups of users that train in addition to the run of all users, as tuples of user numbers.
 
-    With three to five users, every pair is a group. With six to twelve users, each group leaves out one user. With
-    fewer or more users there are no groups.
+    With three to five users, every pair is a group: ``[(0, 1), (0, 2), (1, 2)]``. With six to twelve users, each group
+    leaves out one user. With fewer or more users there are no groups.
     """
     numbers = range(num_users)
     if num_users < 3 or num_users > OTHERS_UP_TO:
         return []
     if num_users <= PAIRS_UP_TO:
         return list(combinations(numbers, 2))
-    return [tuple(other for other in numbers if other != left_out) for left_out in numbers]
+    groups: list[tuple[int, ...]] = []
+    for left_out in numbers:
+        groups.append(tuple(number for number in numbers if number != left_out))
+    return groups
 
 
-def of_users(run_data: RunData, numbers: Sequence[int]) -> RunData:
-    """Return the data with some of the users."""
+def select_users(run_data: RunData, numbers: Sequence[int]) -> RunData:
+    """Return the data of the users with these numbers."""
     return run_data.with_users(run_data.users.select(numbers))
 
 
 def _recipe_of_group(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
-    """Return the recipe with values for these users only in its lists with a value per user."""
-    changes = changes_for_users(recipe, lambda values: [values[number] for number in numbers])
+    """Return the recipe for a run of some of its users.
+
+    Args:
+        recipe: The recipe of all users, with values by user as lists, such as ``adapters.rank: [8, 4, 8]``.
+        numbers: The numbers of the users of the group, such as ``(0, 2)``, which gives ``adapters.rank: [8, 8]``.
+    """
+
+    def values_of_group(values: list[Any]) -> list[Any]:
+        return [values[number] for number in numbers]
+
+    changes = changes_for_users(recipe, values_of_group)
     return recipe.with_changes(changes) if changes else recipe
 
 
 def _run_and_measure(recipe: Recipe, run_data: RunData, reporter: Reporter, title: str) -> JsonObject:
     """Train a recipe's method without a run folder and return the metrics; ``title`` is shown with the progress."""
-    return run_in(
-        None, recipe, run_data, resume=False, force=False, observers=lambda clients: [reporter.watch(clients, title)]
-    ).metrics
+
+    def make_observers(clients: Clients) -> list[Observer]:
+        return [reporter.watch(clients, title)]
+
+    run = run_in(None, recipe, run_data, resume=False, force=False, observers=make_observers)
+    return run.metrics
