@@ -60,8 +60,9 @@ class Phase:
     without: frozenset[str] = frozenset()
 
     def rounds_of(self, rounds: int) -> int:
-        """Return in how many of ``rounds`` rounds the phase runs."""
-        return len(range(self.turn, rounds, self.turns))
+        """Return the number of rounds in which the phase runs, of ``rounds`` in all."""
+        rounds_with_phase = range(self.turn, rounds, self.turns)
+        return len(rounds_with_phase)
 
     @property
     def reached(self) -> frozenset[str]:
@@ -70,22 +71,27 @@ class Phase:
 
     @property
     def purpose(self) -> str:
-        """Name of the batches' random stream: methods with the same phases draw the same batches at the same seed."""
+        """Name of the random stream that draws the phase's batches: ``label`` if it has one, "router" or "experts".
+
+        At the same seed, phases of two methods with the same name draw the same batches.
+        """
         if self.label:
             return self.label
-        return "router" if self.optimizer == "router" else "experts"
+        if self.optimizer == "router":
+            return "router"
+        return "experts"
 
     @property
     def optimizers(self) -> tuple[tuple[Literal["experts", "router"], frozenset[str]], ...]:
-        """Optimisers of the phase, each with the roles that it updates.
+        """Pairs of an optimiser of the phase, "experts" or "router", and the roles that it updates.
 
-        There are two optimisers with their own settings, "experts" and "router". A phase uses one of them for all its
-        roles, or "both": "router" for the routers and "experts" for the other roles.
+        For "both" there are two pairs: "router" updates the role "router", and "experts" all other roles.
         """
         if self.optimizer != "both":
             return ((self.optimizer, self.roles),)
-        routers = self.roles & ROUTERS
-        return (("experts", self.roles - routers), ("router", routers))
+        router_roles = self.roles & ROUTERS
+        other_roles = self.roles - router_roles
+        return (("experts", other_roles), ("router", router_roles))
 
 
 class CohortState(ABC):
@@ -163,9 +169,9 @@ class Cohort(CohortState):
 
     @abstractmethod
     def divide_samples(self) -> None:
-        """Compute mixture weights for each training sample, for the rest of the round.
+        """Compute each training sample's weights on the components, which the losses of this round's steps use.
 
-        A user's mixture weights become the mean of its samples' weights.
+        Then set the user's mixture weights to the mean over its samples.
         """
 
     @abstractmethod
@@ -204,15 +210,14 @@ class Cohort(CohortState):
 
     @abstractmethod
     def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
-        """Return the mean direction of the input of each token-level router; only for language models with routers.
+        """Return the mean of each router's inputs at the ends of random training prompts, scaled to unit vectors.
 
-        The directions summarise a user's text, for methods that compare texts. Each input is scaled to a unit vector.
-        Inputs are read with the experts averaged, at the end of the prompts of random training instances (of whole
-        windows in text without prompts). Each call draws the same instances.
+        It summarises a user's text. Only language models with token-level routers have it. The inputs are computed in a
+        model that averages its experts. Each call draws the same prompts.
 
         Args:
-            instances: Number of instances.
-            whole: Use the mean input over each window instead of the input at the end of its prompt.
+            instances: Number of prompts, or of windows in text without prompts.
+            whole: Use the mean input over all tokens of each window instead of the input at the end of its prompt.
 
         Returns:
             Tensors ``(users, width)`` by the names of the routers' tensors.
@@ -255,19 +260,21 @@ class ClientHook:
     """Whether the hook computes the losses of several models or components on all training data, once a round."""
 
     def __init_subclass__(cls, **options: object) -> None:
+        """Accept ``forgets``, the former name of the class attribute ``only_resets_moments``, with a warning."""
         super().__init_subclass__(**options)
-        if "forgets" in vars(cls):
+        own_attributes = vars(cls)
+        if "forgets" in own_attributes:
             warnings.warn("ClientHook.forgets is now only_resets_moments", DeprecationWarning, stacklevel=2)
-            cls.only_resets_moments = cls.__dict__["forgets"]
+            cls.only_resets_moments = own_attributes["forgets"]
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
         """Return the hook's state for each user, ``(users, ...)``, kept in :attr:`Cohort.kept` and never sent."""
         return {}
 
     def start_like(self, tensors: Tree) -> Tree:
-        """Return further initial state of the hook for each user, if its shapes depend on the shared tensors.
+        """Return the part of the hook's initial state that has the shapes of the shared tensors, such as a momentum.
 
-        State with other shapes is returned by :meth:`start`.
+        :meth:`start` returns all other state.
 
         Args:
             tensors: Shared tensors before any training, ``(users, *shape)``.
@@ -367,8 +374,8 @@ class Client:
     @property
     def trained(self) -> frozenset[str]:
         """Roles that any phase or hook trains."""
-        trainers = (*self.phases, *self.tuning, *self.parts)
-        return frozenset().union(*(trainer.roles for trainer in trainers))
+        phases_and_hooks = (*self.phases, *self.tuning, *self.parts)
+        return frozenset().union(*(each.roles for each in phases_and_hooks))
 
     @property
     def before(self) -> tuple[Phase, ...]:
@@ -382,9 +389,14 @@ class Client:
 
     @property
     def optimizers(self) -> list[tuple[str, frozenset[str]]]:
-        """Pairs of an optimiser and the roles that it updates, of the hooks and then of each phase."""
-        by_parts = [("router", part.roles) for part in self.parts if part.roles]
-        return by_parts + [pair for phase in (*self.phases, *self.tuning) for pair in phase.optimizers]
+        """Pairs of an optimiser, "experts" or "router", and the roles that it updates: of hooks, then phases."""
+        pairs: list[tuple[str, frozenset[str]]] = []
+        for hook in self.parts:
+            if hook.roles:
+                pairs.append(("router", hook.roles))  # hooks train with the router's optimiser
+        for phase in (*self.phases, *self.tuning):
+            pairs.extend(phase.optimizers)
+        return pairs
 
     @property
     def accumulates(self) -> bool:
@@ -394,7 +406,9 @@ class Client:
     @property
     def needs_validation(self) -> bool:
         """Whether a phase or hook uses validation data."""
-        return any(phase.stream == "valid" for phase in self.phases) or any(part.validates for part in self.parts)
+        phase_does = any(phase.stream == "valid" for phase in self.phases)
+        hook_does = any(hook.validates for hook in self.parts)
+        return phase_does or hook_does
 
     @property
     def resets(self) -> bool:
@@ -431,42 +445,44 @@ class Client:
 
 
 def joint(*, routed: bool) -> tuple[Phase, ...]:
-    """Return one phase for all experts (or the base, where it is trained), together with the router if there is one.
+    """Return a single phase, which trains all experts or, in a net, the base; with ``routed`` also the router.
 
-    Routers have their own settings: their learning rate is constant, while the experts' follows a cosine (CoMiGS App.
-    B.1).
+    The router keeps its own settings in the joint steps: its learning rate is constant, while the experts' follows a
+    cosine (CoMiGS App. B.1).
 
     Args:
-        routed: Whether the model has a router, which the phase trains too.
+        routed: Whether the model has a router.
     """
     if routed:
-        return (Phase(roles=frozenset((*EXPERT_ROLES, ROUTER)), optimizer="both"),)
-    return (Phase(roles=frozenset((*EXPERT_ROLES, BASE))),)
+        experts_and_router = frozenset((*EXPERT_ROLES, ROUTER))
+        return (Phase(roles=experts_and_router, optimizer="both"),)
+    experts_and_base = frozenset((*EXPERT_ROLES, BASE))
+    return (Phase(roles=experts_and_base),)
 
 
 def alternating(router_stream: Stream, router_every: int, router_steps: int, *, accumulate: bool) -> tuple[Phase, ...]:
-    """Return a phase for experts on training data and one for routers on ``router_stream``.
-
-    The router's batches are drawn anew even from the training split (CoMiGS Table 5, part iii).
+    """Return two phases: one trains the experts on training data, the other the routers on ``router_stream``.
 
     Args:
-        router_stream: Data split of the routers' batches.
-        router_every: Local steps of the experts between two runs of the routers' phase.
+        router_stream: Data split of the routers' batches. From "train" they are other batches than the experts' (CoMiGS
+            Table 5, part iii).
+        router_every: The routers' phase runs after every ``router_every``-th local step of the experts.
         router_steps: Optimiser steps of the routers each time.
-        accumulate: Whether each phase also adds to the gradients of the other's roles. This is what happens if an
-            optimiser zeroes only the gradients of its own tensors: the routers' next step uses all gradients of the
-            experts' steps since then, and the experts' next step all gradients of the routers' steps.
+        accumulate: Whether each phase also computes gradients for the other phase's roles, which the other phase adds
+            to its own in its next step.
     """
     experts = frozenset(EXPERT_ROLES)
-    router = Phase(
+    nothing: frozenset[str] = frozenset()
+    expert_phase = Phase(roles=experts, leaves=ROUTERS if accumulate else nothing)
+    router_phase = Phase(
         roles=ROUTERS,
         stream=router_stream,
         every=router_every,
         steps=router_steps,
         optimizer="router",
-        leaves=experts if accumulate else frozenset(),
+        leaves=experts if accumulate else nothing,
     )
-    return (Phase(roles=experts, leaves=ROUTERS if accumulate else frozenset()), router)
+    return (expert_phase, router_phase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -513,26 +529,25 @@ class Placement:
         return max(values_in(self.specialists))
 
     def for_users(self, names: Sequence[str], *, known: Collection[str] = ()) -> Placement:
-        """Return the placement with numbers of specialists in the order of the users instead of by name.
+        """Return the placement with specialists in the order of ``names``: ``{"ada": 3, "ben": 0}`` becomes ``(3, 0)``.
 
         Args:
             names: Names of the users, in order.
-            known: Names of further users, who were left out.
+            known: Names that the mapping may have besides, as these users are left out of the run.
 
         Raises:
-            RecipeError: The numbers name an unknown user, or lack one.
+            RecipeError: The mapping has an unknown name, or lacks a user.
         """
         if not isinstance(self.specialists, Mapping):
             return self
-        return replace(
-            self, specialists=tuple(values_in_order(self.specialists, names, "method.specialists", known=known))
-        )
+        in_order = values_in_order(self.specialists, names, "method.specialists", known=known)
+        return replace(self, specialists=tuple(in_order))
 
     def specialists_of(self, users: int) -> tuple[int, ...]:
-        """Return the number of specialists of each of ``users`` users.
+        """Return the number of specialists of each user, such as ``(3, 0)`` for ``users=2``.
 
         Raises:
-            RecipeError: The list of specialists is not as long as there are users.
+            RecipeError: ``specialists`` has another length than ``users``.
         """
         assert not isinstance(self.specialists, Mapping), "Placement.for_users was not called"
         if isinstance(self.specialists, int):
@@ -568,17 +583,19 @@ class Method:
     def applies_to(self) -> frozenset[str]:
         """Models that the method can train: ``language`` (adapters of a frozen base), ``nets`` (trained whole)."""
         refusals = {"language": self.unfit_for_language, "nets": self.unfit_for_nets}
-        return frozenset(model for model, why in refusals.items() if not why)
+        return frozenset(model for model, reason in refusals.items() if reason == "")
 
     @property
     def unfit_for_language(self) -> str:
         """Reason why the method cannot train adapters of a language model; empty if it can."""
         needs, mixture = self.placement.needs, self.placement.mixture
-        if BASE in {role.partition(".")[0] for role in needs}:
+        if BASE in _without_suffixes(needs):
             return f"requires {', '.join(sorted(needs))}, but a language model's base is frozen"
-        # Adapter sets can be mixed, and so can whole models that train independently and mix only their predictions.
-        if mixture is not None and not mixture.trains_independently and mixture.of != "adaptors":
-            return "mixes whole models, which must be nets"
+        if mixture is not None:
+            mixes_adapters = mixture.of == "adaptors"
+            mixes_only_predictions = mixture.trains_independently
+            if not mixes_adapters and not mixes_only_predictions:
+                return "mixes whole models, which must be nets"
         return ""
 
     @property
@@ -586,10 +603,11 @@ class Method:
         """Reason why the method cannot train whole nets; empty if it can."""
         if self.placement.gated:  # its experts and its router are nets
             return ""
-        if self.trains and not self.client.trained & NET_ROLES:
+        trains_net = bool(self.client.trained & NET_ROLES)
+        shares_net = bool(_without_suffixes(self.shared) & NET_ROLES)
+        if self.trains and not trains_net:
             return "trains no part of a net; it is for language models"
-        # A shared role may name a part of a role: "base.head" is a part of the role "base".
-        if self.shared and not {role.partition(".")[0] for role in self.shared} & NET_ROLES:
+        if self.shared and not shares_net:
             return "shares no part of a net; it is for language models"
         if any(part.language_only for part in self.client.parts):
             return "requires a language model, but users with samples train whole nets"
@@ -597,9 +615,9 @@ class Method:
 
     @property
     def sharing(self) -> list[Phase]:
-        """Phases that train shared roles."""
-        shared = {role.partition(".")[0] for role in self.shared}
-        return [phase for phase in self.client.phases if shared & {role.partition(".")[0] for role in phase.roles}]
+        """Phases that train shared roles, of which a factor or a part may be shared, such as "attention.a"."""
+        shared_roles = _without_suffixes(self.shared)
+        return [phase for phase in self.client.phases if shared_roles & _without_suffixes(phase.roles)]
 
     @property
     def needs_clusters(self) -> bool:
@@ -616,7 +634,13 @@ class Method:
         return bool(self.shared) and self.server.exchanges(done)
 
 
+def _without_suffixes(roles: Collection[str]) -> set[str]:
+    """Return roles without the suffix that narrows them to a part: "base" for "base.head"."""
+    return {role.partition(".")[0] for role in roles}
+
+
 def __getattr__(name: str) -> object:
+    """Return ``ClientHook`` for its former name ``Part``, with a warning."""
     if name != "Part":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn("comingle.methods.base.Part is now ClientHook", DeprecationWarning, stacklevel=2)

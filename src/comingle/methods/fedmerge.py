@@ -31,16 +31,21 @@ _SOUP = "soup."
 
 
 def start_soup(models: Tree) -> Tree:
-    """Return the state of a server that starts with ``models (models, *shape)``.
+    """Return a server's state with copies of its initial models, under keys such as "soup.head.weight".
+
+    Args:
+        models: Initial models, ``(models, *shape)``.
 
     Raises:
-        RecipeError: There are several models and all are equal, so that merging weights could never change.
+        RecipeError: There are several models and all are equal, so merging weights could never change.
     """
-    count = len(next(iter(models.values())))
-    if count > 1 and all(bool((t == t[:1]).all()) for t in models.values()):
+    any_tensor = next(iter(models.values()))
+    num_models = len(any_tensor)
+    all_equal = all(bool((t == t[:1]).all()) for t in models.values())
+    if num_models > 1 and all_equal:
         raise RecipeError(
-            f"method.models: the server's {count} models are identical, so merging weights would never change; give a "
-            "base with random weights, or models: 1"
+            f"method.models: the server's {num_models} models are identical, so merging weights would never change; "
+            "give a base with random weights, or models: 1"
         )
     return {_SOUP + name: t.clone() for name, t in models.items()}
 
@@ -61,20 +66,20 @@ EMPTY = 1e-12
 def column_shares(
     shares: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users models"]:
-    """Return each user's share in the step of each model: ``p_i w_ij / sum_i' p_i' |w_i'j|`` for user i and model j.
+    """Return ``p_i w_ij / sum_k p_k |w_kj|``: the share of user i's update in the step of model j.
 
-    FedMerge's eq. 5 has the shares ``p_i w_ij``. Here they are scaled so that the magnitudes for each model sum to 1.
-    If no weight is negative, a model moves by a mean of its users' updates. With negative weights a model moves in the
-    direction of eq. 5, by at most the largest update. The public code divides by the signed sum, which would reverse
-    the direction of a model with a negative sum. A model that no participant uses gets zeros, so it is unchanged.
+    These are the shares ``p_i w_ij`` of FedMerge's eq. 5, scaled so that each model moves by a mean of its users'
+    updates. A model that no participant uses has shares of 0. The public code divides by the sum of ``p_k w_kj``, whose
+    sign would turn a model's step around if it is negative.
 
     Args:
         shares: Merging weights w.
         weights: Aggregation weights p.
     """
-    moves = weights.to(shares).unsqueeze(1) * shares
-    total = moves.abs().sum(0)
-    return torch.where(total > EMPTY, moves / total.clamp(min=EMPTY), 0.0)
+    eq_5_shares = weights.to(shares).unsqueeze(1) * shares
+    total_by_model = eq_5_shares.abs().sum(0)
+    scaled = eq_5_shares / total_by_model.clamp(min=EMPTY)
+    return torch.where(total_by_model > EMPTY, scaled, 0.0)
 
 
 def soup_gradient(shares: Float[Tensor, "users models"], updates: Tree) -> Tree:
@@ -83,27 +88,27 @@ def soup_gradient(shares: Float[Tensor, "users models"], updates: Tree) -> Tree:
 
 
 def inner_products(soup: Tree, updates: Tree, names: Collection[str]) -> Float[Tensor, "users models"]:
-    """Return the inner product ``<Theta_j, g_i>`` of each model with each user's update, over the tensors in ``names``.
+    """Return the inner product ``<Theta_j, g_i>`` of each model with each user's update.
 
     Args:
         soup: The server's models Theta, ``(models, *shape)``.
         updates: The users' updates g, ``(users, *shape)``.
-        names: Tensors to use.
+        names: Tensors over which the product is summed.
     """
-    parts = [updates[n].flatten(1) @ soup[n].flatten(1).T for n in names]
-    return torch.stack(parts).sum(0)
+    products_by_tensor = [updates[name].flatten(1) @ soup[name].flatten(1).T for name in names]
+    return torch.stack(products_by_tensor).sum(0)
 
 
 def weight_gradient(
     inner: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users models"]:
-    """Return the gradient of the users' total loss L in the merging weights (FedMerge, eq. 6).
+    """Return the loss's gradient in the merging weight w_ij of user i and model j, ``p_i <Theta_j, g_i>`` (eq. 6).
 
-    ``dL/dw_ij = p_i <Theta_j, g_i>`` for user i and model j, with the server's models Theta and the users' updates g,
-    which stand for gradients.
+    Source: FedMerge (Chen et al. 2025, arXiv:2504.06768), eq. 6.
 
     Args:
-        inner: Inner products ``<Theta_j, g_i>`` of each model with each user's update.
+        inner: Inner products ``<Theta_j, g_i>`` of the server's models Theta and the users' updates g, ``(users,
+            models)``.
         weights: Aggregation weights p.
     """
     return weights.to(inner).unsqueeze(1) * inner
@@ -112,30 +117,31 @@ def weight_gradient(
 def logit_gradient(
     shares: Float[Tensor, "users models"], inner: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users models"]:
-    """Return the gradient of the logits a, whose row-wise softmax are the merging weights w (FedMerge, appendix D).
+    """Return the loss's gradient in the logit a_ij of user i and model j, ``p_i w_ij <Theta_j - theta_i, g_i>``.
 
-    ``dL/da_ij = p_i w_ij <Theta_j - theta_i, g_i>`` for user i and model j, with the server's models Theta, the user's
-    merged model ``theta_i = sum_k w_ik Theta_k`` and update ``g_i``. The merged model itself is not needed, as
-    ``<theta_i, g_i> = sum_k w_ik <Theta_k, g_i>``.
+    The merging weights w are the softmax of each user's logits, and ``theta_i = sum_j w_ij Theta_j`` is the user's
+    merged model.
+
+    Source: FedMerge (Chen et al. 2025, arXiv:2504.06768), appendix D.
 
     Args:
         shares: Merging weights w.
-        inner: Inner products ``<Theta_j, g_i>``.
+        inner: Inner products ``<Theta_j, g_i>`` of the server's models Theta and the users' updates g.
         weights: Aggregation weights p.
     """
-    merged = (shares * inner).sum(1, keepdim=True)  # <theta_i, g_i>
-    return weight_gradient(shares * (inner - merged), weights)
+    inner_of_merged = (shares * inner).sum(1, keepdim=True)  # <theta_i, g_i> = sum_j w_ij <Theta_j, g_i>
+    difference = inner - inner_of_merged  # <Theta_j - theta_i, g_i>
+    return weight_gradient(shares * difference, weights)
 
 
 def fixed_step(
     gradient: Float[Tensor, "users models"], weights: Float[Tensor, " users"], size: float
 ) -> Float[Tensor, "users models"]:
-    """Return the step to subtract from the merging weights, a multiple of the gradient of nearly fixed magnitude.
+    """Return the gradient scaled so that its largest entry is just above ``size``, as the step to subtract.
 
-    FedMerge's section 4.1 has steps of a "fixed magnitude". Its public code gets them by a search: it writes the
-    gradient as ``p_i G_ij``, scales it so that the magnitudes of G sum to 1, and takes equal small steps of ``size p_i
-    G_ij`` until an entry has moved by more than ``size``, or :data:`MOST_STEPS` are taken. Here the number of small
-    steps is computed. The largest entry of the result is just above ``size``.
+    FedMerge's public code (for the "fixed magnitude" of section 4.1) repeats the small step ``size p_i G_ij``, where
+    ``p_i G_ij`` is the gradient and the magnitudes of G sum to 1. It stops when an entry has moved by more than
+    ``size``, or after :data:`MOST_STEPS`. Here the number of small steps is computed.
 
     Args:
         gradient: Gradient of the merging weights or logits, ``p_i G_ij`` for user i and model j.
@@ -143,39 +149,36 @@ def fixed_step(
         size: Magnitude of the step.
     """
     weights = weights.to(gradient).unsqueeze(1)
-    total = torch.where(weights > 0, gradient / weights, 0.0).abs().sum()  # of the magnitudes of G
-    small_step = size * gradient / total
-    largest = float(small_step.abs().max())
-    if not largest > 0:  # the gradient is zero, so the division above gave nan
+    G = torch.where(weights > 0, gradient / weights, 0.0)
+    sum_of_magnitudes = G.abs().sum()
+    small_step = size * gradient / sum_of_magnitudes
+    largest_entry = float(small_step.abs().max())
+    if not largest_entry > 0:  # nan or 0, as the gradient is zero
         return torch.zeros_like(gradient)
-    num_steps = min(int(size / largest) + 1, MOST_STEPS)
-    return small_step * num_steps
+    num_small_steps = min(int(size / largest_entry) + 1, MOST_STEPS)
+    return small_step * num_small_steps
 
 
 def head(tree: Tree) -> list[str]:
-    """Return the names of the tensors of a net's last layer.
+    """Return the names of a net's last layer, such as ``["head.weight", "head.bias"]``; for LoRA return all names.
 
-    For the LoRA of a language model, which adapts no last layer, return the names of all tensors.
+    LoRA has no last layer, as it does not adapt a language model's head.
 
     Args:
         tree: Tensors of a model, in the model's order.
     """
-    if any(name.endswith(".a") for name in tree):  # factors A of LoRA
+    is_lora = any(name.endswith(".a") for name in tree)
+    if is_lora:
         return list(tree)
-    # Running statistics have names such as "norm.running_mean". A layer is a name without its last part.
-    trained = [name for name in tree if not name.rpartition(".")[2].startswith("running")]
-    last_layer = trained[-1].rpartition(".")[0]
-    return [name for name in trained if name.rpartition(".")[0] == last_layer]
+    trained = _without_statistics(tree)
+    return _names_in_layer(trained, _layer(trained[-1]))
 
 
 def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
-    """Return ``sum_j matrix_ij upload_j`` for each receiver i.
+    """Return each receiver's weighted sum of the uploads, ``sum_j matrix_ij upload_j`` for receiver i.
 
-    With the identity as matrix each user keeps its own model, as in local training; with equal rows all users get the
-    same mean, as in FedAvg.
-
-    The result for one receiver does not depend on the other receivers. A matrix product rounds differently for
-    different shapes, so each sum is added up in the order of the senders. This costs about 1.6 times the product.
+    Each sum is added up in the order of the senders, so that it has the same bits for any number of receivers. A matrix
+    product would be about 1.6 times faster, but its rounding depends on the shapes.
 
     Args:
         uploads: Tensors ``(senders, *shape)``.
@@ -187,22 +190,24 @@ def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
 def _mix_in_chunks(uploads: Float[Tensor, "senders ..."], matrix: Float[Tensor, "receivers senders"]) -> Tensor:
     """Return ``sum_j matrix_ij upload_j`` for each receiver i, added up in the order of the senders.
 
-    Columns are processed in chunks whose intermediate results fit the cache.
+    The columns of the flattened uploads are divided into chunks whose products fit the processor's cache.
 
     Args:
         uploads: One tensor of all senders.
         matrix: Weight of each sender's upload for each receiver.
     """
-    sent = uploads.flatten(1)
-    mixed = sent.new_zeros(len(matrix), sent.shape[1])
-    width = max(_MIN_CHUNK, _CACHED_NUMBERS // max(len(matrix), 1))  # there may be no receiver
-    buffer = sent.new_empty(len(matrix), min(width, sent.shape[1]))  # reused for the products of all chunks
-    weights_by_sender = matrix.T.unsqueeze(-1)
-    for chunk, mixed_chunk in zip(sent.split(width, 1), mixed.split(width, 1), strict=True):
-        products = buffer[:, : chunk.shape[1]]
-        for weights, upload in zip(weights_by_sender, chunk, strict=True):
-            mixed_chunk.add_(torch.mul(weights, upload, out=products))
-    return mixed.view(len(matrix), *uploads.shape[1:])
+    num_receivers = len(matrix)
+    sent = uploads.flatten(1)  # (senders, columns)
+    mixed = sent.new_zeros(num_receivers, sent.shape[1])
+    width = max(_MIN_CHUNK, _CACHED_NUMBERS // max(num_receivers, 1))  # columns of a chunk; there may be no receiver
+    buffer = sent.new_empty(num_receivers, min(width, sent.shape[1]))  # reused for the products of all chunks
+    weights_by_sender = matrix.T.unsqueeze(-1)  # (senders, receivers, 1)
+    for sent_chunk, mixed_chunk in zip(sent.split(width, dim=1), mixed.split(width, dim=1), strict=True):
+        products = buffer[:, : sent_chunk.shape[1]]
+        for weights, upload in zip(weights_by_sender, sent_chunk, strict=True):
+            torch.mul(weights, upload, out=products)
+            mixed_chunk.add_(products)
+    return mixed.view(num_receivers, *uploads.shape[1:])
 
 
 _MIN_CHUNK, _CACHED_NUMBERS = 1024, 2**16
@@ -217,32 +222,45 @@ Keys = Literal["head", "all", "trained", "body", "first"]
 
 
 def names_for_inner_products(tree: Tree, which: Keys) -> list[str]:
-    """Return the names of the tensors that are used to update the merging weights.
-
-    The update follows inner products of models and users' updates, over these tensors alone.
+    """Return the names of the tensors whose inner products ``<Theta_j, g_i>`` move the merging weights.
 
     Args:
         tree: Tensors of a model, in the model's order.
         which: "head" is a net's last layer, "first" its first layer, "trained" all but running statistics, "body" the
             trained ones without the last layer, "all" everything. For LoRA, head, body and all are the same.
     """
-    # Running statistics have names such as "norm.running_mean". A layer is a name without its last part.
-    trained = [name for name in tree if not name.rpartition(".")[2].startswith("running")]
+    trained = _without_statistics(tree)
     if which == "head":
         return head(tree)
     if which == "first":
-        first_layer = trained[0].rpartition(".")[0]
-        return [name for name in trained if name.rpartition(".")[0] == first_layer]
+        return _names_in_layer(trained, _layer(trained[0]))
     if which == "body":
         without_head = [name for name in trained if name not in head(tree)]
-        return without_head or trained  # empty for LoRA, whose head is everything
-    return trained if which == "trained" else list(tree)
+        return without_head or trained  # LoRA has nothing besides its head
+    if which == "trained":
+        return trained
+    return list(tree)
+
+
+def _without_statistics(names: Collection[str]) -> list[str]:
+    """Return the names of trained tensors, without running statistics such as "norm.running_mean"."""
+    return [name for name in names if not name.rpartition(".")[2].startswith("running")]
+
+
+def _layer(name: str) -> str:
+    """Return the layer of a tensor: "head" for "head.weight"."""
+    return name.rpartition(".")[0]
+
+
+def _names_in_layer(names: Collection[str], layer: str) -> list[str]:
+    """Return the names of the tensors of a layer."""
+    return [name for name in names if _layer(name) == layer]
 
 
 def keep_largest(updates: Tree, names: Collection[str], share: float) -> Tree:
-    """Return updates with only the largest numbers of each user, by magnitude, and zeros elsewhere.
+    """Return updates in which only each user's largest numbers, by magnitude, are kept; the others are 0.
 
-    Inner products of models and updates may use only these numbers: FedMerge's section 3 names pruning.
+    This is the pruning that FedMerge's section 3 mentions.
 
     Args:
         updates: Updates ``(users, *shape)``.
@@ -251,10 +269,15 @@ def keep_largest(updates: Tree, names: Collection[str], share: float) -> Tree:
     """
     if share == 1:
         return updates
-    magnitudes = torch.cat([updates[name].flatten(1) for name in names], 1).abs()
+    magnitudes = torch.cat([updates[name].flatten(1) for name in names], dim=1).abs()  # (users, numbers)
     num_kept = math.ceil(share * magnitudes.shape[1])
-    threshold = magnitudes.topk(num_kept, 1).values[:, -1]
-    return {n: t * (t.abs() >= threshold.view(-1, *[1] * (t.dim() - 1))) for n, t in updates.items() if n in names}
+    smallest_kept = magnitudes.topk(num_kept, dim=1).values[:, -1]  # of each user
+    pruned = {}
+    for name, update in updates.items():
+        if name in names:
+            threshold = smallest_kept.view(-1, *[1] * (update.dim() - 1))  # (users, 1, ...)
+            pruned[name] = update * (update.abs() >= threshold)
+    return pruned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,43 +310,53 @@ class Merge(Server):
         return self.models
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the models and the users' initial merging weights, or their logits with ``softmax``.
+        """Return the initial models, and the users' merging weights or, with ``softmax``, the logits of these.
 
-        The weights of a user are equal for all models. With the setting ``chosen``, which needs ``softmax``, only that
-        many models, drawn at random for each user, have a weight; with ``random`` their weights are random too.
+        Each user has equal weights. With ``chosen``, which needs ``softmax``, a user has weights only for that many
+        random models, equal ones or, with ``random``, random ones.
         """
-        equal = 0.0 if self.softmax else 1 / self.models  # of logits, or of the weights themselves
-        weights = next(iter(setup.models.values())).new_full((len(setup.users), self.models), equal)
+        equal_value = 0.0 if self.softmax else 1 / self.models  # a logit, or a weight
+        any_tensor = next(iter(setup.models.values()))
+        weights_or_logits = any_tensor.new_full((len(setup.users), self.models), equal_value)
         if self.chosen:
-            for user, logits in zip(setup.users, weights, strict=True):
-                draw = generator(setup.seed, user, "fedmerge-fixed")
-                order = torch.randperm(self.models, generator=draw)
+            for user, logits in zip(setup.users, weights_or_logits, strict=True):
+                user_generator = generator(setup.seed, user, "fedmerge-fixed")
+                order = torch.randperm(self.models, generator=user_generator)
                 chosen, others = order[: self.chosen], order[self.chosen :]
                 logits[others] = ZERO_SHARE_LOGIT  # a weight of 0 in the softmax
-                if self.random:  # the logarithms of exponential draws: their softmax is uniform on the simplex
-                    logits[chosen] = torch.empty(len(chosen)).exponential_(generator=draw).log().to(logits)
-        return start_soup(setup.models) | {MERGING: weights}
+                if self.random:
+                    # The softmax of logarithms of exponential draws is uniform on the simplex.
+                    draws = torch.empty(len(chosen)).exponential_(generator=user_generator)
+                    logits[chosen] = draws.log().to(logits)
+        return start_soup(setup.models) | {MERGING: weights_or_logits}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Update the models and the participants' merging weights, in the order that ``models_first`` sets.
+        """Move the models and the participants' merging weights by the participants' updates.
 
-        A user's update is the merged model that it downloaded minus the one that it uploaded, so it has the sign of a
-        gradient. Both steps are repeated ``global_iterations`` times with the same updates.
+        A participant's update is the merged model that it downloaded minus the model that it uploaded. The same updates
+        are used ``global_iterations`` times.
 
         Args:
             kept: State of the server, changed in place: the models ``(models, *shape)``, and each user's merging
                 weights or logits.
             received: The uploads, with the indices and aggregation weights of the participants.
         """
-        soup, logits = soup_of(kept), kept[MERGING][list(received.users)]
+        users = list(received.users)
+        soup = soup_of(kept)
+        logits = kept[MERGING][users]  # a copy, written back below
         downloaded = mix(soup, self._merging_shares(logits))
         updates = {name: t.sub_(received.tensors[name]) for name, t in downloaded.items()}  # in place, to save memory
-        # With a step of 0 the merging weights are frozen.
-        steps = (self._move_models, self._move_weights) if self.weight_step else (self._move_models,)
+        weights_are_frozen = self.weight_step == 0
+        if weights_are_frozen:
+            moves = [self._move_models]
+        elif self.models_first:
+            moves = [self._move_models, self._move_weights]
+        else:
+            moves = [self._move_weights, self._move_models]
         for _ in range(self.global_iterations):
-            for move in steps if self.models_first else reversed(steps):
+            for move in moves:
                 move(soup, logits, updates, received.weights)
-        kept[MERGING][list(received.users)] = logits
+        kept[MERGING][users] = logits
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return each user's merged model."""
@@ -340,45 +373,50 @@ class Merge(Server):
 
     def _merging_shares(self, logits: Float[Tensor, "users models"]) -> Float[Tensor, "users models"]:
         """Return the merging weights: the softmax of the logits, or without ``softmax`` the stored weights."""
-        return softmax_mixture(logits, 1.0) if self.softmax else logits
+        if not self.softmax:
+            return logits  # these are weights then
+        return softmax_mixture(logits, temperature=1.0)
 
     def _move_models(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
-        """Take a gradient step on the server's models, in place: the models' updates of FedMerge's eq. 5.
+        """Subtract ``global_rate`` times ``sum_i p_i w_ij g_i`` from each model j, in place (FedMerge, eq. 5).
 
-        The gradient of model j is ``sum_i p_i w_ij g_i``, the users' updates g_i with the shares ``p_i w_ij``. With
-        ``column_normalize`` the shares of each model are scaled so that their magnitudes sum to 1.
+        With ``column_normalize`` the shares ``p_i w_ij`` of each model are scaled so that their magnitudes sum to 1.
 
         Args:
             soup: Models ``(models, *shape)``, changed in place.
-            logits: Merging weights of the participants, or their logits.
+            logits: Merging weights w of the participants, or their logits.
             updates: Updates g of the participants, ``(users, *shape)``.
             weights: Aggregation weights p.
         """
-        shares = self._merging_shares(logits)
-        shares = column_shares(shares, weights) if self.column_normalize else weights.to(shares).unsqueeze(1) * shares
+        merging_weights = self._merging_shares(logits)
+        if self.column_normalize:
+            shares = column_shares(merging_weights, weights)
+        else:
+            shares = weights.to(merging_weights).unsqueeze(1) * merging_weights  # p_i w_ij
         for name, gradient in soup_gradient(shares, updates).items():
             soup[name].sub_(gradient, alpha=self.global_rate)
 
     def _move_weights(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
         """Take a gradient step on the participants' merging weights, or on their logits, in place (FedMerge, eq. 6).
 
-        The gradient for user i and model j is ``p_i <Theta_j, g_i>``, or for logits ``p_i w_ij <Theta_j - theta_i,
-        g_i>`` with the merged model theta_i. The step is scaled so that its largest entry is just above
-        ``weight_step``, whatever the gradient's size. Inner products are over the tensors that the setting ``keys``
-        names, and over the ``share`` of an update's largest numbers.
+        The step's largest entry is just above ``weight_step``. Its gradient is computed from the inner products
+        ``<Theta_j, g_i>`` of models and updates, over the tensors that ``keys`` names and, with ``share`` below 1, over
+        the largest numbers of each update only.
 
         Args:
             soup: The server's models Theta, ``(models, *shape)``.
-            logits: Merging weights w of the participants, or their logits; ``(users, models)``, changed in place.
+            logits: Merging weights of the participants, or their logits; ``(users, models)``, changed in place.
             updates: Updates g of the participants, ``(users, *shape)``.
             weights: Aggregation weights p.
         """
         names = names_for_inner_products(soup, self.keys)
-        inner = inner_products(soup, keep_largest(updates, names, self.share), names).to(logits)
-        gradient = (
-            logit_gradient(logits.softmax(1), inner, weights) if self.softmax else weight_gradient(inner, weights)
-        )
-        logits.sub_(fixed_step(gradient, weights, self.weight_step))
+        pruned_updates = keep_largest(updates, names, self.share)
+        inner = inner_products(soup, pruned_updates, names).to(logits)
+        if self.softmax:
+            gradient = logit_gradient(logits.softmax(1), inner, weights)
+        else:
+            gradient = weight_gradient(inner, weights)
+        logits.sub_(fixed_step(gradient, weights, size=self.weight_step))
 
 
 def fedmerge(
@@ -426,24 +464,23 @@ def fedmerge(
         proximal: Weight of the squared distance to the downloaded model in each user's objective; 0.01 in the public
             code.
     """
-
+    hooks = (Proximal(proximal),) if proximal else ()
+    server = Merge(
+        models=models,
+        softmax=softmax,
+        column_normalize=column_normalize,
+        models_first=models_first,
+        keys=inner_product_keys,
+        share=inner_product_share,
+        weight_step=weight_step,
+        global_rate=global_rate,
+        global_iterations=global_iterations,
+    )
     return Method(
         name="fedmerge",
         placement=Placement(shared=MODEL),
-        client=Client(
-            phases=joint(routed=False), parts=(Proximal(proximal),) if proximal else (), drops_nonfinite=True
-        ),
-        server=Merge(
-            models=models,
-            softmax=softmax,
-            column_normalize=column_normalize,
-            models_first=models_first,
-            keys=inner_product_keys,
-            share=inner_product_share,
-            weight_step=weight_step,
-            global_rate=global_rate,
-            global_iterations=global_iterations,
-        ),
+        client=Client(phases=joint(routed=False), parts=hooks, drops_nonfinite=True),
+        server=server,
     )
 
 
@@ -482,13 +519,13 @@ def fedmerge_fixed(
 
 @dataclass(frozen=True)
 class Proximal(ClientHook):
-    """Adds ``weight |theta - theta_0|^2`` to the objective, theta_0 the model at the start of the round."""
+    """Client hook that adds ``weight |theta - theta_0|^2`` to the objective; the round started at the model theta_0."""
 
     weight: float
     looks_back = True
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
         """Add the gradient of the term, ``2 weight (theta - theta_0)``."""
-        now, before = cohort.tensors, cohort.began
+        theta, theta_0 = cohort.tensors, cohort.began
         for name, gradient in gradients.items():
-            gradients[name] = gradient + 2 * self.weight * (now[name] - before[name])
+            gradients[name] = gradient + 2 * self.weight * (theta[name] - theta_0[name])
