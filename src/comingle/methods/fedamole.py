@@ -29,25 +29,25 @@ MIN_EXPERTS = 2
 
 
 def expert_keys(tensors: Tree, router: str) -> Float[Tensor, "users most rank width"]:
-    """Return the LoRA factors A of an MLP's domain experts, which serve as the experts' keys in routing.
-
-    The router compares a key's product with a token's hidden state to a projection of the same state. An expert has a
-    factor A for each linear of the MLP; the key is that of the linear named "up".
+    """Return the keys A_e of an MLP's domain experts: their LoRA factors A of the linear "up".
 
     Args:
         tensors: Tensors of all users.
-        router: Name of the MLP's router.
+        router: Name of the MLP's router, such as "layers.0.mlp.router".
     """
-    return tensors[router.removesuffix(ROUTER) + "up.a"][:, 1:]  # the first expert is the generalist
+    mlp = router.removesuffix(ROUTER)
+    factors = tensors[f"{mlp}up.a"]  # (users, experts, rank, width)
+    return factors[:, 1:]  # the first expert is the generalist
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssignmentServer(Server):
-    """Server of FedAMoLE: averages domain experts, and assigns them to users anew after each round.
+    """Server of FedAMoLE: keeps a pool of domain experts, and after each round assigns up to ``most`` to each user.
 
-    Its state has the shared tensors, all domain experts, and their assignment ``places (users, layers, most)``: indices
-    of experts, and the number of experts for an empty place. ``tokens`` and ``embeddings`` are the means that users
-    report.
+    Its state has the shared tensors, the pool, and for each MLP
+    - ``places (users, mlps, most)``: indices of each user's experts in the pool, then the pool's size for empty places,
+    - ``tokens (users, mlps, rank)``: each user's mean of T x, a projection T of its hidden states x,
+    - ``embeddings (mlps, experts, rank)``: each expert's mean of A_e x, with its LoRA factor A_e.
     """
 
     experts: int
@@ -60,13 +60,10 @@ class AssignmentServer(Server):
     first_download = True
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial state: experts with different initial values, assigned to users at random.
+        """Return the initial state: experts with random factors A, assigned to users at random.
 
-        Later assignments compare two projections of the users' hidden states x: T x, with the shared matrix T of the
-        router, and A_e x, with the LoRA factor A of expert e. Users report means of both. The server keeps each user's
-        mean of T x as ``tokens`` ``(users, mlps, rank)``, and each expert's mean of A_e x as ``embeddings`` ``(mlps,
-        experts, rank)``. Nothing is reported yet, so both start at random values, which makes the first assignment
-        random. ``places`` ``(users, mlps, most)`` has the indices of each user's experts.
+        The assignment is random because ``tokens`` and ``embeddings``, by which experts fit users, are random until
+        users report them.
 
         Raises:
             RecipeError: The mean number of experts per user is above ``most`` or below 1. A single user is exempt: it
@@ -74,6 +71,44 @@ class AssignmentServer(Server):
         """
         num_users, num_mlps = len(setup.users), len(layers_of(setup.models))
         num_experts = self.experts or EXPERTS_PER_USER * num_users
+        self._check_number_of_choices(num_experts, num_users)
+        kept: Tree = {}
+        for name, t in setup.models.items():
+            initial = t[0]  # all models have the same initial values
+            is_lora_of_mlp = t.dim() == 4  # (models, experts, rank, width)
+            if not is_lora_of_mlp:
+                kept[MODEL_PREFIX + name] = initial.clone()
+                continue
+            generalist = initial[:1]
+            kept[MODEL_PREFIX + name] = generalist.clone()
+            random_a = init_a((num_experts, *t.shape[2:]), generator(setup.seed, name, "experts"))
+            is_a = name.endswith(".a")
+            kept[EXPERTS + name] = random_a.to(t) if is_a else torch.zeros_like(random_a).to(t)
+        factor = next(t for name, t in kept.items() if name.startswith(EXPERTS))
+        rank = factor.shape[-2]
+        tokens_by_user = [
+            torch.randn((num_mlps, rank), generator=generator(setup.seed, user, "tokens")) for user in setup.users
+        ]
+        kept[TOKENS] = torch.stack(tokens_by_user).to(factor)
+        embeddings_by_expert = [
+            torch.randn((num_mlps, rank), generator=generator(setup.seed, expert, "embeddings"))
+            for expert in range(num_experts)
+        ]
+        kept[EMBEDDINGS] = torch.stack(embeddings_by_expert, dim=1).to(factor)
+        places_by_mlp = [self.assign(fit_scores(kept, mlp, range(num_users))) for mlp in range(num_mlps)]
+        kept[PLACES] = torch.stack(places_by_mlp, dim=1)
+        return kept
+
+    def _check_number_of_choices(self, num_experts: int, num_users: int) -> None:
+        """Raise an error unless the experts' choices give each user at least 1 and at most ``most`` experts on average.
+
+        Args:
+            num_experts: Domain experts in the pool.
+            num_users: Number of users; a single one is exempt.
+
+        Raises:
+            RecipeError: The mean number of experts per user is too small or too large.
+        """
         users_per_expert = min(self.choices, num_users)
         choices = num_experts * users_per_expert
         if num_users > 1 and not num_users <= choices <= num_users * self.most:
@@ -82,102 +117,93 @@ class AssignmentServer(Server):
                 f"{choices} choices in all; allowed: {num_users} to {num_users * self.most} (method.experts, choices, "
                 "most)"
             )
-        kept: Tree = {}
-        for name, t in setup.models.items():
-            if t.dim() != 4:  # not a LoRA of an MLP's experts; all models have the same initial values
-                kept[MODEL_PREFIX + name] = t[0].clone()
-                continue
-            # LoRA of an MLP, (models, experts, rank, width). The first expert is the generalist.
-            kept[MODEL_PREFIX + name] = t[0, :1].clone()
-            random_a = init_a((num_experts, *t.shape[2:]), generator(setup.seed, name, "experts"))
-            kept[EXPERTS + name] = random_a.to(t) if name.endswith(".a") else torch.zeros_like(random_a).to(t)
-        factor = next(t for name, t in kept.items() if name.startswith(EXPERTS))
-        means_shape = (num_mlps, factor.shape[-2])  # projections have as many numbers as the LoRA rank
-        tokens = [torch.randn(means_shape, generator=generator(setup.seed, user, "tokens")) for user in setup.users]
-        kept[TOKENS] = torch.stack(tokens).to(factor)
-        embeddings = [
-            torch.randn(means_shape, generator=generator(setup.seed, expert, "embeddings"))
-            for expert in range(num_experts)
-        ]
-        kept[EMBEDDINGS] = torch.stack(embeddings, 1).to(factor)
-        assigned = [self.assign(fit_scores(kept, mlp, range(num_users))) for mlp in range(num_mlps)]
-        kept[PLACES] = torch.stack(assigned, 1)
-        return kept
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return the tensors to send: the shared ones, and for each user the domain experts that are assigned to it.
-
-        The first ``rank`` rows of a router are the matrix T, which projects a token's hidden state to compare it with
-        experts. In uploads, the rows below T have numbers that users report. Downloads have zeros there.
+        """Return the shared tensors and each user's domain experts, with zeros for missing experts.
 
         Args:
-            kept: State of the server. ``places`` ``(users, mlps, most)`` has the indices of each user's domain experts.
-                A user with fewer than ``most`` experts has empty places, where the index is the number of experts.
+            kept: State of the server. ``places`` ``(users, mlps, most)`` has the indices of each user's domain experts,
+                and the number of experts where a user has fewer than ``most``.
             users: Indices of the users.
 
         Returns:
             Tensors by name, ``(users, 1, *shape)``: each user gets one model.
         """
-        sent, places = {}, kept[PLACES][list(users)]  # indices of experts, (users, mlps, most)
-        rank = kept[TOKENS].shape[-1]  # ``tokens``: projections by T, (users, mlps, rank)
-        for name, t in model_of(kept).items():
-            by_user = t.expand(len(users), *t.shape)
+        model = model_of(kept)
+        mlps = layers_of(model)
+        places = kept[PLACES][list(users)]
+        rank = kept[TOKENS].shape[-1]
+        sent = {}
+        for name, t in model.items():
+            shared = t.expand(len(users), *t.shape)
             if name.endswith(ROUTER):
-                by_user = torch.cat([by_user[:, :rank], torch.zeros_like(by_user[:, rank:])], 1)
+                # The first rows of a router are the projection T; the others have a report in uploads, nothing here.
+                projection, report_rows = shared[:, :rank], shared[:, rank:]
+                by_user = torch.cat([projection, torch.zeros_like(report_rows)], dim=1)
             elif EXPERTS + name in kept:
-                # The additional last expert, of zeros, fills empty places.
-                pool = torch.cat([kept[EXPERTS + name], torch.zeros_like(t)])
-                mlp = layers_of(model_of(kept)).index(layer_of(name))
-                by_user = torch.cat([by_user, pool[places[:, mlp]]], 1)
-            sent[name] = by_user.unsqueeze(1)  # dimension 1: one model per user
+                generalist, missing_expert = shared, torch.zeros_like(t)
+                pool = torch.cat([kept[EXPERTS + name], missing_expert])
+                mlp_index = mlps.index(layer_of(name))
+                by_user = torch.cat([generalist, pool[places[:, mlp_index]]], dim=1)
+            else:
+                by_user = shared
+            sent[name] = by_user.unsqueeze(1)
         return sent
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Average the uploads, then assign experts to all users anew.
+        """Average the uploads, then assign experts to users by the means of T x and A_e x that participants report.
 
-        Shared tensors are averaged over all participants, a domain expert over the participants that had it. If experts
-        are ``fixed`` (for users who join later), nothing is averaged and only the participants are reassigned.
-
-        The assignment compares two projections of a user's hidden states x: T x, with the shared matrix T of the
-        router, and A_e x, with the LoRA factor A_e of domain expert e.
+        With ``fixed`` experts (for users who join later) nothing is averaged, and only the participants get experts.
 
         Args:
-            kept: State of the server, changed in place: shared tensors, domain experts, each user's mean of T x
-                (``tokens``), each expert's mean of A_e x over its users (``embeddings``), and the indices of each
-                user's domain experts in each MLP (``places``).
-            received: The uploads. An uploaded router consists of T and, in the rows below T, the means that the user
-                reports.
+            kept: State of the server, changed in place.
+            received: The uploads. An uploaded router has the reported means in the rows below its projection T.
         """
         users, weights = list(received.users), received.weights
         if not self.fixed:
-            # An upload has the generalist and the user's domain experts. Only the generalist, the first, is common to
-            # all users.
-            common = {n: t[:, :1] if EXPERTS + n in kept else t for n, t in received.tensors.items()}
-            for name, mean in weighted_sums(common, dict.fromkeys(common, weights)).items():
-                kept[MODEL_PREFIX + name].copy_(mean)
-        reassigned = users if self.fixed else list(range(len(kept[PLACES])))
-        for number, mlp in enumerate(layers_of(model_of(kept))):
-            assigned = kept[PLACES][users, number]
-            # Mean projections (users, 1 + most, rank): first T x, then A_e x of each domain expert of the user.
-            reported = unpack_means(received.tensors[f"{mlp}{ROUTER}"], kept[TOKENS].shape[-1], self.most)
-            kept[TOKENS][users, number] = reported[:, 0].to(kept[TOKENS])
+            self._average_shared_tensors(kept, received)
+        users_to_assign = users if self.fixed else list(range(len(kept[PLACES])))
+        rank = kept[TOKENS].shape[-1]
+        for mlp_index, mlp in enumerate(layers_of(model_of(kept))):
+            means = unpack_means(received.tensors[f"{mlp}{ROUTER}"], rank, self.most)
+            mean_tokens, mean_embeddings = means[:, 0], means[:, 1:]  # T x; A_e x of each of the user's experts
+            kept[TOKENS][users, mlp_index] = mean_tokens.to(kept[TOKENS])
             if not self.fixed:
-                set_expert_means(kept[EMBEDDINGS][number], reported[:, 1:], assigned, weights)
-                for name in (n for n in received.tensors if layer_of(n) == mlp and EXPERTS + n in kept):
-                    set_expert_means(kept[EXPERTS + name], received.tensors[name][:, 1:], assigned, weights)
-            kept[PLACES][reassigned, number] = self.assign(fit_scores(kept, number, reassigned))
+                places = kept[PLACES][users, mlp_index]
+                set_expert_means(kept[EMBEDDINGS][mlp_index], mean_embeddings, places, weights)
+                for name, t in received.tensors.items():
+                    if layer_of(name) == mlp and EXPERTS + name in kept:
+                        domain_experts = t[:, 1:]
+                        set_expert_means(kept[EXPERTS + name], domain_experts, places, weights)
+            scores = fit_scores(kept, mlp_index, users_to_assign)
+            kept[PLACES][users_to_assign, mlp_index] = self.assign(scores)
+
+    def _average_shared_tensors(self, kept: Tree, received: Received) -> None:
+        """Set the shared tensors, generalists among them, to the weighted means of the uploads, in place.
+
+        Args:
+            kept: State of the server.
+            received: The uploads. Those of an MLP's experts have the generalist first, then the user's domain experts.
+        """
+        shared = {}
+        for name, t in received.tensors.items():
+            has_domain_experts = EXPERTS + name in kept
+            shared[name] = t[:, :1] if has_domain_experts else t
+        for name, mean in weighted_sums(shared, dict.fromkeys(shared, received.weights)).items():
+            kept[MODEL_PREFIX + name].copy_(mean)
 
     def assign(self, scores: Float[Tensor, "experts users"]) -> Int[Tensor, "users most"]:
-        """Assign experts to users by how well they fit.
+        """Return each user's experts: each expert chooses ``choices`` users with large scores.
 
-        Each expert chooses ``choices`` users, so that the sum of the scores' softmax over users is maximal. A single
-        user would be chosen by all experts, so it gets the ``most`` experts that fit best.
+        The chosen pairs have the largest sum of the scores' softmax over users. A single user, which all experts would
+        choose, gets the ``most`` experts with the largest scores.
 
         Args:
             scores: Fit of each expert to each user; larger is better.
 
         Returns:
-            Indices of each user's experts in ascending order, filled up to ``most`` with the number of experts.
+            Indices of each user's experts in ascending order, filled up to ``most`` with the number of experts: ``[0,
+            3, 5, 5]`` for the experts 0 and 3 of 5, with ``most`` 4.
 
         Raises:
             DivergenceError: A score is not finite.
@@ -190,38 +216,40 @@ class AssignmentServer(Server):
                 f"{advice}"
             )
         if num_users == 1:
-            chosen = torch.zeros_like(scores, dtype=torch.bool)
-            chosen[scores[:, 0].argsort(descending=True, stable=True)[: self.most]] = True
+            is_chosen = torch.zeros_like(scores, dtype=torch.bool)
+            best_experts = scores[:, 0].argsort(descending=True, stable=True)[: self.most]
+            is_chosen[best_experts] = True
         else:
-            chosen = solve_assignment(scores.double().softmax(1), min(self.choices, num_users), self.most)
-        # The index ``num_experts`` stands for a missing expert. Sorting moves it behind those of the chosen experts.
+            users_per_expert = min(self.choices, num_users)
+            is_chosen = solve_assignment(scores.double().softmax(1), users_per_expert, self.most)
+        missing = num_experts  # the index of a missing expert; sorting moves it behind the chosen ones
         indices = torch.arange(num_experts, device=scores.device).unsqueeze(1)
-        by_user = torch.where(chosen, indices, num_experts).T.sort(1).values
-        # Padded, as there may be fewer than ``most`` experts in all.
-        return F.pad(by_user, (0, self.most), value=num_experts)[:, : self.most]
+        experts_by_user = torch.where(is_chosen, indices, missing).T.sort(dim=1).values
+        # Padding is needed if there are fewer than ``most`` experts in all.
+        return F.pad(experts_by_user, (0, self.most), value=missing)[:, : self.most]
 
     def settled(self) -> AssignmentServer:
-        """Return a copy of the server with fixed experts, for users who join after the run has ended.
+        """Return a copy of the server for users who join after the run has ended: its experts do not change.
 
-        A new user takes part in one exchange: it reports mean projections of its data and gets the experts that fit
-        best. Then the user trains without further exchanges.
+        A new user exchanges once: it uploads its report and downloads the experts that fit best.
         """
         return replace(self, fixed=True, exchange_every=NEVER)
 
 
 def fit_scores(kept: Tree, mlp: int, users: Sequence[int]) -> Float[Tensor, "experts users"]:
-    """Return how well experts fit users: ``(mean of A_e x)^T (mean of T x) / sqrt(rank)`` for expert e and each user.
+    """Return how well expert e fits each user: ``(mean of A_e x)^T (mean of T x) / sqrt(rank)``.
 
-    A_e is the LoRA factor A of the expert, T a projection that all users share, and x are hidden states of tokens. The
-    first mean is over the texts of the expert's users, the second over the user's own texts.
+    x are hidden states of tokens: in the first mean those of the users who have the expert, in the second the user's.
 
     Args:
-        kept: State of the server: tensors by name.
+        kept: State of the server, with the means of A_e x and of T x.
         mlp: Index of the MLP.
         users: Indices of the users.
     """
+    embeddings = kept[EMBEDDINGS][mlp]  # means of A_e x, (experts, rank)
     tokens = kept[TOKENS][list(users), mlp]  # means of T x, (users, rank)
-    return kept[EMBEDDINGS][mlp] @ tokens.T / math.sqrt(tokens.shape[1])
+    rank = tokens.shape[1]
+    return embeddings @ tokens.T / math.sqrt(rank)
 
 
 def layer_of(name: str) -> str:
@@ -235,21 +263,19 @@ def layers_of(tensors: Tree) -> list[str]:
 
 
 def unpack_means(router: Float[Tensor, "users rows width"], rank: int, most: int) -> Float[Tensor, "users means rank"]:
-    """Return each user's mean projections of its data, which are packed into its uploaded router.
-
-    The first ``rank`` rows of an uploaded router are T, which projects hidden states x for routing. The rows below hold
-    the means, padded to whole rows.
+    """Return the mean projections that each user reports in its uploaded router, below the ``rank`` rows of T.
 
     Args:
         router: Uploaded routers.
-        rank: Rank of T.
-        most: Largest number of domain experts of a user, for which the router has room.
+        rank: Rank of the projection T.
+        most: Largest number of domain experts of a user.
 
     Returns:
-        Means over the user's tokens ``(users, 1 + most, rank)``: first the mean of T x, then for each domain expert e
-        of the user the mean of A_e x with the expert's LoRA factor A_e.
+        First the mean of T x over the user's tokens x, then the mean of A_e x for each domain expert of the user.
     """
-    return router[:, rank:].flatten(1)[:, : (1 + most) * rank].unflatten(1, (1 + most, rank))
+    num_means = 1 + most
+    numbers = router[:, rank:].flatten(1)  # the means, then padding
+    return numbers[:, : num_means * rank].unflatten(1, (num_means, rank))
 
 
 def set_expert_means(
@@ -258,36 +284,37 @@ def set_expert_means(
     assigned: Int[Tensor, "users most"],
     weights: Float[Tensor, " users"],
 ) -> None:
-    """Set each expert to the weighted mean of its users' uploads, in place; an expert without users is unchanged.
+    """Set each expert to the weighted mean of the uploads for it, in place; without uploads it is unchanged.
 
     Args:
         experts: A tensor of all experts.
         uploads: Each user's uploads for up to ``most`` experts.
-        assigned: Indices of the experts that ``uploads`` are for. A user with fewer than ``most`` experts has the
-            number of experts as index of the rest, whose uploads are ignored.
+        assigned: Index of the expert that each upload is for; the number of experts for an upload to ignore.
         weights: Aggregation weights of the users.
     """
-    flat = assigned.flatten()  # the expert of each upload
-    counts = flat.bincount(minlength=len(experts) + 1)[: len(experts)]  # uploads of each expert
-    columns = torch.arange(int(counts.max()), device=experts.device)
-    # To compute all means in one product, uploads are sorted by expert: row e of ``positions`` says where in ``flat``
-    # the uploads of expert e are. All rows have the largest count as length. Shorter ones are filled with positions of
-    # other experts' uploads, which get a share of 0.
-    first = (counts.cumsum(0) - counts).unsqueeze(1)
-    positions = flat.argsort(stable=True)[(first + columns).clamp(max=len(flat) - 1)]
-    weight_by_upload = weights.to(experts).repeat_interleave(assigned.shape[1])
-    shares = weight_by_upload[positions] * (columns < counts.unsqueeze(1))
+    num_experts, most = len(experts), assigned.shape[1]
+    expert_by_upload = assigned.flatten()
+    uploads_per_expert = expert_by_upload.bincount(minlength=num_experts + 1)[:num_experts]
+    # All means are computed in one product. Row e of ``positions`` says which uploads are for expert e. All rows
+    # are as long as the longest; shorter ones are filled with uploads for other experts, which get a share of 0.
+    by_expert = expert_by_upload.argsort(stable=True)
+    first = (uploads_per_expert.cumsum(0) - uploads_per_expert).unsqueeze(1)  # of each expert, in ``by_expert``
+    columns = torch.arange(int(uploads_per_expert.max()), device=experts.device)
+    positions = by_expert[(first + columns).clamp(max=len(by_expert) - 1)]
+    is_own = columns < uploads_per_expert.unsqueeze(1)
+    weight_by_upload = weights.to(experts).repeat_interleave(most)
+    shares = weight_by_upload[positions] * is_own
     shares = shares / shares.sum(1, keepdim=True).clamp(min=torch.finfo(experts.dtype).tiny)
     uploads_by_expert = uploads.flatten(0, 1)[positions].to(experts)  # (experts, columns, ...)
     means = torch.einsum("ec,ec...->e...", shares, uploads_by_expert)
-    experts.copy_(torch.where((counts > 0).view(-1, *[1] * (experts.dim() - 1)), means, experts))
+    has_uploads = (uploads_per_expert > 0).view(-1, *[1] * (experts.dim() - 1))
+    experts.copy_(torch.where(has_uploads, means, experts))
 
 
 def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most: int) -> Bool[Tensor, "experts users"]:
-    """Return which expert chooses which user, so that the sum of the chosen scores is maximal.
+    """Return which users each expert chooses so that the chosen scores have the largest sum (FedAMoLE's RSEA).
 
-    An integer program with one binary variable for each pair of expert and user finds the optimum. FedAMoLE calls this
-    assignment RSEA.
+    An integer program finds the optimum. It has one variable for each pair of expert and user: 1 if it is chosen, or 0.
 
     Args:
         scores: Score of each expert and user.
@@ -302,21 +329,23 @@ def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most:
     least = min(MIN_EXPERTS, num_experts * choices // num_users)
     # Scores are centred and scaled for the solver; the optimum is the same.
     gain = (scores - scores.mean()).flatten().cpu().numpy()
+    largest_gain = max(float(np.abs(gain).max()), 1e-300)  # 1e-300: scores may all be equal
+    cost = -gain / largest_gain  # the solver minimises
     # Matrices that sum the variables of each expert, and of each user.
-    users_of_expert = kron(eye_array(num_experts), np.ones((1, num_users)))
-    experts_of_user = kron(np.ones((1, num_experts)), eye_array(num_users))
+    sums_by_expert = kron(eye_array(num_experts), np.ones((1, num_users)))
+    sums_by_user = kron(np.ones((1, num_experts)), eye_array(num_users))
     result = milp(
-        -gain / max(float(np.abs(gain).max()), 1e-300),  # 1e-300: scores may all be equal
+        cost,
         integrality=np.ones(gain.size),
         bounds=Bounds(0, 1),
         constraints=[
-            LinearConstraint(users_of_expert, choices, choices),
-            LinearConstraint(experts_of_user, least, most),
+            LinearConstraint(sums_by_expert, choices, choices),
+            LinearConstraint(sums_by_user, least, most),
         ],
     )
     assert result.success, result.message
-    # The solver returns floats close to 0 and 1.
-    return torch.from_numpy(result.x > 0.5).view(num_experts, num_users).to(scores.device)
+    is_chosen = torch.from_numpy(result.x > 0.5)  # the solver returns floats close to 0 and 1
+    return is_chosen.view(num_experts, num_users).to(scores.device)
 
 
 SHARED = frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER})
@@ -379,86 +408,86 @@ class PairGating:
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
         """Return the number of rows of an MLP's router tensor ``(rows, width)``, and its initialiser.
 
-        The first ``rank`` rows are the projection T. Users report the mean of T x over their tokens x, and the mean of
-        A_e x for the LoRA factor A of each domain expert e. Each mean has ``rank`` numbers. Reports need no message of
-        their own: they are stored in further rows of the router, which is uploaded in any case.
+        The first ``rank`` rows are the projection T. The rows below are for a user's report, which is uploaded with the
+        router: the mean of T x, and the mean of A_e x for each domain expert, ``rank`` numbers each.
 
         Args:
-            experts: Number of experts, including the generalist. There are as many means: one for each domain expert,
-                and that of T x.
+            experts: Number of experts: the generalist and the domain experts.
             rank: LoRA rank.
             width: Width of the router's input.
         """
-        report_rows = math.ceil(experts * rank / width)
+        num_domain_experts = experts - 1
+        num_means = 1 + num_domain_experts  # of T x, and of each A_e x
+        report_rows = math.ceil(num_means * rank / width)
         return rank + report_rows, init_router
 
     def multiply_adds(self, experts: int, entries: int, width: int) -> int:
-        """Return the multiply-adds per token that the gating takes beyond the products with the router tensor.
+        """Return the multiply-adds of ``(A_e x)^T (T x)`` for all domain experts e and one token x, given T x.
 
-        For each of the ``experts - 1`` domain experts the LoRA factor A is multiplied by the token's hidden state,
-        which takes ``rank * width``, and the result by the projection T of the same state, which takes ``rank``.
+        An expert takes ``rank * width`` for A_e x and ``rank`` for the product with T x.
 
         Args:
             experts: Number of experts, including the generalist, which has no such products.
             entries: Numbers in the A factors of all experts, ``experts * rank * width``.
             width: Width of the router's input.
         """
-        ranks_of_all = entries // width  # experts * rank
-        products_of_all = entries + ranks_of_all
-        return products_of_all * (experts - 1) // experts  # without the generalist's
+        sum_of_ranks = entries // width  # experts * rank
+        with_generalist = entries + sum_of_ranks
+        return with_generalist * (experts - 1) // experts
 
     def __call__(
         self, router: Router, products: Float[Tensor, "users n rows"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
-        """Return the experts' weights for n tokens of each user: one half for the generalist, the rest by softmax.
+        """Return the experts' weights for each token: one half for the generalist, the rest by softmax.
 
-        Domain expert e has the logit ``(A_e x)^T (T x) / sqrt(rank)``, where T is the projection in the router and A_e
-        the expert's LoRA factor A. A user may have fewer domain experts than the model has room for; missing experts
-        have A = 0 and get no weight. If the router has a load-balancing penalty, it is computed here too.
+        Domain expert e has the logit ``(A_e x)^T (T x) / sqrt(rank)``, with the projection T and the expert's LoRA
+        factor A_e. An expert with A_e = 0 is missing and gets no weight. The load-balancing penalty is stored in
+        ``router.penalty``.
 
         Args:
             router: The router, with the A factors of all experts as ``keys``.
             products: Products of the router's rows with x, of which the first ``rank`` are T x.
-            x: Inputs of the MLP.
+            x: Inputs of the MLP for n tokens of each user.
         """
-        keys = router.keys[:, 1:]  # of the domain experts
-        rank = keys.shape[2]
-        occupied = keys.flatten(2).any(-1)  # False for missing experts
-        expert_projections = torch.bmm(x, keys.flatten(1, 2).to(x.dtype).mT).unflatten(-1, keys.shape[1:3])
-        token_projection = products[..., :rank, None]
-        logits = (expert_projections.to(products.dtype) @ token_projection).squeeze(-1) / math.sqrt(rank)
-        gates, picks = gate(logits, occupied, router.top_k)
-        if router.balance != "none" and router.top_k < keys.shape[1]:
-            router.penalty = balance_penalty(logits, picks, occupied, "uniform")
+        keys = router.keys[:, 1:]  # A_e of the domain experts, (users, experts, rank, width)
+        num_experts, rank = keys.shape[1:3]
+        is_present = keys.flatten(2).any(-1)
+        A_x = torch.bmm(x, keys.flatten(1, 2).to(x.dtype).mT).unflatten(-1, (num_experts, rank))
+        T_x = products[..., :rank, None]
+        logits = (A_x.to(products.dtype) @ T_x).squeeze(-1) / math.sqrt(rank)
+        gates, picks = gate(logits, is_present, router.top_k)
+        leaves_out_experts = router.top_k < num_experts
+        if router.balance != "none" and leaves_out_experts:
+            router.penalty = balance_penalty(logits, picks, is_present, "uniform")
         generalist_gate = torch.full_like(gates[..., :1], 0.5)
         return torch.cat([generalist_gate, gates / 2], -1)
 
 
 @dataclass(frozen=True)
 class ReportEmbeddings(ClientHook):
-    """Client hook of FedAMoLE: reports mean projections of a user's text, by which the server assigns experts.
+    """Client hook of FedAMoLE: reports means of T x and A_e x over a user's text, by which the server assigns experts.
 
-    The projections are T x and A_e x of hidden states x, with the router's matrix T and each expert's LoRA factor A_e.
+    x are hidden states, T is the router's projection and A_e the LoRA factor A of domain expert e.
     """
 
     instances: int
     language_only = True
 
     def begin(self, cohort: Cohort) -> None:
-        """Reset the optimisers, as the experts in these places may be others now."""
+        """Reset the optimisers, as the server may have assigned other experts to the user."""
         cohort.reset_moments(SHARED)
 
     def end(self, cohort: Cohort) -> None:
-        """Write each user's mean projections T x and A_e x into the user's router, which is uploaded afterwards.
+        """Write T x and each A_e x into the rows of the user's router below T, which are uploaded with it.
 
-        T is the projection in the first rows of the router, and A_e the LoRA factor A of domain expert e. The server
-        assigns experts by the products of these projections. They are written to the rows below T, which have no other
-        use. The input x is a mean of unit vectors, scaled to a mean square of 1, as after a norm layer.
+        x is the mean direction of the user's hidden states, scaled to a mean square of 1, as after a norm layer.
         """
         for name, direction in cohort.router_directions(self.instances, whole=True).items():
-            router, keys = cohort.tensors[name], expert_keys(cohort.tensors, name)
-            rank, x = keys.shape[2], direction.unsqueeze(-1) * math.sqrt(direction.shape[-1])
-            means = torch.cat([router[:, :rank] @ x, (keys.flatten(1, 2) @ x)], 1).squeeze(-1)
-            report_rows = router[:, rank:]
-            padding = report_rows[0].numel() - means.shape[1]
-            report_rows.copy_(F.pad(means, (0, padding)).view(report_rows.shape))
+            router = cohort.tensors[name]
+            keys = expert_keys(cohort.tensors, name)  # A_e, (users, experts, rank, width)
+            rank, width = keys.shape[2:]
+            x = direction.unsqueeze(-1) * math.sqrt(width)
+            T, report_rows = router[:, :rank], router[:, rank:]
+            report = torch.cat([T @ x, keys.flatten(1, 2) @ x], dim=1).squeeze(-1)
+            padding = report_rows[0].numel() - report.shape[1]
+            report_rows.copy_(F.pad(report, (0, padding)).view(report_rows.shape))
