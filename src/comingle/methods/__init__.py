@@ -20,31 +20,34 @@ from comingle.utils.registry import Registry
 
 _log = logging.getLogger(__name__)
 
-_CORE = Path(__file__).parents[1]
+_COMINGLE = Path(__file__).parents[1]
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _TRACEBACK_HINT = "; `comingle -v` shows the traceback"
 
 
 @contextmanager
 def own_errors(method: Method) -> Iterator[None]:
-    """Convert exceptions raised by user-defined method code to a :class:`PluginError` with file and line.
+    """Replace exceptions from the user's own code in a method by a :class:`PluginError` with file and line.
 
-    This covers client hooks, server, mixture and gating whose classes are defined outside comingle. Exceptions from
-    other code, ``ComingleError``, ``OSError`` and out-of-memory errors propagate unchanged.
+    All other exceptions are raised unchanged, and so are ``ComingleError``, ``OSError`` and out-of-memory errors.
 
     Args:
         method: Method whose code may run inside the ``with`` block.
 
     Raises:
-        PluginError: User-defined code of the method raised an exception or returned an invalid value.
+        PluginError: A hook, server, mixture or gating that is defined outside comingle raised an exception or returned
+            an invalid value.
     """
     try:
         yield
     except Exception as error:
-        user_classes = _external_classes(method)
-        if isinstance(error, ComingleError | OSError) or lacks_memory(error) or not user_classes:
+        if isinstance(error, ComingleError | OSError) or lacks_memory(error):
             raise
-        if (place := _place_of_error(error, user_classes)) is None:
+        user_classes = _external_classes(method)
+        if not user_classes:
+            raise
+        place = _place_of_error(error, user_classes)
+        if place is None:  # the exception comes from other code
             raise
         raise _plugin_error(method.name, error, place) from error
 
@@ -64,66 +67,96 @@ def call_constructor(name: str, constructor: Callable[..., object], settings: Ma
     try:
         made = constructor(**settings)
     except Exception as error:
-        # Errors of comingle's own constructors, and those that already have a message for users, stay as they are.
-        if isinstance(error, ComingleError) or lacks_memory(error) or not _is_external(constructor):
+        has_own_message = isinstance(error, ComingleError) or lacks_memory(error)
+        if has_own_message or not _is_external(constructor):
             raise
-        raise _plugin_error(name, error, _deepest_place(error, constructor) or defined_at(constructor)) from error
+        place = _deepest_place(error, constructor) or defined_at(constructor)
+        raise _plugin_error(name, error, place) from error
     if not isinstance(made, Method):
         raise PluginError(f"method {name}: its function returned {type(made).__name__}; allowed: a Method")
-    for part, kind in (("placement", Placement), ("client", Client), ("server", Server)):
-        if not isinstance(got := getattr(made, part), kind):
-            shown = f"the class {got.__name__}" if isinstance(got, type) else type(got).__name__
-            where = defined_at(constructor)
-            raise PluginError(f"method {name}: {where}: {part} is {shown}; allowed: a {kind.__name__} object")
-    if wrong := next((part for part in made.client.parts if not isinstance(part, ClientHook)), None):
-        where = defined_at(constructor)
-        raise PluginError(f"method {name}: {where}: client.parts has {wrong!r}; allowed: ClientHook objects")
+    _check_types_of_parts(name, made, defined_at(constructor))
     return made
 
 
+def _check_types_of_parts(name: str, method: Method, where: str) -> None:
+    """Check the types of a method's placement, client, server and client hooks.
+
+    Args:
+        name: Name of the method, for messages.
+        method: The method.
+        where: File and line of its constructor, for messages.
+
+    Raises:
+        PluginError: A part has another type, such as the class ``Mean`` instead of the object ``Mean()``.
+    """
+    for attribute, allowed_type in (("placement", Placement), ("client", Client), ("server", Server)):
+        part = getattr(method, attribute)
+        if not isinstance(part, allowed_type):
+            shown = f"the class {part.__name__}" if isinstance(part, type) else type(part).__name__
+            raise PluginError(
+                f"method {name}: {where}: {attribute} is {shown}; allowed: a {allowed_type.__name__} object"
+            )
+    for hook in method.client.parts:
+        if not isinstance(hook, ClientHook):
+            raise PluginError(f"method {name}: {where}: client.parts has {hook!r}; allowed: ClientHook objects")
+
+
 def _plugin_error(name: str, error: Exception, place: str) -> PluginError:
-    """Log the traceback of an exception in a method's code; return an error with the place and its message."""
+    """Return an error for the user with an exception's place and message, on one line; log the traceback.
+
+    Args:
+        name: Name of the method.
+        error: Exception from the method's code.
+        place: File and line.
+    """
     _log.info("method %s", name, exc_info=error)
-    what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    return PluginError(f"method {name}: {place}: {what}{_TRACEBACK_HINT}")
+    type_and_message = f"{type(error).__name__}: {error}"
+    on_one_line = " ".join(type_and_message.split()).removesuffix(":")
+    return PluginError(f"method {name}: {place}: {on_one_line}{_TRACEBACK_HINT}")
 
 
 def _external_classes(method: Method) -> list[type]:
-    """Return the classes of a method's objects that are defined outside comingle, whose errors are the user's."""
-    placement = method.placement
-    objects = [*method.client.parts, method.server, placement.mixture, placement.gating]
-    return [type(each) for each in objects if each is not None and _is_external(type(each))]
+    """Return the classes of a method's hooks, server, mixture and gating that are defined outside comingle."""
+    parts = [*method.client.parts, method.server, method.placement.mixture, method.placement.gating]
+    classes = [type(part) for part in parts if part is not None]
+    return [part_class for part_class in classes if _is_external(part_class)]
 
 
 def _is_external(defined: object) -> bool:
     """Return whether a class or function is defined outside comingle."""
-    return (getattr(defined, "__module__", None) or "").partition(".")[0] != "comingle"
+    module = getattr(defined, "__module__", None) or ""
+    package = module.partition(".")[0]
+    return package != "comingle"
 
 
 def _place_of_error(error: Exception, user_classes: list[type]) -> str | None:
-    """Return where an exception comes from if user-defined code is to blame.
+    """Return the file and line of the user's code that caused an exception, or None if other code did.
 
-    The user's code may have raised the exception, or may have returned a value that made comingle raise it later.
+    The code may have raised the exception, or returned a value that made comingle raise it later.
 
     Args:
         error: The exception, with its traceback.
         user_classes: Classes of the method that are defined outside comingle.
 
     Returns:
-        Text for a message with file and line, or None if the exception comes from other code.
+        Text for a message, such as "/home/ada/near.py:12, in Near.begin".
     """
     frames = list(_frames(error))
-    classes = [type(frame.f_locals.get("self")) for frame, _ in frames]
-    if outermost_class := next((frame_class for frame_class in classes if frame_class in user_classes), None):
-        return _deepest_place(error, outermost_class) or defined_at(outermost_class)
-    # No method of these classes is on the stack. If comingle itself failed, it got an invalid value from one of them.
-    core_indices = [index for index, (frame, _) in enumerate(frames) if _in_core(frame)]
-    # Comingle did not run, or it called other code of the user's, such as an observer: the method is not to blame.
-    if not core_indices or any(_is_user_code(frame) for frame, _ in frames[core_indices[0] :]):
+    for frame, _ in frames:
+        frame_class = type(frame.f_locals.get("self"))
+        if frame_class in user_classes:
+            return _deepest_place(error, frame_class) or defined_at(frame_class)
+    # None of the user's classes was running. If comingle failed, one of them may have given it an invalid value before.
+    comingle_indices = [index for index, (frame, _) in enumerate(frames) if _in_comingle(frame)]
+    if not comingle_indices:
         return None
-    frame, line = frames[core_indices[-1]]
+    called_by_comingle = frames[comingle_indices[0] :]
+    if any(_is_user_code(frame) for frame, _ in called_by_comingle):  # other code of the user, such as an observer
+        return None
+    last_frame, line = frames[comingle_indices[-1]]
     places_of_classes = " or ".join(dict.fromkeys(map(defined_at, user_classes)))
-    return f"{places_of_classes} returned or stored an invalid value, used at {frame.f_code.co_filename}:{line}"
+    used_at = f"{last_frame.f_code.co_filename}:{line}"
+    return f"{places_of_classes} returned or stored an invalid value, used at {used_at}"
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
@@ -134,39 +167,42 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
         trace = trace.tb_next
 
 
-def _in_core(frame: FrameType) -> bool:
+def _in_comingle(frame: FrameType) -> bool:
     """Return whether a frame's code belongs to comingle."""
-    return Path(frame.f_code.co_filename).is_relative_to(_CORE)
+    return Path(frame.f_code.co_filename).is_relative_to(_COMINGLE)
 
 
 def _is_user_code(frame: FrameType) -> bool:
-    """Return whether code belongs neither to comingle nor to an installed library."""
-    name = frame.f_code.co_filename
-    return not _in_core(frame) and not name.startswith(("<frozen", *_LIBRARIES))
+    """Return whether a frame's code belongs neither to comingle nor to an installed library."""
+    file = frame.f_code.co_filename
+    in_library = file.startswith(("<frozen", *_LIBRARIES))
+    return not _in_comingle(frame) and not in_library
 
 
 def _deepest_place(error: Exception, defined: object) -> str | None:
-    """Return the last place of a traceback in the package that defines a class or function, or in the user's code."""
+    """Return the innermost place of a traceback in the user's code or in the package that has ``defined``.
+
+    Args:
+        error: Exception with the traceback.
+        defined: A class or function.
+    """
     return user_place(error, defined.__module__)
 
 
 def user_place(error: BaseException, module: str) -> str | None:
-    """Return the innermost place of a traceback that the user can mend, as "file:line, in function".
+    """Return the innermost place of a traceback in the user's code, such as "near.py:12, in Near.begin", or None.
 
     Args:
         error: Exception with the traceback.
-        module: Name of a module. Code of its package counts as the user's, even if the package is installed like a
-            library.
-
-    Returns:
-        The place, or None if the traceback has no code of the user's.
+        module: Name of a module of the user. Code of its package counts as the user's even if it is installed.
     """
-    package = module.partition(".")[0]
-    found = None
+    user_package = module.partition(".")[0]
+    innermost = None
     for frame, line in _frames(error):
-        if _is_user_code(frame) or frame.f_globals.get("__name__", "").partition(".")[0] == package:
-            found = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
-    return found
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if _is_user_code(frame) or package == user_package:
+            innermost = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
+    return innermost
 
 
 Make = Callable[..., Method]
@@ -243,15 +279,21 @@ def register(name: str, method: Method | Make) -> None:
     Raises:
         PluginError: The name belongs to a built-in method or a plug-in.
     """
-    # The registry has constructors; a ``Method`` is registered as a constructor without settings.
-    REGISTRY.register(name, (lambda: method) if isinstance(method, Method) else method)
+    REGISTRY.register(name, _as_constructor(method))
+
+
+def _as_constructor(method: Method | Make) -> Make:
+    """Return a method's constructor; for a ``Method``, a constructor without settings that returns it."""
+    if isinstance(method, Method):
+        return lambda: method
+    return method
 
 
 @contextmanager
 def temporarily_registered(method: str | Method | Make) -> Iterator[str]:
     """Register a method for the duration of a ``with`` block and yield its name.
 
-    A method that is registered already is not registered again, and stays registered after the block.
+    A method that was registered before the block stays registered after it.
 
     Args:
         method: Name of a registered method, a ``Method`` object, or a constructor: a function that returns a
@@ -261,27 +303,31 @@ def temporarily_registered(method: str | Method | Make) -> Iterator[str]:
         PluginError: Another method has the name.
         RecipeError: The constructor fails with its default settings.
     """
-    if isinstance(method, str):  # a registered method's name
+    if isinstance(method, str):
         yield method
         return
-    made = make(method)  # a constructor is called with its default settings
-    if _is_registered(made, method):
-        yield made.name
+    with_defaults = make(method)
+    name = with_defaults.name
+    if _is_registered(with_defaults, method):
+        yield name
         return
-    with REGISTRY.temporarily_registered(made.name, (lambda: method) if isinstance(method, Method) else method):
-        yield made.name
+    with REGISTRY.temporarily_registered(name, _as_constructor(method)):
+        yield name
 
 
-def _is_registered(made: Method, method: Method | Make) -> bool:
-    """Return whether a method is registered already: the same constructor, or an equal ``Method``.
+def _is_registered(with_defaults: Method, given: Method | Make) -> bool:
+    """Return whether a method is registered under its name: the same constructor, or an equal ``Method``.
 
     Args:
-        made: The method, made with its default settings.
-        method: The method as a caller gave it.
+        with_defaults: The method with its default settings.
+        given: The method as the user gave it: a ``Method`` or a constructor.
     """
-    if made.name not in REGISTRY:
+    name = with_defaults.name
+    if name not in REGISTRY:
         return False
-    return method is REGISTRY[made.name] or (isinstance(method, Method) and make(made.name) == method)
+    if given is REGISTRY[name]:
+        return True
+    return isinstance(given, Method) and make(name) == given
 
 
 def settings_of(method: str | Method | Make) -> dict[str, Any]:
@@ -305,28 +351,25 @@ def settings_of(method: str | Method | Make) -> dict[str, Any]:
 def settings_in_comparison(
     name: str, recipe_method: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings to pass to a method that a comparison runs beside the method of a recipe.
+    """Return the settings of one of the methods that a comparison runs; settings that are left out have their defaults.
 
-    The recipe's own method keeps its settings; other methods have their defaults. Settings in ``for_all`` override both
-    in every method that has a setting of that name, and are left out for the others.
+    They are those of the recipe, if it is the recipe's method, overridden by those of ``for_all`` that the method has.
 
     Args:
-        name: The method for which settings are returned.
+        name: Name of the method.
         recipe_method: Name of the recipe's method.
-        settings: Settings of the recipe's method in the recipe.
-        for_all: Settings for all methods of the comparison, as given with ``--set method.KEY=VALUE``.
-
-    Returns:
-        Settings by name; the method's other settings keep their defaults.
+        settings: Settings of the recipe's method.
+        for_all: Settings for all methods of the comparison, from ``--set method.KEY=VALUE``.
     """
-    existing = settings_of(name)
-    from_recipe = {}
+    existing_keys = settings_of(name)
+    result = {}
     if name == recipe_method:
-        # ``--set method.KEY=VALUE`` has put KEY into the recipe's method, too, even if only other methods have such a
-        # setting. So it is left out here, and added below if this method has it.
-        from_recipe = {key: value for key, value in settings.items() if key not in for_all}
-    common = {key: value for key, value in for_all.items() if key in existing}
-    return {**from_recipe, **common}
+        # ``settings`` has those of ``for_all`` too, even ones that the recipe's method does not have.
+        result = {key: value for key, value in settings.items() if key not in for_all}
+    for key, value in for_all.items():
+        if key in existing_keys:
+            result[key] = value
+    return result
 
 
 def make(method: str | Method | Make, /, **settings: object) -> Method:
@@ -341,13 +384,15 @@ def make(method: str | Method | Make, /, **settings: object) -> Method:
             other (:func:`comingle.methods.validation.check_method`).
         PluginError: A plug-in cannot be used.
     """
-    constructor, name, known = _constructor(method), _name_of(method), settings_of(method)
+    constructor = _constructor(method)
+    name = _name_of(method)
+    defaults = settings_of(method)
     allowed = allowed_values(constructor)
     for key, value in settings.items():
-        if key not in known:
-            names = ", ".join(sorted(known)) or "no settings"
-            raise RecipeError(f"method {name}: no setting {key!r}.{setting_hint(key, known)} Allowed: {names}")
-        description, fits = allowed.get(key) or allowed_by_type(type(known[key]))
+        if key not in defaults:
+            names = ", ".join(sorted(defaults)) or "no settings"
+            raise RecipeError(f"method {name}: no setting {key!r}.{setting_hint(key, defaults)} Allowed: {names}")
+        description, fits = allowed.get(key) or allowed_by_type(type(defaults[key]))  # of its default
         if not fits(value):
             raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {description}")
     made = call_constructor(name, constructor, settings)
@@ -364,25 +409,30 @@ def _constructor(method: str | Method | Make) -> Make:
     """
     if isinstance(method, str):
         if method not in REGISTRY:
-            allowed_names = ", ".join(REGISTRY)
-            if method in SKIPPED:
-                raise UnknownMethodError(
-                    f"method: got {method!r}, a function in {SKIPPED[method]} whose return value is not annotated; "
-                    f"allowed: {allowed_names}; write `def {method}(...) -> Method:` there"
-                )
-            raise UnknownMethodError(f"method: no method {method!r}.{REGISTRY.hint(method)} Allowed: {allowed_names}")
+            raise _unknown_method(method)
         method = REGISTRY[method]
-    if isinstance(method, Method):
-        return lambda: method  # a constructor without settings
-    if not callable(method):
+    if not callable(method) and not isinstance(method, Method):
         raise PluginError(
             f"method: got {type(method).__name__}; allowed: a name, a Method, or a function that returns one"
         )
-    return method
+    return _as_constructor(method)
+
+
+def _unknown_method(name: str) -> UnknownMethodError:
+    """Return an error with the names of all methods, and what to do if a plug-in file has a function of the name."""
+    allowed_names = ", ".join(REGISTRY)
+    if name in SKIPPED:
+        return UnknownMethodError(
+            f"method: got {name!r}, a function in {SKIPPED[name]} whose return value is not annotated; allowed: "
+            f"{allowed_names}; write `def {name}(...) -> Method:` there"
+        )
+    return UnknownMethodError(f"method: no method {name!r}.{REGISTRY.hint(name)} Allowed: {allowed_names}")
 
 
 def _name_of(method: str | Method | Make) -> str:
     """Return the name of a method for messages; for a constructor, the function's name."""
+    if isinstance(method, str):
+        return method
     if isinstance(method, Method):
         return method.name
-    return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
+    return getattr(method, "__name__", type(method).__name__)
