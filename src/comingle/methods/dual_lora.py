@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
@@ -89,64 +89,76 @@ def fdlora(*, outer_rate: NotNegative = 0.7, outer_momentum: BelowOne = 0.9, fus
 
 @dataclass(frozen=True, kw_only=True)
 class OuterSteps(Mean):
-    """Server of Nesterov steps: ``v = m v + g;  theta = theta - rate (g + m v)``, g = theta minus the mean upload."""
+    """Server that moves its model theta towards the mean upload by steps with Nesterov momentum."""
 
     rate: float
     momentum: float
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the global model and its velocity."""
+        """Return the global model, and a velocity of zero for each tensor."""
         model = super().start(setup)
-        return model | {f"{name}.velocity": torch.zeros_like(t) for name, t in model.items()}
+        velocities = {f"{name}.velocity": torch.zeros_like(t) for name, t in model.items()}
+        return {**model, **velocities}
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Take one Nesterov step, with the model minus the mean upload as its gradient.
+        """Take one Nesterov step, ``v = m v + g`` and ``theta = theta - rate (g + m v)``.
+
+        The gradient g is the model theta minus the mean upload, v the velocity and m the momentum.
 
         Args:
             kept: State of the server: tensors by name, updated in place.
             sums: Mean upload.
             received: The uploads, not used.
         """
-        for name, average in sums.items():
+        for name, mean_upload in sums.items():
             theta, velocity = kept[MODEL_PREFIX + name], kept[f"{MODEL_PREFIX}{name}.velocity"]
-            gradient = theta - average
+            gradient = theta - mean_upload
             velocity.mul_(self.momentum).add_(gradient)
             theta.sub_(gradient + self.momentum * velocity, alpha=self.rate)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return the global model, without the velocity."""
-        return super().download({name: t for name, t in kept.items() if not name.endswith(".velocity")}, users)
+        without_velocity = {name: t for name, t in kept.items() if not name.endswith(".velocity")}
+        return super().download(without_velocity, users)
 
 
 @dataclass(frozen=True)
 class Fuse(ClientHook):
-    """Searches each user's weights of (global, personal) for the lowest validation loss, with ``steps`` evaluations."""
+    """Client hook of FDLoRA: at the end it replaces each user's two models by a weighted sum of them.
+
+    ``steps`` is the number of evaluations in the search for the weights.
+    """
 
     steps: int
     language_only = True
     validates = True
 
     def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
-        """Return each user's weighted sum of its global and its personal model with the lowest validation loss."""
-        copies = cohort.copies()  # of each user: the global model and the personal one
+        """Return for each user the weighted sum of its two models that has the lowest validation loss found."""
+        models = cohort.copies()  # of each user the global and the personal model, (2, users, columns)
+        num_users = models.shape[1]
 
         def best_fusion(user: int) -> Float[Tensor, " columns"]:
-            """Return the fused model of a user with the lowest validation loss."""
+            """Search the best weights of one user, and return its fused model."""
 
             def fuse(weights: Float[Tensor, " copies"]) -> Float[Tensor, " columns"]:
-                """Return the weighted sum of the user's copies, flattened."""
-                return torch.tensordot(weights.to(copies), copies[:, user], dims=1)
+                """Return the weighted sum of the user's two models."""
+                return torch.tensordot(weights.to(models), models[:, user], dims=1)
 
-            return fuse(minimise_loss(lambda weights: cohort.validate(fuse(weights), user), self.steps))
+            def validation_loss(weights: Float[Tensor, " copies"]) -> float:
+                """Return the validation loss of the user's fused model."""
+                return cohort.validate(fuse(weights), user)
 
-        return torch.stack([best_fusion(user) for user in range(copies.shape[1])])
+            best_weights = minimise_loss(validation_loss, self.steps)
+            return fuse(best_weights)
+
+        return torch.stack([best_fusion(user) for user in range(num_users)])
 
 
 def minimise_loss(loss: Callable[[Float[Tensor, " copies"]], float], steps: int) -> Float[Tensor, " copies"]:
-    """Return the two weights with the lowest loss that Nelder-Mead finds, starting at (1, 0), (0, 1) and (0.7, 0.7).
+    """Return the weights of a user's global and personal model with the lowest loss that Nelder-Mead finds.
 
-    The weights are those of a user's two models (copies), the global and the personal one, in a weighted sum. Each
-    model alone, (1, 0) or (0, 1), is evaluated, so the result is never worse than either.
+    The search starts at (1, 0), (0, 1) and (0.7, 0.7), so the result is never worse than one model alone.
 
     Args:
         loss: Returns the loss of a pair of weights.
@@ -154,9 +166,13 @@ def minimise_loss(loss: Callable[[Float[Tensor, " copies"]], float], steps: int)
     """
     from scipy.optimize import minimize
 
-    corners = [(1.0, 0.0), (0.0, 1.0), (0.7, 0.7)]  # two weights need a triangle; the third corner adds both copies
-    options = {"initial_simplex": corners, "maxfev": max(steps, len(corners))}
-    minimum = minimize(lambda w: loss(torch.tensor(w)), corners[0], method="Nelder-Mead", options=options)
+    def loss_of_array(weights: Any) -> float:
+        """Call ``loss`` with the NumPy array of weights that SciPy passes."""
+        return loss(torch.tensor(weights))
+
+    starting_points = [(1.0, 0.0), (0.0, 1.0), (0.7, 0.7)]
+    options = {"initial_simplex": starting_points, "maxfev": max(steps, len(starting_points))}
+    minimum = minimize(loss_of_array, starting_points[0], method="Nelder-Mead", options=options)
     return torch.tensor(minimum.x)
 
 
@@ -197,12 +213,14 @@ def feddpa(
         afterwards: Train the local LoRA after the last round, starting from the global one (FedDPA-F), instead of in
             each round (FedDPA-T).
     """
-    own = Phase(roles=frozenset({SPECIALIST}), without=ROUTERS, label="local")
+    # Without its router a model averages its experts, here the local and the global LoRA.
+    local_phase = Phase(roles=frozenset({SPECIALIST}), without=ROUTERS, label="local")
     global_phase = Phase(roles=GLOBAL, without=frozenset({SPECIALIST, ROUTER}))
     similarity = Similarity(scaling, instances)
-    client = Client(phases=(own, global_phase), parts=(similarity,))
-    if afterwards:
-        client = Client(phases=(global_phase,), tuning=(own,), finetunes=True, parts=(FromGlobal(), similarity))
+    if afterwards:  # FedDPA-F
+        client = Client(phases=(global_phase,), tuning=(local_phase,), finetunes=True, parts=(FromGlobal(), similarity))
+    else:  # FedDPA-T
+        client = Client(phases=(local_phase, global_phase), parts=(similarity,))
     return Method(
         name="feddpa",
         placement=Placement(specialists=1, routed=True, gating=SimilarityGating(), shared=GLOBAL),
@@ -221,8 +239,7 @@ class SimilarityGating:
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
         """Return the number of rows of an MLP's router tensor ``(rows, width)``, and its initialiser.
 
-        Each expert but the first has one row, its direction. The first expert has the weight that the others leave: all
-        of it while the directions are zero.
+        Each expert but the first has one row: a direction, at first zero.
 
         Args:
             experts: Number of experts.
@@ -234,44 +251,49 @@ class SimilarityGating:
     def __call__(
         self, router: Router, products: Float[Tensor, "users n others"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
-        """Return the experts' weights ``p_j = phi_j x / |x|``, clamped to [0, 1]; the first expert has the rest.
+        """Return the experts' weights ``phi_j x / |x|``, clamped to [0, 1]; the first expert has the rest.
 
-        ``phi_j`` is the stored direction of expert j, a row of the router. The direction is a mean of unit vectors, so
-        ``p_j`` is the mean cosine of x with these vectors. If the weights sum to more than 1, they are scaled to sum
-        to 1. Experts that a user does not have get no weight.
+        ``phi_j`` is the direction of expert j, a row of the router. Weights that sum to more than 1 are divided by
+        their sum.
 
         Args:
-            router: The router; ``present`` ``(users, experts)`` is 1 for the experts that a user has.
+            router: The router; ``present`` ``(users, experts)`` is 1 for the experts that a user has, else 0.
             products: Products ``phi_j x`` for n tokens of each user.
             x: Inputs of the MLP.
         """
-        # clamp: a zero vector has no direction, and must not divide by 0
-        length = x.to(products.dtype).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(products.dtype).tiny)
-        others = (products / length).clamp(0, 1) * router.present[:, None, 1:]
-        others = others / others.sum(-1, keepdim=True).clamp(min=1)
-        return torch.cat([1 - others.sum(-1, keepdim=True), others], -1)
+        smallest = torch.finfo(products.dtype).tiny  # avoids a division by 0
+        length = x.to(products.dtype).norm(dim=-1, keepdim=True).clamp(min=smallest)
+        cosines = (products / length).clamp(0, 1)
+        is_present = router.present[:, None, 1:]
+        weights = cosines * is_present
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
+        first_weight = 1 - weights.sum(-1, keepdim=True)
+        return torch.cat([first_weight, weights], -1)
 
 
 class FromGlobal(ClientHook):
-    """Initialises the local LoRA with the global one."""
+    """Client hook of FedDPA-F: initialises the local LoRA with the global one."""
 
     language_only = True
 
     def begin(self, cohort: Cohort) -> None:
-        """Copy the global LoRA to the local one."""
-        for _, a, b in lora_pairs(cohort.tensors):
+        """Copy the global LoRA, the first expert of each MLP, to the local one, the second expert."""
+        for _name, a, b in lora_pairs(cohort.tensors):
             for factor in (a, b):
-                if factor.dim() == 4:  # of an MLP, (users, experts, rank, width); attention has a global LoRA only
-                    factor[:, 1] = factor[:, 0]  # the global LoRA is the first expert, the local one the second
+                belongs_to_mlp = factor.dim() == 4  # (users, experts, rank, width); attention has no local LoRA
+                if belongs_to_mlp:
+                    global_lora = factor[:, 0]
+                    factor[:, 1] = global_lora
 
-    settle = begin  # a user without a local round has the global LoRA twice
+    settle = begin  # for users who are scored without a local round
 
 
 @dataclass(frozen=True)
 class Similarity(ClientHook):
-    """Sets the routers so that the local LoRA's weight is ``scaling`` times the mean cosine to S instances x_s.
+    """Client hook of FedDPA: gives the local LoRA a larger weight for tokens that are similar to training prompts.
 
-    At a token with the input x that is ``scaling / S sum_s cos(x, x_s)``.
+    For a token with the input x the weight is ``scaling / S sum_s cos(x, x_s)``, where x_s are the inputs at the ends
+    of S training prompts.
     """
 
     scaling: float
@@ -280,10 +302,14 @@ class Similarity(ClientHook):
     language_only = True
 
     def settle(self, cohort: Cohort) -> None:
-        """Set the routers to ``scaling / S sum_s x_s / |x_s|``, whose product with ``x / |x|`` is the local weight."""
+        """Set each router's only row, which is for the local LoRA, to ``scaling / S sum_s x_s / |x_s|``.
+
+        x_s are the router's inputs at the ends of S training prompts. The product of the row with ``x / |x|`` is the
+        local LoRA's weight for a token with the input x.
+        """
         for name, mean_direction in cohort.router_directions(self.instances).items():
-            # A router is (users, 1, width): one row, for the local LoRA. The global one has the weight that is left.
-            cohort.tensors[name][:, 0] = self.scaling * mean_direction
+            router = cohort.tensors[name]  # (users, 1, width)
+            router[:, 0] = self.scaling * mean_direction
 
 
 def sdflora() -> Method:

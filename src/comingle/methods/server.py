@@ -76,9 +76,9 @@ class Received:
         ranks: LoRA rank of each participant.
         scales: LoRA scale of each participant.
         reports: Numbers that participants sent with their tensors.
-        clustered: Tensors whose second dimension is a mixture's components, in the model's order.
-        centred: Function of the aggregated tensors and of the components' p(c), which moves the components' mean into
-            the base.
+        clustered: Names of the tensors whose second dimension is a mixture's components, in the model's order.
+        centred: Function of the aggregated tensors and of the components' weights p(c), which moves the components'
+            weighted mean into the base.
         roles: Roles of each tensor, in the words of :class:`comingle.methods.base.Placement`, such as ``{"attention",
             "attention.a", "attention.body"}``.
     """
@@ -133,8 +133,8 @@ class Server:
 
     def exchanges(self, done: int) -> bool:
         """Return whether there is an exchange after round ``done`` (from 1)."""
-        since = done - self.exchange_from
-        return since >= 0 and since % self.exchange_every == 0
+        rounds_since_first_exchange = done - self.exchange_from
+        return rounds_since_first_exchange >= 0 and rounds_since_first_exchange % self.exchange_every == 0
 
     def start(self, setup: ServerSetup) -> Tree:
         """Return the state before the first round."""
@@ -165,21 +165,21 @@ class Server:
         return None
 
     def settled(self) -> Server:
-        """Return a copy of the server for users who join after the run has ended.
+        """Return a copy of the server for users who join after the run has ended: its state does not change.
 
-        The state that all users share stays fixed. This base class keeps no state of single users (:attr:`by_user`), so
-        new users have nothing to exchange with the server.
+        In this base class the copy never exchanges anything. Servers with state of single users (:attr:`by_user`)
+        override it.
         """
-        return replace(self, exchange_from=NEVER)  # the first round with an exchange is never reached
+        return replace(self, exchange_from=NEVER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mean(Server):
-    """Server that sends the weighted mean (McMahan et al. 2017); subclasses change weights or take steps.
+    """Server whose model becomes the weighted mean of the uploads (McMahan et al. 2017).
 
-    With ``adam_rate`` above 0 the server takes a step of Adam with that learning rate instead (Reddi et al. 2021,
-    arXiv:2003.00295, with PyTorch's bias correction). Its gradient is the old model minus the mean. Running statistics
-    have no gradient, so they are set to the mean.
+    With ``adam_rate`` above 0 it takes a step of Adam with that learning rate instead, with the old model minus the
+    mean as gradient (Reddi et al. 2021, arXiv:2003.00295, with PyTorch's bias correction). Running statistics become
+    the mean in any case.
     """
 
     adam_rate: float = 0.0
@@ -190,11 +190,13 @@ class Mean(Server):
 
     def start(self, setup: ServerSetup) -> Tree:
         """Return the initial model, and the state of Adam if the server uses it."""
-        model = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
-        return {**model, **_adam_state(setup)} if self.adam_rate else model
+        state = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
+        if self.adam_rate:
+            state.update(_adam_state(setup))
+        return state
 
     def coefficients(self, received: Received) -> Tree:
-        """Return the weight of each upload in the sums, by tensor: here the users' aggregation weights ``(users,)``.
+        """Return the weights ``(users,)`` of the uploads in the sum of each tensor: here the aggregation weights.
 
         Subclasses may return ``(users, components)`` for tensors whose second dimension is a mixture's components.
 
@@ -204,26 +206,26 @@ class Mean(Server):
         return dict.fromkeys(received.tensors, received.weights)
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Set the model to the weighted sums of the uploads, or with ``adam_rate`` take a step of Adam towards them.
-
-        Running statistics have no moments, so they are set to the sums in any case.
+        """Set the model to the mean of the uploads, or with ``adam_rate`` take a step of Adam towards it.
 
         Args:
             kept: State of the server: tensors by name, updated in place.
-            sums: Weighted sums of the uploads.
-            received: The uploads of a round, with weights, ranks and scales of the participants.
+            sums: Mean of the uploads: their weighted sum, by tensor.
+            received: The uploads of a round, not used here.
         """
         if self.adam_rate:
             kept[ADAM_STEPS].add_(1)
         for name, mean in sums.items():
-            if FIRST_MOMENT + name in kept:
+            has_moments = FIRST_MOMENT + name in kept  # running statistics have none
+            if has_moments:
                 _adam_step(kept, name, mean, self.adam_rate)
             else:
                 kept[MODEL_PREFIX + name].copy_(mean)
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Compute the weighted sums, then take a step."""
-        self.step(kept, weighted_sums(received.tensors, self.coefficients(received)), received)
+        """Compute the weighted sums of the uploads, then call :meth:`step` with them."""
+        sums = weighted_sums(received.tensors, self.coefficients(received))
+        self.step(kept, sums, received)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return the model, expanded for all users without copying."""
@@ -231,14 +233,22 @@ class Mean(Server):
 
 
 def _adam_state(setup: ServerSetup) -> Tree:
-    """Return zero moments for all shared tensors but running statistics, and a step count of 0."""
-    trained = {name: t[0] for name, t in setup.models.items() if not _is_statistic(setup.roles.get(name, frozenset()))}
-    moments = {key + name: torch.zeros_like(t) for key in (FIRST_MOMENT, SECOND_MOMENT) for name, t in trained.items()}
-    return {**moments, ADAM_STEPS: torch.tensor(0)}
+    """Return Adam's initial state: a step count and moments of 0, with moments for all tensors but running statistics.
+
+    Its keys are "adam.steps", and "adam.first.NAME" and "adam.second.NAME" for each tensor.
+    """
+    state = {}
+    for prefix in (FIRST_MOMENT, SECOND_MOMENT):
+        for name, models in setup.models.items():
+            roles = setup.roles.get(name, frozenset())
+            if not _is_statistic(roles):
+                state[prefix + name] = torch.zeros_like(models[0])
+    state[ADAM_STEPS] = torch.tensor(0)
+    return state
 
 
 def _is_statistic(roles: frozenset[str]) -> bool:
-    """Return whether a tensor with these roles is a running statistic."""
+    """Return whether a tensor with these roles, such as {"statistics.base"}, is a running statistic."""
     return any(role.partition(".")[0] == STATISTICS for role in roles)
 
 
@@ -251,33 +261,36 @@ def _adam_step(kept: Tree, name: str, mean: Tensor, rate: float) -> None:
         mean: Mean upload.
         rate: Learning rate.
     """
-    theta, first, second = kept[MODEL_PREFIX + name], kept[FIRST_MOMENT + name], kept[SECOND_MOMENT + name]
-    steps, (beta1, beta2) = int(kept[ADAM_STEPS]), BETAS
+    theta = kept[MODEL_PREFIX + name]
+    first_moment, second_moment = kept[FIRST_MOMENT + name], kept[SECOND_MOMENT + name]
+    steps = int(kept[ADAM_STEPS])
+    beta1, beta2 = BETAS
     gradient = theta - mean
-    first.lerp_(gradient, 1 - beta1)
-    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    scale = (second.sqrt() / (1 - beta2**steps) ** 0.5).add_(EPSILON)
-    theta.addcdiv_(first, scale, value=-rate / (1 - beta1**steps))
+    first_moment.lerp_(gradient, 1 - beta1)
+    second_moment.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = (second_moment.sqrt() / (1 - beta2**steps) ** 0.5).add_(EPSILON)
+    theta.addcdiv_(first_moment, denominator, value=-rate / (1 - beta1**steps))
 
 
 def weighted_sums(uploads: Tree, coefficients: Tree) -> Tree:
-    """Return ``sum_u weight_u upload_u`` for each tensor.
+    """Return each tensor's weighted sum over users, ``sum_u weight_u upload_u``.
 
     Args:
         uploads: Tensors ``(users, *shape)``, or ``(users, components, *shape)``.
-        coefficients: Weights by tensor: ``(users,)``, or ``(users, components)`` with a sum for each component.
+        coefficients: Weights by tensor: ``(users,)``, or ``(users, components)`` with weights for each component.
     """
     return {name: _weighted_sum(t, coefficients[name].to(t)) for name, t in uploads.items()}
 
 
 def _weighted_sum(uploads: Tensor, weights: Float[Tensor, "users ..."]) -> Tensor:
-    """Return a weighted sum over users.
+    """Return the weighted sum over users of one tensor, or of each component of it.
 
     Args:
-        uploads: One tensor of all users, ``(users, *shape)``, or ``(users, components, *shape)``.
-        weights: ``(users,)``, or ``(users, components)`` with a sum for each component.
+        uploads: The tensor of all users, ``(users, *shape)``, or ``(users, components, *shape)``.
+        weights: ``(users,)``, or ``(users, components)`` with weights for each component.
     """
-    if weights.dim() == 1:
+    has_components = weights.dim() == 2
+    if not has_components:
         return torch.tensordot(weights, uploads, dims=1)
     return torch.einsum("uc,uc...->c...", weights, uploads)
 
@@ -290,18 +303,20 @@ def model_of(kept: Tree) -> Tree:
 def aggregation_weights(
     mixtures: Float[Tensor, "users clusters"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users clusters"]:
-    """Return each user's weight in the mean of each component: the more its mixture uses the component, the larger.
+    """Return the weight of user k in the mean of component c, ``p(k|c) = pi_c^k p(k) / sum_j pi_c^j p(j)``.
 
-    ``p(k|c) = pi_c^k p(k) / sum_k' pi_c^k' p(k')`` (FLoRAL eq. 2) for user k and component c. A component that no
-    participant uses has not been trained either, so its weights are ``p(k)``: their mean leaves it unchanged.
+    A component that no participant uses has the weights ``p(k)``. All uploads of it are equal, so it stays unchanged.
+
+    Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), eq. 2.
 
     Args:
-        mixtures: Mixture weights ``pi`` of each user.
-        weights: Aggregation weights ``p(k)``.
+        mixtures: Mixture weights pi of each user.
+        weights: Aggregation weights p of the users.
     """
-    joint = mixtures.to(weights) * weights.unsqueeze(1)
-    total = joint.sum(0)
-    return torch.where(total > EMPTY, joint / total.clamp(min=EMPTY), weights.unsqueeze(1))
+    products = mixtures.to(weights) * weights.unsqueeze(1)  # pi_c^k p(k)
+    total_by_component = products.sum(0)
+    shares = products / total_by_component.clamp(min=EMPTY)
+    return torch.where(total_by_component > EMPTY, shares, weights.unsqueeze(1))
 
 
 EMPTY = 1e-12
@@ -309,6 +324,7 @@ EMPTY = 1e-12
 
 
 def __getattr__(name: str) -> str:
+    """Return ``MODEL_PREFIX`` for its former name ``MODEL``, with a warning."""
     if name == "MODEL":
         warnings.warn("comingle.methods.server.MODEL is now MODEL_PREFIX", DeprecationWarning, stacklevel=2)
         return MODEL_PREFIX
