@@ -16,7 +16,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,55 +60,80 @@ def load_file(path: Path) -> list[str]:
     Raises:
         PluginError: The file does not exist, cannot be run or registers nothing, or a method's name is taken.
     """
-    where, path = f"--plugin {path}", expand_home(path).resolve()
+    where = f"--plugin {path}"
+    path = expand_home(path).resolve()
     if path in _loaded:
         return _loaded[path]
     if not path.is_file():
         raise PluginError(f"{where}: no such file; allowed: a Python file with a method")
     methods_before, nets_before, losses_before = set(REGISTRY), set(NETS), set(LOSSES)
     module = _import_file(path, where)
-    for name, method in _methods(module):
-        registered_itself = name in REGISTRY and name not in methods_before and REGISTRY[name] is method
-        if name in REGISTRY and not registered_itself:
-            raise PluginError(f"{where}: method {name!r} exists already{_origin_suffix(name)}; give it another name")
-        register(name, method)
-    names = [name for name in REGISTRY if name not in methods_before]
-    # Functions that may be meant as methods: file and line of each, and whether its code names the class Method.
-    skipped = _functions_without_annotation(module, [REGISTRY[name] for name in names])
-    if not names and (set(NETS), set(LOSSES)) == (nets_before, losses_before):
+    _register_methods(module, methods_before, where)
+    method_names = [name for name in REGISTRY if name not in methods_before]
+    net_names = set(NETS) - nets_before
+    loss_names = set(LOSSES) - losses_before
+    skipped = _functions_without_annotation(module, registered=[REGISTRY[name] for name in method_names])
+    if not method_names and not net_names and not loss_names:
         found = f" Functions without `-> Method`: {list_names(skipped)}." if skipped else ""
         raise PluginError(
             f"{where}: registers nothing; allowed: functions annotated to return a Method (`def near() -> Method:`), "
             f"Method objects, comingle.methods.register(NAME, FUNCTION), and NETS.register or LOSSES.register.{found}"
         )
-    _loaded[path], _nets[path] = names, set(NETS) - nets_before
-    SKIPPED.update({name: place for name, (place, _) in skipped.items()})
-    paths_of_command = os.environ.get(FILES, "").split(os.pathsep)
-    if str(path) not in paths_of_command:  # else this is a subprocess, and the main process has already warned
-        # Only functions that name the class Method, as others are probably helpers.
-        for name in [name for name, (_place, names_method) in skipped.items() if names_method]:
+    _loaded[path], _nets[path] = method_names, net_names
+    SKIPPED.update({name: function.place for name, function in skipped.items()})
+    paths_of_command = _paths_of_command()
+    if str(path) not in paths_of_command:  # otherwise this is a subprocess, and the main process has warned
+        _warn_of_skipped(skipped)
+        os.environ[FILES] = os.pathsep.join([*paths_of_command, str(path)])
+    return method_names
+
+
+def _register_methods(module: ModuleType, methods_before: Collection[str], where: str) -> None:
+    """Register the methods that a user's module defines.
+
+    Args:
+        module: The module.
+        methods_before: Names of the methods that were registered before the module was imported.
+        where: Name of its file, for the message.
+
+    Raises:
+        PluginError: Another method has the name.
+    """
+    for name, method in _methods(module):
+        if name in REGISTRY:
+            module_registered_it = name not in methods_before and REGISTRY[name] is method
+            if not module_registered_it:
+                suffix = _origin_suffix(name)
+                raise PluginError(f"{where}: method {name!r} exists already{suffix}; give it another name")
+        register(name, method)
+
+
+def _warn_of_skipped(skipped: Mapping[str, _SkippedFunction]) -> None:
+    """Warn of functions that are no methods for want of an annotation, but use the class ``Method``."""
+    for name, function in skipped.items():
+        if function.uses_method_class:
             advice = f"write `def {name}(...) -> Method:`, or begin its name with _ if it is a helper"
-            _log.warning("%s: %s is no method, as its return value is not annotated; %s", SKIPPED[name], name, advice)
-    os.environ[FILES] = os.pathsep.join(dict.fromkeys([*filter(None, paths_of_command), str(path)]))
-    return names
+            _log.warning("%s: %s is no method, as its return value is not annotated; %s", function.place, name, advice)
 
 
 def load_files_of_command() -> None:
-    """Load the Python files that the command that started this process has loaded with ``--plugin``.
-
-    Subprocesses inherit their paths in the environment variable :data:`FILES`.
+    """Load in a subprocess the Python files that its command has loaded with ``--plugin``.
 
     Raises:
         PluginError: As in :func:`load_file`.
     """
-    for path in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
+    for path in _paths_of_command():
         load_file(Path(path))
 
 
-def write_origin(folder: Path, method: str, net: str = "") -> None:
-    """Record in a run folder which Python files of the user define its method and its net.
+def _paths_of_command() -> list[str]:
+    """Return the paths of Python files in the environment variable :data:`FILES`, which subprocesses inherit."""
+    paths = os.environ.get(FILES, "").split(os.pathsep)
+    return [path for path in paths if path]
 
-    Built-in methods and nets have no such file. If both are built in, nothing is written.
+
+def write_origin(folder: Path, method: str, net: str = "") -> None:
+    """Record in a run folder the Python files of the user that define its method and its net, if there are any.
 
     Args:
         folder: Run folder.
@@ -115,32 +141,33 @@ def write_origin(folder: Path, method: str, net: str = "") -> None:
         net: Name of the net; empty for a language model.
     """
     record: dict[str, Any] = {}
-    if (path := _file_of(method)) is not None:
-        record = {"method": method, "file": str(path), "sha256": _digest(path)}
-    if (path := _file_of_net(net)) is not None:
-        record["net"] = {"name": net, "file": str(path), "sha256": _digest(path)}
+    method_file = _file_of(method)
+    if method_file is not None:
+        record = {"method": method, "file": str(method_file), "sha256": _digest(method_file)}
+    net_file = _file_of_net(net)
+    if net_file is not None:
+        record["net"] = {"name": net, "file": str(net_file), "sha256": _digest(net_file)}
     if record:
         write_json(folder / ORIGIN, record)
 
 
 def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
-    """Check that the method of a run folder is registered; warn if the run's Python files have changed since it began.
+    """Check that a run folder's method is registered; warn if the files of its method or net have changed.
 
-    The folder's file :data:`ORIGIN` has the paths and the SHA-256 of the Python files that defined the method and the
-    net, if the user has written them.
+    The file :data:`ORIGIN` in the folder has the paths and the SHA-256 of the user's Python files.
 
     Args:
         folder: Run folder.
         method: Name of its method.
-        begun: Whether the run has trained anything. If not, a change of the file does not matter and is not reported.
+        begun: Whether the run has trained anything. If not, there is no warning.
 
     Raises:
-        RunError: The method is not registered; the message names the Python file. Or ``ORIGIN`` is damaged.
+        RunError: The method is not registered, or ``ORIGIN`` is damaged.
     """
     path = folder / ORIGIN
     try:
         record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        file, digest = str(record.get("file", "")), str(record.get("sha256", ""))
+        method_file, method_digest = str(record.get("file", "")), str(record.get("sha256", ""))
         net_record = record.get("net", {})
         net, net_digest = str(net_record.get("name", "")), str(net_record.get("sha256", ""))
     except (OSError, ValueError, AttributeError) as error:
@@ -148,24 +175,23 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
     if begun:
         _warn_if_changed(f"net {net!r}", _file_of_net(net), net_digest, folder)
     if method in REGISTRY:
-        if begun and file:  # without a recorded file there is nothing to compare
-            _warn_if_changed(f"method {method!r}", _file_of(method), digest, folder)
+        if begun and method_file:
+            _warn_if_changed(f"method {method!r}", _file_of(method), method_digest, folder)
         return
-    hint = "if it is your own method, give --plugin FILE"
-    if file:
-        gone = "" if Path(file).is_file() else ", which no longer exists"
-        hint = f"it came from {file}{gone}: give --plugin {file}"
+    if method_file:
+        gone = "" if Path(method_file).is_file() else ", which no longer exists"
+        hint = f"it came from {method_file}{gone}: give --plugin {method_file}"
+    else:
+        hint = "if it is your own method, give --plugin FILE"
     raise RunError(f"{folder}: no method {method!r} here; {hint}, or in Python comingle.load(FOLDER, method=...)")
 
 
 def _warn_if_changed(subject: str, file: Path | None, digest: str, folder: Path) -> None:
-    """Warn if the Python file of a method or of a net has changed since the run began.
-
-    The processes of a command print the warning only once for each run and change.
+    """Warn, once per command, if the Python file of a method or of a net has changed since the run began.
 
     Args:
         subject: The method or the net, such as "method 'near'".
-        file: The file that defines the method or the net now; None if it is not in a file of the user.
+        file: The file that defines it now; None if it is not in a file of the user.
         digest: SHA-256 of the file when the run began.
         folder: Run folder.
     """
@@ -175,9 +201,9 @@ def _warn_if_changed(subject: str, file: Path | None, digest: str, folder: Path)
     if new_digest == digest:
         return
     old_start, new_start = digest[:_DIGEST_CHARACTERS], new_digest[:_DIGEST_CHARACTERS]
-    run_digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_DIGEST_CHARACTERS]
-    change = f"{run_digest}-{old_start}-{new_start}"
-    reported_changes = os.environ.get(REPORTED_CHANGES, "").split()  # by this process or the one that started it
+    run_start = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    change = f"{run_start}-{old_start}-{new_start}"
+    reported_changes = os.environ.get(REPORTED_CHANGES, "").split()  # subprocesses inherit the variable
     if change in reported_changes:
         return
     os.environ[REPORTED_CHANGES] = " ".join([*reported_changes, change])
@@ -191,16 +217,17 @@ def _warn_if_changed(subject: str, file: Path | None, digest: str, folder: Path)
 
 
 def _import_file(path: Path, where: str) -> ModuleType:
-    """Import a Python file under a unique module name, without writing bytecode; return the module.
+    """Import a Python file under a unique module name, such as "comingle_plugin_1b2c3d4e_near"; return the module.
 
     Args:
         path: The file.
         where: Name of the file in messages.
 
     Raises:
-        PluginError: The file raised an exception or exited; the message has its place.
+        PluginError: The file raised an exception or exited; the message has file and line.
     """
-    name = f"comingle_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    path_digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    name = f"comingle_plugin_{path_digest}_{path.stem}"
     spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
@@ -208,7 +235,8 @@ def _import_file(path: Path, where: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and annotations look it up there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last, so that files beside it do not shadow libraries
-    setting_before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    setting_before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -217,53 +245,69 @@ def _import_file(path: Path, where: str) -> ModuleType:
         raise PluginError(f"{where}: {error}") from error
     except (Exception, SystemExit) as error:
         _log.info("%s", path, exc_info=True)
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        raise PluginError(f"{where}: {user_place(error, name) or path}: {what}") from error
+        place = user_place(error, name) or path
+        type_and_message = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
+        raise PluginError(f"{where}: {place}: {type_and_message}") from error
     finally:
         sys.dont_write_bytecode = setting_before
     return module
 
 
 def _methods(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Yield the methods that a module defines, by name: objects, and functions annotated to return one."""
-    for key, defined in list(vars(module).items()):
-        if key.startswith("_"):
+    """Yield the name and value of each method of a module: a ``Method``, or a function annotated to return one."""
+    for variable, value in list(vars(module).items()):
+        if variable.startswith("_"):
             continue
-        if isinstance(defined, Method):
-            yield defined.name, defined
-        elif inspect.isfunction(defined) and defined.__module__ == module.__name__ and _returns_method(defined):
-            yield make(defined).name, defined
+        if isinstance(value, Method):
+            yield value.name, value
+        elif _is_function_of(module, value) and _returns_method(value):
+            yield make(value).name, value
 
 
-def _functions_without_annotation(module: ModuleType, registered: Collection[object]) -> dict[str, tuple[str, bool]]:
-    """Return the functions of a module that may be meant as methods, as their return value is not annotated.
+def _is_function_of(module: ModuleType, value: object) -> bool:
+    """Return whether a value is a function that the module defines, not one that it imports."""
+    return inspect.isfunction(value) and value.__module__ == module.__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SkippedFunction:
+    """A function of a user's file that is no method, as its return value is not annotated.
+
+    Args:
+        place: File and line, such as "near.py:12".
+        uses_method_class: Whether its code names the class ``Method``.
+    """
+
+    place: str
+    uses_method_class: bool
+
+
+def _functions_without_annotation(module: ModuleType, registered: Collection[object]) -> dict[str, _SkippedFunction]:
+    """Return a module's public functions, by name, whose return value is not annotated.
 
     Args:
         module: The module.
-        registered: Methods that the module has registered itself.
-
-    Returns:
-        By name: file and line, and whether the function's code names the class ``Method``.
+        registered: Functions to leave out, as they are registered as methods.
     """
-    functions = {
-        name: defined
-        for name, defined in vars(module).items()
-        if inspect.isfunction(defined) and not name.startswith("_") and defined.__module__ == module.__name__
-    }
-    codes = {
-        name: defined.__code__
-        for name, defined in functions.items()
-        if "return" not in defined.__annotations__ and defined not in registered
-    }
-    return {
-        name: (f"{code.co_filename}:{code.co_firstlineno}", "Method" in code.co_names) for name, code in codes.items()
-    }
+    skipped = {}
+    for name, value in vars(module).items():
+        if name.startswith("_") or not _is_function_of(module, value):
+            continue
+        if "return" in value.__annotations__ or value in registered:
+            continue
+        code = value.__code__
+        skipped[name] = _SkippedFunction(
+            place=f"{code.co_filename}:{code.co_firstlineno}", uses_method_class="Method" in code.co_names
+        )
+    return skipped
 
 
 def _returns_method(function: object) -> bool:
-    """Return whether a function is annotated to return a ``Method``, as a class or as a text."""
+    """Return whether a function is annotated to return ``Method``, or a string such as "base.Method"."""
     annotation = function.__annotations__.get("return")
-    return annotation is Method or (isinstance(annotation, str) and annotation.rpartition(".")[2] == "Method")
+    if isinstance(annotation, str):
+        return annotation.rpartition(".")[2] == "Method"
+    return annotation is Method
 
 
 def _origin_suffix(name: str) -> str:
