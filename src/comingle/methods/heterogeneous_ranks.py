@@ -34,70 +34,76 @@ def hetlora(*, regularisation: NotNegative = 5e-3, gamma: BelowOne = 0.99, prune
         gamma: Fraction of a user's rank at which its last ranks start.
         prune: Drop a user's last ranks if their norms have decreased over its local steps.
     """
+    hooks: tuple[ClientHook, ...] = (TailPenalty(regularisation, gamma),)
+    if prune:
+        hooks += (Prune(gamma),)
     return Method(
         name="hetlora",
         placement=Placement(shared=frozenset({ATTENTION, GENERALIST})),
-        client=Client(
-            phases=joint(routed=False),
-            parts=(TailPenalty(regularisation, gamma), *([Prune(gamma)] if prune else [])),
-        ),
+        client=Client(phases=joint(routed=False), parts=hooks),
         server=NormWeightedMean(),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormWeightedMean(Mean):
-    """Server that weighs users by ``p_u |B_u A_u|`` for each linear, or by ``p_u`` where nothing has changed."""
+    """Server of HetLoRA: averages A and B of each linear, with a larger weight for users who have changed it more."""
 
     kind = "stack"
     clipped_mean = False
     knows_starts = False
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Set A and B of each linear to means in which users with a larger weight change count more.
+        """Set A and B of each linear to means over users u, with weights proportional to ``p_u |B_u A_u|``.
 
-        User u has the weight p_u times the Frobenius norm of its change B_u A_u. While all changes are zero, the
-        weights are p_u alone.
+        p_u is the aggregation weight and ``|B_u A_u|`` the Frobenius norm of the user's change of the linear's weight.
+        If all changes are zero, the weights are p_u.
 
         Args:
             kept: State of the server: A and B of each linear at the largest rank, changed in place.
             received: The uploads, padded to the largest rank, with aggregation weights.
         """
         for name, a, b in lora_pairs(received.tensors):
-            weights = received.weights.to(a) * change_norm(a, b)
-            weights = weights if weights.any() else received.weights.to(a)
-            for factor, t in (("a", a), ("b", b)):
-                kept[f"{MODEL_PREFIX}{name}.{factor}"].copy_(torch.tensordot(weights / weights.sum(), t, dims=1))
+            p = received.weights.to(a)
+            weights = p * change_norm(a, b)
+            if not weights.any():
+                weights = p
+            weights = weights / weights.sum()
+            kept[f"{MODEL_PREFIX}{name}.a"].copy_(torch.tensordot(weights, a, dims=1))
+            kept[f"{MODEL_PREFIX}{name}.b"].copy_(torch.tensordot(weights, b, dims=1))
 
 
 def change_norm(
     a: Float[Tensor, "users *experts rank d_in"], b: Float[Tensor, "users *experts rank d_out"]
 ) -> Float[Tensor, " users"]:
-    """Return the Frobenius norm of each user's change ``B A``, over all experts together.
+    """Return the Frobenius norm of each user's change ``B A``, over all experts of a linear together.
 
-    The norm is computed from the small matrices ``A A^T`` and ``B B^T``, as ``|B A|^2 = sum_ij (A A^T)_ij (B B^T)_ij``.
+    ``|B A|^2 = sum_ij (A A^T)_ij (B^T B)_ij`` needs only matrices of the size of the rank.
 
     Args:
         a: Factors A of the users.
-        b: Factors B of the users.
+        b: Factors B of the users, transposed.
     """
-    squares = (torch.matmul(a, a.mT) * torch.matmul(b, b.mT)).flatten(1).sum(1)
-    return squares.clamp(min=0).sqrt()  # rounding may leave a sum just below 0
+    products_a = torch.matmul(a, a.mT)  # (users, *experts, rank, rank)
+    products_b = torch.matmul(b, b.mT)
+    squared_norm = (products_a * products_b).flatten(1).sum(1)
+    return squared_norm.clamp(min=0).sqrt()  # rounding may leave a sum just below 0
 
 
 def last_ranks_mask(ranks: Int[Tensor, " users"], gamma: float, rank: int) -> Float[Tensor, "users rank"]:
-    """Return a 0-1 mask of each user's last ranks, from ``floor(gamma * rank)`` on, which pruning may drop.
+    """Return a mask with 1 for the ranks of each user that pruning may drop: from ``floor(gamma * rank)`` on.
 
-    The first rank is never among them.
+    For a user of rank 4, gamma 0.5 and 6 columns it is ``[0, 0, 1, 1, 0, 0]``.
 
     Args:
         ranks: Rank of each user.
-        gamma: Fraction of the rank from which ranks count as last.
+        gamma: Fraction of a user's rank that pruning keeps, but at least the first rank.
         rank: Number of columns of the mask, the largest rank of all users.
     """
     index = torch.arange(rank, device=ranks.device)
-    start = smaller_ranks(ranks, gamma).unsqueeze(1)
-    return ((index >= start) & (index < ranks.unsqueeze(1))).double()
+    first_index = smaller_ranks(ranks, gamma).unsqueeze(1)
+    is_last = (index >= first_index) & (index < ranks.unsqueeze(1))
+    return is_last.double()
 
 
 def smaller_ranks(ranks: Int[Tensor, " users"], gamma: float) -> Int[Tensor, " users"]:
@@ -106,29 +112,30 @@ def smaller_ranks(ranks: Int[Tensor, " users"], gamma: float) -> Int[Tensor, " u
 
 
 def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Float[Tensor, " users"]:
-    """Return a measure of how much each user uses its last ranks: ``sum over linears of |B[:, tail]| |A[tail]|``.
+    """Return for each user the sum over its linears of ``|A[tail]| |B[tail]|``, with L2 norms.
 
-    ``tail`` are the ranks from ``floor(gamma * rank)`` on, and norms are L2 over all experts of a linear together. The
-    measure is differentiable. :class:`TailPenalty` adds it to the loss; :class:`Prune` compares its values before and
-    after a round.
+    ``tail`` are a user's last ranks, from ``floor(gamma * rank)`` on. The norms are over all experts of a linear
+    together. The sum is differentiable.
 
     Args:
         tensors: LoRA tensors, ``(users, *shape)``.
         ranks: Rank of each user.
-        gamma: Fraction of the rank from which ranks count as last.
+        gamma: Fraction of a user's rank at which the tail starts.
     """
     total = torch.zeros(len(ranks), dtype=torch.float64, device=ranks.device)
-    for _, a, b in lora_pairs(tensors):
-        mask = last_ranks_mask(ranks, gamma, a.shape[-2])  # (users, rank)
+    for _name, a, b in lora_pairs(tensors):
+        mask = last_ranks_mask(ranks, gamma, rank=a.shape[-2])  # (users, rank)
         mask = mask.view(len(ranks), *[1] * (a.dim() - 3), -1, 1)  # for factors (users, *experts, rank, width)
-        norm_a, norm_b = (torch.linalg.vector_norm((t.double() * mask).flatten(1), dim=1) for t in (a, b))
+        tail_a, tail_b = (a.double() * mask).flatten(1), (b.double() * mask).flatten(1)
+        norm_a = torch.linalg.vector_norm(tail_a, dim=1)
+        norm_b = torch.linalg.vector_norm(tail_b, dim=1)
         total = total + norm_a * norm_b
     return total
 
 
 @dataclass(frozen=True)
 class TailPenalty(ClientHook):
-    """Adds ``weight`` times :func:`tail_norms` to the objective."""
+    """Client hook of HetLoRA: adds ``weight`` times the norms of a user's last ranks to its objective."""
 
     weight: float
     gamma: float
@@ -140,7 +147,7 @@ class TailPenalty(ClientHook):
 
 @dataclass(frozen=True)
 class Prune(ClientHook):
-    """Drops a user's last ranks if their norm has shrunk over its local steps."""
+    """Client hook of HetLoRA: drops a user's last ranks if their norms have shrunk over its local steps."""
 
     gamma: float
     language_only = True
@@ -148,10 +155,12 @@ class Prune(ClientHook):
     looks_back = True
 
     def end(self, cohort: Cohort) -> None:
-        """Reduce the rank of each user whose last ranks have shrunk since the round began."""
+        """Reduce the rank of each user whose last ranks have smaller norms than when the round began."""
         ranks = cohort.ranks
-        shrunk = tail_norms(cohort.tensors, ranks, self.gamma) < tail_norms(cohort.began, ranks, self.gamma)
-        ranks.copy_(torch.where(shrunk, smaller_ranks(ranks, self.gamma), ranks))
+        norms_now = tail_norms(cohort.tensors, ranks, self.gamma)
+        norms_before = tail_norms(cohort.began, ranks, self.gamma)
+        has_shrunk = norms_now < norms_before
+        ranks.copy_(torch.where(has_shrunk, smaller_ranks(ranks, self.gamma), ranks))
 
 
 def flexlora() -> Method:
@@ -181,38 +190,40 @@ class Redistribute(Server):
     by_user = frozenset({"scales"})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial factors, as for scale 1, and each user's scale."""
-        return {name: t[0].clone() for name, t in setup.models.items()} | {SCALES: setup.scales.clone()}
+        """Return the initial factors A and B, and each user's LoRA scale."""
+        factors = {name: t[0].clone() for name, t in setup.models.items()}
+        return {**factors, SCALES: setup.scales.clone()}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Set A and B of each linear to factors of the mean change of its weight, ``sum_u p_u s_u B_u A_u``.
-
-        p_u are aggregation weights, s_u LoRA scales (:func:`mean_factors`).
+        """Set A and B of each linear so that ``B A`` is the mean change of its weight, ``sum_u p_u s_u B_u A_u``.
 
         Args:
             kept: State of the server: A and B of each linear at the largest rank, changed in place.
-            received: The uploads, padded to the largest rank, with aggregation weights and LoRA scales.
+            received: The uploads A_u and B_u, padded to the largest rank, with aggregation weights p_u and LoRA scales
+                s_u.
         """
         for name, a, b in lora_pairs(received.tensors):
-            factors = mean_factors(a, b, received.weights, received.scales)
-            for factor, t in zip("ab", factors, strict=True):
-                kept[f"{name}.{factor}"].copy_(t)
+            mean_a, mean_b = mean_factors(a, b, received.weights, received.scales)
+            kept[f"{name}.a"].copy_(mean_a)
+            kept[f"{name}.b"].copy_(mean_b)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return A, and ``B / s_u`` for user u, whose forward pass multiplies ``B A`` by its LoRA scale s_u.
-
-        The second dimension of the tensors, ``(users, 1, *shape)``, is for servers that send several models.
+        """Return A and ``B / s_u`` for each user u, who multiplies their product by its LoRA scale s_u.
 
         Args:
             kept: State of the server: A and B of each linear at the largest rank, and each user's LoRA scale.
             users: Indices of the users.
         """
-        models = {name: t.expand(len(users), 1, *t.shape) for name, t in kept.items() if name != SCALES}
-        for name, t in models.items():
+        download = {}
+        for name, t in kept.items():
+            if name == SCALES:
+                continue
+            factor = t.expand(len(users), 1, *t.shape)  # one model for each user
             if name.endswith(".b"):
-                scales = kept[SCALES][list(users)].to(t)
-                models[name] = t / scales.view(-1, *[1] * (t.dim() - 1))
-        return models
+                scales = kept[SCALES][list(users)].to(factor)
+                factor = factor / scales.view(-1, *[1] * (factor.dim() - 1))
+            download[name] = factor
+        return download
 
 
 SCALES = "scales"
@@ -225,28 +236,26 @@ def mean_factors(
     weights: Float[Tensor, " users"],
     scales: Float[Tensor, " users"],
 ) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
-    """Return factors of the users' mean change ``sum_u weights_u scales_u A_u^T B_u``, by a truncated SVD.
+    """Return factors A and B of the mean change ``sum_u p_u s_u A_u^T B_u = A^T B``, truncated to the uploads' rank.
 
-    The largest singular values come first, so that the leading rows are the best approximation for a user with a
-    smaller rank. The change itself is not formed. Let A have the factors of all users side by side, B those times their
-    weights and scales. With the QR decompositions ``A^T = Q R`` and ``B^T = P T`` the change is ``Q (R T^T) P^T``. Only
-    the core ``R T^T``, as wide as the sum of all ranks, is decomposed by the SVD.
+    Rows are in the order of their singular values, so the first rows are the best factors of a smaller rank. Let A be
+    all A_u below each other, and B all ``p_u s_u B_u``. With the QR decompositions ``A^T = Q R`` and ``B^T = P T`` the
+    change is ``Q (R T^T) P^T``, so an SVD of the small matrix ``R T^T`` is enough.
 
     Args:
-        a: Factors A of the users.
-        b: Factors B of the users.
-        weights: Aggregation weights.
-        scales: LoRA scales.
+        a: Factors A_u of the users.
+        b: Factors B_u of the users.
+        weights: Aggregation weights p_u.
+        scales: LoRA scales s_u.
     """
     rank = a.shape[-2]
-    factors = (weights * scales).to(a).view(-1, *[1] * (a.dim() - 1))
-    q, r = torch.linalg.qr(_join_ranks(a).mT)
-    p, t = torch.linalg.qr(_join_ranks(b * factors).mT)
-    left, singular_values, right = torch.linalg.svd(r @ t.mT, full_matrices=False)
-    new_a = _resize_rank((q @ left).mT, rank)
-    new_b = _resize_rank(singular_values.unsqueeze(-1) * (right @ p.mT), rank)
-    # An SVD leaves the signs of the rows open. Fixing them makes the factors independent of the order of users.
-    signs = _signs(new_a)
+    weights_and_scales = (weights * scales).to(a).view(-1, *[1] * (a.dim() - 1))  # p_u s_u
+    Q, R = torch.linalg.qr(_join_ranks(a).mT)
+    P, T = torch.linalg.qr(_join_ranks(b * weights_and_scales).mT)
+    left, singular_values, right = torch.linalg.svd(R @ T.mT, full_matrices=False)
+    new_a = _resize_rank((Q @ left).mT, rank)
+    new_b = _resize_rank(singular_values.unsqueeze(-1) * (right @ P.mT), rank)
+    signs = _signs(new_a)  # an SVD may choose them differently for another order of users
     return new_a * signs, new_b * signs
 
 
@@ -256,16 +265,13 @@ def _join_ranks(factors: Float[Tensor, "users *experts rank width"]) -> Float[Te
 
 
 def _signs(rows: Float[Tensor, "*experts rank width"]) -> Float[Tensor, "*experts rank 1"]:
-    """Return a factor of -1 or 1 for each row, which makes the row's entry of largest magnitude positive.
-
-    The rows are singular vectors, whose signs an SVD may choose freely. With these factors the signs do not depend on
-    the order of users.
-    """
-    largest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True))
+    """Return the sign of each row's entry of largest magnitude: -1 for ``[0.5, -2.0]``."""
+    index_of_largest = rows.abs().argmax(-1, keepdim=True)
+    largest = rows.gather(-1, index_of_largest)
     return torch.where(largest < 0, -1.0, 1.0).to(rows)
 
 
 def _resize_rank(factors: Float[Tensor, "*experts found width"], rank: int) -> Float[Tensor, "*experts rank width"]:
     """Return the first ``rank`` rows of factors, padded with zeros if there are fewer."""
-    missing = max(0, rank - factors.shape[-2])
-    return torch.nn.functional.pad(factors[..., :rank, :], (0, 0, 0, missing))
+    missing_rows = max(0, rank - factors.shape[-2])
+    return torch.nn.functional.pad(factors[..., :rank, :], (0, 0, 0, missing_rows))
