@@ -16,7 +16,7 @@ from comingle.utils.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, 
 
 @dataclass(frozen=True)
 class WarmUp(ClientHook):
-    """Takes router steps before the other steps of each round, optionally after resetting the router."""
+    """Client hook that trains the router alone for some steps at the start of each round."""
 
     steps: int
     resets: bool
@@ -32,22 +32,26 @@ class WarmUp(ClientHook):
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Phase of the router's steps."""
-        return (Phase(roles=ROUTERS, steps=self.steps, optimizer="router"),) if self.steps else ()
+        """Phase of the router's steps, if there are any."""
+        if self.steps == 0:
+            return ()
+        return (Phase(roles=ROUTERS, steps=self.steps, optimizer="router"),)
 
 
 def by_layer(mixtures: Float[Tensor, "users *layers clusters"], names: Collection[str]) -> Tree:
-    """Return the users' mixture weights ``(users, clusters)`` for each tensor of the components that users mix.
+    """Return the users' mixture weights ``(users, clusters)`` for each of the components' tensors.
 
     Args:
-        mixtures: Mixture weights, one vector per user for the whole model ``(users, clusters)``, or one for each layer
-            ``(users, layers, clusters)``.
-        names: Names of the components' tensors, in the order of the layers; a layer is a name without its last part.
+        mixtures: Mixture weights of the whole model ``(users, clusters)``, or of each layer ``(users, layers,
+            clusters)``.
+        names: Names of the components' tensors, in the order of the layers. "fc.a" and "fc.b" belong to the layer "fc".
     """
-    if mixtures.ndim == 2:
+    has_layers = mixtures.ndim == 3
+    if not has_layers:
         return dict.fromkeys(names, mixtures)
-    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-    return {name: mixtures[:, layers.index(name.rpartition(".")[0])].contiguous() for name in names}
+    layer_by_name = {name: name.rpartition(".")[0] for name in names}
+    layers = list(dict.fromkeys(layer_by_name.values()))  # without repetitions
+    return {name: mixtures[:, layers.index(layer)].contiguous() for name, layer in layer_by_name.items()}
 
 
 TRAINED = frozenset({BASE, ADAPTOR})
@@ -66,9 +70,7 @@ def client_mixture(
     server: Server | None = None,
     reports: bool = True,
 ) -> Method:
-    """Return a method in which all users train the same components and each user has its own weights to mix them.
-
-    Components are sets of adaptors (as in FLoRAL), or whole models.
+    """Return a method in which each user mixes components, sets of adaptors or whole models, with its own weights.
 
     Args:
         name: Name of the method.
@@ -77,22 +79,26 @@ def client_mixture(
         parts: Client hooks.
         shared: Roles that are shared.
         server: The server; by default :class:`ClusterSteps`.
-        reports: Whether users also upload their mixture weights, if components are shared. Servers use them to weigh
-            the uploads of each component.
+        reports: Whether users upload their mixture weights with shared components, for the server to weigh these by.
     """
-    report_hooks = (ReportMixture(mixture),) if reports and ADAPTOR in shared else ()
+    hooks = list(parts)
+    shares_components = ADAPTOR in shared
+    if reports and shares_components:
+        hooks.append(ReportMixture(mixture))
+    if server is None:
+        server = ClusterSteps(centre=mixture.centre)
     return Method(
         name=name,
         placement=Placement(shared=shared, mixture=mixture),
-        client=Client(phases=phases, parts=(*parts, *report_hooks)),
-        server=server or ClusterSteps(centre=mixture.centre),
+        client=Client(phases=phases, parts=tuple(hooks)),
+        server=server,
         components="adaptor set" if mixture.of == "adaptors" else "model",
     )
 
 
 @dataclass(frozen=True)
 class ReportMixture(ClientHook):
-    """Reports how a user mixes components."""
+    """Client hook that sends a user's mixture weights to the server."""
 
     mixture: ClientMixture
 
@@ -107,40 +113,41 @@ class ReportMixture(ClientHook):
 
 
 class Entropic(ClientHook):
-    """Sets the router from the components' losses on the user's data, after each download."""
+    """Client hook that gives a user larger mixture weights for components with a lower loss, after each download."""
 
     sweeps = True
 
     def received(self, cohort: Cohort) -> None:
-        """Set the router's logits to ``-rate`` times the components' losses, by :func:`entropic`."""
+        """Set the router's logits to ``-rate`` times the components' losses, with the router's learning rate."""
         logits = cohort.tensors[CLIENT_ROUTER]
-        logits.copy_(entropic(cohort.component_losses(), cohort.router_rate))
+        losses = cohort.component_losses()
+        logits.copy_(entropic(losses, rate=cohort.router_rate))
 
 
 def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:
-    """Return the logits of each user's mixture weights pi, which are larger for components with a lower loss.
+    """Return the logits ``-rate f_c`` of each user's mixture weights ``pi_c ~ exp(-rate f_c)``.
 
-    ``pi_c ~ exp(-rate f_c)`` for the losses f of the components. These weights minimise ``sum_c pi_c f_c + (1/rate)
-    pi_c log pi_c`` (FLoRAL eq. 5 and 34).
+    These weights minimise ``sum_c pi_c f_c + (1/rate) pi_c log pi_c``.
+
+    Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), eq. 5 and 34.
 
     Args:
-        losses: Loss f of each user under each component.
-        rate: Rate of the exponent; the larger, the more a user prefers its best component.
+        losses: Loss f_c of each user under each component c.
+        rate: The larger, the more a user prefers the component with the lowest loss.
     """
     return -rate * losses
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeanByCluster(Mean):
-    """Server that weighs each component by how much its users use it (FLoRAL, Algorithm 1, lines 11 and 12)."""
+    """Server that averages each component with larger weights for users who use it more (FLoRAL, Algorithm 1)."""
 
     clipped_mean = False
 
     def coefficients(self, received: Received) -> Tree:
-        """Return each user's weight in the mean of each tensor.
+        """Return each user's weight in the mean of each tensor: ``p(k)`` in the base, ``p(k|c)`` in component c.
 
-        User k has the weight ``p(k)`` in tensors of the base, and ``p(k|c)`` in tensors of component c, which is
-        proportional to ``pi_c^k p(k)``. Here ``pi_c^k`` is how much user k's mixture uses component c.
+        ``p(k|c)`` is proportional to ``pi_c^k p(k)`` for user k with the mixture weights ``pi^k``.
 
         Args:
             received: The uploads, with ``p(k)`` (``weights``) and ``pi`` (the report "mixture").
@@ -148,20 +155,18 @@ class MeanByCluster(Mean):
         Returns:
             Weights by tensor name: ``(users,)`` for the base, ``(users, components)`` for components.
         """
-        weights = super().coefficients(received)  # p(k), for all tensors
-        # Each tensor of the components has the pi of its layer, or of the whole model.
+        weights_by_tensor = super().coefficients(received)  # p(k)
         pi_by_tensor = by_layer(received.reports["mixture"], names=received.clustered)
         for name, pi in pi_by_tensor.items():
-            weights[name] = aggregation_weights(pi, received.weights)  # p(k|c)
-        return weights
+            weights_by_tensor[name] = aggregation_weights(pi, received.weights)  # p(k|c)
+        return weights_by_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSteps(MeanByCluster):
-    """Server that takes a step towards the mean by cluster: ``old + rate (mean - old)``, with separate rates.
+    """Server that moves its base and components towards the means of the uploads, with a rate for each of the two.
 
-    With rates of 1 that is the mean, or a step of Adam. With ``centre`` the components' mean under p(c) then moves into
-    the base (FLoRAL App. E, eq. 30 and 37).
+    With ``centre`` it then moves the components' mean into the base (FLoRAL App. E, eq. 30 and 37).
     """
 
     base_rate: float = 1.0
@@ -169,25 +174,26 @@ class ClusterSteps(MeanByCluster):
     centre: bool = False
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Move the model towards the mean of the uploads; with ``centre``, move the components' mean into the base.
+        """Set each tensor to ``old + rate (mean - old)``; with ``centre``, move the components' mean into the base.
 
-        The components' mean is weighted by ``p(c)``, how much all users together use component c.
+        Component c has the weight ``p(c)`` in that mean: how much all users together use it.
 
         Args:
             kept: State of the server: tensors by name, updated in place.
-            sums: Weighted sums of the uploads.
-            received: The uploads of a round, with weights, ranks and scales of the participants.
+            sums: Means of the uploads: their weighted sums, by tensor.
+            received: The uploads of a round, with the users' aggregation weights and mixtures.
         """
-        if (self.base_rate, self.component_rate) == (1.0, 1.0):
-            super().step(kept, sums, received)  # sets the model to the mean, or takes a step of Adam
+        if self.base_rate == 1 and self.component_rate == 1:
+            super().step(kept, sums, received)  # sets the model to the means, or takes a step of Adam
         else:
             for name, mean in sums.items():
-                rate = self.component_rate if name in received.clustered else self.base_rate
+                is_component = name in received.clustered
+                rate = self.component_rate if is_component else self.base_rate
                 kept[MODEL_PREFIX + name].lerp_(mean, rate)
         if self.centre:
-            shares = cluster_weights(received.reports["mixture"], received.weights)
-            centred = received.centred(model_of(kept), shares)
-            super().step(kept, centred, received)  # only stores the tensors: floral refuses centre with Adam or rates
+            p_c = cluster_weights(received.reports["mixture"], received.weights)
+            centred = received.centred(model_of(kept), p_c)
+            super().step(kept, centred, received)  # stores the tensors; ``floral`` refuses Adam with ``centre``
 
 
 def cluster_weights(
@@ -196,7 +202,7 @@ def cluster_weights(
     """Return how much all users together use each component: ``p(c) = sum_k p(k) pi_c^k`` (FLoRAL eq. 2).
 
     Args:
-        mixtures: Mixture weights pi of each user.
-        weights: Aggregation weights p(k).
+        mixtures: Mixture weights ``pi^k`` of each user k.
+        weights: Aggregation weights ``p(k)``.
     """
     return weights @ mixtures.to(weights)

@@ -21,9 +21,13 @@ OWN, DRAW, CENTRES, TOTAL_MOVES, WITHOUT_CENTRES = "own", "draw", "centres", "mo
 
 @dataclass(frozen=True, kw_only=True)
 class Centres(Server):
-    """Server of momentum clustering: keeps each user's model, flattened, and the centre of each cluster's momenta.
+    """Server of momentum clustering: keeps each user's model and the centres of clusters of the users' momenta.
 
-    ``moved`` is the sum of the centres over all rounds, times ``rate``; ``left`` is 1 until there are centres.
+    Its state has, with all tensors of a model flattened to columns,
+    - ``own (users, columns)``: each user's model,
+    - ``centres (clusters, columns)``: the centres; ``left`` is 1 as long as there are none,
+    - ``moved (clusters, columns)``: the sum of each cluster's steps, ``-rate * centre``, over all rounds,
+    - ``draw (users,)``: random numbers that choose the users at whose momenta the centres start.
     """
 
     clusters: int
@@ -37,17 +41,14 @@ class Centres(Server):
     by_user = frozenset({OWN, DRAW})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial state: the same model for all users, and centres of zero.
-
-        Centres are set in the first round, to the momenta of random participants: those with the smallest random
-        numbers (``draw``, one per user). A flag (``left``) is 1 until then. The state also has the sum of all steps of
-        each cluster so far (``moved``), for users who join later.
-        """
-        initial = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
+        """Return the initial state: the same model for all users, and centres of zero."""
+        initial_model = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         models = flatten([t[:1] for t in setup.models.values()]).repeat(len(setup.users), 1)
-        draw = torch.cat([torch.rand(1, generator=generator(setup.seed, u, "momentum")) for u in setup.users])
+        generators = [generator(setup.seed, user, "momentum") for user in setup.users]
+        draw = torch.cat([torch.rand(1, generator=each) for each in generators])
         zeros = models.new_zeros(self.clusters, models.shape[1])
-        return initial | {
+        return {
+            **initial_model,
             OWN: models,
             DRAW: draw,
             CENTRES: zeros,
@@ -56,50 +57,69 @@ class Centres(Server):
         }
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Update the centres of the users' momenta, then move each participant's model by its nearest centre.
+        """Move the centres towards the participants' momenta, then each participant's model by its nearest centre.
 
-        A participant has uploaded its model minus its momentum. With ``fixed`` centres (for users who join later) a
-        participant gets the initial model, moved by all steps of its cluster.
+        With ``fixed`` centres (for users who join later) a participant gets the initial model plus all steps of the
+        cluster with the nearest centre.
 
         Args:
-            kept: State of the server, changed in place: each user's model, flattened; the centres; the sum of all steps
-                of each cluster; and a flag that is 1 until there are centres.
-            received: The uploads, with the indices and aggregation weights of the participants.
+            kept: State of the server, changed in place.
+            received: The uploads, each a user's model minus its momentum, with the participants' aggregation weights.
         """
-        users, centres = list(received.users), kept[CENTRES]
-        momenta = kept[OWN][users] - flatten([received.tensors[name] for name in model_of(kept)])
-        if not self.fixed:
-            if kept[WITHOUT_CENTRES]:  # the first round: centres start at the momenta of random participants
-                order = kept[DRAW][users].argsort()
-                # % len(order): with fewer participants than clusters, some centres start at the same momentum
-                centres.copy_(momenta[order[torch.arange(self.clusters) % len(order)]])
-                kept[WITHOUT_CENTRES].zero_()
-            for _ in range(self.iterations):
-                centres.copy_(threshold_step(centres, momenta, received.weights, self.quantile))
-            kept[TOTAL_MOVES].sub_(centres, alpha=self.rate)
-        nearest = distances(centres, momenta).argmin(0)
+        users = list(received.users)
+        uploads = flatten([received.tensors[name] for name in model_of(kept)])
+        momenta = kept[OWN][users] - uploads
+        centres = kept[CENTRES]
         if self.fixed:
-            initial = flatten([t.unsqueeze(0) for t in model_of(kept).values()])
-            kept[OWN][users] = initial + kept[TOTAL_MOVES][nearest]
-        else:
-            kept[OWN][users] -= self.rate * centres[nearest]
+            nearest = distances(centres, momenta).argmin(0)
+            initial_model = flatten([t.unsqueeze(0) for t in model_of(kept).values()])
+            kept[OWN][users] = initial_model + kept[TOTAL_MOVES][nearest]
+            return
+        if kept[WITHOUT_CENTRES]:
+            centres.copy_(self._initial_centres(momenta, kept[DRAW][users]))
+            kept[WITHOUT_CENTRES].zero_()
+        for _ in range(self.iterations):
+            centres.copy_(threshold_step(centres, momenta, received.weights, self.quantile))
+        kept[TOTAL_MOVES].sub_(centres, alpha=self.rate)
+        nearest = distances(centres, momenta).argmin(0)
+        kept[OWN][users] -= self.rate * centres[nearest]
+
+    def _initial_centres(
+        self, momenta: Float[Tensor, "users columns"], draw: Float[Tensor, " users"]
+    ) -> Float[Tensor, "clusters columns"]:
+        """Return the momenta of the users with the smallest random numbers, one for each cluster.
+
+        If there are fewer users than clusters, momenta are repeated.
+
+        Args:
+            momenta: Momenta of the participants.
+            draw: A random number for each participant.
+        """
+        order = draw.argsort()
+        chosen_users = order[torch.arange(self.clusters) % len(order)]
+        return momenta[chosen_users]
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return each user's own model."""
-        initial = model_of(kept)  # for names and shapes: the users' models are stored flattened
-        parts = kept[OWN][list(users)].split([t.numel() for t in initial.values()], 1)
-        return {name: part.view(-1, 1, *t.shape) for part, (name, t) in zip(parts, initial.items(), strict=True)}
+        """Return each user's own model, in the shapes of the initial model."""
+        initial_model = model_of(kept)
+        sizes = [t.numel() for t in initial_model.values()]
+        columns_by_tensor = kept[OWN][list(users)].split(sizes, dim=1)
+        models = {}
+        for (name, t), columns in zip(initial_model.items(), columns_by_tensor, strict=True):
+            models[name] = columns.view(-1, 1, *t.shape)  # one model for each user
+        return models
 
     def settled(self) -> Centres:
-        """Return a server with fixed centres; a new user moves by the total change of its cluster."""
+        """Return a copy of the server with fixed centres, for users who join after the run has ended."""
         return replace(self, fixed=True)
 
 
 def distances(
     centres: Float[Tensor, "clusters columns"], points: Float[Tensor, "users columns"]
 ) -> Float[Tensor, "clusters users"]:
-    """Return the distances ``|z_i - v_c|``."""
-    return torch.stack([torch.linalg.vector_norm(points - centre, dim=1, dtype=torch.float64) for centre in centres])
+    """Return the L2 distance of each centre to each point."""
+    rows = [torch.linalg.vector_norm(points - centre, dim=1, dtype=torch.float64) for centre in centres]
+    return torch.stack(rows)
 
 
 def threshold_step(
@@ -108,21 +128,23 @@ def threshold_step(
     weights: Float[Tensor, " users"],
     quantile: float,
 ) -> Float[Tensor, "clusters columns"]:
-    """Return each centre moved to the mean of the momenta near it.
+    """Return each centre v_c moved towards the momenta near it, ``sum_i p_i (z_i if |z_i - v_c| <= tau_c else v_c)``.
 
-    The new centre is ``sum_i p_i (z_i if |z_i - v_c| <= tau_c else v_c)``, where tau_c is a quantile of the
-    distances from v_c. Users further away count as if they were at the centre, so that outliers cannot pull it.
+    tau_c is a quantile of the distances from v_c. Users further away count as if they were at the centre, so that
+    outliers cannot pull it.
 
     Args:
         centres: Centres v.
         points: Users' momenta z.
-        weights: Aggregation weights p.
+        weights: Aggregation weights p; they sum to 1.
         quantile: Quantile of the distances, from 0 to 1.
     """
-    from_centre = distances(centres, points)
-    is_near = from_centre <= torch.quantile(from_centre, quantile, dim=1, keepdim=True)
-    shares = (is_near * weights.to(from_centre)).to(points)
-    return shares @ points + (1 - shares.sum(1, keepdim=True)) * centres
+    distance = distances(centres, points)  # (clusters, users)
+    tau = torch.quantile(distance, quantile, dim=1, keepdim=True)
+    is_near = distance <= tau
+    shares_of_near = (is_near * weights.to(distance)).to(points)
+    share_of_centre = 1 - shares_of_near.sum(1, keepdim=True)
+    return shares_of_near @ points + share_of_centre * centres
 
 
 def momentum_clustering(
@@ -173,13 +195,13 @@ OWN_MOMENTUM, BEGUN = "momentum.", "begun"
 
 @dataclass(frozen=True)
 class Momentum(ClientHook):
-    """Replaces the change of a round by its running mean over the rounds."""
+    """Client hook of momentum clustering: uploads the model minus the momentum, a running mean of its changes."""
 
     decay: float
     looks_back = True
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Return for each user a flag of 0, which says that it has no momentum yet."""
+        """Return a flag for each user that says whether it has a momentum: 0 until its first round ends."""
         return {BEGUN: torch.zeros(len(names), dtype=torch.float64)}
 
     def start_like(self, tensors: Tree) -> Tree:
@@ -192,10 +214,14 @@ class Momentum(ClientHook):
         x is the model at the start of the round (``cohort.began``), g its decrease over the local steps. The momentum
         becomes ``m = decay m + (1 - decay) g``, and ``m = g`` in a user's first round.
         """
-        decay = self.decay * cohort.kept[BEGUN]  # 0 for a user without momentum yet, whose flag BEGUN is 0
-        for name in (n.removeprefix(OWN_MOMENTUM) for n in cohort.kept if n.startswith(OWN_MOMENTUM)):
-            momentum, before, now = cohort.kept[OWN_MOMENTUM + name], cohort.began[name], cohort.tensors[name]
-            weight = decay.to(momentum).view(-1, *[1] * (momentum.dim() - 1))
-            momentum.copy_(torch.lerp(before - now, momentum, weight))
-            now.copy_(before - momentum)
+        decay = self.decay * cohort.kept[BEGUN]  # 0 in a user's first round
+        for key, m in cohort.kept.items():
+            if not key.startswith(OWN_MOMENTUM):
+                continue
+            name = key.removeprefix(OWN_MOMENTUM)
+            x, model = cohort.began[name], cohort.tensors[name]
+            g = x - model
+            decay_by_user = decay.to(m).view(-1, *[1] * (m.dim() - 1))
+            m.copy_(torch.lerp(g, m, decay_by_user))
+            model.copy_(x - m)
         cohort.kept[BEGUN].fill_(1)
