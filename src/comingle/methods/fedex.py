@@ -45,7 +45,7 @@ def fedex_lora(*, residual_rank: CountOrNone = 0) -> Method:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMean(Mean):
-    """Server that averages A and B and adds the error of averaging them to the weights' residuals."""
+    """Server of FedEx-LoRA: averages A and B, and adds the error of that to each weight's residual R."""
 
     kind = "stack"
     clipped_mean = False
@@ -53,38 +53,50 @@ class ExactMean(Mean):
     one_rank = True
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Set R to ``R + s sum_i p_i B_i A_i - s mean(B) mean(A)``, and A and B to their means.
+        """Set A and B to their means, and R to ``R + s sum_i p_i B_i A_i - s mean(B) mean(A)``.
 
-        R is the residual of a weight: a frozen matrix that users add to the weight. s is the LoRA scale, p_i a user's
-        aggregation weight.
+        R is a weight's residual: a frozen matrix that users add to the weight.
 
         Args:
             kept: State of the server, changed in place: A and B of each weight, and two factors of its residual.
-            received: The uploads, with aggregation weights p_i and LoRA scales.
+            received: The uploads A_i and B_i, with aggregation weights p_i and the LoRA scale s, the same for all.
         """
         super().aggregate(kept, received)
-        weights = (received.weights * received.scales).tolist()
-        scale = float(received.scales[0])  # all users have the same rank, hence the same scale
+        s = float(received.scales[0])
         for name, a, b in lora_pairs(received.tensors):
             mean_a, mean_b = kept[f"{MODEL_PREFIX}{name}.a"], kept[f"{MODEL_PREFIX}{name}.b"]
-            products = [(user_a, user_b * weight) for user_a, user_b, weight in zip(a, b, weights, strict=True)]
-            add_to_residual(kept, name, [*products, (mean_a, -scale * mean_b)])
+            factors = weighted_factors(a, b, received)
+            factors.append((mean_a, -s * mean_b))
+            add_to_residual(kept, name, factors)
+
+
+def weighted_factors(a: Tensor, b: Tensor, received: Received) -> list[tuple[Tensor, Tensor]]:
+    """Return for each participant i the pair ``(A_i, p_i s_i B_i)``, with aggregation weight p_i and LoRA scale s_i.
+
+    Args:
+        a: Factors A of all participants.
+        b: Factors B of all participants.
+        received: The uploads, with weights and scales.
+    """
+    weights = (received.weights * received.scales).tolist()
+    return [(user_a, user_b * weight) for user_a, user_b, weight in zip(a, b, weights, strict=True)]
 
 
 def add_to_residual(kept: Tree, name: str, products: list[tuple[Tensor, Tensor]]) -> None:
-    """Add the sum of the products ``A^T B`` to the residual of a weight, which is kept as ``I^T O``.
+    """Add the products ``A^T B`` of pairs of factors to a weight's residual, a frozen matrix that users add to it.
 
-    A residual is a frozen matrix that users add to the weight.
-
-    The factors I ``(*experts, rank, d_in)`` and O ``(*experts, rank, d_out)`` of the new residual have the old rank.
+    The residual is kept as two factors too, ``(*experts, rank, d_in)`` and ``(*experts, rank, d_out)``. Their rank does
+    not change.
 
     Args:
         kept: State of the server, changed in place.
         name: Name of the weight.
-        products: Pairs (A, B) with the rank on the second last dimension.
+        products: Pairs (A, B), ``(*experts, rank, d_in)`` and ``(*experts, rank, d_out)`` with any rank.
     """
     factor_in, factor_out = kept[f"{MODEL_PREFIX}{name}.{IN}"], kept[f"{MODEL_PREFIX}{name}.{OUT}"]
-    residual = sum((a.mT @ b for a, b in products), factor_in.mT @ factor_out)
+    residual = factor_in.mT @ factor_out
+    for a, b in products:
+        residual = residual + a.mT @ b
     new_in, new_out = factorise(residual, rank=factor_in.shape[-2])
     factor_in.copy_(new_in)
     factor_out.copy_(new_out)
@@ -93,23 +105,26 @@ def add_to_residual(kept: Tree, name: str, products: list[tuple[Tensor, Tensor]]
 def factorise(
     change: Float[Tensor, "*experts d_in d_out"], rank: int
 ) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
-    """Return factors I, O of ``change = I^T O``: exact at full rank, else the best approximation of that rank.
-
-    At full rank one factor is the identity, which needs no SVD; rows beyond the full rank are zero.
+    """Return two factors with ``change = factor_in^T factor_out``, or the best approximation if ``rank`` is too small.
 
     Args:
         change: Matrices to factorise.
-        rank: Rank of the factors.
+        rank: Rows of the factors; those beyond the smaller of d_in and d_out are zero.
     """
     d_in, d_out = change.shape[-2:]
     full_rank = min(d_in, d_out)
-    if rank >= full_rank:
+    if rank >= full_rank:  # exact: one factor is the identity
         identity = torch.eye(full_rank, dtype=change.dtype, device=change.device).expand(*change.shape[:-2], -1, -1)
-        first, second = (identity, change) if d_in <= d_out else (change.mT, identity)
-        padding = (0, 0, 0, rank - full_rank)
-        return torch.nn.functional.pad(first, padding), torch.nn.functional.pad(second, padding)
-    left, values, right = torch.linalg.svd(change, full_matrices=False)
-    return left[..., :rank].mT, (values.unsqueeze(-1) * right)[..., :rank, :]
+        if d_in <= d_out:
+            factor_in, factor_out = identity, change
+        else:
+            factor_in, factor_out = change.mT, identity
+        zero_rows = (0, 0, 0, rank - full_rank)
+        return torch.nn.functional.pad(factor_in, zero_rows), torch.nn.functional.pad(factor_out, zero_rows)
+    left, singular_values, right = torch.linalg.svd(change, full_matrices=False)
+    factor_in = left[..., :rank].mT
+    factor_out = (singular_values.unsqueeze(-1) * right)[..., :rank, :]
+    return factor_in, factor_out
 
 
 def flora_stacking(*, residual_rank: CountOrNone = 0) -> Method:
@@ -142,50 +157,50 @@ RESTARTS = "anew"
 
 
 class Reinitialise(ClientHook):
-    """Reinitialises LoRA each round: A is drawn at random, B is zero, and optimisers are new."""
+    """Client hook of FLoRA that reinitialises LoRA each round: A is drawn at random, B is zero, optimisers are new."""
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Return the run's seed and a count of 0 for each user; both seed the random A of each round."""
+        """Return for each user the run's seed and its number of restarts, ``(users, 2)``, from which A is drawn."""
         return {RESTARTS: torch.tensor([[seed, 0]]).repeat(len(names), 1)}
 
     def received(self, cohort: Cohort) -> None:
         """Set B to zero, as the download has the trained LoRA in the weights' residuals."""
-        for _, _, b in lora_pairs(cohort.tensors):
+        for _name, _a, b in lora_pairs(cohort.tensors):
             b.zero_()
 
     def begin(self, cohort: Cohort) -> None:
         """Draw a new A for each user, with zeros beyond the user's rank, and reset the optimisers.
 
-        A user's state has the run's seed and the number of its restarts so far, from which A is drawn.
+        A is drawn from the run's seed, the user's name and the number of the user's restarts.
         """
         cohort.reset_moments(LORA)
-        for name, a, _ in lora_pairs(cohort.tensors):
-            for user_a, user, (seed, restarts) in zip(a, cohort.names, cohort.kept[RESTARTS].tolist(), strict=True):
-                user_a.copy_(init_a(tuple(user_a.shape), generator(seed, user, "anew", f"{name}.a", restarts)))
-            within_rank = torch.arange(a.shape[-2], device=a.device) < cohort.ranks.unsqueeze(1)
-            a.mul_(within_rank.view(len(a), *[1] * (a.dim() - 3), -1, 1))
-        cohort.kept[RESTARTS][:, 1] += 1
+        seeds_and_restarts = cohort.kept[RESTARTS].tolist()
+        for name, a, _b in lora_pairs(cohort.tensors):
+            for user_a, user, (seed, restarts) in zip(a, cohort.names, seeds_and_restarts, strict=True):
+                user_generator = generator(seed, user, "anew", f"{name}.a", restarts)
+                user_a.copy_(init_a(tuple(user_a.shape), user_generator))
+            is_within_rank = torch.arange(a.shape[-2], device=a.device) < cohort.ranks.unsqueeze(1)
+            a.mul_(is_within_rank.view(len(a), *[1] * (a.dim() - 3), -1, 1))
+        num_restarts = cohort.kept[RESTARTS][:, 1]
+        num_restarts += 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(Mean):
-    """Server that adds the stack of all uploads to the weights' residuals."""
+    """Server of FLoRA: adds the users' products ``B_i A_i`` to each weight's residual."""
 
     kind = "stack"
     clipped_mean = False
     knows_starts = False
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Add ``sum_i p_i s_i B_i A_i`` over the participants to each weight's residual; A and B are not averaged.
+        """Add ``sum_i p_i s_i B_i A_i`` over the participants to each weight's residual.
 
-        A residual is a frozen matrix that users add to a weight. p_i is a user's aggregation weight, s_i its LoRA
-        scale.
+        A residual is a frozen matrix that users add to a weight.
 
         Args:
             kept: State of the server, changed in place: two factors of each weight's residual.
-            received: The uploads, with aggregation weights and LoRA scales.
+            received: The uploads A_i and B_i, with aggregation weights p_i and LoRA scales s_i.
         """
-        weights = (received.weights * received.scales).tolist()
         for name, a, b in lora_pairs(received.tensors):
-            products = [(user_a, user_b * weight) for user_a, user_b, weight in zip(a, b, weights, strict=True)]
-            add_to_residual(kept, name, products)
+            add_to_residual(kept, name, weighted_factors(a, b, received))

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.config.settings import values_in
-from comingle.methods.base import ROUTERS, ClientHook, Method
+from comingle.methods.base import ROUTERS, ClientHook, Method, Phase
 from comingle.models.lora import RESIDUAL
 from comingle.utils.errors import PluginError, RecipeError, did_you_mean, run_checks
 from comingle.utils.trees import ADAPTOR, ATTENTION, BASE, GENERALIST, ROUTER, SPECIALIST, STATISTICS
@@ -28,12 +28,14 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 
 
 def defined_at(defined: Callable[..., object]) -> str:
-    """Return file, line and name of a class or function."""
+    """Return file, line and name of a class or function, such as "near.py:12, Near"; without a file only the name."""
     name = getattr(defined, "__name__", type(defined).__name__)
     try:
-        return f"{inspect.getsourcefile(defined)}:{inspect.getsourcelines(defined)[1]}, {name}"
+        file = inspect.getsourcefile(defined)
+        _lines, first_line = inspect.getsourcelines(defined)
     except (OSError, TypeError):  # built in, or from a notebook cell that no longer exists
         return name
+    return f"{file}:{first_line}, {name}"
 
 
 def check_method(name: str, method: Method) -> None:
@@ -47,38 +49,41 @@ def check_method(name: str, method: Method) -> None:
         RecipeError: A user has no expert, a role does not exist, a phase trains a router that the placement does not
             have, or nothing trains the router that it has.
     """
-    if method.placement.generalists + min(values_in(method.placement.specialists)) < 1:
+    fewest_specialists = min(values_in(method.placement.specialists))
+    if method.placement.generalists + fewest_specialists < 1:
         raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
-    run_checks(*(_role_check(f"method {name}: {place}", roles) for place, roles in _all_roles(method)))
+    checks = [_role_check(f"method {name}: {field}", roles) for field, roles in _all_roles(method)]
+    run_checks(*checks)
     _require_router(name, method)
     _require_trained_router(name, method)
 
 
 def _all_roles(method: Method) -> Iterator[tuple[str, object]]:
-    """Yield all sets of roles in a method's definition: the field's name, such as "Placement.shared", and the set.
-
-    Roles name parts of a model, such as "attention" or "router". Error messages use the field's name.
-    """
+    """Yield each field of a method that holds roles, and its value: ("Placement.shared", frozenset({"attention"}))."""
     placement, client = method.placement, method.client
     for key in ("shared", "received", "needs"):
         yield f"Placement.{key}", getattr(placement, key)
-    for kind, phases in (("phases", client.phases), ("tuning", client.tuning)):
-        for number, phase in enumerate(phases):
-            for key in ("roles", "leaves", "without"):
-                yield f"Client.{kind}[{number}].{key}", getattr(phase, key)
+    for place, phase in _all_phases(method):
+        for key in ("roles", "leaves", "without"):
+            yield f"{place}.{key}", getattr(phase, key)
     for hook in client.parts:
         yield f"{type(hook).__name__}.roles", hook.roles
 
 
+def _all_phases(method: Method) -> Iterator[tuple[str, Phase]]:
+    """Yield each phase of a method and its place for messages, such as "Client.phases[0]" or "Client.tuning[0]"."""
+    for index, phase in enumerate(method.client.phases):
+        yield f"Client.phases[{index}]", phase
+    for index, phase in enumerate(method.client.tuning):
+        yield f"Client.tuning[{index}]", phase
+
+
 def _role_check(place: str, roles: object) -> Callable[[], None]:
-    """Return a function that checks whether all roles of a set exist.
+    """Return a function that raises a :class:`RecipeError` unless ``roles`` is a set of roles that exist, or None.
 
     Args:
-        place: Where the method names the roles, such as "Placement.shared", for the message.
-        roles: The set. None stands for a default, which needs no check.
-
-    Returns:
-        A function that raises a :class:`RecipeError` if the value is no set, or has an unknown role.
+        place: Field that has the roles, such as "Placement.shared", for the message.
+        roles: Value of the field; None is a default.
     """
 
     def check() -> None:
@@ -96,20 +101,22 @@ def _require_role(place: str, role: object) -> None:
     """Check that a role exists, such as "attention", or "attention.a" for one LoRA factor.
 
     Args:
-        place: Where the role is named, for the message.
+        place: Field that has the role, such as "Placement.shared", for the message.
         role: The role.
 
     Raises:
-        RecipeError: The role, or the suffix that narrows it, is unknown; the message lists the nearest allowed ones.
+        RecipeError: The role, or its suffix, is unknown.
     """
-    plain, _, suffix = str(role).partition(".")
-    if role in ROLES or (plain in ROLES and suffix in ROLES[plain]):
+    plain, _dot, suffix = str(role).partition(".")
+    has_known_suffix = plain in ROLES and suffix in ROLES[plain]
+    if role in ROLES or has_known_suffix:
         return
-    candidates = {plain: ROLES[plain]} if plain in ROLES else ROLES
-    known = []
-    for each, suffixes in candidates.items():
-        known += [each, *(f"{each}.{suffix}" for suffix in suffixes)]
-    raise RecipeError(f"{place}: got {role!r}; allowed: {', '.join(known)}.{did_you_mean(str(role), known)}")
+    suffixes_by_role = {plain: ROLES[plain]} if plain in ROLES else ROLES
+    allowed = []
+    for allowed_role, suffixes in suffixes_by_role.items():
+        allowed.append(allowed_role)
+        allowed.extend(f"{allowed_role}.{suffix}" for suffix in suffixes)
+    raise RecipeError(f"{place}: got {role!r}; allowed: {', '.join(allowed)}.{did_you_mean(str(role), allowed)}")
 
 
 def _require_router(name: str, method: Method) -> None:
@@ -122,20 +129,19 @@ def _require_router(name: str, method: Method) -> None:
     Raises:
         RecipeError: A phase has the role "router" and the placement has no router.
     """
-    if method.placement.routed or method.placement.mixture is not None:  # a mixture has a router for each user
+    mixes_components = method.placement.mixture is not None  # with a router for each user
+    if method.placement.routed or mixes_components:
         return
-    for kind, phases in (("phases", method.client.phases), ("tuning", method.client.tuning)):
-        for number, phase in enumerate(phases):
-            if phase.roles & ROUTERS:
-                raise RecipeError(
-                    f"method {name}: Client.{kind}[{number}] trains role {ROUTER!r}, which a placement without "
-                    f"routed=True does not have; set Placement(routed=True), or take {ROUTER!r} out of the phase "
-                    "(joint(routed=False))"
-                )
+    for place, phase in _all_phases(method):
+        if phase.roles & ROUTERS:
+            raise RecipeError(
+                f"method {name}: {place} trains role {ROUTER!r}, which a placement without routed=True does not have; "
+                f"set Placement(routed=True), or take {ROUTER!r} out of the phase (joint(routed=False))"
+            )
 
 
 def _require_trained_router(name: str, method: Method) -> None:
-    """Check that a phase, a hook or the server changes the router that the placement has.
+    """Check that a phase, a hook or a download changes the router, if the placement has one.
 
     Args:
         name: Name of the method, for the message.
@@ -144,8 +150,8 @@ def _require_trained_router(name: str, method: Method) -> None:
     Raises:
         RecipeError: The router would keep its random initial values.
     """
-    changed = {role.partition(".")[0] for role in method.client.trained | method.received}
-    if method.placement.routed and method.trains and ROUTER not in changed:
+    changed_roles = {role.partition(".")[0] for role in method.client.trained | method.received}
+    if method.placement.routed and method.trains and ROUTER not in changed_roles:
         raise RecipeError(
             f"method {name}: Placement.routed: got True, but nothing trains role {ROUTER!r}; allowed: a phase with the "
             f"role (joint(routed=True)), a ClientHook with roles = ROUTERS, or {ROUTER!r} in Placement.received; or "
@@ -156,22 +162,25 @@ def _require_trained_router(name: str, method: Method) -> None:
 def require_per_user(
     name: str, hook: ClientHook, penalty: Tensor | float, users: int
 ) -> Float[Tensor, " users"] | float:
-    """Return the penalty of a client hook if it has one value for each user, or is 0.
+    """Return a client hook's penalty unchanged, or raise an error unless it has one value for each user, or is 0.
 
     Args:
         name: Name of the method, for messages.
         hook: The hook.
-        penalty: What its ``penalty`` returned.
-        users: Number of users in the pass.
+        penalty: Value that the hook's ``penalty`` returned.
+        users: Number of users.
 
     Raises:
         PluginError: The penalty is another number, or a tensor of another shape.
     """
-    if (isinstance(penalty, Tensor) and tuple(penalty.shape) == (users,)) or (
-        isinstance(penalty, int | float) and penalty == 0
-    ):
-        return penalty
-    got = f"a tensor of shape {tuple(penalty.shape)}" if isinstance(penalty, Tensor) else repr(penalty)
+    if isinstance(penalty, Tensor):
+        if tuple(penalty.shape) == (users,):
+            return penalty
+        got = f"a tensor of shape {tuple(penalty.shape)}"
+    else:
+        if isinstance(penalty, int | float) and penalty == 0:
+            return penalty
+        got = repr(penalty)
     raise PluginError(
         f"method {name}: {defined_at(type(hook))}.penalty: got {got}; allowed: a tensor of shape ({users},), one value "
         "for each user, or 0.0; sum over all dimensions but the first, as in t.flatten(1).sum(1)"
