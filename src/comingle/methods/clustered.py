@@ -34,7 +34,6 @@ def ifca(*, models: Models = 5) -> Method:
     Args:
         models: Number of models on the server.
     """
-
     return Method(
         name="ifca",
         placement=Placement(shared=MODEL),
@@ -51,30 +50,32 @@ class ChooseModel(ClientHook):
     sweeps = True
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Return a random number of a model for each user: models start equally good, and a user then keeps its own."""
+        """Return the index of a random model for each user, which it keeps as long as all models are equally good."""
         generators = [generator(seed, name, "ifca") for name in names]
-        return {CHOICE: torch.cat([torch.randint(self.models, (1,), generator=each) for each in generators])}
+        choices = [torch.randint(self.models, (1,), generator=each) for each in generators]
+        return {CHOICE: torch.cat(choices)}
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
-        """Return the model that each user picks.
+        """Return for each user the model with the lowest training loss, and store its index in ``cohort.kept``.
 
         Args:
             cohort: Users who are trained in one batch, with their tensors and state.
             models: All models, ``(users, models, *shape)``.
             senders: Not used.
         """
-        choice, losses = cohort.kept[CHOICE], cohort.training_losses(models)
-        # Among equally good models a user keeps its previous choice.
+        choice = cohort.kept[CHOICE]  # the previous one, until it is replaced
+        losses = cohort.training_losses(models)
         choice.copy_(best_model(losses, choice.to(losses.device)))
-        return {name: t[torch.arange(len(choice)), choice] for name, t in models.items()}
+        users = torch.arange(len(choice))
+        return {name: t[users, choice] for name, t in models.items()}
 
     def report(self, cohort: Cohort) -> Tree:
-        """Return the number of each user's model."""
+        """Return the index of each user's model."""
         return {CHOICE: cohort.kept[CHOICE]}
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """Number of a model, from 0."""
+        """Index of a model."""
         return {CHOICE: Reported(most=self.models - 1, whole=True)}
 
     def shares(self, cohort: Cohort) -> Float[Tensor, "users models"]:
@@ -100,45 +101,48 @@ class CandidateModels(Mean):
         return start_soup(setup.models)
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Set each model that a participant picked to the weighted mean of its uploads.
+        """Set each model to the weighted mean over the participants who picked it; models without any stay unchanged.
 
         Args:
             kept: State of the server, with the models ``(models, *shape)``; changed in place.
             received: The uploads, with the index of the model that each participant picked.
         """
         models, choice = soup_of(kept), received.reports[CHOICE]
-        weights = torch.nn.functional.one_hot(choice, self.models).double() * received.weights.unsqueeze(1)
-        totals = weights.sum(0)  # of the participants who picked each model
-        picked = totals > 0
-        shares = weights[:, picked] / totals[picked]
+        has_picked = torch.nn.functional.one_hot(choice, self.models).double()  # (users, models)
+        weights = has_picked * received.weights.unsqueeze(1)
+        total_by_model = weights.sum(0)
+        is_picked = total_by_model > 0
+        shares = weights[:, is_picked] / total_by_model[is_picked]
         for name, means in mix(received.tensors, shares.T).items():
-            models[name][picked] = means
+            models[name][is_picked] = means
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return all models for each user, expanded without copying."""
         return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in soup_of(kept).items()}
 
     def starts(self, kept: Tree, received: Received) -> Tree:
-        """Return the model from which each participant trained, as it stood before the round: the one it reports."""
-        return {name: t[received.reports[CHOICE].to(t.device)] for name, t in soup_of(kept).items()}
+        """Return the model that each participant picked, as it was before the participant trained it."""
+        choice = received.reports[CHOICE]
+        return {name: models[choice.to(models.device)] for name, models in soup_of(kept).items()}
 
 
 CHOICE = "choice"
-"""Key of the number of a user's model."""
+"""Key of the index of a user's model."""
 
 
 def best_model(losses: Float[Tensor, "users models"], before: Int[Tensor, " users"]) -> Int[Tensor, " users"]:
     """Return the index of the model with the lowest loss for each user.
 
-    If several models have the lowest loss, a user keeps its current model if possible, else gets the first of them.
+    If several models have it, a user keeps its previous model if that is one of them, else it gets the first.
 
     Args:
         losses: Loss of each user under each model.
-        before: Index of each user's current model.
+        before: Index of each user's previous model.
     """
+    num_models = losses.shape[1]
     is_best = losses == losses.min(1, keepdim=True).values
-    is_current = torch.nn.functional.one_hot(before, losses.shape[1])
-    preference = is_best * (1 + is_current)  # 2 for the current model if it is a best one, 1 for other best ones
+    is_previous = torch.nn.functional.one_hot(before, num_models)
+    preference = is_best * (1 + is_previous)  # 2 for the previous model if it is best, 1 for other best ones, else 0
     return preference.argmax(1)
 
 
@@ -155,22 +159,21 @@ def fedem(*, models: Models = 3) -> Method:
     Args:
         models: Number M of models that all users train and mix.
     """
-    roles = frozenset({ADAPTOR})
+    components = frozenset({ADAPTOR})  # this role is also that of whole models which users mix
+    mixture = ClientMixture(clusters=models, of="models", at="samples")
     return Method(
         name="fedem",
-        placement=Placement(
-            shared=roles | {STATISTICS}, mixture=ClientMixture(clusters=models, of="models", at="samples")
-        ),
-        client=Client(phases=(Phase(roles=roles),), parts=(DivideSamples(),)),
+        placement=Placement(shared=components | {STATISTICS}, mixture=mixture),
+        client=Client(phases=(Phase(roles=components),), parts=(DivideSamples(),)),
         server=Mean(),
     )
 
 
 class DivideSamples(ClientHook):
-    """Computes the models' weights for each sample at the start of a round."""
+    """Client hook of FedEM: gives each training sample its own weights on the models, at the start of a round."""
 
     sweeps = True
 
     def begin(self, cohort: Cohort) -> None:
-        """Compute the weights under the downloaded models."""
+        """Compute each sample's weights from its losses under the downloaded models."""
         cohort.divide_samples()

@@ -48,25 +48,26 @@ CONTROL, NUM_USERS = "control.", "users"
 
 
 class Controlled(ClientHook):
-    """Client hook of SCAFFOLD: keeps a user's control variate c_i and the last downloaded average c, corrects steps."""
+    """Client hook of SCAFFOLD: corrects each step by ``-rate (c - c_i)``.
+
+    c_i is the user's own control variate, c the mean of all users', which is downloaded.
+    """
 
     looks_back = True
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Return a zero sum of learning rates."""
+        """Return a sum of learning rates of 0 for each user."""
         return {SUM_OF_RATES: torch.zeros(len(names), dtype=torch.float64)}
 
     def start_like(self, tensors: Tree) -> Tree:
-        """Return the initial state of users: zeros for their control variate c_i and the downloaded average c.
+        """Return the initial control variates of each user, its own c_i and the downloaded mean c: all zero.
 
         Args:
-            tensors: Shared tensors before any training, ``(users, *shape)``, for their names and shapes.
+            tensors: Shared tensors ``(users, *shape)``, which have the same shapes.
         """
-        return {
-            prefix + name: torch.zeros_like(t)
-            for prefix in (OWN_CONTROL, DOWNLOADED_CONTROL)
-            for name, t in tensors.items()
-        }
+        own = {OWN_CONTROL + name: torch.zeros_like(t) for name, t in tensors.items()}
+        downloaded = {DOWNLOADED_CONTROL + name: torch.zeros_like(t) for name, t in tensors.items()}
+        return {**own, **downloaded}
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
         """Store the downloaded c and return the model x, with which the user continues.
@@ -76,16 +77,18 @@ class Controlled(ClientHook):
             models: Model and c, ``(users, 2, *shape)``.
             senders: Not used.
         """
-        for name, t in models.items():
-            cohort.kept[DOWNLOADED_CONTROL + name].copy_(t[:, 1])
-        return {name: t[:, 0] for name, t in models.items()}
+        downloaded_model = {}
+        for name, model_and_control in models.items():
+            downloaded_model[name] = model_and_control[:, 0]
+            cohort.kept[DOWNLOADED_CONTROL + name].copy_(model_and_control[:, 1])
+        return downloaded_model
 
     def begin(self, cohort: Cohort) -> None:
         """Reset the sum of learning rates."""
         cohort.kept[SUM_OF_RATES].zero_()
 
     def stepped(self, cohort: Cohort, trained: Tree, rate: float) -> None:
-        """Apply SCAFFOLD's correction after an optimiser step, ``-rate (c - c_i)``, and add up the learning rates.
+        """Correct an optimiser step by ``-rate (c - c_i)``, and add its learning rate to the round's sum.
 
         Args:
             cohort: Users who are trained in one batch, with their tensors and state.
@@ -93,17 +96,19 @@ class Controlled(ClientHook):
             rate: Learning rate of the step.
         """
         for name, t in trained.items():
-            t.sub_(cohort.kept[DOWNLOADED_CONTROL + name] - cohort.kept[OWN_CONTROL + name], alpha=rate)
+            c, c_i = cohort.kept[DOWNLOADED_CONTROL + name], cohort.kept[OWN_CONTROL + name]
+            t.sub_(c - c_i, alpha=rate)
         cohort.kept[SUM_OF_RATES] += rate
 
     def end(self, cohort: Cohort) -> None:
-        """Set c_i to ``c_i - c + (x - y_i) / sum of rates``: the mean of the round's steps without their corrections.
-
-        x is the model at the start of the round, y_i at its end.
-        """
-        for name in (n.removeprefix(OWN_CONTROL) for n in cohort.kept if n.startswith(OWN_CONTROL)):
-            steps = mean_step(cohort.began[name], cohort.tensors[name], cohort.kept[SUM_OF_RATES])
-            cohort.kept[OWN_CONTROL + name] += steps - cohort.kept[DOWNLOADED_CONTROL + name]
+        """Set c_i to ``c_i - c + (x - y_i) / sum of rates``, with the model x at the round's start and y_i now."""
+        for key, c_i in cohort.kept.items():
+            if not key.startswith(OWN_CONTROL):
+                continue
+            name = key.removeprefix(OWN_CONTROL)
+            c = cohort.kept[DOWNLOADED_CONTROL + name]
+            x, y_i = cohort.began[name], cohort.tensors[name]
+            c_i += mean_step(x, y_i, cohort.kept[SUM_OF_RATES]) - c
 
     def report(self, cohort: Cohort) -> Tree:
         """Return the sum of learning rates."""
@@ -111,27 +116,25 @@ class Controlled(ClientHook):
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """A number of at least 0."""
+        """Sum of learning rates: at least 0."""
         return {SUM_OF_RATES: Reported(most=1e9)}
 
 
 def mean_step(before: Tensor, after: Tensor, rates: Float[Tensor, " users"]) -> Float[Tensor, "users ..."]:
-    """Return each user's mean update per unit of learning rate, ``(x - y_i) / sum of rates``.
-
-    With plain SGD that is the mean gradient of the user's steps. SCAFFOLD's control variates are such means.
+    """Return each user's change in a round, ``(x - y_i) / sum of rates``: with plain SGD the mean of its gradients.
 
     Args:
         before: Tensors x ``(users, *shape)`` at the start of the round.
-        after: Tensors y ``(users, *shape)`` at the end of the round.
+        after: Tensors y_i ``(users, *shape)`` at the end of the round.
         rates: Sum of the learning rates of each user's steps.
     """
-    # 1e-12 avoids 0 / 0 for a user who has taken no step.
-    return (before - after) / rates.to(after).clamp(min=1e-12).view(-1, *[1] * (after.dim() - 1))
+    sum_of_rates = rates.to(after).clamp(min=1e-12)  # avoids 0 / 0 for a user who has taken no step
+    return (before - after) / sum_of_rates.view(-1, *[1] * (after.dim() - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlledMean(Mean):
-    """Server of SCAFFOLD: keeps the average control variate c with the model x, and sends both."""
+    """Server of SCAFFOLD: keeps the model x and c, the mean of the users' control variates, and sends both."""
 
     rate: float
     kind = "stack"
@@ -140,29 +143,32 @@ class ControlledMean(Mean):
     one_rank = True  # columns above a user's rank are not trained, but would count as if they had moved
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the model, c = 0, and the number of users."""
-        model = super().start(setup) | {NUM_USERS: torch.tensor(len(setup.users))}
-        return model | {CONTROL + name: torch.zeros_like(t) for name, t in model_of(model).items()}
+        """Return the initial model, the number of users, and c = 0."""
+        state = super().start(setup)
+        controls = {CONTROL + name: torch.zeros_like(t) for name, t in model_of(state).items()}
+        return {**state, NUM_USERS: torch.tensor(len(setup.users)), **controls}
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Update the average control variate, ``c = c + 1/N sum_i (s_i - c)``, then the model, ``x = x + eta (y - x)``.
+        """Set c to ``c + 1/N sum_i (s_i - c)``, then the model x to ``x + rate (y - x)``.
 
-        ``s_i = (x - y_i) / sum of rates`` is the mean local step of a participant i, s_i - c the change of its c_i, N
-        the number of all users and y the mean upload. c is updated first, because s_i needs the x that users
-        downloaded.
+        ``s_i = (x - y_i) / sum of rates`` is the mean local step of participant i, N the number of all users.
 
         Args:
             kept: State of the server: tensors by name, updated in place.
             sums: Mean upload y.
             received: The uploads y_i, with each user's sum of learning rates.
         """
-        for name, mean in sums.items():
-            model, control, sent = kept[MODEL_PREFIX + name], kept[CONTROL + name], received.tensors[name]
-            steps = mean_step(model.expand_as(sent), sent, received.reports[SUM_OF_RATES])
-            control += (steps - control).sum(0) / kept[NUM_USERS]
-            model.lerp_(mean.to(model), self.rate)
+        N = kept[NUM_USERS]
+        for name, y in sums.items():
+            x, c, y_i = kept[MODEL_PREFIX + name], kept[CONTROL + name], received.tensors[name]
+            s_i = mean_step(x.expand_as(y_i), y_i, received.reports[SUM_OF_RATES])
+            c += (s_i - c).sum(0) / N
+            x.lerp_(y.to(x), self.rate)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return the model and c, ``(users, 2, *shape)``."""
-        both = {name: torch.stack([t, kept[CONTROL + name]]) for name, t in model_of(kept).items()}
-        return {name: t.expand(len(users), *t.shape) for name, t in both.items()}
+        """Return the model and c for each user, ``(users, 2, *shape)``."""
+        download = {}
+        for name, x in model_of(kept).items():
+            model_and_control = torch.stack([x, kept[CONTROL + name]])
+            download[name] = model_and_control.expand(len(users), *model_and_control.shape)
+        return download
