@@ -35,24 +35,24 @@ def ditto(*, nearness: NotNegative = 0.1) -> Method:
 
 @dataclass(frozen=True)
 class NearGlobal(ClientHook):
-    """Adds ``weight / 2 |v - w_t|^2`` to the objective of a user's personal copy v of its tensors.
+    """Client hook of Ditto: adds ``weight / 2 |v - w_t|^2`` to the objective of a user's personal model v.
 
-    A user's first copy is the global model; w_t is its value at the start of the round.
+    w_t is the global model, the user's first copy, at the start of the round.
     """
 
     weight: float
     looks_across = True
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Add the gradient of the term, ``weight (v - w_t)``, to the rows of personal copies.
+        """Add ``weight (v - w_t)`` to the gradients of personal models, and nothing to those of global models.
 
         Args:
-            cohort: Users' copies of the model, one per row; ``copy`` has the number of each row's copy, ``exchanged``
-                the global model w_t at the start of the round.
+            cohort: Two rows for each user, the global and the personal model: ``copy`` is 0 for a global one.
             gradients: Gradients ``(rows, *shape)`` by tensor, which are replaced by the sums.
         """
-        is_personal = cohort.copy > 0  # copy 0 is the global model, which the term leaves alone
-        weights = self.weight * is_personal.to(next(iter(gradients.values())))
+        any_gradient = next(iter(gradients.values()))
+        is_personal = (cohort.copy > 0).to(any_gradient)
+        weight_by_row = self.weight * is_personal
         for name, gradient in gradients.items():
-            difference = cohort.tensors[name] - cohort.exchanged[name]
-            gradients[name] = gradient + weights.view(-1, *[1] * (difference.dim() - 1)) * difference
+            difference = cohort.tensors[name] - cohort.exchanged[name]  # v - w_t in personal rows
+            gradients[name] = gradient + weight_by_row.view(-1, *[1] * (difference.dim() - 1)) * difference

@@ -42,29 +42,33 @@ OWN, SENT, TOTAL, COUNT = "own", "sent", "total", "count"
 
 @dataclass(frozen=True, kw_only=True)
 class RestOfWorld(Server):
-    """Server that keeps the last upload of each user, and their sum, so that users who join later get the mean."""
+    """Server of FedALT: sends each user the mean of all other users' last uploads.
+
+    Its state has ``own (users, columns)``, each user's last upload, flattened; ``sent (users,)``, 1 for users who have
+    uploaded something, else 0; and the sums of both over the users, ``total (columns,)`` and ``count``.
+    """
 
     kind = "stack"
     by_user = frozenset({OWN, SENT})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial state: no uploads, and the initial model, sent while there are no uploads of others.
-
-        Its tensors are ``own`` ``(users, columns)``, each user's last upload, flattened; ``sent`` ``(users,)``, 1 for
-        each user who has uploaded something; ``total`` ``(columns,)``, the sum of ``own``; and ``count``, the
-        sum of ``sent``.
-        """
-        initial = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
-        uploads = flatten([t[:1] for t in setup.models.values()]).expand(len(setup.users), -1)
-        counts = {SENT: torch.zeros(len(uploads)), COUNT: torch.zeros(())}
-        return initial | counts | {OWN: torch.zeros_like(uploads), TOTAL: torch.zeros_like(uploads[0])}
+        """Return the initial model, which users get while there are no uploads of others, and no uploads yet."""
+        initial_model = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
+        num_users = len(setup.users)
+        flat_models = flatten([t[:1] for t in setup.models.values()]).expand(num_users, -1)  # for the shape
+        return {
+            **initial_model,
+            SENT: torch.zeros(num_users),
+            COUNT: torch.zeros(()),
+            OWN: torch.zeros_like(flat_models),
+            TOTAL: torch.zeros_like(flat_models[0]),
+        }
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Store the participants' uploads in place of their previous ones; update the sum and the number of all.
+        """Store the participants' uploads in place of their previous ones, and update the sums over all users.
 
         Args:
-            kept: State of the server, changed in place: each user's last upload, flattened (``own``), a 1 for each user
-                who has uploaded something (``sent``), and the sums of both (``total``, ``count``).
+            kept: State of the server, changed in place.
             received: The uploads, and the indices of the participants.
         """
         users = list(received.users)
@@ -74,20 +78,21 @@ class RestOfWorld(Server):
         kept[COUNT].copy_(kept[SENT].sum())
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return for each user k the mean of all other users' last uploads, ``1 / (K - 1) sum_(j != k) L_j``.
-
-        K is the number of users who have uploaded something. If no other user has, user k gets the initial model.
+        """Return for each user the mean of all other users' last uploads, or the initial model if there are none.
 
         Args:
-            kept: State of the server: each user's last upload, flattened, and the sum of all; a 1 for each user who has
-                uploaded something, and the count of these users.
+            kept: State of the server.
             users: Indices of the receiving users.
         """
-        initial, indices = model_of(kept), list(users)
+        initial_model = model_of(kept)
+        indices = list(users)
         num_others = (kept[COUNT] - kept[SENT][indices]).unsqueeze(1)
-        mean = (kept[TOTAL] - kept[OWN][indices]) / num_others.clamp(
-            min=1
-        )  # without others the result is replaced below
-        mean = torch.where(num_others > 0, mean, flatten([t.unsqueeze(0) for t in initial.values()]))
-        parts = mean.split([t.numel() for t in initial.values()], 1)
-        return {name: part.view(-1, 1, *t.shape) for part, (name, t) in zip(parts, initial.items(), strict=True)}
+        sum_of_others = kept[TOTAL] - kept[OWN][indices]
+        mean = sum_of_others / num_others.clamp(min=1)
+        flat_initial_model = flatten([t.unsqueeze(0) for t in initial_model.values()])
+        to_send = torch.where(num_others > 0, mean, flat_initial_model)  # (users, columns)
+        sizes = [t.numel() for t in initial_model.values()]
+        download = {}
+        for (name, t), columns in zip(initial_model.items(), to_send.split(sizes, dim=1), strict=True):
+            download[name] = columns.view(-1, 1, *t.shape)  # one model for each user
+        return download

@@ -18,40 +18,39 @@ from comingle.utils.trees import ATTENTION, GENERALIST, Tree
 def collaboration_weights(
     losses_nats: Float[Tensor, "users senders"], is_own: Float[Tensor, "users senders"]
 ) -> Float[Tensor, "users senders"]:
-    """Return the weights with which each user averages all senders' models (Wagner et al. 2024, strategy 2).
+    """Return the weight of sender j's model in user i's mean: ``softmax_j(-perplexity_ij)`` on i's validation text.
 
-    Row i is ``softmax_j(-perplexity of sender j's model on user i's validation text)``. A perplexity that overflows
-    counts as infinite. A user whose perplexities all overflow keeps its own model.
+    A user for whom all perplexities overflow to infinity keeps its own model.
+
+    Source: Wagner et al. 2024, arXiv:2404.09753, strategy 2.
 
     Args:
-        losses_nats: Mean validation losses of users under senders' models.
+        losses_nats: Mean validation losses of users under senders' models; a perplexity is the exponential of a loss.
         is_own: 1 where the sender is the user, else 0.
     """
-    scores = -losses_nats.exp()
-    return torch.where(scores.isinf().all(1, keepdim=True), is_own.to(scores), scores.softmax(1))
+    perplexities = losses_nats.exp()
+    all_are_infinite = perplexities.isinf().all(1, keepdim=True)
+    weights = (-perplexities).softmax(1)
+    return torch.where(all_are_infinite, is_own.to(weights), weights)
 
 
 class AverageByPerplexity(ClientHook):
-    """Averages all uploads, with weights from the user's own validation text."""
+    """Client hook of PCL: averages the models of all senders by how well they predict the user's validation text."""
 
     language_only = True
     validates = True
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
-        """Return each user's mean of the uploads, weighted by how well they predict its validation text.
+        """Return each user's mean of the senders' models, with larger weights for those with a lower validation loss.
 
         Args:
             cohort: Users who are trained in one batch, with their tensors and state.
-            models: Uploads of all senders, ``(users, senders, *shape)``; each user has received the same ones.
+            models: Models of all senders, ``(users, senders, *shape)``, the same for each user.
             senders: Names of the senders.
-
-        Returns:
-            The new shared tensors of each user, ``(users, *shape)``.
         """
-        losses = cohort.validation_losses(models)  # in nats, (users, senders)
-        # 1 where the sender is the user itself: if all perplexities overflow, a user keeps its own model.
-        is_own = torch.tensor([[sender == name for sender in senders] for name in cohort.names]).to(losses)
-        weights = collaboration_weights(losses, is_own)
+        losses_nats = cohort.validation_losses(models)  # (users, senders)
+        is_own = torch.tensor([[sender == user for sender in senders] for user in cohort.names]).to(losses_nats)
+        weights = collaboration_weights(losses_nats, is_own)
         return {name: torch.einsum("us,us...->u...", weights.to(t), t) for name, t in models.items()}
 
 
@@ -63,8 +62,9 @@ class Relay(Server):
     peer_to_peer = True
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Keep the uploads until they are downloaded, right after the round."""
-        kept.update(received.tensors | {SENDERS: torch.tensor(received.users)})
+        """Keep the uploads and their senders until users download them, right after the round."""
+        kept.update(received.tensors)
+        kept[SENDERS] = torch.tensor(received.users)
 
     def senders(self, kept: Tree) -> Sequence[int]:
         """Return the participants of the round."""

@@ -12,7 +12,7 @@ from comingle.utils.errors import LARGEST, did_you_mean, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Numbers from ``least`` to ``most``; ``above`` excludes the least, ``below`` the most."""
+    """Numbers from ``least`` to ``most``: ``above`` excludes ``least`` itself, ``below`` excludes ``most``."""
 
     least: float = -LARGEST
     most: float = LARGEST
@@ -20,31 +20,39 @@ class Range:
     below: bool = False
 
     def describe(self, kind: type) -> str:
-        """Return a description of the allowed values, for messages, such as "numbers from 0 to 1".
+        """Return a description of the allowed values, such as "numbers from 0 to 1" or "numbers from 0, below 1".
 
         Args:
             kind: Type of the setting: int or float.
         """
         if kind is int:
             return f"whole numbers from {self.least:,} to {self.most:,}"
-        if self.least == -LARGEST and self.most == LARGEST:  # the defaults: any number that a setting may have
+        is_unlimited = self.least == -LARGEST and self.most == LARGEST
+        if is_unlimited:
             return "numbers"
-        most = f"{self.most:g}"
+        least, most = f"{self.least:g}", f"{self.most:g}"
+        if self.above and self.below:
+            return f"numbers above {least}, below {most}"
         if self.above:
-            return f"numbers above {self.least:g}, {'below' if self.below else 'up to'} {most}"
-        return f"numbers from {self.least:g}{', below' if self.below else ' to'} {most}"
+            return f"numbers above {least}, up to {most}"
+        if self.below:
+            return f"numbers from {least}, below {most}"
+        return f"numbers from {least} to {most}"
 
     def fits(self, kind: type, value: Any) -> bool:
-        """Return whether a value is allowed; booleans are not numbers.
+        """Return whether a value is a number within the range; booleans are not numbers.
 
         Args:
             kind: Type of the setting: int, which also refuses floats, or float.
             value: The value.
         """
-        if not is_number(value) or (kind is int and not isinstance(value, int)):
+        if not is_number(value):
+            return False
+        if kind is int and not isinstance(value, int):
             return False
         is_large_enough = value > self.least if self.above else value >= self.least
-        return is_large_enough and (value < self.most if self.below else value <= self.most)
+        is_small_enough = value < self.most if self.below else value <= self.most
+        return is_large_enough and is_small_enough
 
 
 Count = Annotated[int, Range(least=1, most=10_000_000)]
@@ -78,19 +86,23 @@ _SYNONYMS: Mapping[str, tuple[str, ...]] = {
 
 
 def setting_hint(key: str, known: Collection[str]) -> str:
-    """Return a hint for an unknown setting: a setting that is called so elsewhere, or the nearest spelling."""
-    synonym = next((name for name in _SYNONYMS.get(key.lower(), ()) if name in known), None)
-    return f" Did you mean {synonym!r}?" if synonym else did_you_mean(key, known)
+    """Return a hint for an unknown setting, such as " Did you mean 'proximal'?" for "mu", or an empty string.
+
+    Args:
+        key: The unknown setting, perhaps a name in papers or in other libraries.
+        known: The method's settings.
+    """
+    for synonym in _SYNONYMS.get(key.lower(), ()):
+        if synonym in known:
+            return f" Did you mean {synonym!r}?"
+    return did_you_mean(key, known)
 
 
 Fits = Callable[[Any], bool]
 
 
 def allowed_values(constructor: Callable[..., object]) -> dict[str, tuple[str, Fits]]:
-    """Return the allowed values of each setting of a constructor: a description and a test.
-
-    Settings without a range must have the type of their annotation.
-    """
+    """Return the allowed values of each setting of a constructor: a description, and a function that tests a value."""
     hints = get_type_hints(constructor, include_extras=True)
     return {key: _allowed_by_annotation(hint) for key, hint in hints.items() if key != "return"}
 
@@ -101,33 +113,37 @@ def _allowed_by_annotation(hint: Any) -> tuple[str, Fits]:
     Args:
         hint: Annotation of the setting, such as ``bool``, ``Literal["mean", "sum"]`` or ``Annotated[int, Range(...)]``.
     """
-    # Annotated[TYPE, Range(...)] has its range in __metadata__ and TYPE in __origin__.
-    limit = next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Range)), None)
-    plain = hint.__origin__ if hasattr(hint, "__metadata__") else hint
-    if get_origin(plain) is Literal:
-        choices = get_args(plain)
-        return ", ".join(map(str, choices)), lambda v: v in choices
-    if limit is None:
-        return allowed_by_type(plain)
-    kinds = get_args(plain) or (plain,)  # the types of a union, or the single type
-    # With several kinds, such as int | Sequence[int], a list or a mapping is allowed too: one number for each user.
-    kind, accepts_lists = int if int in kinds else float, len(kinds) > 1
-    return limit.describe(kind), lambda v: _fits(limit, kind, v, accepts_lists)
+    is_annotated = hasattr(hint, "__metadata__")  # Annotated[TYPE, ...]
+    setting_type = hint.__origin__ if is_annotated else hint
+    metadata = hint.__metadata__ if is_annotated else ()
+    ranges = [item for item in metadata if isinstance(item, Range)]
+    if get_origin(setting_type) is Literal:
+        choices = get_args(setting_type)
+        return ", ".join(map(str, choices)), lambda value: value in choices
+    if not ranges:
+        return allowed_by_type(setting_type)
+    allowed_range = ranges[0]
+    types = get_args(setting_type) or (setting_type,)  # the types of a union, or the single type
+    number_type = int if int in types else float
+    description = allowed_range.describe(number_type)
+    has_values_by_user = len(types) > 1  # int | Sequence[int] | Mapping[str, int]
+    if has_values_by_user:
+        return description, lambda value: _all_fit(allowed_range, number_type, value)
+    return description, lambda value: allowed_range.fits(number_type, value)
 
 
-def _fits(limit: Range, kind: type, value: object, accepts_lists: bool) -> bool:
-    """Return whether a setting's value is within a range.
-
-    A list or a mapping fits if it has an element and all elements are within the range.
+def _all_fit(allowed_range: Range, number_type: type, value: object) -> bool:
+    """Return whether a number, or all numbers of a list or a mapping, are within a range; False if there are none.
 
     Args:
-        limit: The range.
-        kind: Type of the numbers: int or float.
-        value: The setting's value.
-        accepts_lists: Whether the setting also accepts a list of numbers, or a mapping from users to numbers.
+        allowed_range: The range.
+        number_type: Type of the numbers: int or float.
+        value: The value, such as ``3``, ``[3, 0]`` or ``{"ada": 3, "ben": 0}``.
     """
-    values = values_in(value) if accepts_lists else [value]
-    return bool(values) and all(limit.fits(kind, each) for each in values)
+    numbers = values_in(value)
+    if not numbers:
+        return False
+    return all(allowed_range.fits(number_type, number) for number in numbers)
 
 
 def allowed_by_type(kind: object) -> tuple[str, Fits]:

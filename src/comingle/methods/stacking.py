@@ -28,66 +28,70 @@ That costs half the logits' variance times the error's square, about 0.0002 nats
 
 
 def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
-    """Return, for both models of each user, the power ``a`` that minimises the loss of the probabilities ``p^a``.
+    """Return for both models of each user the power a for which ``p^a`` has the lowest loss on validation data.
 
-    A power is an inverse temperature. Each model gets a power of its own, by its loss on the user's validation data. If
-    the model gives token v at position t the probability ``p_t(v)``, the values ``p_t(v)^a`` are normalised over the
-    vocabulary. The loss is then ``sum_t (log sum_v p_t(v)^a - a log p_t)``, where ``p_t`` is the probability of the
-    actual token. It is convex in a, so bisection finds the root of its slope. Of the last interval, the end closer to 1
-    is returned, so that no loss exceeds that of a = 1.
+    A power is an inverse temperature: the probabilities ``p^a`` of the tokens are normalised over the vocabulary. The
+    loss ``sum_t (log sum_v p_t(v)^a - a log p_t)`` over positions t and tokens v is convex in a, so bisection finds its
+    minimum. The result is never worse than a = 1.
     """
 
     def loss_falls(log_powers: Float64[Tensor, "users 2"]) -> Bool[Tensor, "users 2"]:
         """Return for each power whether the loss decreases as the power grows."""
         with torch.enable_grad():
             powers = log_powers.exp().requires_grad_()
-            (slope,) = torch.autograd.grad(cohort.held_out_losses(powers).sum(), powers)
+            total_loss = cohort.held_out_losses(powers).sum()
+            (slope,) = torch.autograd.grad(total_loss, powers)
         return slope < 0
 
-    like = cohort.tensors[CLIENT_ROUTER][:, :2]  # only for the shape (users, 2) and the device
-    largest_log = torch.full_like(like, math.log(LARGEST_POWER), dtype=torch.float64)
+    logits = cohort.tensors[CLIENT_ROUTER][:, :2]  # for the shape (users, 2) and the device
+    largest_log = torch.full_like(logits, math.log(LARGEST_POWER), dtype=torch.float64)
     low, high = bisect(loss_falls, -largest_log, largest_log, POWER_BISECTIONS)
-    return torch.where(low >= 0, low, high).exp()  # logarithms, so the end closer to a = 1 is the one closer to 0
+    closer_to_0 = torch.where(low >= 0, low, high)  # the logarithm of the end that is closer to a = 1
+    return closer_to_0.exp()
 
 
 def likeliest_weight(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor, " users"]:
-    """Return the first model's weight w with the largest likelihood of the mixed predictions of two models.
+    """Return the first model's weight w that maximises ``sum_t log(w exp(-loss_1t) + (1 - w) exp(-loss_2t))``.
 
-    The weight maximises the log-likelihood ``sum_t log(w exp(-loss_1t) + (1 - w) exp(-loss_2t))`` over the tokens t.
-    Its slope in w, ``sum_t (r_t - 1) / (w r_t + 1 - w)`` with ``r_t = exp(loss_2t - loss_1t)``, is decreasing, so
-    bisection finds the root. If the slope has no root in [0, 1], w is 0 or 1. If the two models never differ, w is 1/2.
+    That is the log-likelihood of a mixture of two models over the tokens t. With ``r_t = exp(loss_2t - loss_1t)`` its
+    slope in w is ``sum_t (r_t - 1) / (w r_t + 1 - w)``. It decreases, so bisection finds the maximum in [0, 1]. If the
+    models never differ, w is 1/2.
 
     Args:
         losses: Losses of the two models at each token of a user's validation text.
     """
-    margin = losses[:, 1] - losses[:, 0]
-    # r / (r + 1) and 1 / (r + 1) take the places of r and 1 in the slope, as r may overflow.
-    first, second = margin.sigmoid(), (-margin).sigmoid()
+    log_r = losses[:, 1] - losses[:, 0]
+    # The slope does not change if r and 1 are both divided by r + 1, which avoids an overflow of r.
+    scaled_r, scaled_1 = log_r.sigmoid(), (-log_r).sigmoid()
 
-    def rises(weight: Float[Tensor, " users"]) -> Bool[Tensor, " users"]:
+    def likelihood_rises(weight: Float[Tensor, " users"]) -> Bool[Tensor, " users"]:
         """Return whether the likelihood increases as the weight grows."""
         w = weight.unsqueeze(1)
-        return ((first - second) / (w * first + (1 - w) * second)).sum(1) > 0
+        slope = ((scaled_r - scaled_1) / (w * scaled_r + (1 - w) * scaled_1)).sum(1)
+        return slope > 0
 
-    low, high = bisect(rises, torch.zeros_like(margin[:, 0]), torch.ones_like(margin[:, 0]), BISECTIONS)
-    # Exactly 0 if the likelihood never rises (low has not moved), exactly 1 if it always rises (high has not moved).
-    root_or_end = torch.where(low == 0, low, high)
-    return torch.where((margin == 0).all(1), 0.5, root_or_end)
+    zeros, ones = torch.zeros_like(log_r[:, 0]), torch.ones_like(log_r[:, 0])
+    low, high = bisect(likelihood_rises, zeros, ones, BISECTIONS)
+    never_rises = low == 0
+    w = torch.where(never_rises, low, high)  # exactly 0 if it never rises, exactly 1 if it always does
+    models_are_equal = (log_r == 0).all(1)
+    return torch.where(models_are_equal, 0.5, w)
 
 
 def bisect(rises: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, times: int) -> tuple[Tensor, Tensor]:
-    """Return the ends of the interval that holds the maximum of a concave objective after some bisections.
+    """Halve intervals with the maximum of a concave objective ``times`` times; return their lower and upper ends.
 
     Args:
-        rises: Returns whether the objective increases at a point.
-        low: Lower ends.
+        rises: Returns for each point whether the objective increases there.
+        low: Lower ends of the intervals.
         high: Upper ends.
         times: Number of bisections.
     """
     for _ in range(times):
         middle = (low + high) / 2
-        rising = rises(middle)
-        low, high = torch.where(rising, middle, low), torch.where(rising, high, middle)
+        maximum_is_above = rises(middle)
+        low = torch.where(maximum_is_above, middle, low)
+        high = torch.where(maximum_is_above, high, middle)
     return low, high
 
 
@@ -141,7 +145,10 @@ def stacking(*, generalists: Annotated[int, Range(least=0, most=MODELS)] = 1, te
 
 @dataclass(frozen=True, kw_only=True)
 class FitWeights(ClientHook):
-    """Sets each user's mixture weight by the likelihood on its validation data, after temperatures if ``tempered``."""
+    """Client hook of stacking: fits each user's weights of its two models to validation data.
+
+    With ``tempered`` it fits a temperature of each model before.
+    """
 
     tempered: bool = False
 
@@ -150,16 +157,16 @@ class FitWeights(ClientHook):
     language_only = True
 
     def settle(self, cohort: Cohort) -> None:
-        """Set each user's router to the logits ``log w, log (1 - w)`` of its two models.
+        """Set each user's router to ``[log w, log(1 - w)]``, with the weight w of its first model.
 
-        A user mixes the predictions of two models, with the weight w for the first. The w with the largest likelihood
-        on the user's validation data is used. With ``tempered`` the probabilities of each model are raised to a power
-        before they are mixed. Each power minimises the validation loss of its model alone. The logarithms of the two
-        powers follow the logits in the router.
+        With ``tempered`` the router is ``[log w, log(1 - w), log a, log b]``: the models' probabilities are raised to
+        the powers a and b (inverse temperatures) before they are mixed.
         """
         powers = best_powers(cohort) if self.tempered else None
-        first_weight = likeliest_weight(cohort.held_out_losses(powers))
-        # A weight of 0 would have a logit of minus infinity.
-        weights = torch.stack([first_weight, 1 - first_weight], 1).clamp(min=torch.finfo(torch.float32).tiny)
-        weights_and_powers = weights if powers is None else torch.cat([weights, powers], 1)
-        cohort.tensors[CLIENT_ROUTER].copy_(weights_and_powers.log())
+        w = likeliest_weight(cohort.held_out_losses(powers))
+        smallest = torch.finfo(torch.float32).tiny  # the logarithm of 0 would be infinite
+        weights = torch.stack([w, 1 - w], 1).clamp(min=smallest)
+        if powers is None:
+            cohort.tensors[CLIENT_ROUTER].copy_(weights.log())
+        else:
+            cohort.tensors[CLIENT_ROUTER].copy_(torch.cat([weights, powers], 1).log())
