@@ -11,7 +11,7 @@ from comingle.methods.settings import NotNegative
 
 
 def local() -> Method:
-    """Fine-tune each user's model alone.
+    """Train each user's model on its own data alone.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
     Shared: nothing.  Local: attention, 2 averaged LoRA experts per MLP.  Frozen: the base.
@@ -27,12 +27,11 @@ def local() -> Method:
 
 
 def centralized() -> Method:
-    """Train one model on the data of all users: an upper bound, unrealistic because the data would have to be pooled.
+    """Train one model on the pooled data of all users: an upper bound for federated methods.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2 and App. B.1.
-    Shared: nothing (there is a single client).  Local: attention, 2 averaged LoRA experts per MLP.  Frozen: the base.
-    Client: joint steps on the concatenated training text; the batch size is multiplied by the number of users.
-    Server: none.
+    Shared: nothing, as there is a single client.  Local: attention, 2 averaged LoRA experts per MLP.  Frozen: the base.
+    Client: steps on the training text of all users, with the batch size times the number of users.  Server: none.
     Differs from the paper: none known.
     """
     return Method(
@@ -44,9 +43,9 @@ def centralized() -> Method:
 
 
 def pretrained() -> Method:
-    """Use the pretrained base model unchanged: what all users have before any training.
+    """Use the pretrained base model without any training: a lower bound for federated methods.
 
-    Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, lower bound.
+    Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
     Shared: nothing.  Local: nothing.  Frozen: everything.
     Client: none.  Server: none.
     Differs from the paper: none known.
@@ -55,13 +54,13 @@ def pretrained() -> Method:
 
 
 def fedavg(*, server_adam_rate: NotNegative = 0.0) -> Method:
-    """Federated averaging of all LoRA parameters.
+    """FedAvg: each user trains the downloaded model, and the server averages the uploads.
 
     Source: McMahan et al. 2017, arXiv:1602.05629; on LoRA as in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text.  Server: mean over users; with ``server_adam_rate`` above 0 a step of Adam
-    whose gradient is the model minus that mean (Reddi et al. 2021, arXiv:2003.00295).
-    Differs from the paper: the optimiser's moments stay with their user, as in CoMiGS's public code.
+    Client: joint steps on training text.  Server: mean over users, or a step of Adam towards it (Reddi et al. 2021,
+    arXiv:2003.00295).
+    Differs from the paper: a user keeps its optimiser's moments between rounds, as in CoMiGS's public code.
 
     Args:
         server_adam_rate: Learning rate of Adam on the server, with its model minus the mean of the uploads as gradient;
@@ -76,29 +75,31 @@ def fedavg(*, server_adam_rate: NotNegative = 0.0) -> Method:
 
 
 def fedavg_plus() -> Method:
-    """FedAvg whose users fine-tune the global model on their own data before they use it.
+    """FedAvg+: FedAvg, after which each user fine-tunes the global model on its own data.
 
     Source: FedAvg+ in FedEM (Marfoq et al. 2021, arXiv:2108.10252), section 4, after Jiang et al. 2019.
-    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: the fine-tuned copy, which is
-    discarded after use.  Frozen: a language model's base.
-    Client: as for FedAvg; at each evaluation and at the end one more local round, from a copy of the global model, on
-    separately drawn batches.  Server: mean over users.
-    Differs from the paper: none known.  The fine-tuned model is evaluated after the exchange, whatever
-    ``evaluation.model`` says.
+    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: the fine-tuned copy.  Frozen:
+    a language model's base.
+    Client: as for FedAvg; before each evaluation, and at the end, a local round on other batches fine-tunes a copy of
+    the global model.  Server: mean over users.
+    Differs from the paper: none known.  ``evaluation.model`` has no effect: the fine-tuned copy is evaluated.
     """
-    return replace(fedavg(), name="fedavg+", client=Client(phases=joint(routed=False), finetunes=True))
+    client = Client(phases=joint(routed=False), finetunes=True)
+    return replace(fedavg(), name="fedavg+", client=client)
 
 
 def fedprox(*, proximal: NotNegative = 0.01) -> Method:
-    """FedProx: FedAvg with ``proximal / 2 |theta - theta_t|^2`` in each user's objective, theta_t the downloaded model.
+    """FedProx: FedAvg with the term ``proximal / 2 |theta - theta_t|^2`` in each user's objective.
+
+    theta is the user's model, theta_t the downloaded one.
 
     Source: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv:1812.06127, Algorithm 2, eq. 2.
     Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: nothing.  Frozen: a language
     model's base.
     Client: joint steps on training data, with the proximal term.  Server: mean over users.
-    Differs from the paper: all users take the same number of local steps, none solves its objective inexactly (gamma);
-    means are weighted by ``training.weighting``, where the paper draws users by their share of the data and weighs them
-    equally.
+    Differs from the paper: all users take the same number of local steps, where the paper's users may stop early
+    (gamma).  Means are weighted by ``training.weighting``; the paper draws users by their share of the data and weighs
+    them equally.
 
     Args:
         proximal: Weight of half the squared distance to the downloaded model in each user's objective: FedProx's mu.

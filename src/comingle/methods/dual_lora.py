@@ -20,6 +20,7 @@ from comingle.models.routers import Router
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init, Tree, lora_pairs
 
 SHARED = frozenset({ATTENTION, GENERALIST})
+"""Roles of a LoRA that all users share."""
 
 
 def fedit() -> Method:
@@ -40,15 +41,15 @@ def fedit() -> Method:
 
 
 def fedlora() -> Method:
-    """FedLoRA: a small shared adapter, and a local model for each user.
+    """FedLoRA: a LoRA that all users share, and a local one for each user, trained together.
 
     Source: Yi et al. 2023, "FedLoRA: Model-Heterogeneous Personalized Federated Learning with LoRA Tuning",
     arXiv:2310.13283; in FedMerge (Chen et al. 2025, arXiv:2504.06768), Table 5.
     Shared: attention, 1 expert per MLP.  Local: 1 expert per MLP, averaged with the shared one.  Frozen: the base.
     Client: joint steps on training text.  Server: mean over users.
-    Differs from the paper: there each user has a whole model, of any architecture, and model and adapter are trained in
-    turns.  FedMerge compares it over one frozen language model, without details; here the local part is an expert, and
-    both are trained together.
+    Differs from the paper: in the paper each user has a whole model, of any architecture, and trains it in turns with a
+    shared adapter.  Here, as in FedMerge's comparison, all have the same frozen language model, and the local part is a
+    LoRA expert.
     """
     return Method(
         name="fedlora",
@@ -59,30 +60,28 @@ def fedlora() -> Method:
 
 
 def fdlora(*, outer_rate: NotNegative = 0.7, outer_momentum: BelowOne = 0.9, fusion_steps: Count = 30) -> Method:
-    """FDLoRA: each user trains a global LoRA, which is averaged, and a personal one; at the end the two are fused.
+    """FDLoRA: each user trains a global LoRA, which the server averages, and a personal one; at the end it fuses both.
 
     Source: Qi et al. 2024, "FDLoRA: Personalized Federated Learning of Large Language Model via Dual LoRA Tuning",
     arXiv:2406.07925; a baseline in CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
     Shared: the global LoRA (attention, 1 expert per MLP).  Local: the personal LoRA, of the same shapes.  Frozen: the
     base.
-    Client: steps on training text, on both LoRA.  After the last round each user has the LoRA
-    ``a * global + b * personal``; Nelder-Mead finds a and b with ``fusion_steps`` evaluations of the validation text.
-    Server: steps with Nesterov momentum on the users' mean change; with rate 1 and momentum 0 the plain mean.
-    Differs from the paper: both LoRA start equal and are trained on the same batches, instead of one after the other.
-    The server's settings are those of DiLoCo (Douillard et al. 2023).  The search has no penalty on the weights.  Until
-    the last round, users are evaluated with the personal LoRA.
+    Client: joint steps on both LoRA on training text.  After the last round a user's LoRA becomes ``a * global + b *
+    personal``; Nelder-Mead searches the a and b with the lowest validation loss.
+    Server: a step with Nesterov momentum towards the mean over users; with rate 1 and momentum 0 the mean itself.
+    Differs from the paper: both LoRA start equal and are trained on the same batches, where the paper trains one after
+    the other.  The server's default settings are those of DiLoCo (Douillard et al. 2023).  The search has no penalty on
+    a and b.  Before the last round users are evaluated with the personal LoRA.
 
     Args:
         outer_rate: Learning rate of the server's outer steps.
         outer_momentum: Nesterov momentum of the server's outer steps, from 0 to below 1.
         fusion_steps: Evaluations of the validation text in the search for a user's two fusion weights.
     """
-    placement = Placement(shared=frozenset({ATTENTION, GENERALIST}), copies=2)  # the global and the personal LoRA
-    one_phase_without_router = joint(routed=False)
     return Method(
         name="fdlora",
-        placement=placement,
-        client=Client(phases=one_phase_without_router, parts=(Fuse(fusion_steps),)),
+        placement=Placement(shared=SHARED, copies=2),  # the global and the personal LoRA
+        client=Client(phases=joint(routed=False), parts=(Fuse(steps=fusion_steps),)),
         server=OuterSteps(rate=outer_rate, momentum=outer_momentum),
     )
 
@@ -176,9 +175,6 @@ def minimise_loss(loss: Callable[[Float[Tensor, " copies"]], float], steps: int)
     return torch.tensor(minimum.x)
 
 
-GLOBAL = frozenset({ATTENTION, GENERALIST})
-
-
 def feddpa(
     *, scaling: Annotated[float, Range(least=0, most=1)] = 0.5, instances: Count = 5, afterwards: bool = False
 ) -> Method:
@@ -186,36 +182,32 @@ def feddpa(
 
     Source: Yang et al. 2024, "Dual-Personalizing Adapter for Federated Foundation Models", NeurIPS 2024,
     arXiv:2403.19211, and its public code (Lydia-yang/FedDPA), whose defaults these are.
-    Shared: attention, 1 LoRA expert per MLP.  Local: 1 LoRA expert per MLP; for each MLP the mean direction of
-    ``instances`` training prompts (a router that is not trained).  Frozen: the base.
-    Client: by default FedDPA-T, which alternates two steps: one on the local LoRA, in a model that weighs the local and
-    the frozen global LoRA by one half each; and one on the global LoRA, in a model without the local one.  With
-    ``afterwards`` FedDPA-F: rounds train the global LoRA; at each evaluation and at the end a local round trains the
-    local one, starting from the global one, and discards it after use.  At inference the local LoRA's weight is
-    ``scaling`` times the mean cosine between the text's hidden state and those at the end of ``instances`` training
-    prompts; the global one has the rest.
+    Shared: the global LoRA: attention, 1 expert per MLP.  Local: the local LoRA, 1 expert per MLP; an untrained router
+    with the mean direction of ``instances`` training prompts in each MLP.  Frozen: the base.
+    Client: FedDPA-T by default, which takes a step on the local LoRA, in a model that averages both LoRA, and then one
+    on the global LoRA alone.  With ``afterwards`` FedDPA-F: rounds train the global LoRA; before each evaluation, and
+    at the end, a local round trains a copy of it as the local LoRA.  At inference the local LoRA's weight is
+    ``scaling`` times the mean cosine between a token's hidden state and those at the ends of the prompts; the global
+    LoRA has the rest.
     Server: mean over users.
-    Differs from the paper: the weight is computed at every token, from the hidden state there, which covers the text so
-    far: at the end of a prompt that is the paper's instance, and no later token can leak into a prediction, as it would
-    with a whole window of text without prompts.  It is computed in each MLP from that MLP's input, where the public
-    code has one weight from the last layer's states under the local LoRA; a negative cosine counts as 0.  The hidden
-    states of the training prompts are computed with both LoRA at one half, for FedDPA-F with the global one; in plain
-    text without prompts, random windows take their place.  Both LoRA
-    are experts of a whole MLP whose outputs are mixed (in the linears with ``adapters: {mix: linear}``, as in the
-    paper), and attention has a global one only.  Steps on the two alternate from the first round on, where the code
-    trains the local LoRA first, for all of its epochs, from the second round on.  We had the public code, which covers
-    only the use of FedDPA-F, and the paper's abstract and introduction.  ``adapters.top_k`` is ignored.
+    Differs from the paper: each token has its own weight, where the paper has one for each text; so no later token
+    can leak into a prediction.  The weight is computed in each MLP from its input; the public code computes one from
+    the last layer under the local LoRA.  A negative cosine counts as 0.  The prompts' hidden states are computed with
+    the mean of both LoRA, for FedDPA-F with the global one.  In text without prompts, random windows take their place.
+    Both LoRA are experts of a whole MLP whose outputs are mixed; ``adapters: {mix: linear}`` mixes in each linear, as
+    in the paper.  Attention has a global LoRA only.  Steps on the two LoRA alternate from the first round on; the code
+    trains the local LoRA first, for all of its epochs, from the second round on.  ``adapters.top_k`` is ignored.  We
+    had the public code, which covers only the use of FedDPA-F, and the paper's abstract and introduction.
 
     Args:
-        scaling: Weight of the local LoRA for texts that are most similar to the user's training text, from 0 to 1: the
-            factor of the mean cosine.
-        instances: Training texts (prompts, if there are any) with which a text is compared.
+        scaling: Largest weight of the local LoRA, from 0 to 1: that of texts most similar to the training text.
+        instances: Training prompts (or windows of text without prompts) with which a text is compared.
         afterwards: Train the local LoRA after the last round, starting from the global one (FedDPA-F), instead of in
             each round (FedDPA-T).
     """
     # Without its router a model averages its experts, here the local and the global LoRA.
     local_phase = Phase(roles=frozenset({SPECIALIST}), without=ROUTERS, label="local")
-    global_phase = Phase(roles=GLOBAL, without=frozenset({SPECIALIST, ROUTER}))
+    global_phase = Phase(roles=SHARED, without=frozenset({SPECIALIST, ROUTER}))
     similarity = Similarity(scaling, instances)
     if afterwards:  # FedDPA-F
         client = Client(phases=(global_phase,), tuning=(local_phase,), finetunes=True, parts=(FromGlobal(), similarity))
@@ -223,7 +215,7 @@ def feddpa(
         client = Client(phases=(local_phase, global_phase), parts=(similarity,))
     return Method(
         name="feddpa",
-        placement=Placement(specialists=1, routed=True, gating=SimilarityGating(), shared=GLOBAL),
+        placement=Placement(specialists=1, routed=True, gating=SimilarityGating(), shared=SHARED),
         client=client,
         server=Mean(),
     )
@@ -313,21 +305,21 @@ class Similarity(ClientHook):
 
 
 def sdflora() -> Method:
-    """SDFLoRA: each user has a shared LoRA, stacked and compressed to its rank by the server, and a private one.
+    """SDFLoRA: each user has a private LoRA, and a shared one that the server stacks and compresses to the user's rank.
 
     Source: Shen et al. 2026, "SDFLoRA: Selective Decoupled Federated LoRA for Privacy-preserving Fine-tuning with
     Heterogeneous Clients", arXiv:2601.11219 (second version), and its public code.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: 1 LoRA expert per MLP.  Frozen: the base.
-    Client: joint steps on both on training text, with a new optimiser each round, as the shared factors change.
-    Server: the stack of the shared factors, whose product is ``sum_u p_u s_u B_u A_u``, truncated to each user's rank
-    by its singular values; privacy noise (``mechanism: local``) reaches the shared LoRA only.
-    Differs from the paper: both LoRA are experts of a whole MLP whose outputs are averaged (in the linears with
-    ``adapters: {mix: linear}``), instead of a learnt weighted sum in each linear; the attention has a shared LoRA only;
-    both LoRA have the same rank.  We had the paper's abstract and code, not its equations.
+    Client: joint steps on both LoRA on training text, with a new optimiser each round, as the shared factors change.
+    Server: an SVD of the users' mean change ``sum_u p_u s_u B_u A_u``, with aggregation weight p_u and LoRA scale s_u,
+    truncated to each user's rank.  Privacy noise (``mechanism: local``) reaches the shared LoRA only.
+    Differs from the paper: both LoRA are experts of a whole MLP whose outputs are averaged (in each linear with
+    ``adapters: {mix: linear}``), where the paper learns weights for them in each linear.  Attention has a shared LoRA
+    only.  Both LoRA have the same rank.  We had the paper's abstract and code, not its equations.
     """
     return Method(
         name="sdflora",
-        placement=Placement(specialists=1, shared=frozenset({ATTENTION, GENERALIST})),
+        placement=Placement(specialists=1, shared=SHARED),
         client=Client(phases=joint(routed=False), parts=(NewOptimisers(),)),
         server=Redistribute(),
     )
