@@ -17,36 +17,36 @@ SHARED_MODELS = MODELS | {STATISTICS}
 
 
 def mfl(*, clusters: Models = 4) -> Method:
-    """C whole models, each trained on its own loss and mixed outside of the loss: the setting of Theorem 4.5.
+    """MFL: all users train C whole models, each on its own loss, and each user mixes their outputs.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL), eq. 4 and 5, Theorem 4.5.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
-    Client: pi_c ~ exp(-eta f_c), f_c the loss of each downloaded model on all training data of the user and eta the
-    router's learning rate; then separate descent on each model's own loss, with C passes a step.
+    Client: mixture weights pi_c ~ exp(-eta f_c), where f_c is the loss of model c on all of the user's training data
+    and eta the router's learning rate; then steps of each model on its own loss, with C passes for each step.
     Server: the mean of each model c over users k with weights p(k|c) ~ pi_c p(k), where p(k) are the aggregation
-    weights and pi is that of user k at the start of the round.
-    Differs from the paper: a user predicts sum_c pi_c f_c(x), which the paper leaves open.  Models start at different
-    values, or they would all stay equal.  p(k) is ``training.weighting``.  Eq. 5 has f_c, the mean over a cluster; each
-    user takes its own loss, as in C.1.
+    weights and pi the mixture weights of user k at the start of the round.
+    Differs from the paper: a user predicts the mean of the models' outputs with the weights pi_c, which the paper
+    leaves open.  Models start at different values, or they would all stay equal.  p(k) is ``training.weighting``.  In
+    eq. 5 f_c is the mean loss over a cluster; here, as in C.1, it is the user's own.
 
     Args:
         clusters: Number C of models that users mix.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="losses")
-    phases, parts = (Phase(roles=MODELS),), (Entropic(),)
-    return client_mixture("mfl", mixture, phases=phases, parts=parts, shared=SHARED_MODELS)
+    phase = Phase(roles=MODELS)
+    return client_mixture("mfl", mixture, phases=(phase,), parts=(Entropic(),), shared=SHARED_MODELS)
 
 
 def fml(*, clusters: Models = 4, temperature: Positive = 1.0) -> Method:
-    """C whole models, mixed in their weights into one that each user trains and uses.
+    """FML: all users train C whole models, and each user uses its own weighted mean of their parameters.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1 with all weights in the components.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
-    Client: simultaneous descent on f(sum_c pi_c w_c), models and router (its own learning rate).
+    Client: joint steps on the models w_c and on the router, with its own learning rate, for the loss f(sum_c pi_c w_c).
     Server: the mean of each model c over users k with weights p(k|c) ~ pi_c p(k), where p(k) are the aggregation
-    weights and pi is that of user k.
-    Differs from the paper: models start at different values; p(k) is ``training.weighting``; all models of a user have
-    the running statistics of the mixed one.
+    weights and pi the mixture weights of user k.
+    Differs from the paper: models start at different values.  p(k) is ``training.weighting``.  All models of a user
+    have the running statistics of the mixed model.
 
     Args:
         clusters: Number C of models that users mix.
@@ -58,13 +58,12 @@ def fml(*, clusters: Models = 4, temperature: Positive = 1.0) -> Method:
 
 
 def local_adaptor(*, precondition: bool = True, server_adam_rate: NotNegative = 0.0) -> Method:
-    """Federate the base; keep one local adapter set for each user.
+    """Local Adaptor: all users train a shared base, and each user its own local adapter set.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Local Adaptor.
     Shared: the base where it is trained, with its running statistics.  Local: one adapter a layer, with its own running
     statistics.  Frozen: a language model's base.
-    Client: joint descent on base and adapters.  Server: mean, or with ``server_adam_rate`` above 0 a step of Adam
-    towards the mean.
+    Client: joint steps on base and adapters.  Server: mean over users, or a step of Adam towards it.
     Differs from the paper: means are weighted by ``training.weighting``.  The adapters' factor on the input side starts
     random and the output side zero, where section 3.2 says the reverse.
 
@@ -84,13 +83,13 @@ def local_adaptor(*, precondition: bool = True, server_adam_rate: NotNegative = 
 
 
 def ensemble(*, clusters: Models = 4, temperature: Positive = 1.0, server_adam_rate: NotNegative = 0.0) -> Method:
-    """C whole models, federated; each user mixes their outputs with its own router.
+    """Ensemble: all users train C whole models, and each user learns its own weights to mix their outputs.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Ensemble.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
-    Client: simultaneous descent on models and router.
+    Client: joint steps on models and router.
     Server: the mean of each model c over users k with weights p(k|c) ~ pi_c p(k), where p(k) are the aggregation
-    weights and pi is the mixture of user k; with ``server_adam_rate`` above 0 a step of Adam towards that mean.
+    weights and pi the mixture weights of user k, or a step of Adam towards that mean.
     Differs from the paper: outputs are mixed before the softmax, as in the public code; p(k) is ``training.weighting``.
 
     Args:
@@ -106,12 +105,12 @@ def ensemble(*, clusters: Models = 4, temperature: Positive = 1.0, server_adam_r
 
 
 def ensemble_optimal(*, clusters: Models = 4, server_adam_rate: NotNegative = 0.0) -> Method:
-    """C whole models, one for each true cluster: FedAvg within the clusters.
+    """Ensemble with one whole model for each true cluster of users, trained by FedAvg within the cluster.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
     Shared: C models with their running statistics.  Local: nothing.  Frozen: routers, one-hot.
-    Client: descent on the model of the user's cluster.  Server: mean over each cluster's users; with
-    ``server_adam_rate`` above 0 a step of Adam towards these means.
+    Client: steps on the model of the user's cluster.  Server: mean over each cluster's users, or a step of Adam towards
+    it.
     Differs from the paper: means are weighted by ``training.weighting``.
 
     Args:
@@ -120,5 +119,6 @@ def ensemble_optimal(*, clusters: Models = 4, server_adam_rate: NotNegative = 0.
             0 takes that mean.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="outputs", optimal=True)
-    phases, server = (Phase(roles=MODELS),), ClusterSteps(adam_rate=server_adam_rate)
-    return client_mixture("ensemble-optimal", mixture, phases=phases, shared=SHARED_MODELS, server=server)
+    phase = Phase(roles=MODELS)
+    server = ClusterSteps(adam_rate=server_adam_rate)
+    return client_mixture("ensemble-optimal", mixture, phases=(phase,), shared=SHARED_MODELS, server=server)

@@ -25,22 +25,21 @@ def floral(
     report_mixture: bool = True,
     per_layer: bool = False,
 ) -> Method:
-    """FLoRAL with learned routers: the base and C adapter sets are federated, and each user mixes the adapters.
+    """FLoRAL: all users train a base and C adapter sets, and each user learns its own weights to mix the sets.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1.
     Shared: the base where it is trained, with its running statistics, and C adapters a layer.  Local: one logit for
     each adapter set, and the running statistics of batch norms' adapters.  Frozen: a language model's base.
-    Client: simultaneous descent on base, adapters and router (its own learning rate) on training data.
-    Server: means over users k, of the base with weights p(k), of adapter set c with p(k|c) ~ pi_c p(k) (eq. 2), where
-    pi is the mixture of user k.
-    Differs from the paper: users report their mixture (C numbers) with each upload, which the server needs for p(k|c);
-    secure aggregation could hide it.  p(k) is ``training.weighting``, one setting for all methods that a recipe
-    compares: equal shares by default, N_k of Algorithm 1 with ``samples`` (or ``tokens``), as in the published recipes.
-    The factor on the input side starts random and the output side zero, as in LoRA (Hu et al. 2021) and the public
-    code; section 3.2 says the reverse.  ``noise`` is Gaussian and off; the paper names none, and the public code by
-    default adds uniform noise in [0, 1) to the logits in training.  That code keeps pi_c above 0.01, which stops its
-    gradient; we do not.  It reuses the adapters' client learning rate as ``adaptor_server_rate``: set that to compare.
-    Its server also takes steps on routers, which are local here; running statistics are set to the mean in both.
+    Client: joint steps on base, adapters and router on training data, the router with its own learning rate.
+    Server: means over users k, of the base with weights p(k), of adapter set c with weights p(k|c) ~ pi_c p(k) (eq. 2),
+    where pi are the mixture weights of user k.
+    Differs from the paper: users upload their mixture weights (C numbers), which the server needs for p(k|c).  p(k) is
+    ``training.weighting``: equal by default, N_k of Algorithm 1 with ``samples`` (or ``tokens``), as in the published
+    recipes.  The adapters' factor on the input side starts random and the output side zero, as in LoRA (Hu et al. 2021)
+    and the public code; section 3.2 says the reverse.  The paper has no noise; the public code adds uniform noise in
+    [0, 1) to the logits in training by default, ours is Gaussian and off.  That code keeps pi_c above 0.01, which stops
+    its gradient; we do not.  It reuses the adapters' client learning rate as ``adaptor_server_rate``.  Its server also
+    takes steps on routers, which are local here.
 
     Args:
         clusters: Number C of adapter sets that users mix.
@@ -65,52 +64,52 @@ def floral(
         RecipeError: The settings exclude each other.
     """
     rates = (base_server_rate, adaptor_server_rate)
-    if centre and (per_layer or rates != (1.0, 1.0)):
-        limit = "per_layer; allowed: per_layer false" if per_layer else f"server rates {rates}; allowed: rates of 1"
-        raise RecipeError(f"method floral: centre: got true with {limit}")
-    if server_adam_rate and (centre or rates != (1.0, 1.0)):
+    has_other_rates = rates != (1.0, 1.0)
+    if centre and per_layer:
+        raise RecipeError("method floral: centre: got true with per_layer; allowed: per_layer false")
+    if centre and has_other_rates:
+        raise RecipeError(f"method floral: centre: got true with server rates {rates}; allowed: rates of 1")
+    if server_adam_rate and (centre or has_other_rates):
         raise RecipeError(
             f"method floral: server_adam_rate: got {server_adam_rate} with centre {str(centre).lower()} and server "
             f"rates {rates}; allowed: centre false and server rates of 1, as Adam has one rate and its step is not "
             "linear in the mean"
         )
-    if not report_mixture and (centre or rates != (1.0, 1.0)):
+    if not report_mixture and (centre or has_other_rates):
         raise RecipeError(
             f"method floral: report_mixture: got false with centre {str(centre).lower()} and server rates {rates}; "
             "allowed: centre false and server rates of 1, as the server takes a plain mean"
         )
-    return client_mixture(
-        "floral",
-        ClientMixture(
-            clusters=clusters,
-            temperature=temperature,
-            noise=noise,
-            precondition=precondition,
-            centre=centre,
-            per_layer=per_layer,
-        ),
-        phases=(Phase(roles=TRAINED | ROUTERS, optimizer="both"),),
-        parts=(WarmUp(warmup_steps, resets=stateless),) if stateless or warmup_steps else (),
-        server=ClusterSteps(
+    mixture = ClientMixture(
+        clusters=clusters,
+        temperature=temperature,
+        noise=noise,
+        precondition=precondition,
+        centre=centre,
+        per_layer=per_layer,
+    )
+    hooks = (WarmUp(steps=warmup_steps, resets=stateless),) if stateless or warmup_steps else ()
+    if report_mixture:
+        server = ClusterSteps(
             base_rate=base_server_rate, component_rate=adaptor_server_rate, centre=centre, adam_rate=server_adam_rate
         )
-        if report_mixture
-        else Mean(adam_rate=server_adam_rate),
-        reports=report_mixture,
-    )
+    else:
+        server = Mean(adam_rate=server_adam_rate)
+    joint_phase = Phase(roles=TRAINED | ROUTERS, optimizer="both")
+    return client_mixture("floral", mixture, phases=(joint_phase,), parts=hooks, server=server, reports=report_mixture)
 
 
 def floral_optimal(
     *, clusters: Models = 4, precondition: bool = True, centre: bool = False, server_adam_rate: NotNegative = 0.0
 ) -> Method:
-    """FLoRAL whose routers know the true clusters: an upper bound for learned routers.
+    """FLoRAL with one adapter set for each true cluster of users, an upper bound for learned routers.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
     Shared: the base where it is trained, with its running statistics, and C adapters a layer.  Local: only adapters'
     running statistics.  Frozen: routers, one-hot; a language model's base.
-    Client: descent on the base and the adapters of the user's cluster.
-    Server: means over users, of the base over all, of an adapter set over the users of its cluster; with
-    ``server_adam_rate`` above 0 a step of Adam towards these means.
+    Client: steps on the base and on the adapter set of the user's cluster.
+    Server: the mean of the base over all users, and of an adapter set over the users of its cluster, or a step of Adam
+    towards these means.
     Differs from the paper: means are weighted by ``training.weighting``.  The adapters' factor on the input side starts
     random and the output side zero, where section 3.2 says the reverse.
 
@@ -136,20 +135,19 @@ def floral_optimal(
 
 
 def floral_mfl(*, clusters: Models = 4, precondition: bool = True, centre: bool = False) -> Method:
-    """FLoRAL with the mixture outside of the loss, and routers computed from the components' losses.
+    """FLoRAL that mixes the losses of C adapter sets instead of the sets, with weights computed from these losses.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL-WS), eq. 4, 5, 25 and 34.
     Shared: the base where it is trained, with its running statistics, and C adapters a layer.  Local: one logit for
     each adapter set, adapters' running statistics.  Frozen: a language model's base.
-    Client: pi_c ~ exp(-eta f_c), f_c the loss of the downloaded base with adapter set c on all training data of the
-    user and eta the router's learning rate (1/C in the first round).  Then each adapter set descends on its own f_c,
-    the base on sum_c pi_c f_c, C passes a step.
-    Server: means over users k, of the base with weights p(k), of adapter set c with p(k|c) ~ pi_c p(k), where pi is
-    that of user k at the start of the round.
-    Differs from the paper: a user's model for tests mixes the adapters in the weights, as in (FML).  p(k) is
+    Client: mixture weights pi_c ~ exp(-eta f_c), where f_c is the loss of the downloaded base with adapter set c on all
+    of the user's training data and eta the router's learning rate; in the first round pi_c = 1/C.  Then steps of each
+    adapter set on its own f_c and of the base on sum_c pi_c f_c, with C passes for each step.
+    Server: means over users k, of the base with weights p(k), of adapter set c with weights p(k|c) ~ pi_c p(k), where
+    pi are the mixture weights of user k at the start of the round.
+    Differs from the paper: for predictions a user mixes the adapters in the weights, as in (FML).  p(k) is
     ``training.weighting``.  The adapters' factor on the input side starts random and the output side zero, where
-    section 3.2 says the reverse.  Eq. 5 has f_c, the mean over a cluster; each user takes its own loss,
-    as in C.1.
+    section 3.2 says the reverse.  In eq. 5 f_c is the mean loss over a cluster; here, as in C.1, it is the user's own.
 
     Args:
         clusters: Number C of adapter sets that users mix.
