@@ -31,23 +31,23 @@ def comigs(
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), Algorithm 1.
     Shared: attention, generalists.  Local: specialists, routers.  Frozen: the base.
-    Client: alternating; after every ``router_every`` local steps, ``router_steps`` steps on the routers alone, on new
-    batches of validation text.
-    Server: mean of the shared tensors over users.  Without generalists nothing is shared, not even attention.
-    Differs from the paper: the routers' period counts a user's local steps (App. B.1), not rounds (Algorithm 1); the
-    load-balancing penalty is computed from the router's own input (the public code uses the block's output).  A user
+    Client: steps on attention and experts on training text; after every ``router_every`` of these, ``router_steps``
+    steps on the routers alone on validation text.
+    Server: mean of the shared tensors over users.
+    Differs from the paper: ``router_every`` counts a user's local steps (App. B.1), not rounds (Algorithm 1).  The
+    load-balancing penalty is computed from the router's own input; the public code uses the block's output.  A user
     with a single expert has no router.
 
     Args:
         generalists: Shared experts in each MLP; with 0 nothing is shared, not even attention.
         specialists: Local experts in each MLP: one number, a mapping such as ``{ada: 3, ben: 0}``, or a list with one
             for each user in the recipe's order.
-        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
-            warns.
-        router_steps: Optimiser steps of a router phase, each on a fresh batch.
+        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
+            router and warns.
+        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
         router_stream: Text for router steps: ``valid`` or ``train``.
-        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
-            validation text too.
+        accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
+            CoMiGS's public code; the experts then learn from validation text too.
         name: Name of the method.
     """
     phases = alternating(router_stream, router_every, router_steps, accumulate=accumulate_gradients)
@@ -65,16 +65,17 @@ def _comigs_method(
         generalists: Shared experts per MLP.
         specialists: Local experts per MLP: one number, or one for each user, as a list or by name.
     """
+    if not isinstance(specialists, int | Mapping):
+        specialists = tuple(specialists)
+    if generalists > 0:
+        shared, server = frozenset({ATTENTION, GENERALIST}), Mean()
+    else:
+        shared, server = frozenset(), Server()
     return Method(
         name=name,
-        placement=Placement(
-            generalists=generalists,
-            specialists=specialists if isinstance(specialists, int | Mapping) else tuple(specialists),
-            routed=True,
-            shared=frozenset({ATTENTION, GENERALIST}) if generalists else frozenset(),
-        ),
+        placement=Placement(generalists=generalists, specialists=specialists, routed=True, shared=shared),
         client=Client(phases=phases),
-        server=Mean() if generalists else Server(),
+        server=server,
     )
 
 
@@ -83,16 +84,17 @@ def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10, accumulat
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
     Shared: attention, 1 generalist per MLP.  Local: 1 specialist per MLP, routers.  Frozen: the base.
-    Client: alternating; router steps on validation text.  Server: mean over users.
-    Differs from the paper: the routers' period counts a user's local steps, not rounds; the load-balancing penalty is
+    Client: steps on experts on training text, in turns with steps on routers on validation text.  Server: mean over
+    users.
+    Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
     computed from the router's own input.
 
     Args:
-        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
-            warns.
-        router_steps: Optimiser steps of a router phase, each on a fresh batch.
-        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
-            validation text too.
+        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
+            router and warns.
+        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
+            CoMiGS's public code; the experts then learn from validation text too.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-1g1s", phases)
@@ -103,16 +105,17 @@ def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, ablation.
     Shared: attention, 2 generalists per MLP.  Local: routers.  Frozen: the base.
-    Client: alternating; router steps on validation text.  Server: mean over users.
-    Differs from the paper: the routers' period counts a user's local steps, not rounds; the load-balancing penalty is
+    Client: steps on experts on training text, in turns with steps on routers on validation text.  Server: mean over
+    users.
+    Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
     computed from the router's own input.
 
     Args:
-        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
-            warns.
-        router_steps: Optimiser steps of a router phase, each on a fresh batch.
-        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
-            validation text too.
+        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
+            router and warns.
+        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
+            CoMiGS's public code; the experts then learn from validation text too.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-2g", phases, generalists=2, specialists=0)
@@ -123,16 +126,16 @@ def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, ablation.
     Shared: nothing.  Local: attention, 2 specialists per MLP, routers.  Frozen: the base.
-    Client: alternating; router steps on validation text.  Server: none.
-    Differs from the paper: the routers' period counts a user's local steps, not rounds; the load-balancing penalty is
+    Client: steps on experts on training text, in turns with steps on routers on validation text.  Server: none.
+    Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
     computed from the router's own input.
 
     Args:
-        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
-            warns.
-        router_steps: Optimiser steps of a router phase, each on a fresh batch.
-        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
-            validation text too.
+        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
+            router and warns.
+        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
+            CoMiGS's public code; the experts then learn from validation text too.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-2s", phases, generalists=0, specialists=2)
@@ -149,39 +152,39 @@ def comigs_1gxs(
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.3.
     Shared: attention, 1 generalist per MLP.  Local: each user's specialists, routers.  Frozen: the base.
-    Client: alternating; router steps on validation text.  Server: mean over users.
-    Differs from the paper: the routers' period counts a user's local steps, not rounds; the load-balancing penalty is
+    Client: steps on experts on training text, in turns with steps on routers on validation text.  Server: mean over
+    users.
+    Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
     computed from the router's own input.
 
     Args:
         specialists: Local experts in each MLP: one number, a mapping such as ``{ada: 3, ben: 0}``, or a list with one
-            for each user in the recipe's order. The
-            number is ``n_i - 1`` in the paper's notation, which counts the generalist.
-        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
-            warns.
-        router_steps: Optimiser steps of a router phase, each on a fresh batch.
-        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
-            validation text too.
+            for each user in the recipe's order. The paper's ``n_i`` counts the generalist too.
+        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
+            router and warns.
+        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
+            CoMiGS's public code; the experts then learn from validation text too.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-1gxs", phases, specialists=specialists)
 
 
 def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
-    """CoMiGS-1G1S for users without validation text: router steps on newly sampled training batches.
+    """CoMiGS with one generalist and one specialist, for users without validation text.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
     Shared: attention, 1 generalist per MLP.  Local: 1 specialist per MLP, routers.  Frozen: the base.
-    Client: alternating; router steps on fresh training batches.  Server: mean over users.
-    Differs from the paper: the routers' period counts a user's local steps, not rounds; the load-balancing penalty is
+    Client: steps on experts in turns with steps on routers, both on training text.  Server: mean over users.
+    Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
     computed from the router's own input.
 
     Args:
-        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
-            warns.
-        router_steps: Optimiser steps of a router phase, each on a fresh batch.
-        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
-            the batches of router steps too.
+        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
+            router and warns.
+        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
+            CoMiGS's public code; the experts then learn from the routers' batches too.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-tr", phases)

@@ -13,13 +13,13 @@ B = frozenset({f"{ATTENTION}.b", f"{GENERALIST}.b"})
 
 
 def ffa_lora() -> Method:
-    """FFA-LoRA: A is frozen at an initial value that all users share, B is trained and averaged.
+    """FFA-LoRA: all users have the same frozen A; they train B, which the server averages.
 
     Source: Sun et al. 2024, "Improving LoRA in Privacy-preserving Federated Learning", arXiv:2403.12313; in CoMiGS
     (Fan et al. 2025, arXiv:2409.13931), App. C.2.
     Shared: B of attention and of 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base, A.
     Client: joint steps on B on training text.  Server: mean over users, which is exact: mean(B) A = mean(B A).
-    Differs from the paper: none known.  It trains and sends fewer parameters than the other methods with 2 experts.
+    Differs from the paper: none known.
     """
     return Method(
         name="ffa-lora",
@@ -30,7 +30,7 @@ def ffa_lora() -> Method:
 
 
 def fedsa_lora() -> Method:
-    """FedSA-LoRA: both factors are trained, A is averaged, B is local.
+    """FedSA-LoRA: users train A and B; the server averages A, B stays local.
 
     Source: Guo et al. 2024, "Selective Aggregation for Low-Rank Adaptation in Federated Learning", arXiv:2410.01463;
     in CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2.
@@ -47,7 +47,7 @@ def fedsa_lora() -> Method:
 
 
 class NewOptimisers(ClientHook):
-    """Resets the optimisers at the start of each round, as their moments belong to other factors."""
+    """Client hook that resets the optimisers at the start of each round, as the LoRA factors to train have changed."""
 
     only_resets_moments: ClassVar[bool] = True
 
@@ -57,39 +57,41 @@ class NewOptimisers(ClientHook):
 
 
 def rolora() -> Method:
-    """RoLoRA: rounds train and average B and A in turn, B first.
+    """RoLoRA: the first, third, fifth ... round trains and averages B, the others A.
 
     Source: Chen et al. 2025, "Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA",
     arXiv:2502.01755 (before: arXiv:2409.02346), Algorithm 1.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base, and one factor in turn.
-    Client: joint steps on B, or on A, on training text.  Server: mean over users, which is exact: ``mean(B) A = mean(B
-    A)``, as the other factor is the same for all.
-    Differs from the paper: both factors are exchanged, as a user who was absent from a round needs the one that is
-    frozen now; the paper sends the trained one, half as much.  Each round begins with a new optimiser.
+    Client: steps on B, or on A, on training text.  Server: mean over users, which is exact: ``mean(B) A = mean(B A)``,
+    as the frozen factor is the same for all.
+    Differs from the paper: a download has both factors, in case a user was absent when the frozen one was trained; the
+    paper sends only the trained one.  Each round begins with a new optimiser.
     """
-    # Each phase runs in one of two rounds: B in the first, third ..., A in the second, fourth ...
+    train_b = Phase(roles=B, turns=2, turn=0)
+    train_a = Phase(roles=A, turns=2, turn=1)
     return Method(
         name="rolora",
         placement=Placement(generalists=2, shared=A | B),
-        client=Client(phases=(Phase(roles=B, turns=2), Phase(roles=A, turns=2, turn=1)), parts=(NewOptimisers(),)),
+        client=Client(phases=(train_b, train_a), parts=(NewOptimisers(),)),
         server=Mean(),
     )
 
 
 def fedbn() -> Method:
-    """FedBN: all is averaged but the norm layers, whose weights and running statistics stay local.
+    """FedBN: the server averages all layers of a net except norm layers, which stay local.
 
     Source: Li et al. 2021, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization",
     arXiv:2102.07623, Algorithm 1.
-    Shared: a net without its norm layers.  Local: norm layers: weights, and running statistics where they have some.
-    Frozen: nothing.
+    Shared: a net without its norm layers.  Local: the norm layers with their running statistics.  Frozen: nothing.
     Client: joint steps on training data.  Server: mean of the shared tensors over users.
-    Differs from the paper: norms of other kinds than batch norm (group, layer) are local too.  Nets without norms, and
-    language models, whose norms are frozen, are refused: there it would be FedAvg.
+    Differs from the paper: not only batch norms are local, but group and layer norms too.  Nets without norms are
+    refused, because there it would be FedAvg, and so are language models, whose norms are frozen.
     """
+    all_but_norms = frozenset({f"{BASE}.body", f"{BASE}.head"})
+    norms = frozenset({f"{BASE}.norm"})
     return Method(
         name="fedbn",
-        placement=Placement(shared=frozenset({f"{BASE}.body", f"{BASE}.head"}), needs=frozenset({f"{BASE}.norm"})),
+        placement=Placement(shared=all_but_norms, needs=norms),
         client=Client(phases=(Phase(roles=frozenset({BASE})),)),
         server=Mean(),
     )
@@ -100,16 +102,15 @@ BODY = frozenset({ATTENTION, f"{GENERALIST}.body", f"{BASE}.body", f"{BASE}.norm
 
 
 def fedper() -> Method:
-    """FedPer: base layers are shared, the last layer is local.
+    """FedPer: the server averages all layers except the last one, which stays local.
 
     Source: Arivazhagan et al. 2019, "Federated Learning with Personalization Layers", arXiv:1912.00818, Algorithms 1
     and 2, with one personalization layer.
     Shared: a net without its last layer, with its statistics; on a language model attention and 2 averaged LoRA experts
-    per MLP, but not those of the last MLP.  Local: a net's last layer; 2 experts of a language model's last MLP.
-    Frozen: a language model's base.
-    Client: joint steps on training data, on all layers together.  Server: mean of the shared tensors over users.
-    Differs from the paper: on language models, which it does not cover, the local part is the LoRA of the last MLP, the
-    last module of the blocks, as the head after it is frozen.
+    per MLP, except in the last MLP.  Local: a net's last layer; the experts of a language model's last MLP.  Frozen: a
+    language model's base.
+    Client: joint steps on all layers on training data.  Server: mean of the shared tensors over users.
+    Differs from the paper: it does not cover language models; as their head is frozen, the last MLP takes its place.
     """
     return Method(
         name="fedper",
