@@ -78,8 +78,8 @@ def fedavg_plus() -> Method:
     """FedAvg+: FedAvg, after which each user fine-tunes the global model on its own data.
 
     Source: FedAvg+ in FedEM (Marfoq et al. 2021, arXiv:2108.10252), section 4, after Jiang et al. 2019.
-    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: the fine-tuned copy.  Frozen:
-    a language model's base.
+    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: the fine-tuned copy.
+    Frozen: a language model's base.
     Client: as for FedAvg; before each evaluation, and at the end, a local round on other batches fine-tunes a copy of
     the global model.  Server: mean over users.
     Differs from the paper: none known.  ``evaluation.model`` has no effect: the fine-tuned copy is evaluated.

@@ -20,7 +20,7 @@ def collaboration_weights(
 ) -> Float[Tensor, "users senders"]:
     """Return the weight of sender j's model in user i's mean: ``softmax_j(-perplexity_ij)`` on i's validation text.
 
-    A user for whom all perplexities overflow to infinity keeps its own model.
+    If all perplexities of a user overflow to infinity, it keeps its own model.
 
     Source: Wagner et al. 2024, arXiv:2404.09753, strategy 2.
 
