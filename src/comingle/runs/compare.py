@@ -261,8 +261,8 @@ def _labels_of_methods(methods: Sequence[Mapping[str, Any]]) -> list[str]:
     names = [method["name"] for method in methods]
     labels: list[str] = []
     for method in methods:
-        is_only_one = names.count(method["name"]) == 1
-        labels.append(method["name"] if is_only_one else _label_with_settings(method))
+        occurs_once = names.count(method["name"]) == 1
+        labels.append(method["name"] if occurs_once else _label_with_settings(method))
     seen_folder_names: set[str] = set()
     for label in labels:
         if folder_name(label) in seen_folder_names:
@@ -320,7 +320,7 @@ def labels_for_table(folder: Path, finished: Mapping[Path, str], *, failed: Coll
     ordered_labels = list(dict.fromkeys([*finished.values(), *earlier_labels.values()]))
 
     def order_key(path: Path) -> tuple[int, str, int]:
-        """Return what runs are sorted by: their method's position, its label, and the seed; new methods come last."""
+        """Return the sort key of a run: the position of its method (last if new), its label, and its seed."""
         label = comparable.labels[path]
         position = ordered_labels.index(label) if label in ordered_labels else len(ordered_labels)
         return position, label, comparable.recipes[path].seed
@@ -537,24 +537,11 @@ def run_recipes(
     resumed_folders = [folders[key] for key in recipes if is_resumed.get(key)]
     if resumed_folders:  # chat templates may write the date, which must be that of the first start
         given = replace(given, date=recorded_date(resumed_folders[0]))
-    has_several_seeds = len({seed for _, seed in recipes}) > 1
-    run_data: RunData | None = None
-    seed_of_data = None
-    users_of_seeds: dict[str, list[str]] = {}
-    for key, recipe in recipes.items():
+    first_run = next(iter(recipes), None)
+    for key, run_data in _data_of_runs(recipes, reporter, validates=validates, given=given):
+        if key == first_run:
+            on_data(run_data)
         method_label, seed = key
-        if run_data is None or seed != seed_of_data:
-            is_first_run = run_data is None
-            base = None if run_data is None else run_data.base
-            with reporter.waiting(loading(recipe)):
-                run_data = prepare(recipe, base=base, validates=validates, given=given)
-            seed_of_data = seed
-            skips_small_users = getattr(recipe.data, "on_small_user", "") == "skip"
-            if has_several_seeds and skips_small_users:  # each seed splits the data, so it may skip other users
-                users_of_seeds[f"seed {seed}"] = sorted(run_data.users.names)
-                require_same_users(list(users_of_seeds.items()))
-            if is_first_run:
-                on_data(run_data)
         run_number = list(all_recipes).index(key) + 1
         title = f"run {run_number} of {len(all_recipes)} · {method_label}, seed {seed}"
 
@@ -565,7 +552,7 @@ def run_recipes(
         try:
             result = run_in(
                 folders.get(key),
-                recipe,
+                recipes[key],
                 run_data,
                 resume=is_resumed.get(key, False),
                 force=force,
@@ -574,6 +561,38 @@ def run_recipes(
         except ComingleError as error:
             result = error
         yield key, result
+
+
+def _data_of_runs(
+    recipes: Mapping[Key, Recipe], reporter: Reporter, *, validates: bool, given: Given
+) -> Iterator[tuple[Key, RunData]]:
+    """Yield each run with its data, which is read when the first run of a seed needs it; the base is loaded once.
+
+    Args:
+        recipes: The runs, by label of the method and seed; runs of a seed follow each other.
+        reporter: The progress reporter.
+        validates: Whether every user needs validation data.
+        given: Objects that a program passes instead of names and paths in the recipe.
+
+    Raises:
+        ComingleError: The base or the data cannot be used, or one seed skips other users than another seed.
+    """
+    has_several_seeds = len({seed for _method, seed in recipes}) > 1
+    run_data: RunData | None = None
+    seed_of_data: int | None = None
+    users_of_seeds: dict[str, list[str]] = {}
+    for key, recipe in recipes.items():
+        _method, seed = key
+        if run_data is None or seed != seed_of_data:
+            base = None if run_data is None else run_data.base
+            with reporter.waiting(loading(recipe)):
+                run_data = prepare(recipe, base=base, validates=validates, given=given)
+            seed_of_data = seed
+            skips_small_users = getattr(recipe.data, "on_small_user", "") == "skip"
+            if has_several_seeds and skips_small_users:  # each seed splits the data, so it may skip other users
+                users_of_seeds[f"seed {seed}"] = sorted(run_data.users.names)
+                require_same_users(list(users_of_seeds.items()))
+        yield key, run_data
 
 
 def with_bos_of_comparison(

@@ -35,6 +35,7 @@ from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.training.backends.local import InProcess, federate
+from comingle.training.batch_sources import AnyScore
 from comingle.training.checkpoints import Clock, progress_of
 from comingle.training.client import STORES, Clients
 from comingle.training.evaluation import (
@@ -95,7 +96,7 @@ _CHOSEN = ("dtype", "native_code", "compile", "gradient_checkpointing", "micro_b
 
 
 def lacks_chosen_settings(recipe: Recipe) -> bool:
-    """Return whether the recipe has ``runtime.memory``, but not all settings that are chosen to stay within it."""
+    """Return whether ``runtime.memory`` is set, but settings that are chosen for it, as ``runtime.dtype``, are not."""
     if recipe.runtime.memory is None:
         return False
     sets_all_of_runtime = recipe.runtime.model_fields_set.issuperset(_CHOSEN)
@@ -104,7 +105,7 @@ def lacks_chosen_settings(recipe: Recipe) -> bool:
 
 
 def with_chosen_settings(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with ``changes``, and with every other setting that ``runtime.memory`` may choose set, too.
+    """Return the recipe with ``changes``, and with all other keys that ``runtime.memory`` may choose written out.
 
     Args:
         recipe: The recipe.
@@ -596,6 +597,42 @@ def _write_skipped_users(folder: Path, skipped: Mapping[str, object]) -> None:
     write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def _metrics_of_run(
+    federation: InProcess,
+    recipe: Recipe,
+    scores: Sequence[AnyScore],
+    clock: Clock,
+    evaluations: Evaluations,
+    num_classes: int | None,
+) -> JsonObject:
+    """Return the content of ``metrics.json``: test results, costs, warnings and settings of the method.
+
+    If several processes share a run, each one calls this function with its shard; the first one gets the metrics of all
+    users.
+
+    Args:
+        federation: The federation after the last round.
+        recipe: The recipe.
+        scores: Final scores of the users of this process.
+        clock: Time, tokens and bytes of the run.
+        evaluations: All evaluations of the run.
+        num_classes: Number of classes of nets trained with cross-entropy; None for other models.
+    """
+    clients = federation.clients
+    metrics_of_users = federation.merge_users(lambda: users_metrics(clients, scores))
+    metrics = summarise(clients, scores, clock, metrics_of_users).as_dict()
+    metrics.update(clients.left_out)  # skipped users and rows
+    metrics.update(federation.server.mechanisms.metrics)  # of privacy
+    if federation.is_first_process:
+        # The confidence interval of the mean, if only a sample of the users was evaluated.
+        metrics.update(sample_entry(clients, metrics_of_users, metrics["measure"]))
+    evaluations.add_valid_losses(metrics)
+    metrics.update(outcome_warnings(clients.method, evaluations, metrics, num_classes=num_classes))
+    metrics.update(untrained_entry(clients.plan, clients.steps.local_steps))
+    metrics.update(_settings_entry(recipe))
+    return metrics
+
+
 def execute(
     federation: InProcess,
     recipe: Recipe,
@@ -676,17 +713,7 @@ def execute(
         )
         if scores is None:
             scores = []
-        metrics_of_users = federation.merge_users(lambda: users_metrics(clients, scores))
-        metrics = summarise(clients, scores, clock, metrics_of_users).as_dict()
-        metrics.update(clients.left_out)
-        metrics.update(federation.server.mechanisms.metrics)
-        if is_first_process:
-            # The confidence interval of the mean, if only a sample of the users was evaluated.
-            metrics.update(sample_entry(clients, metrics_of_users, metrics["measure"]))
-        evaluations.add_valid_losses(metrics)
-        metrics.update(outcome_warnings(clients.method, evaluations, metrics, num_classes=num_classes))
-        metrics.update(untrained_entry(clients.plan, clients.steps.local_steps))
-        metrics.update(_settings_entry(recipe))
+        metrics = _metrics_of_run(federation, recipe, scores, clock, evaluations, num_classes)
         had_finished = resume and rounds_done == metrics["rounds"]
         if folder is not None and had_finished:
             metrics.update(_recorded_wall_seconds(folder, rounds_done))
@@ -697,9 +724,10 @@ def execute(
             raise
         raise DivergenceError(f"{error}; the last checkpoint is {checkpoints[-1].name}") from error
     finally:
-        for sink in (log, *trackers):
-            if sink is not None:
-                sink.close()
+        if log is not None:
+            log.close()
+        for tracker in trackers:
+            tracker.close()
     if folder is not None:
         federation.write_record(folder / "metrics.json", metrics)
     return Run(
