@@ -61,8 +61,8 @@ class Given:
         Raises:
             DataError: The users are missing.
             BaseModelError: The base is missing, or does not fit the users' kind of data.
-            RecipeError: A function that makes nets or a loss function is passed, but the users' data is named in the
-                recipe or is no samples.
+            RecipeError: A function that makes nets, or a loss function, is passed without users, or for users who have
+                no samples.
         """
         if recipe.data.given and self.users is None:  # `data.given`: a program passes the users
             raise DataError(USERS_MISSING)
@@ -143,7 +143,7 @@ class Given:
         return replace(with_date(base, self.date), adds_bos=adds_bos)
 
     def _load_named_base(self, recipe: Recipe, settings: Mapping[str, Any]) -> Base:
-        """Return the base that the recipe names; each combination of name and settings is loaded once per process.
+        """Return the base that the recipe names: one of ``loaded_bases`` if it is there, otherwise load it.
 
         Args:
             recipe: The recipe.
@@ -253,8 +253,8 @@ def complete_changes(recipe: Recipe, changes: Mapping[str, object]) -> dict[str,
 
     The change ``training={"rounds": 5}`` gets the recipe's other keys of ``training``, so that they are kept.
 
-    Some changes replace the whole section instead: another method, optimiser or aggregation rule, since other keys are
-    settings of the old one; other users; and None, which resets a section to its defaults.
+    Some changes replace the whole section instead: another method, optimiser or aggregation rule, whose settings
+    differ from the old one's; other users; and None, which resets a section to its defaults.
 
     Args:
         recipe: The recipe.
@@ -285,10 +285,10 @@ def _value_at(content: object, dotted_key: str) -> object:
 
 
 def _merge_sections(old: object, new: object) -> object:
-    """Return the new value of a recipe key, with the keys of the old value that it lacks if both are mappings.
+    """Return ``{"name": "adamw", "lr": 2}`` for the old ``{"name": "adamw", "lr": 1}`` and the new ``{"lr": 2}``.
 
-    Mappings inside are merged in the same way. Two kinds of mappings are replaced as a whole: those that change a key
-    on which the others depend, such as the ``name`` of an optimiser, and ``users``.
+    Mappings inside are merged in the same way. A new mapping replaces the old one as a whole if it changes a key on
+    which the others depend, such as ``name``, and so does any other new value.
     """
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
@@ -336,8 +336,8 @@ def _refuse_paths(users: Mapping[str, object]) -> None:
 def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any], *, passes_net: bool) -> Any:
     """Return a recipe's content whose section ``data`` says that a program passes the users (``given: true``).
 
-    The section keeps its options, such as the sizes of splits. It loses the keys that say where data is read from, and
-    gets the ``kind`` of the passed data. The program's changes of the recipe are not applied here.
+    The section keeps its options, such as the sizes of splits, and loses the keys that say where data is read from.
+    The program's changes of the recipe are not applied here.
 
     Args:
         content: The content of a recipe file; returned unchanged if it is not a mapping with a mapping ``data``.
