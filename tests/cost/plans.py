@@ -26,4 +26,4 @@ def planned(recipe: Recipe) -> Any:
     about = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
     base = load_skeleton(recipe.base, **about, quantise=recipe.quantise)
     federation = federate_bare(with_method(recipe, recipe.method.name), base, names)
-    return rehearse(federation, trainers=len(names))
+    return rehearse(federation, num_trainers=len(names))

@@ -36,7 +36,7 @@ OF_ALL = {
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Assume a process's own memory."""
-    monkeypatch.setattr(planning, "process_bytes", lambda *_: 1)
+    monkeypatch.setattr(planning, "measured_process_bytes", lambda *_: 1)
 
 
 def fits_everywhere(recipe: Recipe) -> None:
@@ -73,7 +73,9 @@ def test_those_who_are_here_are_rehearsed_with_what_is_theirs(recipe_file: Path)
     base = prepare(recipe).base
     assert base is not None
     names = ("ann", "bob", "cem")
-    whole, some = (rehearse_text(recipe, base, names, here=here).federation.clients for here in (None, range(1, 3)))
+    whole, some = (
+        rehearse_text(recipe, base, names, own_indices=here).federation.clients for here in (None, range(1, 3))
+    )
     assert list(some.names) == ["bob", "cem"]
     assert some.model.ranks.tolist() == [4, 3]
     assert some.model.layout.columns == whole.model.layout.columns

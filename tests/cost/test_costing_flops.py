@@ -134,11 +134,11 @@ def test_a_block_by_hand() -> None:
     """The rules of the module's docstring on round numbers."""
     trained = {"a": 10, "b": 10, "trains_a": True, "trains_b": True}
     block = Block(
-        reads=(linear(**trained),),
-        writes=linear(**trained),
-        scores=7,
-        first=(linear(**trained),),
-        last=linear(**trained),
+        qkv=(linear(**trained),),
+        attention_out=linear(**trained),
+        score_products=7,
+        mlp_in=(linear(**trained),),
+        mlp_out=linear(**trained),
         router=5,
         trains_router=True,
     )
@@ -153,6 +153,6 @@ def test_a_block_by_hand() -> None:
 
 
 def test_nothing_trained_takes_no_backward_pass() -> None:
-    block = Block(reads=(linear(),), writes=linear(), scores=7, first=(linear(),), last=linear())
+    block = Block(qkv=(linear(),), attention_out=linear(), score_products=7, mlp_in=(linear(),), mlp_out=linear())
     assert backward([block, block], 1000) == Flops()
     assert backward([], 1000).overhead == 0

@@ -119,9 +119,9 @@ def test_the_whole_plan_is_what_a_run_takes(case: str) -> None:
 @pytest.mark.slow
 def test_a_plan_counts_the_process_too() -> None:
     """Measured in a process of its own that runs the smallest recipe, for nets as for text; not for a GPU."""
-    task, text = (footprint.process_bytes(kind, torch.device("cpu")) for kind in ("samples", "text"))
+    task, text = (footprint.measured_process_bytes(kind, torch.device("cpu")) for kind in ("samples", "text"))
     assert 100e6 < task < text < 1.5e9
-    assert footprint.process_bytes("text", torch.device("cuda")) == 0
+    assert footprint.measured_process_bytes("text", torch.device("cuda")) == 0
     recipe = recipe_of("random:llama", "fedavg")
     base = load_skeleton(recipe.base, dtype="float32", device="cpu")
     cost = method_cost(recipe, base, ("a", "b"), free=text)
@@ -166,8 +166,8 @@ def test_users_who_are_alike_need_not_all_be_built() -> None:
     server = sum(t.nbytes for t in few.federation.server.kept.values())
     assert peak_memory(many).adapters_bytes - server == 3 * (peak_memory(few).adapters_bytes - server)
     assert peak_memory(many).pass_bytes == peak_memory(few).pass_bytes
-    assert peak_memory(many, alone=True) == peak_memory(few, alone=True)
-    assert peak_memory(few, alone=True).pass_bytes < peak_memory(few).pass_bytes
+    assert peak_memory(many, one_user=True) == peak_memory(few, one_user=True)
+    assert peak_memory(few, one_user=True).pass_bytes < peak_memory(few).pass_bytes
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_a_rehearsal_takes_no_memory_and_leaves_the_base_to_others() -> None:
     base = load_skeleton(recipe.base, dtype="float32", device="cpu")
     assert storage_bytes(base.model) > 2e9
     for _ in range(2):  # the second federation finds the base as the first did
-        stage = rehearse(federate_bare(with_method(recipe, "local"), base, ("a", "b")), trainers=2)
+        stage = rehearse(federate_bare(with_method(recipe, "local"), base, ("a", "b")), num_trainers=2)
         assert peak_memory(stage).weights_bytes == storage_bytes(base.model)
     assert all(p.is_meta for p in base.model.parameters())
 

@@ -14,7 +14,7 @@ import pytest
 from comingle.config import Recipe, parse_recipe
 from comingle.cost import planning
 from comingle.cost.memory import peak_memory
-from comingle.cost.planning import data_bytes, fit, loads_of, plan, rehearse_nets
+from comingle.cost.planning import data_bytes, fit, local_work_by_user, plan, rehearse_nets
 from comingle.data import population_files
 from comingle.data.populations import LazyPopulation
 from comingle.data.text import reading
@@ -27,7 +27,7 @@ from comingle.utils.errors import ComingleError
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a cache of the test; assume a process's own memory."""
     monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(planning, "process_bytes", lambda *_: 1)
+    monkeypatch.setattr(planning, "measured_process_bytes", lambda *_: 1)
 
 
 @pytest.fixture
@@ -138,9 +138,9 @@ def test_samples_cost_what_they_do_in_memory_but_those_of_a_cohort_are_held(tmp_
         population = prepare(recipe).common
         assert isinstance(population.users, LazyPopulation) == (store == "disk")
         stage = rehearse_nets(recipe, population)
-        loads.append(loads_of(stage.federation.clients, population))
+        loads.append(local_work_by_user(stage.federation.clients, population))
         sizes.append(peak_memory(stage).data_bytes)
         assert stage.data_bytes == data_bytes(population, stage.steps.model.dtype)
-        assert peak_memory(stage, alone=True).data_bytes == stage.data_bytes // 3
+        assert peak_memory(stage, one_user=True).data_bytes == stage.data_bytes // 3
     assert loads[0] == loads[1]
     assert sizes == [90 * 2 * (5 * 4 + 8), 30 * 2 * (5 * 4 + 8)]

@@ -13,9 +13,9 @@ from tests.quick import quick
 from torch.nn import functional as F
 
 from comingle.config import Recipe, parse_recipe
-from comingle.cost.counts import count_stacked, count_users, measured_base, text_load
+from comingle.cost.counts import count_stacked, count_users, local_work_on_text, measured_base
 from comingle.cost.memory import LiveBytes, rehearse, step_peak
-from comingle.cost.planning import federate_bare, loads_of, plan, rehearse_nets, with_method
+from comingle.cost.planning import federate_bare, local_work_by_user, plan, rehearse_nets, with_method
 from comingle.cost.records import Flops, UserCost, count_flops, measure_flops
 from comingle.cost.skeleton import bare_mixture, load_skeleton
 from comingle.data.samples.samples import SPLITS
@@ -68,14 +68,14 @@ def task_costs(recipe: Recipe) -> list[UserCost]:
     task = prepare(recipe).common
     assert task is not None
     plain, stage = (rehearse_nets(with_method(recipe, name), task) for name in ("fedavg", recipe.method.name))
-    return count_stacked(stage, loads_of(stage.federation.clients, task), measured_base(plain))
+    return count_stacked(stage, local_work_by_user(stage.federation.clients, task), measured_base(plain))
 
 
 def text_cost(recipe: Recipe) -> UserCost:
     """The same of a language model; the base's own part is left as nothing."""
     base = bare(recipe)
-    stage = rehearse(federate_bare(with_method(recipe, recipe.method.name), base, NAMES), trainers=3)
-    loads = dict.fromkeys(NAMES, text_load(stage.federation.clients))
+    stage = rehearse(federate_bare(with_method(recipe, recipe.method.name), base, NAMES), num_trainers=3)
+    loads = dict.fromkeys(NAMES, local_work_on_text(stage.federation.clients))
     (user,) = count_stacked(stage, loads, lambda load: (Flops(), Flops()))
     return user
 
@@ -169,7 +169,7 @@ def test_work_is_a_line() -> None:
         _ = fixed @ fixed, torch.randn(n, 3) @ each
 
     line = measure_flops(work)
-    assert (line.fixed, line.each) == (250, 18)
+    assert (line.per_call, line.per_item) == (250, 18)
     assert line.flops(2, 7) == count_flops(lambda: work(3)) + count_flops(lambda: work(4))
 
 
@@ -259,7 +259,7 @@ def test_a_mixtures_step_without_data_holds_what_a_real_one_does(federate: Any) 
         gradients = clients.steps.gradient(cohort, drawn, phase)[1]
         clients.steps.descend(phase, cohort, gradients, 0)
     recipe = with_method(text_recipe("floral", "random:llama?layers=1"), "floral")
-    stage = rehearse(federate_bare(recipe, bare(recipe), NAMES), trainers=3)
+    stage = rehearse(federate_bare(recipe, bare(recipe), NAMES), num_trainers=3)
     assert step_peak(stage, users, phase).peak == pytest.approx(live.peak, rel=0.02)
 
 

@@ -20,7 +20,7 @@ from tests.federation.tiny import tiny
 from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.config.settings import parse_bytes
 from comingle.cost import planning
-from comingle.cost.planning import _Needs, choose_within, memory_choices
+from comingle.cost.planning import _MemoryByPassSize, choose_within, memory_choices
 from comingle.cost.records import MemoryChoice
 from comingle.federation import client
 from comingle.federation.client import CHOICE
@@ -41,7 +41,7 @@ BATCH = {"training.batch_size": 2, "training.context": 64}
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Assume a process's own memory."""
-    monkeypatch.setattr(planning, "process_bytes", lambda *_: 1)
+    monkeypatch.setattr(planning, "measured_process_bytes", lambda *_: 1)
 
 
 def write_limited(path: Path, **changes: Any) -> None:
@@ -60,7 +60,7 @@ def limited(recipe_file: Path, **changes: Any) -> Recipe:
 @pytest.fixture(scope="module")
 def choices(tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable[[Path], Path]) -> list[MemoryChoice]:
     """All settings for a limit of memory, without the process."""
-    return list(memory_choices(limited(write_recipe(tmp_path_factory.mktemp("choices"))), USERS, process=0))
+    return list(memory_choices(limited(write_recipe(tmp_path_factory.mktemp("choices"))), USERS, process_bytes=0))
 
 
 @pytest.mark.slow
@@ -80,8 +80,8 @@ def test_the_first_settings_that_fit_are_chosen(
     halved = [c.changes for c in unpacked if "runtime.micro_batch" in c.changes and len(c.changes) == 4]
     assert [(c["runtime.users_per_step"], c["runtime.micro_batch"]) for c in halved] == [(1, 2), (1, 1)]
     assert "runtime.gradient_checkpointing" in unpacked[2].changes
-    assert choose_within(recipe, 10**12, USERS, process=0).changes == choices[0].changes
-    second = choose_within(recipe, choices[0].needed_bytes - 1, USERS, process=0)
+    assert choose_within(recipe, 10**12, USERS, process_bytes=0).changes == choices[0].changes
+    second = choose_within(recipe, choices[0].needed_bytes - 1, USERS, process_bytes=0)
     assert second.changes == choices[1].changes
 
 
@@ -92,25 +92,25 @@ def test_estimates_are_those_of_all_layers_and_of_quantised_weights(
     recipe = limited(recipe_file)
     monkeypatch.setattr(planning, "_TRACED_LAYERS", (9,))  # all five
     for choice in (choices[1], choices[-1]):
-        exact = _Needs(recipe.with_changes(choice.changes), USERS, here=None, process=0)
+        exact = _MemoryByPassSize(recipe.with_changes(choice.changes), USERS, own_indices=None, process_bytes=0)
         assert choice.needed_bytes == pytest.approx(exact.bytes_at(exact.pass_size), rel=0.02)
 
 
 def test_what_a_recipe_sets_is_kept(recipe_file: Path) -> None:
     runtime = {"micro_batch": 4, "gradient_checkpointing": False, "dtype": "float32", "native_code": False}
     recipe = limited(recipe_file, runtime=runtime, quantise="none")
-    (only,) = memory_choices(recipe, USERS, process=0)
+    (only,) = memory_choices(recipe, USERS, process_bytes=0)
     assert only.changes == {"runtime.compile": False}
 
 
 def test_too_little_memory_and_other_models_are_refused(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = limited(recipe_file)
     with pytest.raises(RecipeError, match=r"runtime\.memory: got '1GB'; allowed: .*adapters"):
-        next(memory_choices(recipe.with_changes({"method": "floral"}), USERS, process=0))
+        next(memory_choices(recipe.with_changes({"method": "floral"}), USERS, process_bytes=0))
     large = [MemoryChoice(changes={"quantise": bits}, needed_bytes=size, slowdown=1.2) for bits, size in SIZES.items()]
     monkeypatch.setattr(planning, "memory_choices", lambda *_, **__: iter(large))
     with pytest.raises(RecipeError, match=r"runtime\.memory: got '1GB'; the smallest settings are quantise 4bit"):
-        choose_within(recipe, 1000, USERS, process=0)
+        choose_within(recipe, 1000, USERS, process_bytes=0)
     for wrong in ("much", "12 parsecs", "-1MB", "0MB", ""):
         with pytest.raises(RecipeError, match=r"runtime\.memory"):
             limited(recipe_file, runtime={"memory": wrong})
@@ -121,7 +121,7 @@ def test_too_little_memory_and_other_models_are_refused(recipe_file: Path, monke
 def test_a_run_within_its_memory_is_the_run_with_these_settings(recipe_file: Path, tmp_path: Path) -> None:
     """The settings are said, recorded, and kept when the run is resumed with more memory."""
     recipe = limited(recipe_file, **{"training.rounds": 1, "runtime.dtype": "float32"})
-    larger, choice = itertools.islice(memory_choices(recipe, USERS, process=1), 2)
+    larger, choice = itertools.islice(memory_choices(recipe, USERS, process_bytes=1), 2)
     limit = (larger.needed_bytes + choice.needed_bytes) // 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "memory_limit", lambda _: limit)

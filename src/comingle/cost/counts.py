@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import cast
 
@@ -15,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from comingle.cost.memory import Rehearsal, fake_batch, fake_inputs, ignore_grad_warning
-from comingle.cost.records import Block, Flops, Linear, UserCost, backward, forward, measure_flops
+from comingle.cost.records import Block, Flops, Linear, LinearFlops, UserCost, backward, forward, measure_flops
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.lora import IN, OUT, weight_shape
@@ -30,41 +31,38 @@ from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Tree
 def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int, int]]:
     """Return the bytes that each user uploads and downloads in one exchange, including messages of a secure sum.
 
-    The sizes include the user's name and the round's number, which messages contain; the number has one digit here. If
-    the federation shares nothing, all sizes are 0.
+    Messages contain the user's name, so sizes depend on it. All sizes are 0 if the federation shares nothing.
 
     Args:
-        federation: The federation. If all users have tensors of the same sizes, it may have fewer users than there are
-            names; messages of its last user are then counted for all further names.
+        federation: The federation. It may have fewer users than there are names; messages of its last user are then
+            counted for all further names.
         names: Names of the users.
 
     Returns:
         One pair (upload bytes, download bytes) per name.
     """
-    clients = federation.clients
+    clients, server = federation.clients, federation.server
     if not clients.shares:
         return [(0, 0)] * len(names)
-    messages: dict[int, tuple[Upload, Download]] = {}  # by the user's index in the federation
+    message_by_index: dict[int, tuple[Upload, Download]] = {}
     sizes = []
     for i, name in enumerate(names):
-        user = min(i, len(clients.trainers) - 1)
-        if user not in messages:
-            messages[user] = upload_of(federation, user), download_of(federation, user, names)
-        upload, download = messages[user]
+        index = min(i, len(clients.trainers) - 1)  # of the user in the federation
+        if index not in message_by_index:
+            message_by_index[index] = upload_of(federation, index), download_of(federation, index, names)
+        upload, download = message_by_index[index]
         (upload_bytes,) = packed_bytes(replace(upload, users=(name,)))
         (download_bytes,) = packed_bytes(replace(download, users=(name,)))
-        if (secure_sum := federation.server.sums) is not None:
-            num_entries = federation.server.size  # of one upload
-            upload_bytes = secure_sum.sent_bytes(name, num_entries)  # masked messages replace the plain upload
-            download_bytes += secure_sum.received_bytes(name, num_entries)
+        if server.sums is not None:  # a secure sum: masked messages replace the plain upload
+            num_entries = server.size  # of one upload
+            upload_bytes = server.sums.sent_bytes(name, num_entries)
+            download_bytes += server.sums.received_bytes(name, num_entries)
         sizes.append((upload_bytes, download_bytes))
     return sizes
 
 
 def mean_bytes(message_sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return the users' mean upload bytes and mean download bytes, both rounded.
-
-    The users have messages of the same tensors, whose sizes differ only in the lengths of the users' names.
 
     Args:
         message_sizes: A pair (upload bytes, download bytes) for each user.
@@ -74,37 +72,45 @@ def mean_bytes(message_sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def upload_of(federation: InProcess, user: int) -> Upload:
-    """Return the message that a user uploads in an exchange; its loss is 0, as the value does not change its size."""
+    """Return the message that a user uploads in an exchange; round 1 and loss 0 stand for any, as its size is alike."""
     return federation.clients.upload([user], 1, {LOSS: torch.zeros(1)}, counts=True)
 
 
 def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Download:
     """Return the message that a user downloads after an exchange of all users.
 
-    In a peer-to-peer method, which has no server, the message contains the uploads of all participants. The tensors of
-    this message are on the meta device: they have shapes but no data.
+    In a peer-to-peer method, which has no server, it contains the uploads of all users, as tensors without data.
 
     Args:
         federation: The federation.
         user: The user's index in the federation.
-        names: Names of all participants.
+        names: Names of all users.
     """
     clients, server = federation.clients, federation.server
     if not clients.method.server.peer_to_peer:
         return server.download([clients.trainers[user].name])
-    uploaded = {name: t.to("meta") for name, t in upload_of(federation, user).tensors.items()}
-    # (1, *shape) of one sender becomes (1 receiver, senders, *shape).
-    tensors = {name: t.unsqueeze(1).expand(1, len(names), *t.shape[1:]) for name, t in uploaded.items()}
-    lora_ranks = server.ranks[[user]]  # (1,): the user's
-    # The version, a number of rounds, only matters for the length of the message.
-    return Download(version=1, users=(names[user],), tensors=tensors, ranks=lora_ranks, senders=tuple(names))
+    tensors = {}
+    for name, uploaded in upload_of(federation, user).tensors.items():
+        without_data = uploaded.to("meta")  # (1 sender, *shape)
+        one_receiver = without_data.unsqueeze(1)  # (1 receiver, 1 sender, *shape)
+        tensors[name] = one_receiver.expand(1, len(names), *uploaded.shape[1:])  # (1 receiver, senders, *shape)
+    return Download(
+        version=1,  # any number of one digit
+        users=(names[user],),
+        tensors=tensors,
+        ranks=server.ranks[[user]],  # LoRA rank of the user, shape (1,)
+        senders=tuple(names),
+    )
 
 
 def count_exchanges(federation: InProcess) -> int:
     """Return the number of rounds of a run after which users upload and the server aggregates."""
-    clients, method, plan = federation.clients, federation.clients.method, federation.clients.plan
-    rounds = plan.training.rounds if method.trains else 0
-    return sum(exchanged_after(plan, clients.shares, done) for done in range(1, rounds + 1))
+    clients = federation.clients
+    plan = clients.plan
+    if not clients.method.trains:
+        return 0
+    rounds_done = range(1, plan.training.rounds + 1)
+    return sum(exchanged_after(plan, clients.shares, done) for done in rounds_done)
 
 
 ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)
@@ -116,32 +122,36 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
     A pooled method, which trains one model on the data of all users, has one entry.
 
     Args:
-        federation: The federation. If all users have tensors of the same sizes, it may have fewer users than there are
-            names; the costs of its last user then are those of all further names.
+        federation: The federation. It may have fewer users than there are names; the costs of its last user are then
+            those of all further names.
         names: Names of the users.
     """
     clients = federation.clients
+    slot_names = [slot.name for slot in clients.model.layout.slots]  # a slot is a tensor of a user's model
     rows = clients.row_of  # row of each user's model in the state
     if clients.method.placement.pooled:
         rows, names = rows[:1], (f"all {len(names)} users as one",)
     rows_by_name = [rows[min(i, len(rows) - 1)] for i in range(len(names))]
-    num_entries, parameters = unpadded_entries(clients), _parameters_by_role(clients)
+    sizes_by_row = unpadded_entries(clients)
+    parameters_by_role = _parameters_by_role(clients)
     message_sizes = message_bytes(federation, names)
-    # Indices in `names` of the users with equal tensor sizes, by the numbers of entries of their tensors (slots).
-    groups: dict[tuple[int, ...], list[int]] = {}
+    indices_by_sizes: dict[tuple[int, ...], list[int]] = {}  # indices in `names` of users with equal tensor sizes
     for i, row in enumerate(rows_by_name):
-        groups.setdefault(tuple(num_entries[row].tolist()), []).append(i)
+        sizes = tuple(sizes_by_row[row].tolist())
+        indices_by_sizes.setdefault(sizes, []).append(i)
     costs = []
-    slot_names = [slot.name for slot in clients.model.layout.slots]
-    for entries_of_slots, indices in groups.items():
-        row = rows_by_name[indices[0]]
-        # Rows are the first copies of all users' models, then the second copies, and further.
-        trainer = row % len(clients.trainers)
-        parameters_of_user = {role: counts[trainer] for role, counts in parameters.items()}
-        shape = Shape(clients, row, dict(zip(slot_names, entries_of_slots, strict=True)))
+    for sizes, indices in indices_by_sizes.items():
+        row = rows_by_name[indices[0]]  # the first user of the group stands for all
+        trainer = row % len(clients.trainers)  # rows: first copies of all users' models, then second copies, and so on
         upload_bytes, download_bytes = mean_bytes([message_sizes[i] for i in indices])
-        group_names = tuple(names[i] for i in indices)
-        costs.append(_user_cost(shape, group_names, parameters_of_user, upload_bytes, download_bytes))
+        cost = _user_cost(
+            Shape(clients, row, dict(zip(slot_names, sizes, strict=True))),
+            names=tuple(names[i] for i in indices),
+            parameters={role: counts[trainer] for role, counts in parameters_by_role.items()},
+            upload_bytes=upload_bytes,
+            download_bytes=download_bytes,
+        )
+        costs.append(cost)
     return costs
 
 
@@ -150,11 +160,6 @@ def _user_cost(
 ) -> UserCost:
     """Return the costs of users with equal tensor sizes, from the model of one of them.
 
-    The FLOPs of a round are first counted with one token per local step: ``sweep + sum over phases of steps * copies *
-    training``. Here ``sweep`` are the forward passes of methods whose users choose among models, ``copies`` is the
-    number of models that a user trains, and ``training`` are the FLOPs of a token's forward and backward pass. The sum
-    is then multiplied by the tokens of a batch, ``batch_size * context``.
-
     Args:
         shape: The matrix products of that model.
         names: Names of the users.
@@ -162,16 +167,18 @@ def _user_cost(
         upload_bytes: Bytes that each of them uploads in an exchange.
         download_bytes: Bytes that each of them downloads in an exchange.
     """
-    clients, plan, method = shape.clients, shape.clients.plan, shape.clients.method
-    # In a sweep, users that choose among several models compute the loss of each, on as much text as they train on.
-    num_models = method.server.server_models if method.client.sweeps else 0
-    flops = shape.forward() * (num_models * plan.training.most_local_steps)
+    clients, method = shape.clients, shape.clients.method
+    plan, training = clients.plan, clients.plan.training
+    # Users that choose among several models compute the loss of each (a sweep), on as much text as they train on.
+    num_swept_models = method.server.server_models if method.client.sweeps else 0
+    # FLOPs of a round in which every local step has a single token.
+    flops = shape.forward() * (num_swept_models * training.most_local_steps)
     for phase in clients.phases:
-        # Mean steps per round: a phase takes `steps` steps at every `every`-th of the run's local steps
-        # (`plan.iterations`), in some of the rounds.
-        steps = plan.iterations // phase.every * phase.steps / plan.training.rounds
-        steps *= phase.rounds_of(plan.training.rounds) / plan.training.rounds
-        flops += shape.training(phase) * (steps * method.placement.copies)  # each copy of a user's model is trained
+        # The phase takes `phase.steps` steps after every `phase.every`-th local step of the run, in some of its rounds.
+        steps_per_round = plan.iterations // phase.every * phase.steps / training.rounds
+        steps_per_round *= phase.rounds_of(training.rounds) / training.rounds
+        flops += shape.training(phase) * (steps_per_round * method.placement.copies)  # copies: models per user
+    tokens_per_batch = clients.batch_size * training.context
     return UserCost(
         names=names,
         experts=shape.num_experts,
@@ -179,35 +186,37 @@ def _user_cost(
         upload_bytes=upload_bytes,
         download_bytes=download_bytes,
         forward=shape.forward(),
-        training=flops * (1 / plan.training.most_local_steps),  # mean of a token in the local steps
-        round=flops * (clients.batch_size * plan.training.context),
+        training=flops * (1 / training.most_local_steps),
+        round=flops * tokens_per_batch,
     )
 
 
 def _parameters_by_role(clients: Clients) -> dict[str, list[int]]:
-    """Return the number of parameters that each user trains, by role: for each role a list with one number per user.
+    """Return the number of parameters that each user trains, by role, such as ``{"attention": [64, 64], ...}``.
 
-    A role is a part of the model, such as "attention" or "router". A method may keep several copies of a user's model;
-    their parameters are added. The usual roles are always listed, others only if they have parameters.
+    If a method keeps several copies of a user's model, their parameters are added. The roles in :data:`ROLES` are
+    always listed, others only if they have parameters.
     """
     layout, num_users = clients.model.layout, len(clients.trainers)
     trained = clients.mask.cpu() & layout.mask(clients.method.client.trained)
-    roles = [*ROLES, *sorted(layout.roles - set(ROLES))]
-    counts = {}
-    for role in roles:
+    other_roles = sorted(layout.roles - set(ROLES))
+    parameters: dict[str, list[int]] = {}
+    for role in [*ROLES, *other_roles]:
         counts_of_rows = (trained & layout.mask([role])).sum(1)
-        # Rows are the first copies of all users' models, then the second copies, and further.
-        counts[role] = counts_of_rows.view(-1, num_users).sum(0).tolist()
-    return {role: count for role, count in counts.items() if role in ROLES or any(count)}
+        # Rows: first copies of all users' models, then second copies, and so on.
+        counts_of_copies = counts_of_rows.view(-1, num_users)
+        counts = counts_of_copies.sum(0).tolist()
+        if role in ROLES or any(counts):
+            parameters[role] = counts
+    return parameters
 
 
 def unpadded_entries(clients: Clients) -> Int[Tensor, "rows slots"]:
-    """Return the number of entries of each tensor of each user's model, without padding.
+    """Return the number of entries of each tensor (slot) of each user's model (row), without padding.
 
-    A row of the state is one model: its tensors, called slots, flattened side by side. Tensors of a smaller LoRA rank
-    are padded to the largest rank; there the clients' mask ``(rows, columns)`` is False.
+    In a row, tensors of a smaller LoRA rank are padded to the largest rank.
     """
-    mask, layout = clients.mask.cpu(), clients.model.layout
+    mask, layout = clients.mask.cpu(), clients.model.layout  # mask (rows, columns): False for padding
     counts = []
     for slot in layout.slots:
         start = layout.starts[slot.name]
@@ -245,82 +254,80 @@ class Shape:
         return forward(self._to_blocks(frozenset()), head_entries(self.adapted))
 
     def training(self, phase: Phase) -> Flops:
-        """Return the FLOPs of one token's forward and backward pass in a phase.
-
-        A phase that trains no tensor of this model takes no FLOPs, since it runs no pass at all.
-        """
-        # `reached`: roles for which the phase computes gradients; `without`: roles that it leaves out of the model.
+        """Return the FLOPs of one token's forward and backward pass in a phase; 0 if it trains no tensor."""
         trained_slots = [slot.name for slot in self.clients.model.layout.touching(phase.reached).slots]
-        used = replace(self, entries=self._entries_without(phase.without)) if phase.without else self
-        blocks, head = used._to_blocks(frozenset(trained_slots)), head_entries(self.adapted)
+        used_shape = self
+        if phase.without:  # roles that the phase leaves out of the model
+            used_shape = replace(self, entries=self._entries_without(phase.without))
+        blocks = used_shape._to_blocks(frozenset(trained_slots))
+        head = head_entries(self.adapted)
         backward_flops = backward(blocks, head)
-        return forward(blocks, head) + backward_flops if backward_flops.total else backward_flops
+        if not backward_flops.total:
+            return backward_flops
+        return forward(blocks, head) + backward_flops
 
     def _entries_without(self, without: frozenset[str]) -> dict[str, int]:
-        """Return the number of entries of each adapter tensor, by name, in a pass that leaves out some roles.
-
-        Tensors of the roles that are left out have 0 entries. Padding is not counted.
+        """Return the number of entries of each adapter tensor, by name, without padding.
 
         Args:
-            without: Roles (parts of the model, such as "router") that are left out.
+            without: Roles (parts of the model, such as "router") whose tensors count as 0 entries.
         """
         layout = self.clients.model.layout
-        # The mask is False where this user's tensors are padded to the sizes of other users' tensors.
-        remaining = self.clients.mask.cpu() & ~layout.mask(without)
-        views = layout.views(remaining[self.row : self.row + 1].double())  # (1, *shape) by name: 1.0 where it remains
+        remaining = self.clients.mask.cpu() & ~layout.mask(without)  # the clients' mask is False for padding
+        own_row = remaining[self.row : self.row + 1].double()
+        views = layout.views(own_row)  # tensors of shape (1, *shape) by name: 1.0 where an entry remains
         return {name: int(t.sum()) for name, t in views.items()}
 
     def _to_blocks(self, trained: frozenset[str]) -> list[Block]:
         """Return the sizes of the matrices in each decoder layer, with this user's adapters.
-
-        They determine the FLOPs of a pass through the layer.
 
         Args:
             trained: Names of the adapter tensors (slots) that the pass trains.
         """
         adapters, blocks = self.adapted.adapters, []
         for name, mlp in adapters.experts.items():
-            layer = name.removesuffix("mlp")  # prefix of the names in this decoder layer
+            layer_prefix = name.removesuffix("mlp")
             attention = [
                 self._to_linear(linear_name, adapter.linear, trained)
                 for linear_name, adapter in adapters.attention.items()
-                if linear_name.startswith(layer)
+                if linear_name.startswith(layer_prefix)
             ]
-            # In every known layout the output projection is the last of the attention's linears.
-            *reads, writes = attention
+            *qkv, attention_out = attention  # the output projection is last in every known layout
+            mlp_in = [self._to_linear(f"{name}.{key}", linear, trained) for key, linear in mlp.first.items()]
             router_entries = self.entries.get(f"{name}.router", 0)  # 0 without a router
             trains_router = router_entries > 0 and f"{name}.router" in trained
-            # Some gatings take products beyond those with the router's own matrix, which count like its entries.
-            if router_entries and (count_products := getattr(mlp.router.gating, "multiply_adds", None)) is not None:
+            # Some gatings multiply by more than the router's matrix; these products count like its entries.
+            count_further_products = getattr(mlp.router.gating, "multiply_adds", None)
+            if router_entries and count_further_products is not None:
                 input_width = weight_shape(mlp.first["up"])[1]
-                router_entries += count_products(self.num_experts, self.entries[f"{name}.up.a"], input_width)
-            blocks.append(
-                Block(
-                    reads=tuple(reads),
-                    writes=writes,
-                    scores=self._score_products(),
-                    first=tuple(self._to_linear(f"{name}.{key}", m, trained) for key, m in mlp.first.items()),
-                    last=self._to_linear(f"{name}.down", mlp.last, trained),
-                    router=router_entries,
-                    trains_router=trains_router,
-                    whole=mlp.mix == "output",  # experts' outputs are mixed in a single autograd function
-                    parallel=self._has_parallel_mlp(),
-                )
+                router_entries += count_further_products(self.num_experts, self.entries[f"{name}.up.a"], input_width)
+            block = Block(
+                qkv=tuple(qkv),
+                attention_out=attention_out,
+                score_products=self._score_products(),
+                mlp_in=tuple(mlp_in),
+                mlp_out=self._to_linear(f"{name}.down", mlp.last, trained),
+                router=router_entries,
+                trains_router=trains_router,
+                one_autograd_function=mlp.mix == "output",
+                parallel_mlp=self._has_parallel_mlp(),
             )
+            blocks.append(block)
         return blocks
 
     def _to_linear(self, name: str, module: nn.Module, trained: frozenset[str]) -> Linear:
         """Return the numbers of entries of a linear layer's weight and of its LoRA's factors A and B.
 
         Args:
-            name: Name of the layer, with which the names of its LoRA's tensors start: ``NAME.a`` and ``NAME.b``.
+            name: Name of the layer. Its LoRA's tensors are ``NAME.a`` and ``NAME.b``.
             module: The linear layer.
             trained: Names of the adapter tensors that the pass trains.
         """
         a, b = f"{name}.a", f"{name}.b"
-        # Some methods add a frozen change to the weight, a product of two factors (a residual). One factor is
-        # multiplied together with A, the other together with B.
-        residual_in, residual_out = (self.entries.get(f"{name}.{end}", 0) for end in (IN, OUT))
+        # Some methods add a frozen low-rank product to the weight (a residual). One of its factors is multiplied
+        # together with A, the other together with B.
+        residual_in = self.entries.get(f"{name}.{IN}", 0)
+        residual_out = self.entries.get(f"{name}.{OUT}", 0)
         return Linear(
             weight=num_weights(module),
             a=self.entries[a] + residual_in,
@@ -333,28 +340,33 @@ class Shape:
         """Return the multiply-adds of one token's query with the keys of the whole context, masked keys included."""
         config = self.adapted.network.config
         num_heads = config.num_attention_heads
-        # Only some configurations have `head_dim`, as in others the heads divide the hidden size.
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        head_size = getattr(config, "head_dim", None)  # some configurations have it
+        if head_size is None or head_size == 0:
+            head_size = config.hidden_size // num_heads
         return self.clients.plan.training.context * num_heads * head_size
 
     def _has_parallel_mlp(self) -> bool:
         """Return whether the MLP reads the same input as the attention, as in GPT-NeoX and Phi."""
         config = self.adapted.network.config
-        return bool(getattr(config, "use_parallel_residual", config.model_type == "phi"))
+        is_phi = config.model_type == "phi"
+        return bool(getattr(config, "use_parallel_residual", is_phi))
 
 
 def head_entries(model: AdaptedModel) -> int:
-    """Return the number of entries of all matrices outside the decoder layers, such as the head.
+    """Return the number of entries of the matrices outside the decoder layers: those of linear layers without adapters.
 
-    Linear layers without adapters are taken to be outside the decoder layers. Embeddings are looked up, not multiplied,
-    so they do not count.
+    Embeddings are looked up, not multiplied, so they do not count.
     """
-    adapted = {id(m.linear) for m in model.adapters.attention.values()}
+    adapted = [adapter.linear for adapter in model.adapters.attention.values()]
     for mlp in model.adapters.experts.values():
-        adapted |= {id(m) for m in (*mlp.first.values(), mlp.last)}
-    # Conv1D is the linear layer of GPT-2 in transformers.
-    linears = [m for m in model.network.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-    return sum(num_weights(m) for m in linears if id(m) not in adapted)
+        adapted += [*mlp.first.values(), mlp.last]
+    adapted_ids = {id(linear) for linear in adapted}
+    total = 0
+    for module in model.network.modules():
+        is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # Conv1D: linear layer of GPT-2
+        if is_linear and id(module) not in adapted_ids:
+            total += num_weights(module)
+    return total
 
 
 def num_weights(linear: nn.Module) -> int:
@@ -363,108 +375,125 @@ def num_weights(linear: nn.Module) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
-    """Local work of one user in a round.
+class LocalWork:
+    """Batches that one user reads in a round.
+
+    Items are sequences or samples. A sweep is a pass over all training data without gradients, with which users of some
+    methods choose a model.
 
     Args:
-        sizes: Sizes of the batches of one epoch, in sequences or samples.
-        epochs: Number of epochs.
-        sweep_batches: Number of batches in one sweep over all training data.
-        sweep_items: Number of sequences or samples in one sweep.
-        unit: Tokens per sequence, or 1 for samples.
+        batch_sizes: Items in each batch of one epoch, such as ``(32, 32, 7)``.
+        epochs: Number of epochs in a round.
+        sweep_batches: Number of batches in one sweep.
+        sweep_items: Number of items in one sweep.
+        tokens_per_item: Tokens per sequence; 1 for samples.
     """
 
-    sizes: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
     epochs: int
     sweep_batches: int
     sweep_items: int
-    unit: int = 1
+    tokens_per_item: int = 1
 
     @property
     def steps(self) -> int:
         """Number of batches in a round."""
-        return len(self.sizes) * self.epochs
+        return len(self.batch_sizes) * self.epochs
 
     @property
     def items(self) -> int:
         """Number of sequences or samples in a round."""
-        return sum(self.sizes) * self.epochs
+        return sum(self.batch_sizes) * self.epochs
 
-    def first(self, steps: int) -> int:
-        """Return the number of sequences or samples in the first ``steps`` batches; batches repeat after the last."""
-        return sum(self.sizes[i % len(self.sizes)] for i in range(steps))
+    def items_of_first(self, num_batches: int) -> int:
+        """Return the number of sequences or samples in the first batches; after the last batch they start anew."""
+        return sum(self.batch_sizes[i % len(self.batch_sizes)] for i in range(num_batches))
 
 
-BaseFlops = Callable[[Load], tuple[Flops, Flops]]
+BaseFlops = Callable[[LocalWork], tuple[Flops, Flops]]
 """FLOPs of the base alone: one token's or sample's forward pass, and a round with one pass per step."""
 
 
-def text_load(clients: Clients) -> Load:
+def local_work_on_text(clients: Clients) -> LocalWork:
     """Return the local work of a user of a language model in a round, which is the same for all users.
 
-    Local work is described in epochs. Steps on text draw random windows instead, so each local step is described as an
-    epoch of one batch. Some methods also compute losses on training data without training; such a sweep reads as much
-    text as the local steps.
+    Text has no epochs, as each step draws random windows. So each local step is described as an epoch of one batch.
     """
-    steps, size = clients.plan.training.most_local_steps, clients.batch_size
-    context = clients.plan.training.context
-    return Load(sizes=(size,), epochs=steps, sweep_batches=steps, sweep_items=steps * size, unit=context)
+    training, batch_size = clients.plan.training, clients.batch_size
+    steps = training.most_local_steps
+    return LocalWork(
+        batch_sizes=(batch_size,),
+        epochs=steps,
+        sweep_batches=steps,  # a sweep reads as much text as the local steps
+        sweep_items=steps * batch_size,
+        tokens_per_item=training.context,
+    )
 
 
-def count_stacked(rehearsal: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) -> list[UserCost]:
-    """Return the costs of the users of a net or of a client-level mixture, one entry for each group with equal loads.
+def count_stacked(
+    rehearsal: Rehearsal, work_by_user: Mapping[str, LocalWork], flops_of_base: BaseFlops
+) -> list[UserCost]:
+    """Return the costs of the users of a net or of a client-level mixture, one entry per group with equal local work.
 
-    In a client-level mixture each user has one vector of weights for adapter sets or models, as in FLoRAL. The formulas
-    for FLOPs of token-level experts do not apply to nets and such mixtures, so FLOPs are measured on fake tensors.
+    A client-level mixture has one vector of weights per user for adapter sets or models, as in FLoRAL. FLOPs are
+    measured on fake tensors, as the formulas for token-level experts do not apply.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
-        loads: Each user's local work in a round, by name.
-        base: FLOPs of the base alone, which are reported separately. All further FLOPs count as the adapters'.
+        work_by_user: Each user's local work in a round, by name.
+        flops_of_base: Function that returns the FLOPs of the base alone. All further FLOPs count as the adapters'.
     """
-    clients, names_by_load = rehearsal.federation.clients, dict[Load, list[str]]()
-    for name, load in loads.items():
-        names_by_load.setdefault(load, []).append(name)
-    measured, parameters = _MeasuredFlops(rehearsal), _stacked_parameters(clients)
-    message_sizes = dict(zip(loads, message_bytes(rehearsal.federation, list(loads)), strict=True))
+    clients = rehearsal.federation.clients
+    names_by_work: dict[LocalWork, list[str]] = {}
+    for name, work in work_by_user.items():
+        names_by_work.setdefault(work, []).append(name)
+    measured = _MeasuredFlops(rehearsal)
+    parameters = _stacked_parameters(clients)
+    all_names = list(work_by_user)
+    message_sizes = dict(zip(all_names, message_bytes(rehearsal.federation, all_names), strict=True))
     costs = []
-    for load, names in names_by_load.items():
-        base_forward, base_round = base(load)
-        # `each` are the FLOPs of one sequence or sample, `unit` is its number of tokens (1 for a sample).
-        forward_total = measured.forward.each / load.unit
-        forward = base_forward + Flops(lora=forward_total - base_forward.total)
-        round_total = measured.round(load)
-        # A method without training takes no FLOPs in a round, not even those of the base.
-        round_flops = base_round + Flops(lora=round_total - base_round.total) if round_total else Flops()
+    for work, names in names_by_work.items():
+        base_forward, base_round = flops_of_base(work)
+        forward_per_token = measured.forward.per_item / work.tokens_per_item  # per sample, if items are samples
+        forward = base_forward + Flops(lora=forward_per_token - base_forward.total)
+        round_total = measured.round(work)
+        round_flops = Flops()  # a method without training takes no FLOPs, not even those of the base
+        if round_total:
+            round_flops = base_round + Flops(lora=round_total - base_round.total)
+        tokens_per_round = work.items * work.tokens_per_item
         upload_bytes, download_bytes = mean_bytes([message_sizes[name] for name in names])
-        costs.append(
-            UserCost(
-                names=tuple(names),
-                experts=0,
-                parameters=parameters,
-                upload_bytes=upload_bytes,
-                download_bytes=download_bytes,
-                forward=forward,
-                training=round_flops * (1 / (load.items * load.unit)),  # items: sequences or samples of a round
-                round=round_flops,
-                unit=rehearsal.steps.batch_source.unit.removesuffix("s"),
-            )
+        cost = UserCost(
+            names=tuple(names),
+            experts=0,
+            parameters=parameters,
+            upload_bytes=upload_bytes,
+            download_bytes=download_bytes,
+            forward=forward,
+            training=round_flops * (1 / tokens_per_round),
+            round=round_flops,
+            unit=rehearsal.steps.batch_source.unit.removesuffix("s"),
         )
+        costs.append(cost)
     return costs
 
 
 def measured_base(rehearsal: Rehearsal) -> BaseFlops:
-    """Return a function that gives the FLOPs of training a net with FedAvg, to compare other methods with.
+    """Return a function that gives the FLOPs of training a net with FedAvg, with which other methods are compared.
 
     Args:
         rehearsal: A federation with the method FedAvg, on fake tensors (shapes without values).
 
     Returns:
-        Function from a user's local work in a round to two FLOPs: of the forward pass of one token or sample, and of
-        the round.
+        Function from a user's local work to the FLOPs of the forward pass of one token or sample, and of a round.
     """
     measured = _MeasuredFlops(rehearsal)
-    return lambda load: (Flops(net=measured.forward.each / load.unit), Flops(net=measured.round(load)))
+
+    def flops_of_net(work: LocalWork) -> tuple[Flops, Flops]:
+        """Return the FLOPs of a forward pass and of a round."""
+        forward_per_token = measured.forward.per_item / work.tokens_per_item
+        return Flops(net=forward_per_token), Flops(net=measured.round(work))
+
+    return flops_of_net
 
 
 class _MeasuredFlops:
@@ -477,45 +506,38 @@ class _MeasuredFlops:
     def __init__(self, rehearsal: Rehearsal):
         """Measure a forward pass, a step of each phase, and a sweep over all training data.
 
-        Each is a linear function of the number of sequences or samples.
-
         Args:
             rehearsal: The run's federation, on fake tensors (shapes without values).
         """
         self.rehearsal, self.clients = rehearsal, rehearsal.federation.clients
         self.cohort = rehearsal.cohort([0])  # the first user stands for all
         self.forward = measure_flops(self._predict)
-        # phase=phase: a lambda without it would use the last phase
-        self.steps = {phase: measure_flops(lambda n, phase=phase: self._step(phase, n)) for phase in self._phases()}
-        # Some methods compute losses on all training data, to weigh the components of a mixture or to choose a model. A
-        # sweep is one pass of each component, or of each model that the user chooses from.
+        self.step_by_phase: dict[Phase, LinearFlops] = {}
+        for phase in (*self.clients.phases, *self.clients.method.client.before):
+            self.step_by_phase[phase] = measure_flops(partial(self._step, phase))
+        # Some methods compute losses on all training data (a sweep), of the components of a mixture or of each model
+        # that a user may choose.
         method = self.clients.method
         if method.client.sweeps and method.placement.mixture is not None:
             self.sweep = measure_flops(self._sweep)
         else:
-            self.sweep = self.forward.times(method.server.server_models * method.client.sweeps)
+            num_models = method.server.server_models if method.client.sweeps else 0
+            self.sweep = self.forward.times(num_models)
 
-    def round(self, load: Load) -> float:
-        """Return the FLOPs of a user's round.
-
-        These are the FLOPs of a sweep (losses on all training data, without training, if the method needs them), of the
-        steps of each phase, and of steps that client hooks take before the phases.
+    def round(self, work: LocalWork) -> float:
+        """Return the FLOPs of a user's round: a sweep, if the method has one, and the steps of all phases.
 
         Args:
-            load: The user's local work in the round.
+            work: The user's local work in the round.
         """
-        total = self.sweep.flops(load.sweep_batches, load.sweep_items)
+        total = self.sweep.flops(work.sweep_batches, work.sweep_items)
         for phase in self.clients.phases:
-            # A phase takes `steps` steps after every `every`-th batch, on batches of mean size.
-            num_steps = load.steps // phase.every * phase.steps
-            total += self.steps[phase].flops(num_steps, num_steps * load.items / load.steps)
-        for phase in self.clients.method.client.before:
-            total += self.steps[phase].flops(phase.steps, load.first(phase.steps))
+            # `phase.steps` steps after every `phase.every`-th batch, on batches of mean size
+            num_steps = work.steps // phase.every * phase.steps
+            total += self.step_by_phase[phase].flops(num_steps, num_steps * work.items / work.steps)
+        for phase in self.clients.method.client.before:  # phases that client hooks run before the others
+            total += self.step_by_phase[phase].flops(phase.steps, work.items_of_first(phase.steps))
         return total
-
-    def _phases(self) -> tuple[Phase, ...]:
-        """Return the phases of a round, and those that hooks run before them."""
-        return (*self.clients.phases, *self.clients.method.client.before)
 
     def _tensors(self) -> Tree:
         """Return the fake tensors of the one model that is measured, by name."""
@@ -540,7 +562,8 @@ class _MeasuredFlops:
 
 
 def _stacked_parameters(clients: Clients) -> dict[str, int]:
-    """Return a user's trained parameters by role; all users have the same."""
+    """Return a user's trained parameters by role, without roles that have none; all users have the same."""
     layout = clients.model.layout
-    counts = {role: int(layout.mask([role]).sum()) for role in sorted(layout.roles & clients.method.client.trained)}
+    trained_roles = sorted(layout.roles & clients.method.client.trained)
+    counts = {role: int(layout.mask([role]).sum()) for role in trained_roles}
     return {role: count for role, count in counts.items() if count}

@@ -51,15 +51,13 @@ from comingle.training.storage.files import RecordLayout, record_layouts
 from comingle.utils.trees import Tree, restrict
 
 
-def as_text(
+def text_of_equal_cost(
     kind: Kind, recipes: Sequence[Recipe], users: int | None, load_base: Callable[[], Base]
 ) -> tuple[list[Recipe], set[str], str]:
-    """Return recipes with text that costs as much as the users' data.
+    """Return recipes in which the users' data, such as conversations, is replaced with text that costs as much.
 
-    Costs are counted for text, so other data, such as conversations, is replaced with text of equal length. The result
-    is that of :meth:`comingle.training.kinds.base.Kind.as_text`, which loads all users into memory. If the run keeps
-    users on disk, they are read one after another instead. This needs the base's tokenizer; if it is not cached, all
-    users are loaded after all.
+    If the run keeps users on disk, their data is read one user after another; if in memory, all at once. Reading in
+    turn needs the base's tokenizer; if it is not cached, all users are read at once.
 
     Args:
         kind: The recipes' kind of data.
@@ -73,8 +71,9 @@ def as_text(
     Raises:
         DataError: A run would refuse data that is on this machine.
     """
-    reads = users is None and is_read(kind, recipes[0])
-    run_data = _read_one_by_one(kind, recipes, load_base) if reads else None
+    run_data = None
+    if users is None and reads_user_data(kind, recipes[0]):
+        run_data = _read_one_by_one(kind, recipes, load_base)
     if run_data is None or run_data.users.in_memory:
         return kind.as_text(recipes, users)
     note = NOTE if isinstance(kind, ConversationsKind) else ""
@@ -82,18 +81,18 @@ def as_text(
 
 
 @singledispatch
-def is_read(kind: Kind, recipe: Recipe) -> bool:
+def reads_user_data(kind: Kind, recipe: Recipe) -> bool:
     """Return whether users' data is read before costs are counted in tokens."""
     return False
 
 
-@is_read.register
+@reads_user_data.register
 def _reads_conversations(kind: ConversationsKind, recipe: Recipe) -> bool:
     """Return whether conversations are read: always, unless a program passed them."""
     return not recipe.data.given
 
 
-@is_read.register
+@reads_user_data.register
 def _reads_text(kind: TextKind, recipe: Recipe) -> bool:
     """Return whether text is read: if all of it is on this machine."""
     return not recipe.data.given and check_local_text(section(recipe))[0]
@@ -111,19 +110,22 @@ def _read_one_by_one(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[
         The data; None if the recipes keep users in memory, or the base's tokenizer is not cached.
     """
     recipe = recipes[0]
-    if recipe.runtime.store == MEMORY or (tokenizer := local_tokenizer(recipe.base)) is None:
+    if recipe.runtime.store == MEMORY:
+        return None
+    tokenizer = local_tokenizer(recipe.base)
+    if tokenizer is None:
         return None
     base = replace(load_base(), tokenizer=tokenizer)
-    # A user without validation data is refused only if one of the methods needs such data.
-    request = DataRequest(recipe=recipe, load_base=lambda: base, validates=anybody_validates(recipes))
+    needs_validation_data = anybody_validates(recipes)  # if one of the methods does
+    request = DataRequest(recipe=recipe, load_base=lambda: base, validates=needs_validation_data)
     return STORES[recipe.runtime.store].read(kind, request)
 
 
 def conversations_as_text(kind: Kind, recipes: Sequence[Recipe], users: UserCollection) -> list[Recipe]:
-    """Return recipes in which conversations are replaced with text that costs as much: as many local steps per round.
+    """Return recipes in which conversations are replaced with text that takes as many local steps per round.
 
-    The steps follow from the users' numbers of training conversations. The recipes are returned unchanged if their data
-    is of another kind, or if these numbers are unknown (``users.sizes`` is None).
+    The recipes are returned unchanged if their data is of another kind or the users' numbers of conversations are
+    unknown.
 
     Args:
         kind: The recipes' kind of data.
@@ -132,7 +134,7 @@ def conversations_as_text(kind: Kind, recipes: Sequence[Recipe], users: UserColl
     """
     if not isinstance(kind, ConversationsKind) or users.sizes is None:
         return list(recipes)
-    train_sizes = users.sizes[:, 0].tolist()  # columns: train, valid and test
+    train_sizes = users.sizes[:, 0].tolist()  # columns: numbers of train, valid and test conversations
     num_conversations = dict(zip(users.names, train_sizes, strict=True))
     return [as_text_recipe(recipe, num_conversations) for recipe in recipes]
 
@@ -167,18 +169,23 @@ class UserBytes:
 
 
 def user_bytes(state: State, store: str) -> UserBytes:
-    """Return the bytes of one user's tensors in memory, and of the records on disk to which a store would pack them.
+    """Return the bytes of one user's tensors in memory, and of its records on disk.
 
     Args:
         state: Tensors of all users, in memory. All users have the same sizes.
-        store: ``runtime.store``, whose format the records have.
+        store: ``runtime.store``, which determines the format of the records.
     """
     layouts: Mapping[str, RecordLayout] = record_layouts(state, STORES[store].moments)
-    sizes = {name: t[:1].nbytes for name, t in state.tensors().items()}  # the leading dimension is that of users
-    moments = sum(size for name, size in sizes.items() if name in MOMENTS)
+    moments_bytes = other_bytes = 0
+    for name, tensor in state.tensors().items():
+        first_user = tensor[:1]  # the leading dimension is that of users
+        if name in MOMENTS:
+            moments_bytes += first_user.nbytes
+        else:
+            other_bytes += first_user.nbytes
     return UserBytes(
-        params=sum(sizes.values()) - moments,
-        moments=moments,
+        params=other_bytes,
+        moments=moments_bytes,
         params_record=layouts["params"].bytes,
         moments_record=layouts["moments"].bytes,
     )
@@ -224,11 +231,10 @@ class Writes:
 
     @property
     def kept_rounds(self) -> int:
-        """Largest number of rounds for which overwritten records stay on disk.
+        """Largest number of rounds whose overwritten records are still on disk, because a checkpoint refers to them.
 
-        ``min(checkpoint_every * (kept_checkpoints + 1), rounds - checkpoint_every)``: the records of a deleted
-        checkpoint are freed only when the next checkpoint is written, so those of one more than are kept exist. Before
-        the first checkpoint no overwritten record is kept.
+        With a checkpoint every 5 rounds of which 2 are kept, this is 15: the records of a deleted checkpoint are freed
+        only when the next one is written, so there are those of 3. Rounds before the first checkpoint do not count.
         """
         rounds_after_first = max(0, self.rounds - self.checkpoint_every)
         return min(self.checkpoint_every * (self.kept_checkpoints + 1), rounds_after_first)
@@ -236,37 +242,38 @@ class Writes:
     def max_model_records(self) -> float:
         """Return the largest number of model records on disk at the same time.
 
-        These are the records of users that have trained or were evaluated, and overwritten records to which checkpoints
-        still refer. An evaluation writes the records of the users that it evaluates, too.
+        Users that took part or were evaluated have a record, and overwritten records stay as long as a checkpoint
+        refers to them.
         """
-        with_record = expected_participants(self.users, self.participants, self.rounds)
-        with_record += self.evaluated_users * (1 - with_record / self.users)  # evaluated users that never took part
+        num_trained = expected_participants(self.users, self.participants, self.rounds)
+        share_never_trained = 1 - num_trained / self.users
+        num_current = num_trained + self.evaluated_users * share_never_trained
         num_evaluations = math.ceil(self.kept_rounds / self.evaluate_every)
         num_checkpoints = self.kept_rounds // self.checkpoint_every
         # Each checkpoint refers to the records of at most one evaluation, the last before it.
-        from_evaluations = self.evaluated_users * min(num_evaluations, num_checkpoints)
-        return with_record + self._num_overwritten(with_record) + from_evaluations
+        overwritten_by_evaluations = self.evaluated_users * min(num_evaluations, num_checkpoints)
+        return num_current + self._overwritten_by_steps(num_current) + overwritten_by_evaluations
 
     def max_moment_records(self) -> float:
         """Return the largest number of records of optimiser moments on disk; only users who took part have one."""
-        with_record = expected_participants(self.users, self.participants, self.rounds)
-        return with_record + self._num_overwritten(with_record)
+        num_current = expected_participants(self.users, self.participants, self.rounds)
+        return num_current + self._overwritten_by_steps(num_current)
 
-    def _num_overwritten(self, with_record: float) -> float:
-        """Return the number of records overwritten by local steps to which checkpoints still refer.
+    def _overwritten_by_steps(self, num_current: float) -> float:
+        """Return the number of records that local steps have overwritten and checkpoints still refer to.
 
-        ``kept_rounds / checkpoint_every * min(with_record, participants * checkpoint_every)``: between two checkpoints
-        each participant of each round overwrites its record, but a checkpoint refers to one record per user at most.
+        Between two checkpoints each participant of each round overwrites its record, but a checkpoint refers to at most
+        one record per user.
 
         Args:
-            with_record: Number of users with a record.
+            num_current: Number of users with a record.
         """
         num_checkpoints = self.kept_rounds / self.checkpoint_every
-        return num_checkpoints * min(with_record, self.participants * self.checkpoint_every)
+        return num_checkpoints * min(num_current, self.participants * self.checkpoint_every)
 
 
 def store_bytes(user: UserBytes, writes: Writes) -> int:
-    """Return the largest size of the store at the end of a run, in bytes, for the expected number of participants.
+    """Return the largest size of the users' records on disk during a run, in bytes.
 
     Args:
         user: Bytes of one user's records.
@@ -291,15 +298,14 @@ _SECONDS = 120
 """Largest time that the process may take."""
 
 
-def process_bytes(kind: ProcessKind, device: torch.device) -> int:
-    """Return the bytes of a process without model and data: Python and its libraries; 0 on a GPU.
+def measured_process_bytes(kind: ProcessKind, device: torch.device) -> int:
+    """Return the bytes of a process without model and data (Python and its libraries); 0 for a run on a GPU.
 
-    It is the peak resident memory of a run of the smallest model in a process of its own. The result is cached; the
-    first call takes several seconds.
+    The smallest model is run in a process of its own, which takes several seconds; the result is cached.
 
     Args:
-        kind: Kind of data of the run that is planned, which decides which libraries are loaded.
-        device: Device of the run that is planned. Memory of a GPU holds no Python.
+        kind: Kind of data of the planned run, which determines the libraries that are loaded.
+        device: Device of the planned run.
     """
     return _measure_process(kind) if device.type == "cpu" else 0
 
@@ -308,16 +314,16 @@ def process_bytes(kind: ProcessKind, device: torch.device) -> int:
 def _measure_process(kind: ProcessKind) -> int:
     """Run the smallest model in a process of its own and return its peak resident memory, in bytes.
 
+    Return :data:`FALLBACK_BYTES` if the process fails or takes too long.
+
     Args:
         kind: Kind of data on which the model is trained.
-
-    Returns:
-        The memory, or :data:`FALLBACK_BYTES` if the process fails or takes too long.
     """
+    command = [sys.executable, "-m", "comingle.cost.memory", kind]
     try:
-        command = [sys.executable, "-m", "comingle.cost.memory", kind]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
-        return int(done.stdout.split()[-1])
+        finished = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+        last_word = finished.stdout.split()[-1]
+        return int(last_word)
     except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
         logger.info("the memory of a process could not be measured (%s); assuming %d bytes", error, FALLBACK_BYTES)
         return FALLBACK_BYTES
@@ -386,49 +392,57 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # counted ones, by address
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Run an operation and count the storages that it creates; outputs may also be views of its inputs."""
-        input_storages = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        """Run an operation and count the storages that it creates."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        input_addresses = {tensor.untyped_storage()._cdata for tensor in inputs}
         result = func(*args, **(kwargs or {}))
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in input_storages:
-                self._add(t.untyped_storage())
+        for output in tree_leaves(result):
+            if not isinstance(output, Tensor):
+                continue
+            storage = output.untyped_storage()
+            is_view_of_input = storage._cdata in input_addresses
+            if not is_view_of_input:
+                self._add(storage)
         self.peak = max(self.peak, self.live)
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that an operation created, until it is freed."""
-        key = storage._cdata  # address of the storage, the same for all tensors that view it
-        if key not in self._known:
+        """Count a storage until it is freed; do nothing if it is counted already."""
+        address = storage._cdata  # the same for all tensors that view the storage
+        if address not in self._storages:
             size = storage.nbytes()
-            self._known[key] = weakref.ref(storage, functools.partial(self._remove, key, size))
+            subtract_when_freed = functools.partial(self._remove, address, size)
+            self._storages[address] = weakref.ref(storage, subtract_when_freed)
             self.live += size
 
-    def _remove(self, key: int, size: int, _: object) -> None:
-        """Subtract a storage that was freed; the last argument is its dead weak reference."""
-        self._known.pop(key, None)
+    def _remove(self, address: int, size: int, _dead_reference: object) -> None:
+        """Subtract the bytes of a storage that was freed."""
+        self._storages.pop(address, None)
         self.live -= size
 
 
 class Fakes:
-    """Fake tensors by the real tensors that they replace, one fake for each real tensor."""
+    """Fake tensors, which have a shape but no data, by the real tensors that they replace."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._by_id: dict[int, tuple[Tensor, Tensor]] = {}  # real and fake tensor by the id of the real one
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # (real, fake) by id(real)
 
     def of(self, real: Tensor, device: torch.device) -> Tensor:
-        """Return the fake of a real tensor: same shape and dtype, on ``device``."""
-        if id(real) not in self._by_id:
+        """Return the fake of a real tensor: same shape and dtype, on ``device``; the same fake in every call."""
+        if id(real) not in self._pairs:
             with self._mode:
                 fake = torch.empty(real.shape, dtype=real.dtype, device=device)
-            fake = nn.Parameter(fake, requires_grad=False) if isinstance(real, nn.Parameter) else fake
-            self._by_id[id(real)] = (real, fake)  # a reference to the real tensor, so that its id is not reused
-        return self._by_id[id(real)][1]
+            if isinstance(real, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=False)
+            self._pairs[id(real)] = (real, fake)  # the reference to `real` keeps its id from being reused
+        _real, fake = self._pairs[id(real)]
+        return fake
 
     def size_of(self, module: nn.Module) -> int:
         """Return the bytes of all parameters and buffers of a module with real tensors, shared ones once."""
@@ -437,10 +451,10 @@ class Fakes:
     def replace(self, module: nn.Module, device: torch.device) -> None:
         """Replace all parameters and buffers of a module with fakes, in place; shared tensors stay shared."""
         for inner in module.modules():
-            for store in (inner._parameters, inner._buffers):
-                for name, tensor in store.items():
+            for tensors in (inner._parameters, inner._buffers):
+                for name, tensor in tensors.items():
                     if tensor is not None:
-                        store[name] = self.of(tensor, device)  # pyright: ignore[reportArgumentType]
+                        tensors[name] = self.of(tensor, device)  # pyright: ignore[reportArgumentType]
 
 
 def storage_bytes(module: nn.Module) -> int:
@@ -464,8 +478,8 @@ class Rehearsal:
         steps: Its steps, with a model and data without values.
         fakes: The fake tensors.
         weights_bytes: Bytes of the frozen weights.
-        trainers: Number of trainers of the run; 1 if a pooled method trains one model on the data of all users.
-        participants: Largest number of participants in a round of the run.
+        num_trainers: Number of trainers of the run; 1 if a pooled method trains one model on the data of all users.
+        num_participants: Largest number of participants in a round of the run.
         store: Where users are kept, as ``runtime.store``.
         checkpointed: Whether gradient checkpointing recomputes layers.
         data_bytes: Bytes of all users' samples in memory.
@@ -478,8 +492,8 @@ class Rehearsal:
     steps: Steps
     fakes: Fakes
     weights_bytes: int
-    trainers: int
-    participants: int
+    num_trainers: int
+    num_participants: int
     store: str = MEMORY
     checkpointed: bool = False
     data_bytes: int = 0
@@ -494,37 +508,42 @@ class Rehearsal:
         return steps
 
     def cohort(self, rows: Sequence[int]) -> Cohort:
-        """Return a cohort, to be trained in one batch, with fake parameters and optimiser moments.
+        """Return a cohort with fake parameters and optimiser moments.
 
         Args:
             rows: Rows of the cohort's models in the federation's state.
         """
         clients, device = self.federation.clients, self.steps.model.device
-        cohort = clients.cohort(list(rows), 0)  # the round does not change shapes
-        parameters_and_moments = ("rows", "first", "second")
-        part = {name: self.fakes.of(getattr(cohort.part, name), device) for name in parameters_and_moments}
-        return replace(cohort, part=replace(cohort.part, **part))
+        cohort = clients.cohort(list(rows), 0)  # round 0; the round does not change shapes
+        part = cohort.part
+        fake_part = replace(
+            part,
+            rows=self.fakes.of(part.rows, device),
+            first=self.fakes.of(part.first, device),
+            second=self.fakes.of(part.second, device),
+        )
+        return replace(cohort, part=fake_part)
 
 
 def rehearse(
     federation: InProcess,
-    trainers: int,
+    num_trainers: int,
     *,
-    participants: int | None = None,
+    num_participants: int | None = None,
     store: str = MEMORY,
     checkpointed: bool = False,
     data_bytes: int = 0,
     reads_cohorts: bool = False,
     process_bytes: int = 0,
 ) -> Rehearsal:
-    """Prepare a federation for steps without data: replace frozen weights, in place, and data with fake tensors.
+    """Replace a federation's frozen weights, in place, and data with fake tensors, to measure costs of its steps.
 
-    Costs are measured with such a rehearsal, as fake tensors have shapes but take no memory and no time.
+    Fake tensors have shapes but no values: they take no memory and no time.
 
     Args:
         federation: The federation. If all users are alike, it may have fewer users than the run.
-        trainers: Number of trainers of the run; 1 if a pooled method trains one model on the data of all users.
-        participants: Largest number of participants in a round; None for all trainers.
+        num_trainers: Number of trainers of the run; 1 if a pooled method trains one model on the data of all users.
+        num_participants: Largest number of participants in a round; None for all trainers.
         store: Where users are kept, as ``runtime.store``.
         checkpointed: Whether gradient checkpointing recomputes layers.
         data_bytes: Bytes of all users' samples in memory.
@@ -532,16 +551,19 @@ def rehearse(
         process_bytes: Bytes of a process without model and data.
     """
     clients = federation.clients
-    fakes, device = Fakes(), clients.model.device
+    device = clients.model.device
+    fakes = Fakes()
     model, weights_bytes = clients.model.without_weights(fakes)
     batch_source = clients.batch_source.without_data(lambda real: fakes.of(real, device))
     steps = replace(clients.steps, model=model, source=batch_source)
+    if num_participants is None:
+        num_participants = num_trainers
     return Rehearsal(
         federation=federation,
         steps=steps,
         fakes=fakes,
-        trainers=trainers,
-        participants=min(trainers if participants is None else participants, trainers),
+        num_trainers=num_trainers,
+        num_participants=min(num_participants, num_trainers),
         store=store,
         checkpointed=checkpointed,
         weights_bytes=weights_bytes,
@@ -551,50 +573,60 @@ def rehearse(
     )
 
 
-def peak_memory(rehearsal: Rehearsal, *, alone: bool = False, pass_size: PassSize | None = None) -> MemoryCost:
+def peak_memory(rehearsal: Rehearsal, *, one_user: bool = False, pass_size: PassSize | None = None) -> MemoryCost:
     """Return the peak memory of a run on this machine, from one pass on fake tensors and the sizes of all users.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
-        alone: Return the peak on a device that trains only one user, the one with the largest model.
+        one_user: Return the peak on a device that trains only one user, the one with the largest model.
         pass_size: Numbers of users and sequences in a pass; None for those of the run.
     """
     clients, state = rehearsal.federation.clients, rehearsal.federation.clients.state
+    device_type = clients.model.device.type
     pass_size = pass_size or rehearsal.steps.pass_size
-    num_rows = 1 if alone else min(pass_size.users, len(state.rows))
-    # A pass of one user is measured for the user with the largest model.
-    first_row = int(clients.mask.sum(1).argmax()) if num_rows == 1 else 0
+    num_rows = 1 if one_user else min(pass_size.users, len(state.rows))
+    first_row = 0
+    if num_rows == 1:
+        unpadded_sizes = clients.mask.sum(1)
+        first_row = int(unpadded_sizes.argmax())  # the largest model
     rows = tuple(range(first_row, first_row + num_rows))
     step = _largest_step(rehearsal, rows, pass_size)
+    num_trainers = 1 if one_user else rehearsal.num_trainers
     # The rehearsal's federation may have fewer users than the run; bytes of its users are multiplied by this.
-    user_ratio = (1 if alone else rehearsal.trainers) / len(clients.trainers)
-    # Some methods keep the gradients of one phase for another.
-    kept_gradients_bytes = int(user_ratio * state.kept[GRADIENTS].nbytes) if GRADIENTS in state.kept else 0
-    exchange_bytes = _exchange_bytes(rehearsal, alone=alone)
+    user_ratio = num_trainers / len(clients.trainers)
+    kept_gradients_bytes = 0
+    if GRADIENTS in state.kept:  # some methods keep the gradients of one phase for another
+        kept_gradients_bytes = int(user_ratio * state.kept[GRADIENTS].nbytes)
+    exchange_bytes = _exchange_bytes(rehearsal, one_user=one_user)
     # Free blocks between live tensors, as a fraction of the peak.
-    gaps = (CHECKPOINTED_GAPS if rehearsal.checkpointed else ALLOCATOR_GAPS).get(clients.model.device.type, 0.0)
-    on_disk = not alone and rehearsal.store != MEMORY
-    if on_disk:
+    gaps_by_device = CHECKPOINTED_GAPS if rehearsal.checkpointed else ALLOCATOR_GAPS
+    gaps = gaps_by_device.get(device_type, 0.0)
+    keeps_users_on_disk = not one_user and rehearsal.store != MEMORY
+    if keeps_users_on_disk:
         models_bytes, moments_bytes = _loaded_users_bytes(rehearsal, pass_size)
     else:
         models_bytes, moments_bytes = _all_users_bytes(rehearsal, user_ratio)
-    users_with_data = min(pass_size.users, rehearsal.trainers) if rehearsal.reads_cohorts else rehearsal.trainers
+    if not one_user:
+        models_bytes += _server_bytes(rehearsal.federation, user_ratio)
+    users_with_data = num_trainers  # whose samples are in memory
+    if rehearsal.reads_cohorts:
+        users_with_data = min(pass_size.users, num_trainers)
     return MemoryCost(
         weights_bytes=rehearsal.weights_bytes,
-        adapters_bytes=models_bytes + (0 if alone else _server_bytes(rehearsal.federation, user_ratio)),
+        adapters_bytes=models_bytes,
         moments_bytes=moments_bytes,
         gradients_bytes=step.gradients + kept_gradients_bytes,
         activations_bytes=step.passes - step.gradients,
         update_bytes=step.update - step.gradients,
         allocator_bytes=int(gaps * max(step.peak, exchange_bytes)),
-        data_bytes=rehearsal.data_bytes * (1 if alone else users_with_data) // rehearsal.trainers,
+        data_bytes=rehearsal.data_bytes * users_with_data // rehearsal.num_trainers,
         process_bytes=rehearsal.process_bytes,
         exchange_bytes=exchange_bytes,
     )
 
 
 def _all_users_bytes(rehearsal: Rehearsal, user_ratio: float) -> tuple[int, int]:
-    """Return how many bytes the models, and how many the optimiser moments, of all users of a run take in memory.
+    """Return the bytes of the models, and of the optimiser moments, of all users of a run.
 
     Args:
         rehearsal: The run's federation, on fake tensors. It may have fewer users than the run.
@@ -603,61 +635,63 @@ def _all_users_bytes(rehearsal: Rehearsal, user_ratio: float) -> tuple[int, int]
     clients, state = rehearsal.federation.clients, rehearsal.federation.clients.state
     models_bytes = state.rows.nbytes
     models_bytes += clients.initial.nbytes  # values before training, if the method resets to them; else empty
-    # The mask says where a user's tensors are not padding. If it is the same for all users, it is one expanded row, of
-    # which only the storage has the true size.
+    # The mask says where a model's row is not padding. If all rows have the same mask, only one is in memory, expanded
+    # along the users; `nbytes` would count it for each of them.
     models_bytes += clients.mask.untyped_storage().nbytes()
     models_bytes += sum(t.nbytes for t in state.best.values())  # copies of the best round, if it is selected
-    return int(user_ratio * models_bytes), int(user_ratio * (state.first.nbytes + state.second.nbytes))
+    moments_bytes = state.first.nbytes + state.second.nbytes
+    return int(user_ratio * models_bytes), int(user_ratio * moments_bytes)
 
 
 def _loaded_users_bytes(rehearsal: Rehearsal, pass_size: PassSize) -> tuple[int, int]:
-    """Return the bytes of models and of optimiser moments that are in memory if users are stored on disk.
-
-    In memory are the tensors of the cohort in training and the records of :data:`PREFETCHED_COHORTS` cohorts; also the
-    records of :data:`MAX_PENDING_WRITES` cohorts that wait to be written, which are models or moments and are counted
-    as models; and :data:`INDEX_BYTES` for each user of the run.
+    """Return the bytes in memory of models, and of optimiser moments, if users are kept on disk.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
         pass_size: Size of a pass; its number of users is the size of a cohort.
     """
     clients = rehearsal.federation.clients
-    user, copies = user_bytes(clients.state, rehearsal.store), clients.method.placement.copies
-    cohort_size = min(pass_size.users, rehearsal.participants * copies)
-    num_records = PREFETCHED_COHORTS + MAX_PENDING_WRITES
-    models_bytes = cohort_size * (user.params + num_records * user.params_record)
-    models_bytes += INDEX_BYTES * rehearsal.trainers * copies
+    copies = clients.method.placement.copies  # models per user
+    user = user_bytes(clients.state, rehearsal.store)
+    cohort_size = min(pass_size.users, rehearsal.num_participants * copies)
+    # Besides the cohort in training: records that are prefetched for other cohorts, or that wait to be written.
+    # Waiting records are of models or of moments; all are counted as models.
+    num_model_records = PREFETCHED_COHORTS + MAX_PENDING_WRITES
+    models_bytes = cohort_size * (user.params + num_model_records * user.params_record)
+    models_bytes += INDEX_BYTES * rehearsal.num_trainers * copies
     models_bytes += clients.mask[:1].nbytes  # one mask serves all users
-    return models_bytes, cohort_size * (user.moments + PREFETCHED_COHORTS * user.moments_record)
+    moments_bytes = cohort_size * (user.moments + PREFETCHED_COHORTS * user.moments_record)
+    return models_bytes, moments_bytes
 
 
-def _exchange_bytes(rehearsal: Rehearsal, *, alone: bool) -> int:
-    """Return the peak bytes of messages in an exchange, extrapolated from one user's upload.
+def _exchange_bytes(rehearsal: Rehearsal, *, one_user: bool) -> int:
+    """Return the peak bytes of messages in an exchange, when all participants have made their uploads.
 
-    The peak is reached when all participants of a round have made their uploads. If users are on disk, the model of
-    each participant is read first, and a download before an evaluation may need more memory than the uploads: it writes
-    the models of at most ``users_per_message`` users at once.
+    The upload of one user is measured. If users are on disk, a download may need more memory than the uploads.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
-        alone: Whether only one user's messages are on the machine, and in memory.
+        one_user: Whether the machine trains only one user and keeps it in memory.
     """
     clients = rehearsal.federation.clients
     if not clients.shares:
         return 0
     with LiveBytes() as live:
-        clients.upload([0], 1, {LOSS: torch.zeros(1)}, counts=True)  # the round and the loss do not change the size
+        clients.upload([0], 1, {LOSS: torch.zeros(1)}, counts=True)  # of user 0 in round 1 with loss 0
     upload_bytes = live.peak
-    if alone:
+    if one_user:
         return upload_bytes
     if rehearsal.store == MEMORY:
-        return upload_bytes * rehearsal.participants
+        return upload_bytes * rehearsal.num_participants
     user = user_bytes(clients.state, rehearsal.store)
-    read_bytes = user.params_record + user.params  # a model's record and its unpacked tensors
-    # While one record is packed, up to MAX_PENDING_WRITES others wait to be written.
+    # Uploads: the model of each participant is read first, as a record that is then unpacked to tensors.
+    read_bytes = user.params_record + user.params
+    uploads_bytes = rehearsal.num_participants * (upload_bytes + read_bytes)
+    # Downloads: while one record is packed, up to MAX_PENDING_WRITES others wait to be written.
     downloaded_bytes = user.params + (1 + MAX_PENDING_WRITES) * user.params_record
-    users_at_once = min(clients.users_per_message, clients.plan.evaluation.users or rehearsal.trainers)
-    return max(rehearsal.participants * (upload_bytes + read_bytes), users_at_once * downloaded_bytes)
+    num_evaluated = clients.plan.evaluation.users or rehearsal.num_trainers
+    users_at_once = min(clients.users_per_message, num_evaluated)
+    return max(uploads_bytes, users_at_once * downloaded_bytes)
 
 
 def _server_bytes(federation: InProcess, user_ratio: float) -> int:
@@ -665,35 +699,42 @@ def _server_bytes(federation: InProcess, user_ratio: float) -> int:
 
     Args:
         federation: The federation.
-        user_ratio: Number of users of the run, divided by that of the federation. Tensors with a row for each user, as
-            the method declares them (``by_user``), are larger by this factor in the run.
+        user_ratio: Number of users of the run, divided by that of the federation.
     """
-    server, names_by_user = federation.server, federation.clients.method.server.by_user
-    return int(sum(t.nbytes * (user_ratio if name in names_by_user else 1) for name, t in server.kept.items()))
+    server = federation.server
+    names_with_user_rows = federation.clients.method.server.by_user  # tensors with a row for each user
+    total = 0
+    for name, tensor in server.kept.items():
+        total += tensor.nbytes * (user_ratio if name in names_with_user_rows else 1)
+    return int(total)
 
 
 def _largest_step(rehearsal: Rehearsal, rows: tuple[int, ...], pass_size: PassSize) -> StepBytes:
-    """Return the peak bytes of a cohort's largest step.
+    """Return the peak bytes of a cohort's largest step. Results are cached.
 
-    Measured is a step of the phase that trains the most parameters, as the other phases keep no more activations. An
-    evaluation, which has no gradients, is measured too if it may read more data at once than a step, or if the method
-    does not train. Results are cached.
+    A step of the phase that trains the most parameters is measured, as other phases keep no more activations. An
+    evaluation counts as a step, too, if it may read more data at once.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
         rows: Rows of the cohort's models in the federation's state.
         pass_size: Numbers of users and sequences in a pass.
     """
+    if (rows, pass_size) in rehearsal.peaks:
+        return rehearsal.peaks[rows, pass_size]
     layout = rehearsal.steps.model.layout
-    if (rows, pass_size) not in rehearsal.peaks:
-        steps = rehearsal.with_pass_size(pass_size)
-        phases = sorted(rehearsal.federation.clients.phases, key=lambda phase: layout.touching(phase.roles).columns)
-        largest = step_peak(rehearsal, rows, phases[-1], steps) if phases else StepBytes(0, 0, 0)
-        if not phases or steps.batch_source.scores_more:
-            evaluation = _evaluation_peak(rehearsal, rows, steps)
-            largest = largest if largest.peak >= evaluation else StepBytes(evaluation, 0, 0)
-        rehearsal.peaks[rows, pass_size] = largest
-    return rehearsal.peaks[rows, pass_size]
+    steps = rehearsal.with_pass_size(pass_size)
+    phases = sorted(rehearsal.federation.clients.phases, key=lambda phase: layout.touching(phase.roles).columns)
+    largest = StepBytes(passes=0, update=0, gradients=0)
+    if phases:
+        phase_with_most_parameters = phases[-1]
+        largest = step_peak(rehearsal, rows, phase_with_most_parameters, steps)
+    if not phases or steps.batch_source.scores_more:
+        evaluation_bytes = _evaluation_peak(rehearsal, rows, steps)
+        if evaluation_bytes > largest.peak:
+            largest = StepBytes(passes=evaluation_bytes, update=0, gradients=0)
+    rehearsal.peaks[rows, pass_size] = largest
+    return largest
 
 
 class StepBytes(NamedTuple):
@@ -716,10 +757,9 @@ class StepBytes(NamedTuple):
 
 
 def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> StepBytes:
-    """Return the peak bytes of one optimiser step of a phase.
+    """Return the peak bytes of one optimiser step of a phase: its micro-batches and the update of the parameters.
 
-    The step consists of at most :data:`TRACED_BATCHES` micro-batches and the update of the parameters. More would not
-    raise the peak: from the second one on all micro-batches are alike, as their gradients are added to the same sum.
+    At most :data:`TRACED_BATCHES` micro-batches are run, as more would not raise the peak.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
@@ -727,61 +767,66 @@ def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: St
         phase: The phase.
         steps: Steps with another pass size than the rehearsal's; None for the rehearsal's own.
     """
-    steps, cohort = steps or rehearsal.steps, rehearsal.cohort(rows)
+    steps = steps or rehearsal.steps
+    layout = steps.model.layout
+    cohort = rehearsal.cohort(rows)
+    num_users = len(rows)
     micro_batch_size = steps.pass_size.sequences
     batch_size = min(rehearsal.federation.clients.batch_size, TRACED_BATCHES * micro_batch_size)
-    batch = fake_batch(rehearsal, len(rows), batch_size)  # `gradient` splits it into micro-batches
-    examples = fake_batch(rehearsal, len(rows), micro_batch_size)  # one micro-batch, which private steps repeat
-    is_private = steps.private is not None and steps.private.applies(phase, steps.model.layout)
+    batch = fake_batch(rehearsal, num_users, batch_size)
+    micro_batch = fake_batch(rehearsal, num_users, micro_batch_size)
+    has_private_examples = steps.private is not None and steps.private.applies(phase, layout)
     with ignore_grad_warning(), _shapes_only(rehearsal), LiveBytes() as live:
-        if is_private:
-            gradients = _private_gradients(cohort, phase, steps, batch, examples)
+        if has_private_examples:
+            gradients = _private_gradients(cohort, phase, steps, batch, micro_batch)
         else:
-            _, gradients = steps.gradient(cohort, batch, phase)  # without the losses
+            _losses, gradients = steps.gradient(cohort, batch, phase)  # splits the batch into micro-batches
         gradients_bytes = sum(gradient.nbytes for gradient in gradients.values())
-        peak_of_passes, live.peak = live.peak, live.live
-        steps.descend(phase, cohort, gradients, 0)  # as in the first local step; the learning rate changes no sizes
+        peak_of_passes = live.peak
+        live.peak = live.live  # from here on it is the peak of the update
+        steps.descend(phase, cohort, gradients, 0)  # local step 0; the learning rate changes no sizes
     return StepBytes(passes=peak_of_passes, update=live.peak, gradients=gradients_bytes)
 
 
-def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor, examples: Tensor) -> Tree:
-    """Return gradients as :meth:`comingle.training.steps.PrivateSteps.step` does, to measure its memory.
+def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor, micro_batch: Tensor) -> Tree:
+    """Return gradients with example-level privacy, with the memory of :meth:`.PrivateSteps.step`.
 
-    Shared tensors get the noised sum of the clipped gradients of single examples. Tensors that stay local get plain
-    gradients, which are in memory at the same time. Noise is drawn for one user at a time and is no larger than the
-    sums, so zeros are added in its place.
+    Shared tensors get the sum of the clipped gradients of single examples, and zeros in place of noise. Tensors that
+    stay local get plain gradients, which are in memory at the same time.
 
     Args:
         cohort: The cohort.
-        phase: The phase, in which example-level privacy applies.
+        phase: The phase.
         steps: The steps.
         batch: A batch for the tensors that stay local.
-        examples: A full pass of examples for the shared tensors.
+        micro_batch: Examples for the shared tensors, clipped :data:`TRACED_BATCHES` times.
     """
     private, model, num_users = steps.private, steps.model, len(cohort.rows)
     assert private is not None
-    layout, shared_names = model.layout, private.noised_names(phase, model.layout)
-    # Copies of a user's model after the first are not shared, so all their gradients are plain.
+    layout = model.layout
+    shared_names = private.noised_names(phase, layout)
+    # Some methods train several copies of a user's model. Only the first is shared; all of another is trained plainly.
     has_further_copies = max(cohort.rows) >= steps.trainers
     plain_names = private.plain_names(phase, layout, everything=has_further_copies)
-    plain = Tree()
+    plain_gradients = Tree()
     if plain_names:
-        _, plain = steps.gradient(cohort, batch, phase, names=plain_names)
-    tensors = restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.local_roles(layout))
+        _losses, plain_gradients = steps.gradient(cohort, batch, phase, names=plain_names)
+    shared_roles = layout.roles - private.local_roles(layout)
+    shared_tensors = restrict(model.tensors(cohort.part.rows), layout, shared_roles)
     sums = Tree()
     for _ in range(TRACED_BATCHES):
         sums_of_pass, _ = private.clipped_sums_of_batch(
             model,
             steps.batch_source,
-            tensors,
+            shared_tensors,
             shared_names,
             cohort.owners,
-            examples,
+            micro_batch,
             bound=1.0,  # any clip norm
         )
         sums = {name: t + sums[name] if name in sums else t for name, t in sums_of_pass.items()}
     noised = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
-    return private.merge(layout, phase, plain, noised, noised_users=range(num_users), users=num_users)
+    return private.merge(layout, phase, plain_gradients, noised, noised_users=range(num_users), users=num_users)
 
 
 @torch.no_grad()
@@ -794,40 +839,40 @@ def _evaluation_peak(rehearsal: Rehearsal, rows: Sequence[int], steps: Steps) ->
         steps: The rehearsal's steps, perhaps with another pass size.
     """
     clients = rehearsal.federation.clients
-    count = steps.batch_source.scored_at_once(clients.users, steps.pass_size)  # sequences or samples of each user
-    inputs = fake_inputs(rehearsal, len(rows), count)
+    items_per_user = steps.batch_source.scored_at_once(clients.users, steps.pass_size)  # sequences or samples
+    inputs = fake_inputs(rehearsal, len(rows), items_per_user)
     with ignore_grad_warning(), _shapes_only(rehearsal), LiveBytes() as live:
         Scorer(steps=steps).predict(clients.models, rows, inputs)
     return live.peak
 
 
-def fake_batch(rehearsal: Rehearsal, users: int, count: int) -> Int[Tensor, "users count ..."]:
+def fake_batch(rehearsal: Rehearsal, num_users: int, count: int) -> Int[Tensor, "users count ..."]:
     """Return a training batch of fake tensors, which have shapes but no data.
 
     Args:
         rehearsal: The federation on fake tensors whose steps read the batch.
-        users: Number of users.
+        num_users: Number of users.
         count: Sequences or samples of each user.
 
     Returns:
         Windows of fake tokens, or indices that all refer to the first sample.
     """
     fakes, device = rehearsal.fakes, rehearsal.steps.model.device
-    return rehearsal.steps.batch_source.blank(users, count, lambda on_meta: fakes.of(on_meta, device))
+    return rehearsal.steps.batch_source.blank(num_users, count, lambda on_meta: fakes.of(on_meta, device))
 
 
 def fake_inputs(
-    rehearsal: Rehearsal, users: int, count: int
+    rehearsal: Rehearsal, num_users: int, count: int
 ) -> Int[Tensor, "users count _"] | Float[Tensor, "users ..."]:
-    """Return inputs of an evaluation's forward pass (:meth:`Scorer.predict`) that have shapes but no data.
+    """Return a model's inputs in an evaluation, as fake tensors, which have shapes but no data.
 
     Args:
         rehearsal: The federation on fake tensors whose models are evaluated.
-        users: Number of users.
+        num_users: Number of users.
         count: Sequences or samples of each user.
     """
     fakes, device = rehearsal.fakes, rehearsal.steps.model.device
-    return rehearsal.steps.batch_source.blank_inputs(users, count, lambda on_meta: fakes.of(on_meta, device))
+    return rehearsal.steps.batch_source.blank_inputs(num_users, count, lambda on_meta: fakes.of(on_meta, device))
 
 
 def _shapes_only(rehearsal: Rehearsal) -> AbstractContextManager[None]:

@@ -14,18 +14,26 @@ import torch
 
 from comingle.config import Recipe, parse_recipe
 from comingle.config.settings import ALL_USERS, MEMORY, largest, protects_examples
-from comingle.cost.counts import BaseFlops, Load, count_exchanges, count_stacked, count_users, measured_base, text_load
+from comingle.cost.counts import (
+    BaseFlops,
+    LocalWork,
+    count_exchanges,
+    count_stacked,
+    count_users,
+    local_work_on_text,
+    measured_base,
+)
 from comingle.cost.memory import (
     CLIENT_BYTES,
     Rehearsal,
     Writes,
-    as_text,
     conversations_as_text,
+    measured_process_bytes,
     peak_memory,
-    process_bytes,
     rehearse,
     storage_bytes,
     store_bytes,
+    text_of_equal_cost,
     user_bytes,
 )
 from comingle.cost.records import (
@@ -72,20 +80,20 @@ _USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"
 
 
 def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = MappingProxyType({})) -> Recipe:
-    """Return the recipe for counting the costs of a method, which may be another one than the recipe's.
+    """Return the recipe with a method, changed so that the method's costs can be counted.
 
-    The recipe's own method keeps the recipe's settings; another method has its default settings. All users take part in
-    every round, as participation does not change one user's costs per round. Language models are not compiled, as
-    compilation takes long and changes no counts.
+    All users take part in every round, as one user's costs per round do not depend on participation. Language models
+    are not compiled, as that takes long.
 
     Args:
         recipe: The recipe.
-        name: Name of the method.
-        for_all: Settings by name. In a method that has a setting of this name, it replaces the recipe's or the default.
+        name: Name of the method. The recipe's own method keeps the recipe's settings; others get their defaults.
+        for_all: Settings for every method that has them, such as ``{"specialists": 2}``.
     """
     settings = settings_in_comparison(name, recipe.method.name, recipe.method.settings, for_all)
     changes: dict[str, Any] = {"method": {"name": name, **settings}, "training.participation": 1.0}
-    if kind_of(recipe).needs_base:  # nets compile fast
+    is_language_model = kind_of(recipe).needs_base
+    if is_language_model:
         changes["runtime.compile"] = False
     return recipe.with_changes(changes)
 
@@ -98,38 +106,42 @@ def add_privacy_forecast(
     *,
     with_real_data: Recipe | None = None,
 ) -> MethodCost:
-    """Add a forecast of the privacy budget to a method's costs if the recipe has privacy.
+    """Return a method's costs with a forecast of the privacy budget, if the recipe has privacy.
 
-    The forecast depends on how often users take part. Also check that all rounds have enough participants for the
-    recipe's privacy mechanism and for its aggregation rule.
+    Also check that every round has enough participants for the privacy mechanism and the aggregation rule.
 
     Args:
         cost: Costs of a method.
-        recipe: The recipe that the costs are for, with all users taking part; data may be replaced with text.
+        recipe: The recipe whose costs they are.
         names: Names of the users.
-        participation: Participation of the user's recipe.
-        with_real_data: The recipe with the users' own data; None if ``recipe`` has it.
+        participation: Fraction or names of the participants.
+        with_real_data: The recipe with the users' own data, if ``recipe`` has text in its place.
 
     Raises:
         RecipeError: Rounds have too few participants.
     """
-    if recipe.privacy is None and recipe.aggregation.is_mean:  # nothing to forecast or to check
+    has_plain_mean = recipe.privacy is None and recipe.aggregation.is_mean
+    if has_plain_mean:  # nothing to forecast or to check
         return cost
     recipe = recipe.with_changes({"training.participation": participation})
     method = make(recipe.method.name, **recipe.method.settings)
     plan = make_plan(recipe, method, names)
     mechanisms = server_mechanisms(plan, names)
     if method.shared:
+        sizes = round_sizes(plan, names)
         for mechanism in mechanisms:
-            mechanism.check_rounds(round_sizes(plan, names), same_ranks=True)  # only sizes are checked here, not ranks
+            mechanism.check_rounds(sizes, same_ranks=True)  # only sizes are checked here, not LoRA ranks
     if recipe.privacy is None:
         return cost
-    if protects_examples(recipe.privacy.mechanism):  # epsilon depends on users' numbers of examples: data is read
-        readable = (with_real_data or recipe).with_changes({"training.participation": participation})
-        mechanisms = build(readable, prepare(readable)).server.mechanisms
-    account = next((mechanism.account for mechanism in mechanisms if mechanism.account is not None), None)
-    forecast = {} if account is None else account.forecast(planned_releases(plan, names))
-    return replace(cost, privacy=forecast)
+    if protects_examples(recipe.privacy.mechanism):
+        # Epsilon depends on how many examples each user has, so the users' data is read.
+        recipe_to_read = recipe if with_real_data is None else with_real_data
+        recipe_to_read = recipe_to_read.with_changes({"training.participation": participation})
+        mechanisms = build(recipe_to_read, prepare(recipe_to_read)).server.mechanisms
+    for mechanism in mechanisms:
+        if mechanism.account is not None:
+            return replace(cost, privacy=mechanism.account.forecast(planned_releases(plan, names)))
+    return replace(cost, privacy={})
 
 
 def check_num_users(users: int | None) -> None:
@@ -155,9 +167,7 @@ def largest_round(participation: Participation, users: int) -> int:
 
 
 def complete_cost(rehearsal: Rehearsal, users: Sequence[UserCost], free: int, *, kept_checkpoints: int) -> MethodCost:
-    """Return all costs of a method: those of its users, which are given, its memory and its bytes on disk.
-
-    If memory is too small, the result advises smaller passes.
+    """Return all costs of a method: the given costs of its users, its memory and its bytes on disk.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
@@ -165,19 +175,21 @@ def complete_cost(rehearsal: Rehearsal, users: Sequence[UserCost], free: int, *,
         free: Free memory, in bytes.
         kept_checkpoints: Number of checkpoints that a run keeps.
     """
-    method, machine = rehearsal.federation.clients.method, peak_memory(rehearsal)
-    pass_size, fits = rehearsal.steps.pass_size, machine.total_bytes <= free
+    method = rehearsal.federation.clients.method
+    pass_size = rehearsal.steps.pass_size
+    num_models = rehearsal.num_trainers * method.placement.copies  # a method may train several copies of a user's model
+    memory = peak_memory(rehearsal)
+    fits = memory.total_bytes <= free
     return MethodCost(
         method=method.name,
         users=tuple(users),
         exchanges=count_exchanges(rehearsal.federation),
-        # Copies of a user's model take places in a pass like users.
-        users_per_step=min(pass_size.users, rehearsal.trainers * method.placement.copies),
+        users_per_step=min(pass_size.users, num_models),
         micro_batch=pass_size.sequences,
-        machine=machine,
-        own_device=peak_memory(rehearsal, alone=True),
+        machine=memory,
+        own_device=peak_memory(rehearsal, one_user=True),
         fits=fits,
-        advice="" if fits else advise(rehearsal, machine, free),
+        advice="" if fits else advise(rehearsal, memory, free),
         store_bytes=_largest_store_bytes(rehearsal, kept_checkpoints),
     )
 
@@ -185,21 +197,22 @@ def complete_cost(rehearsal: Rehearsal, users: Sequence[UserCost], free: int, *,
 def _largest_store_bytes(rehearsal: Rehearsal, kept_checkpoints: int) -> int:
     """Return the largest size of the users' records on disk during a run, in bytes; 0 if users are kept in memory.
 
-    Each copy of a user's model, which some methods keep, has records like a user.
-
     Args:
         rehearsal: The run's federation, on fake tensors.
         kept_checkpoints: Number of checkpoints that a run keeps.
     """
-    clients, plan = rehearsal.federation.clients, rehearsal.federation.clients.plan
     if rehearsal.store == MEMORY:
         return 0
-    check_storable(clients)  # refuses methods whose users cannot be kept on disk
-    copies = clients.method.placement.copies
+    clients = rehearsal.federation.clients
+    plan = clients.plan
+    check_storable(clients)  # raises if the method's users cannot be kept on disk
+    num_users = rehearsal.num_trainers
+    num_evaluated = min(plan.evaluation.users or num_users, num_users)
+    copies = clients.method.placement.copies  # models per user; each has a record of its own
     writes = Writes(
-        users=rehearsal.trainers * copies,
-        participants=rehearsal.participants * copies,
-        evaluated_users=min(plan.evaluation.users or rehearsal.trainers, rehearsal.trainers) * copies,
+        users=num_users * copies,
+        participants=rehearsal.num_participants * copies,
+        evaluated_users=num_evaluated * copies,
         rounds=plan.training.rounds,
         evaluate_every=plan.period,
         checkpoint_every=plan.checkpoints.every,
@@ -208,48 +221,60 @@ def _largest_store_bytes(rehearsal: Rehearsal, kept_checkpoints: int) -> int:
     return store_bytes(user_bytes(clients.state, rehearsal.store), writes)
 
 
-def advise(rehearsal: Rehearsal, machine: MemoryCost, free: int) -> str:
-    """Return text with the settings of the largest pass that fits into memory, or a sentence that none does.
+def advise(rehearsal: Rehearsal, memory: MemoryCost, free: int) -> str:
+    """Return the settings of the largest pass that fits, ``"runtime.users_per_step=2 runtime.micro_batch=8"``.
+
+    If none fits, return a sentence that says so.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
-        machine: Memory that the recipe's own settings need.
+        memory: Memory that the recipe's own settings need.
         free: Free memory, in bytes.
     """
-    smaller = smaller_pass(rehearsal, machine, free)
-    return NONE_FITS if smaller is None else f"{_USERS}={smaller.users} {_SEQUENCES}={smaller.sequences}"
+    smaller = smaller_pass(rehearsal, memory, free)
+    if smaller is None:
+        return NONE_FITS
+    return f"{_USERS}={smaller.users} {_SEQUENCES}={smaller.sequences}"
 
 
-def smaller_pass(rehearsal: Rehearsal, machine: MemoryCost, free: int) -> PassSize | None:
+def smaller_pass(rehearsal: Rehearsal, memory: MemoryCost, free: int) -> PassSize | None:
     """Return the largest pass below the run's that fits into memory; None if none does.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
-        machine: Memory that the run's own pass size needs.
+        memory: Memory that the run's own pass size needs.
         free: Free memory, in bytes.
     """
-    if machine.fixed_bytes > free:  # weights and data alone, whatever the pass
+    if memory.fixed_bytes > free:  # weights and data alone do not fit
         return None
-    candidates = _halved_passes(rehearsal.steps.pass_size)
-    return next((size for size in candidates if peak_memory(rehearsal, pass_size=size).total_bytes <= free), None)
+    for size in _halved_passes(rehearsal.steps.pass_size):
+        if peak_memory(rehearsal, pass_size=size).total_bytes <= free:
+            return size
+    return None
 
 
 def _halved_passes(size: PassSize) -> Iterator[PassSize]:
-    """Yield smaller and smaller passes than ``size``: halve the users until there is 1, then the sequences of it."""
-    while size.users * size.sequences > 1:
-        size = replace(size, users=size.users // 2) if size.users > 1 else replace(size, sequences=size.sequences // 2)
+    """Yield ever smaller passes: users are halved down to 1, then sequences.
+
+    From 4 users with 2 sequences each: 2 users with 2, 1 user with 2, 1 user with 1.
+    """
+    while size.users > 1:
+        size = replace(size, users=size.users // 2)
+        yield size
+    while size.sequences > 1:
+        size = replace(size, sequences=size.sequences // 2)
         yield size
 
 
 def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation: Participation = 1.0) -> Plan:
-    """Return the costs of training small nets on users' samples, for one or several methods.
+    """Return the costs of training small nets on samples, for one or several methods.
 
     Samples are read or generated, as costs depend on their numbers and shapes. Nothing is trained.
 
     Args:
         recipes: Recipes that differ in their method alone.
-        users: Number of users that replaces the recipe's; None keeps it.
-        participation: Fraction or names of the participants, on which only privacy and memory depend.
+        users: Number of users, in place of the recipe's.
+        participation: Fraction or names of the participants.
 
     Raises:
         RecipeError: A method or a setting is wrong.
@@ -259,23 +284,25 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
         check_num_users(users)
         recipes = [kind_of(recipe).with_num_users(recipe, users) for recipe in recipes]
     population = prepare(recipes[0]).common
-    # The FLOPs of the net alone, with which those of each method are compared, are those of FedAvg.
     fedavg = rehearse_nets(with_method(recipes[0], "fedavg"), population)
-    clients, net_flops = fedavg.federation.clients, measured_base(fedavg)
-    free, names = free_bytes(clients.model.device), tuple(population.users.names)
+    net_flops = measured_base(fedavg)  # what other methods take beyond FedAvg's FLOPs is their overhead
+    clients = fedavg.federation.clients
+    model, training = clients.model, clients.plan.training
+    free = free_bytes(model.device)
+    names = tuple(population.users.names)
     costs = []
     for recipe in recipes:
         cost = net_cost(recipe, population, net_flops, free, participation)
         costs.append(add_privacy_forecast(cost, recipe, names, participation))
     return Plan(
-        base=clients.model.name,
-        base_parameters=clients.model.base_parameters,
-        dtype=str(clients.model.dtype).removeprefix("torch."),
-        device=str(clients.model.device),
+        base=model.name,
+        base_parameters=model.base_parameters,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
         users=names,
-        rounds=clients.plan.training.rounds,
-        local_steps=max(load.steps for load in loads_of(clients, population).values()),
-        batch_size=clients.plan.training.largest_batch_size,
+        rounds=training.rounds,
+        local_steps=max(work.steps for work in local_work_by_user(clients, population).values()),
+        batch_size=training.largest_batch_size,
         context=0,  # samples are no sequences
         base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
@@ -288,18 +315,18 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
 def net_cost(
     recipe: Recipe, population: Population, net_flops: BaseFlops, free: int, participation: Participation
 ) -> MethodCost:
-    """Return the costs of training nets with the recipe's method: FLOPs and bytes of the users, and memory.
+    """Return the costs of training nets with the recipe's method.
 
     Args:
         recipe: The recipe.
         population: Users and their samples.
-        net_flops: Function from a user's local work in a round to the FLOPs of the net alone, without the method's
-            additions.
+        net_flops: Function that returns the FLOPs of a net without the method's additions, for a user's local work.
         free: Free memory, in bytes.
         participation: Fraction or names of the participants.
     """
     rehearsal = rehearse_nets(recipe, population, participation)
-    users = count_stacked(rehearsal, loads_of(rehearsal.federation.clients, population), net_flops)
+    local_work = local_work_by_user(rehearsal.federation.clients, population)
+    users = count_stacked(rehearsal, local_work, net_flops)
     return complete_cost(rehearsal, users, free, kept_checkpoints=recipe.checkpoints.keep)
 
 
@@ -318,25 +345,24 @@ def rehearse_nets(
         all_names: Names of the users of all processes; None if there is one process.
     """
     federation = bare_nets(recipe, population, all_names)
-    clients = federation.clients
-    trainers = 1 if clients.method.placement.pooled else len(population.users)  # pooled: one net on all users' samples
-    num_users = len(population.users if all_names is None else all_names)
+    clients, users = federation.clients, population.users
+    trains_one_net = clients.method.placement.pooled  # one net on all users' samples
+    num_users = len(users) if all_names is None else len(all_names)
     return rehearse(
         federation,
-        trainers,
-        participants=largest_round(participation, num_users),  # all may be in this process
+        num_trainers=1 if trains_one_net else len(users),
+        num_participants=largest_round(participation, num_users),  # all of them may be in this process
         store=recipe.runtime.store,
         data_bytes=data_bytes(population, clients.model.dtype),
-        reads_cohorts=not population.users.in_memory,
-        process_bytes=process_bytes("samples", clients.model.device),
+        reads_cohorts=not users.in_memory,
+        process_bytes=measured_process_bytes("samples", clients.model.device),
     )
 
 
-def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
-    """Return every user's local work in a round by name; a pooled method has one entry with the work of all.
+def local_work_by_user(clients: Clients, population: Population) -> dict[str, LocalWork]:
+    """Return every user's local work in a round, by the user's name.
 
-    The work is ``local_epochs`` epochs of training, and one sweep: a pass over all training samples without gradients.
-    Some methods choose a model or a component with it.
+    A pooled method, which trains one net on all users' samples, has a single entry: ``{"all 3 users as one": ...}``.
 
     Args:
         clients: A federation's clients, whose batch source knows the sizes of batches.
@@ -345,38 +371,42 @@ def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
     users: Iterable[tuple[str, Any]] = ((user.name, user) for user in population.users)
     if clients.method.placement.pooled:
         users = [(f"all {len(population.users)} users as one", clients.trainers[0])]
-    loads, distinct = dict[str, Load](), dict[Load, Load]()  # equal loads are one object, as there may be many users
+    work_by_user: dict[str, LocalWork] = {}
+    first_equal: dict[LocalWork, LocalWork] = {}  # users with equal work share one object, which saves memory
     for name, user in users:
         epoch_sizes, sweep_sizes = clients.batch_source.batch_sizes(user)
-        load = Load(
-            sizes=epoch_sizes,
+        work = LocalWork(
+            batch_sizes=epoch_sizes,
             epochs=clients.plan.training.local_epochs,
             sweep_batches=len(sweep_sizes),
             sweep_items=sum(sweep_sizes),
         )
-        loads[name] = distinct.setdefault(load, load)
-    return loads
+        work_by_user[name] = first_equal.setdefault(work, work)
+    return work_by_user
 
 
 def data_bytes(population: Population, dtype: torch.dtype) -> int:
     """Return the bytes of all users' samples: as read, and as copied for batches.
 
-    Of users that are read on demand only the first is read. The bytes of all follow from its bytes per sample, as their
-    samples have the same shapes.
+    If users are on disk, only the first one is read; the others have as many bytes per sample.
 
     Args:
         population: Users and their samples.
         dtype: Dtype of the model, to which samples are converted in batches.
     """
-    users, total = population.users, 0
-    if users.sizes is not None:  # numbers of samples of each user, by split
-        one_user = data_bytes(replace(population, users=users.select([0])), dtype)
-        return int(one_user * users.sizes.sum() / users.sizes[0].sum())
-    for part in (user.split(split) for user in users for split in SPLITS):
-        # Copies for batches have the model's dtype, but labels keep theirs.
-        target_dtype = dtype if part.targets.is_floating_point() else part.targets.dtype
-        total += part.inputs.nbytes + part.inputs.numel() * dtype.itemsize
-        total += part.targets.nbytes + part.targets.numel() * target_dtype.itemsize
+    users = population.users
+    if users.sizes is not None:  # users on disk: a row per user with its numbers of samples, by split
+        first_user_bytes = data_bytes(replace(population, users=users.select([0])), dtype)
+        return int(first_user_bytes * users.sizes.sum() / users.sizes[0].sum())
+    total = 0
+    for user in users:
+        for split in SPLITS:
+            samples = user.split(split)
+            inputs, targets = samples.inputs, samples.targets
+            # Copies for batches have the model's dtype, but labels (integers) keep theirs.
+            copied_dtype = dtype if targets.is_floating_point() else targets.dtype
+            total += inputs.nbytes + inputs.numel() * dtype.itemsize
+            total += targets.nbytes + targets.numel() * copied_dtype.itemsize
     return total
 
 
@@ -404,31 +434,42 @@ def plan(
     """
     if recipe.runtime.memory is not None:
         return _plan_within_memory(recipe, methods, users=users, participants=participants, for_all=for_all)
-    participation = recipe.training.participation  # memory and privacy depend on it; the variants have all users
+    participation = recipe.training.participation  # `with_method` replaces it, but memory and privacy depend on it
     recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
-    for variant in recipes:
-        check_recipe(variant)
-    if not (kind := kind_of(recipe)).needs_base:
+    for recipe_of_method in recipes:
+        check_recipe(recipe_of_method)
+    kind = kind_of(recipe)
+    if not kind.needs_base:
         return plan_nets(recipes, users, participation)
-    users = len(participants) if participants else users
+    if participants:
+        users = len(participants)
     check_num_users(users)
     _check_passed_objects(recipe, users)
     _check_users_of_private_examples(recipe, users)
-    runtime = recipe.runtime
-    device_settings = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
-    load_cached = cache(partial(load_skeleton, recipe.base, **device_settings, quantise=recipe.quantise))
-    base = load_cached()
+
+    @cache
+    def load_base() -> Base:
+        """Load the base without weights."""
+        return load_skeleton(
+            recipe.base,
+            dtype=recipe.runtime.dtype,
+            device=recipe.runtime.device,
+            attention=recipe.runtime.attention,
+            quantise=recipe.quantise,
+        )
+
+    base = load_base()
     check_context_length("training.context", recipe.training.context, base.model)
     # Costs of language models are counted for text, so other data is replaced with text that costs as much.
-    # `too_small` are the names of users that a run would leave out, as they have too little data.
-    text_recipes, too_small, note = as_text(kind, recipes, users, load_cached)
+    text_recipes, too_small, note = text_of_equal_cost(kind, recipes, users, load_base)
     all_names = participants or user_names(text_recipes[0], users)
-    names = tuple(name for name in all_names if name not in too_small)
-    free, training = free_bytes(base.device), text_recipes[0].training
+    names = tuple(name for name in all_names if name not in too_small)  # a run leaves out users with too little data
+    free = free_bytes(base.device)
     costs = []
     for text_recipe, original in zip(text_recipes, recipes, strict=True):
         cost = method_cost(text_recipe, base, names, free, participation)
         costs.append(add_privacy_forecast(cost, text_recipe, names, participation, with_real_data=original))
+    training = text_recipes[0].training
     return Plan(
         base=base.name,
         base_parameters=base.model.num_parameters() + packed_parameters(base.model),
@@ -448,10 +489,9 @@ def plan(
 
 
 def _check_passed_objects(recipe: Recipe, users: int | None) -> None:
-    """Refuse the recipe of a run to which a program passed its base or its data as Python objects.
+    """Refuse a recipe whose base or data was passed as Python objects, which ``comingle cost`` does not have.
 
-    A recipe file does not contain these objects, so ``comingle cost`` does not have them. Passed data is not needed if
-    the number of users is given.
+    Passed data is not needed if the number of users is given.
 
     Args:
         recipe: The recipe of the run.
@@ -461,13 +501,13 @@ def _check_passed_objects(recipe: Recipe, users: int | None) -> None:
         BaseModelError: The base was passed.
         DataError: The data was passed, and there is no number of users.
     """
-    NOTHING.check_base(recipe)  # `comingle cost` has no passed objects
+    NOTHING.check_base(recipe)  # raises if the recipe needs a passed base, as nothing was passed here
     if recipe.data.given and users is None:
         raise DataError(f"{USERS_MISSING}; to count costs without their data, give the number of users: --users N")
 
 
 def _check_users_of_private_examples(recipe: Recipe, users: int | None) -> None:
-    """Refuse ``--users N`` with example-level privacy, as epsilon depends on each user's number of examples.
+    """Refuse ``--users N`` with example-level privacy, whose epsilon depends on each user's number of examples.
 
     Args:
         recipe: The recipe.
@@ -476,17 +516,19 @@ def _check_users_of_private_examples(recipe: Recipe, users: int | None) -> None:
     Raises:
         RecipeError: The number is given, and the recipe's privacy is per example.
     """
-    if users is not None and recipe.privacy is not None and protects_examples(recipe.privacy.mechanism):
-        reason = "with privacy.mechanism: example, users' data is read, because epsilon depends on each user's examples"
-        raise RecipeError(f"--users: got {users}; {reason}; leave it out")
+    if users is None or recipe.privacy is None:
+        return
+    if protects_examples(recipe.privacy.mechanism):
+        reason = "with privacy.mechanism: example, epsilon depends on each user's number of examples, so data is read"
+        raise RecipeError(f"--users: got {users}; {reason}; leave out --users")
 
 
 def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
-    """Return the users' names, if possible without reading text; "user 1" and so on for a given number of users.
+    """Return the names of the recipe's users, or ``("user 1", "user 2", ...)`` for a given number of users.
 
     Args:
         recipe: The recipe.
-        users: The number of users given on the command line; None takes the users of the recipe.
+        users: The number of users given on the command line, if any.
 
     Raises:
         DataError: Users are groups of rows in a file that cannot be read.
@@ -499,40 +541,44 @@ def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
 # ---------------------------------------------------------------- one method
 
 
-def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequence[int] | None = None) -> InProcess:
+def federate_bare(
+    recipe: Recipe, base: Base, names: tuple[str, ...], own_indices: Sequence[int] | None = None
+) -> InProcess:
     """Return a federation over a base without weights, whose users have names but no text, to count costs.
 
-    If all users have the same numbers of experts and ranks, only those of one pass are built. A pooled method, which
-    trains one model on the data of all users, has a single trainer.
+    If all users have the same ranks and numbers of experts, only the users of one pass are built.
 
     Args:
         recipe: The recipe.
         base: The base; weights are not needed.
         names: Names of the users of all processes.
-        here: Indices in ``names`` of this process's users; None if there is one process. The adapters of all users are
-            padded to the largest, so those of other processes determine the width here, too.
+        own_indices: Indices in ``names`` of this process's users; None if there is one process.
     """
     recipe = recipe.for_users(names)
     method = make(recipe.method.name, **recipe.method.settings)
     plan = make_plan(recipe, method, names).updated("runtime", store=MEMORY)
     placement = method.placement
-    are_alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
-    indices = range(len(names)) if here is None else here
-    if are_alike and not placement.pooled:
-        indices = indices[: pass_size(plan, base.device, plan.training.largest_batch_size).users]
+    largest_batch_size = plan.training.largest_batch_size
+    tokens_each = plan.iterations * largest_batch_size * plan.training.context  # that one model trains on in the run
+    all_alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
+    indices = range(len(names)) if own_indices is None else own_indices
+    if all_alike and not placement.pooled:
+        indices = indices[: pass_size(plan, base.device, largest_batch_size).users]
     users = [_user_without_text(names[index]) for index in indices]
+    # A pooled method trains one model on the data of all users.
     trainers = [_user_without_text("everyone")] if placement.pooled else users
     if placement.mixture is not None and not placement.mixture.trains_independently:
         model = bare_mixture(recipe, base, method, len(trainers))
+    elif all_alike or placement.pooled:
+        num_trainers = len(trainers)
+        model = adapt_base(recipe, base, method, num_trainers, num_tokens=num_trainers * tokens_each)
     else:
-        # Users with different adapters are built for all processes, for the padding, and then reduced to those here.
-        are_padded = not are_alike and not placement.pooled
-        num_adapted = len(names) if are_padded else len(trainers)
-        trained_tokens = num_adapted * plan.iterations * plan.training.largest_batch_size * plan.training.context
-        model = adapt_base(recipe, base, method, num_adapted, trained_tokens)
-        model = model.only(indices) if are_padded else model
+        # Adapters are padded to the largest of all processes. So build those of all users, then keep this process's.
+        num_trainers = len(names)
+        model = adapt_base(recipe, base, method, num_trainers, num_tokens=num_trainers * tokens_each)
+        model = model.only(indices)
     batch_source = TextBatchSource(trainers, plan, batch_size(plan, len(users)))
-    # Without data to read, a check for validation data would fail.
+    # reads=False: there is no validation data, so a check for it would fail.
     return federate(Clients(model, plan, trainers=trainers, users=users, batch_source=batch_source, reads=False))
 
 
@@ -545,9 +591,7 @@ def _user_without_text(name: str) -> UserData:
 def method_cost(
     recipe: Recipe, base: Base, names: tuple[str, ...], free: int, participation: Participation = ALL_USERS
 ) -> MethodCost:
-    """Return the costs of training a language model with the recipe's method: costs of the users, and memory.
-
-    FLOPs of adapters follow from formulas; those of client-level mixtures are measured on fake tensors.
+    """Return the costs of training a language model with the recipe's method.
 
     Args:
         recipe: The recipe.
@@ -557,11 +601,12 @@ def method_cost(
         participation: Fraction or names of the participants.
     """
     rehearsal = rehearse_text(recipe, base, names, participation)
-    if rehearsal.federation.clients.method.placement.mixture is None:
+    clients = rehearsal.federation.clients
+    if clients.method.placement.mixture is None:  # adapters, whose FLOPs follow from formulas
         users = count_users(rehearsal.federation, names)
-    else:
-        loads = dict.fromkeys(names, text_load(rehearsal.federation.clients))  # each user's local work in a round
-        users = count_stacked(rehearsal, loads, _base_flops(recipe, base, names))
+    else:  # a client-level mixture, whose FLOPs are measured on fake tensors
+        local_work = dict.fromkeys(names, local_work_on_text(clients))
+        users = count_stacked(rehearsal, local_work, _base_flops(recipe, base, names))
     return complete_cost(rehearsal, users, free, kept_checkpoints=recipe.checkpoints.keep)
 
 
@@ -570,9 +615,9 @@ def rehearse_text(
     base: Base,
     names: tuple[str, ...],
     participation: Participation = ALL_USERS,
-    here: Sequence[int] | None = None,
+    own_indices: Sequence[int] | None = None,
     *,
-    process: int | None = None,
+    process_bytes: int | None = None,
 ) -> Rehearsal:
     """Return the federation of a language model whose steps run on fake tensors, without weights and text.
 
@@ -581,27 +626,29 @@ def rehearse_text(
         base: The base; weights are not needed.
         names: Names of the users of all processes.
         participation: Fraction or names of the participants.
-        here: Indices in ``names`` of this process's users; None if there is one process.
-        process: Bytes of a process without model and data; None: they are measured.
+        own_indices: Indices in ``names`` of this process's users; None if there is one process.
+        process_bytes: Bytes of a process without model and data; None to measure them.
     """
-    federation = federate_bare(recipe, base, names, here)
-    num_users = len(names) if here is None else len(here)
-    trainers = 1 if federation.clients.method.placement.pooled else num_users  # pooled: one model on all users' data
+    federation = federate_bare(recipe, base, names, own_indices)
+    trains_one_model = federation.clients.method.placement.pooled  # one model on all users' data
+    num_users = len(names) if own_indices is None else len(own_indices)
+    if process_bytes is None:
+        process_bytes = measured_process_bytes("text", base.device)
     return rehearse(
         federation,
-        trainers=trainers,
-        participants=largest_round(participation, len(names)),  # all may be in this process
+        num_trainers=1 if trains_one_model else num_users,
+        num_participants=largest_round(participation, len(names)),  # all of them may be in this process
         store=recipe.runtime.store,
         checkpointed=recipe.runtime.gradient_checkpointing,
-        process_bytes=process_bytes("text", base.device) if process is None else process,
+        process_bytes=process_bytes,
     )
 
 
 def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
-    """Return a function that gives the FLOPs of the base alone in a client-level mixture, without adapters and router.
+    """Return a function that gives the FLOPs of the base in a client-level mixture, without adapters and router.
 
-    They are what the base takes under FedAvg, one pass per step. If the components of the mixture are trained
-    independently, each is a whole model with a pass of its own, so the FLOPs are multiplied by their number.
+    They are the FLOPs of the base under FedAvg. If the components of the mixture are whole models that are trained
+    independently, they are multiplied by the number of components.
 
     Args:
         recipe: The recipe; its method has a mixture.
@@ -609,47 +656,54 @@ def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops
         names: Names of the users.
 
     Returns:
-        Function from a user's local work, which is the same for all users of a language model and is ignored, to the
-        FLOPs of one token's forward pass and of a round.
+        Function that returns the FLOPs of one token's forward pass and of a round. Its argument, a user's local work,
+        is ignored, as it is the same for all users of a language model.
     """
     fedavg = with_method(recipe_for_one_user(recipe, largest), "fedavg")
-    user = count_users(federate_bare(fedavg, base, names[:1]), names[:1])[0]
+    one_name = names[:1]
+    (user,) = count_users(federate_bare(fedavg, base, one_name), one_name)
     mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
     num_models = mixture.clusters if mixture is not None and mixture.trains_independently else 1
     forward_flops = replace(user.forward, lora=0.0, router=0.0) * num_models
     round_flops = replace(user.round, lora=0.0, router=0.0) * num_models
-    return lambda load: (forward_flops, round_flops)
+
+    def flops_of_base(_local_work: LocalWork) -> tuple[Flops, Flops]:
+        """Return the FLOPs of a forward pass and of a round."""
+        return forward_flops, round_flops
+
+    return flops_of_base
 
 
 # ---------------------------------------------------------------- comparison with the paper
 
 
 def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
-    """Return Table 3 of the CoMiGS paper for this base and these adapters.
+    """Return Table 3 of the CoMiGS paper for this base: costs of CoMiGS-1G1S minus those of FedAvg.
 
-    It compares CoMiGS-1G1S with FedAvg, for one user with the largest rank of the recipe.
+    They are the costs of one user, with the largest rank of the recipe.
 
     Args:
         recipe: The recipe; its method is replaced.
         base: The base; weights are not needed.
     """
     recipe = recipe_for_one_user(recipe, largest)
+    context = recipe.training.context
     costs: dict[str, UserCost] = {}
     accounts: dict[str, Account] = {}
     for method in ("fedavg", "comigs-1g1s"):
         federation = federate_bare(with_method(recipe, method), base, ("anybody",))
         (cost,) = count_users(federation, ("anybody",))
+        bytes_per_number = federation.clients.state.rows.element_size()
         costs[method] = cost
         accounts[method] = Account(
-            forward_flops=cost.forward.total * recipe.training.context,
+            forward_flops=cost.forward.total * context,
             round_flops=cost.round.total,
-            # Parameters and both moments of AdamW, in the dtype of the state.
-            state_bytes=cost.trainable_parameters * 3 * federation.clients.state.rows.element_size(),
+            state_bytes=cost.trainable_parameters * 3 * bytes_per_number,  # parameters and both moments of AdamW
             upload_bytes=cost.upload_bytes,
         )
     parameters = costs["comigs-1g1s"].parameters  # by role
     sizes = Sizes(attention=parameters["attention"], expert=parameters["generalist"], router=parameters["router"])
-    return table3_columns(sizes, recipe.training.context, fedavg=accounts["fedavg"], comigs=accounts["comigs-1g1s"])
+    return table3_columns(sizes, context, fedavg=accounts["fedavg"], comigs=accounts["comigs-1g1s"])
 
 
 FREE_SHARE = {"cuda": 0.9}
@@ -659,8 +713,7 @@ FREE_SHARE = {"cuda": 0.9}
 def fit(recipe: Recipe, run_data: RunData) -> PassSize:
     """Return how many users, and sequences of each, go through the model in one pass (``users_per_step: auto``).
 
-    These are the default numbers, or the largest smaller ones that fit into memory. Each process chooses for its own
-    users.
+    These are the default numbers, or the largest smaller ones that fit into memory.
 
     Args:
         recipe: The recipe.
@@ -672,14 +725,15 @@ def fit(recipe: Recipe, run_data: RunData) -> PassSize:
     for_counting = with_method(recipe, recipe.method.name)  # the same method, not compiled
     rehearsal = _rehearse(for_counting, run_data, recipe.training.participation)
     device = rehearsal.steps.model.device
-    # `machine.total_bytes` includes base, data and process. They are not in free memory any more, so they are added.
+    # `memory.total_bytes` includes the base, the data and the process, which already use memory that is not free.
     loaded_bytes = rehearsal.weights_bytes + rehearsal.process_bytes + rehearsal.data_bytes
     usable_bytes = int(FREE_SHARE.get(device.type, 1.0) * free_bytes(device)) + loaded_bytes
-    machine, chosen = peak_memory(rehearsal), rehearsal.steps.pass_size
-    if machine.total_bytes > usable_bytes:
-        smaller = smaller_pass(rehearsal, machine, usable_bytes)
+    memory = peak_memory(rehearsal)
+    chosen = rehearsal.steps.pass_size
+    if memory.total_bytes > usable_bytes:
+        smaller = smaller_pass(rehearsal, memory, usable_bytes)
         if smaller is None:
-            needs = f"needs {machine.total_bytes / 1e9:,.2f} GB, but {usable_bytes / 1e9:,.2f} GB are free on {device}"
+            needs = f"needs {memory.total_bytes / 1e9:,.2f} GB, but {usable_bytes / 1e9:,.2f} GB are free on {device}"
             raise RecipeError(f"runtime.users_per_step: auto: {needs}; {NONE_FITS}")
         chosen = smaller
     logger.info("users_per_step: auto: %d users with %d sequences or samples each", chosen.users, chosen.sequences)
@@ -687,26 +741,26 @@ def fit(recipe: Recipe, run_data: RunData) -> PassSize:
 
 
 def _rehearse(recipe: Recipe, run_data: RunData, participation: Participation) -> Rehearsal:
-    """Return a federation of this process's users on fake tensors, to measure a pass.
-
-    Fake tensors have shapes but no data, so that measuring needs neither the memory nor the time of the pass.
+    """Return a federation of this process's users on fake tensors, to measure a pass without its memory and time.
 
     Args:
         recipe: The recipe.
         run_data: Base and data of the run.
         participation: Fraction or names of the participants.
     """
-    kind, own_users, all_names = kind_of(recipe), run_data.present, run_data.users.names
-    if not kind.needs_base:  # nets that train on samples; for them `run_data.common` is the task, a Population
-        return rehearse_nets(recipe, replace(run_data.common, users=own_users), participation, all_names)
-    # Passes over language data, conversations too, are measured on text that costs as much.
+    kind = kind_of(recipe)
+    own_users = run_data.present
+    all_names = run_data.users.names
+    if not kind.needs_base:  # nets, which train on samples
+        population = replace(run_data.common, users=own_users)
+        return rehearse_nets(recipe, population, participation, all_names)
+    # Conversations are replaced with text that costs as much.
     if own_users.in_memory:
-        # Too small users and the note on costs are for plans without a run. Here the data was read and checked already.
         (text_recipe,), _too_small, _note = kind.as_text([recipe], len(own_users))
-    else:  # users on disk: text of equal cost follows from their stored sizes, without loading their data
+    else:  # users on disk: their stored sizes are enough, so their data is not loaded
         (text_recipe,) = conversations_as_text(kind, [recipe], own_users)
     assert run_data.base is not None
-    return rehearse_text(text_recipe, run_data.base, tuple(all_names), participation, run_data.here)
+    return rehearse_text(text_recipe, run_data.base, tuple(all_names), participation, own_indices=run_data.here)
 
 
 # ---------------------------------------------------------------- a limit of memory
@@ -724,94 +778,114 @@ measured with SmolLM2-135M on two cores: passes of 128 in place of 512 tokens ta
 
 
 def memory_choices(
-    recipe: Recipe, names: tuple[str, ...], *, here: Sequence[int] | None = None, process: int | None = None
+    recipe: Recipe,
+    names: tuple[str, ...],
+    *,
+    own_indices: Sequence[int] | None = None,
+    process_bytes: int | None = None,
 ) -> Iterator[MemoryChoice]:
     """Yield settings with which a language model needs less memory, those that change the model the least first.
 
-    Smaller passes and checkpointing, which change results by rounding if at all, are ordered by time. Then follow
-    bfloat16 for a base in float32, 8 bits and 4 bits, each with the same passes. Keys that the recipe sets are not
-    changed.
+    First come smaller passes and gradient checkpointing, which change results by rounding at most, then the same with
+    the base in bfloat16, in 8 bits and in 4 bits. Each of these groups is ordered by time. Keys that the recipe sets
+    are not changed.
 
     Args:
         recipe: The recipe.
         names: Names of the users of all processes.
-        here: Index in ``names`` of a client's user, if it is on a machine of its own; None in a simulation.
-        process: Bytes of a process without model and data; None: they are measured.
+        own_indices: Index in ``names`` of the only user on this machine, for a client; None in a simulation.
+        process_bytes: Bytes of a process without model and data; None to measure them.
 
     Raises:
         RecipeError: The recipe is not for a language model with adapters.
         BaseModelError: The base cannot be used.
     """
-    kind = kind_of(recipe)
-    if not kind.needs_base or make(recipe.method.name, **recipe.method.settings).placement.mixture is not None:
+    placement = make(recipe.method.name, **recipe.method.settings).placement
+    if not kind_of(recipe).needs_base or placement.mixture is not None:
         raise RecipeError(f"runtime.memory: got {recipe.runtime.memory!r}; allowed: for language models with adapters")
 
     @cache
-    def traces(*changes: tuple[str, Any]) -> _Needs:
-        return _Needs(recipe.with_changes(dict(changes)), names, here=here, process=process)
+    def memory_with(*changes: tuple[str, Any]) -> _MemoryByPassSize:
+        """Return the memory of the recipe with changes, pairs (key, value)."""
+        changed = recipe.with_changes(dict(changes))
+        return _MemoryByPassSize(changed, names, own_indices=own_indices, process_bytes=process_bytes)
 
-    for format_changes, bits, slowdown in _number_formats(recipe):
-        choices, quantised = [], {"quantise": bits} if bits else {}
-        saved = _saved_bytes(recipe.with_changes(format_changes | quantised)) if bits else 0
-        for checkpointing in _checkpointing(recipe):
-            needs, factor = traces(*(format_changes | checkpointing).items()), slowdown
-            factor *= _SLOWER["checkpointing"] if checkpointing else 1
-            changes = format_changes | quantised | checkpointing
-            needed = needs.bytes_at(needs.pass_size) - saved
-            choices.append(MemoryChoice(changes=changes, needed_bytes=needed, slowdown=factor))
-            for size in _halved_passes(needs.pass_size) if _is_free(recipe, "micro_batch") else ():
-                factor *= _SLOWER["halved pass"]
-                of_pass = {"runtime.micro_batch": size.sequences}
-                if here is None:  # a client trains one user at a time anyway
-                    of_pass["runtime.users_per_step"] = size.users
-                needed = needs.bytes_at(size) - saved
-                choices.append(MemoryChoice(changes=changes | of_pass, needed_bytes=needed, slowdown=factor))
+    for format_changes, bits, format_slowdown in _number_formats(recipe):
+        choices: list[MemoryChoice] = []
+        quantised: dict[str, Any] = {}
+        saved_bytes = 0
+        if bits:
+            quantised = {"quantise": bits}
+            saved_bytes = _bytes_saved_by_quantising(recipe.with_changes({**format_changes, **quantised}))
+        for checkpointing in _checkpointing_choices(recipe):
+            # Without quantisation, so that 8 bits and 4 bits use the same traces; saved bytes are subtracted.
+            memory = memory_with(*{**format_changes, **checkpointing}.items())
+            changes = {**format_changes, **quantised, **checkpointing}
+            slowdown = format_slowdown
+            if checkpointing:
+                slowdown *= _SLOWER["checkpointing"]
+            needed_bytes = memory.bytes_at(memory.pass_size) - saved_bytes
+            choices.append(MemoryChoice(changes=changes, needed_bytes=needed_bytes, slowdown=slowdown))
+            if not _is_unset(recipe, "micro_batch"):
+                continue
+            for size in _halved_passes(memory.pass_size):
+                slowdown *= _SLOWER["halved pass"]
+                pass_changes = {"runtime.micro_batch": size.sequences}
+                if own_indices is None:  # a client trains one user at a time anyway
+                    pass_changes["runtime.users_per_step"] = size.users
+                needed_bytes = memory.bytes_at(size) - saved_bytes
+                choice = MemoryChoice(changes={**changes, **pass_changes}, needed_bytes=needed_bytes, slowdown=slowdown)
+                choices.append(choice)
         yield from sorted(choices, key=lambda choice: choice.slowdown)
 
 
-def _is_free(recipe: Recipe, key: str) -> bool:
-    """Return whether the recipe leaves a key of ``runtime`` to :func:`memory_choices`."""
+def _is_unset(recipe: Recipe, key: str) -> bool:
+    """Return whether the recipe does not set a key of its section ``runtime``."""
     return key not in recipe.runtime.model_fields_set
 
 
-def _checkpointing(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Yield the changes for passes without gradient checkpointing and, unless the recipe decides that, with it."""
+def _checkpointing_choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield changes of the recipe: none, then gradient checkpointing, unless the recipe sets that key itself."""
     yield {}
-    if _is_free(recipe, "gradient_checkpointing"):
+    if _is_unset(recipe, "gradient_checkpointing"):
         yield {"runtime.gradient_checkpointing": True}
 
 
 def _number_formats(recipe: Recipe) -> Iterator[tuple[dict[str, Any], str, float]]:
-    """Yield changes of the number format with the format of quantised weights, and factors of time.
+    """Yield number formats of the base, from the recipe's own to 4 bits; formats that the recipe sets stay.
 
-    They go from the recipe's own to the smallest. The format of quantised weights is empty where they stay as they are.
+    Yields:
+        Changes of the recipe; the format of quantised weights, such as ``"8bit"``, empty without quantisation; and the
+        time of a step, relative to the recipe's own format.
     """
     device = resolve_device(recipe.runtime.device)
     dtype = resolve_dtype(recipe.runtime.dtype, device)
     changes: dict[str, Any] = {}
-    if _is_free(recipe, "native_code") and device.type == "cpu":  # native code keeps fewer tensors
+    if _is_unset(recipe, "native_code") and device.type == "cpu":  # native code keeps fewer tensors
         changes["runtime.native_code"] = True
-    if _is_free(recipe, "compile"):  # the compiler alone takes 70 MB
+    if _is_unset(recipe, "compile"):  # the compiler alone takes 70 MB
         changes["runtime.compile"] = False
     yield changes, "", 1.0
-    if _is_free(recipe, "dtype") and dtype == torch.float32 and device.type in ("cpu", "cuda"):
-        changes = changes | {"runtime.dtype": "bfloat16"}
+    if _is_unset(recipe, "dtype") and dtype == torch.float32 and device.type in ("cpu", "cuda"):
+        changes = {**changes, "runtime.dtype": "bfloat16"}
         yield changes, "", 1.0
     if "quantise" not in recipe.model_fields_set:
         for bits in CODES:
             yield changes, bits, _SLOWER["quantised"]
 
 
-def _saved_bytes(recipe: Recipe) -> int:
-    """Return the bytes that a base needs less when it is quantised as in the recipe.
+def _bytes_saved_by_quantising(recipe: Recipe) -> int:
+    """Return how many bytes fewer the base needs with the recipe's quantisation than without.
 
-    One weight at a time is unpacked.
+    During a pass one weight at a time is unpacked, so the largest unpacked weight is subtracted.
     """
     runtime = recipe.runtime
     load = partial(load_skeleton, recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
-    base, packed = load(), load(quantise=recipe.quantise)
-    unpacked = max(weight_shape(m).numel() for m in packed.model.modules() if isinstance(m, QuantisedLinear))
-    return storage_bytes(base.model) - storage_bytes(packed.model) - unpacked * base.dtype.itemsize
+    plain, quantised = load(), load(quantise=recipe.quantise)
+    quantised_layers = [module for module in quantised.model.modules() if isinstance(module, QuantisedLinear)]
+    largest_weight = max(weight_shape(layer).numel() for layer in quantised_layers)
+    unpacked_bytes = largest_weight * plain.dtype.itemsize
+    return storage_bytes(plain.model) - storage_bytes(quantised.model) - unpacked_bytes
 
 
 _TRACED_LAYERS = (1, 2)
@@ -819,39 +893,51 @@ _TRACED_LAYERS = (1, 2)
 affine in their number."""
 
 
-class _Needs:
-    """Memory that a recipe needs by the size of a pass, if freed blocks are returned to the system.
+class _MemoryByPassSize:
+    """Memory that a recipe needs, as a function of the size of a pass.
 
-    A trace of 30 layers takes ten seconds, so the memory follows from traces of few.
+    Models with 1 and 2 decoder layers are traced, and the memory of all layers is extrapolated: a trace of 30 layers
+    takes ten seconds. The memory is that with ``runtime.memory``, where freed blocks are returned to the system.
     """
 
-    def __init__(self, recipe: Recipe, names: tuple[str, ...], *, here: Sequence[int] | None, process: int | None):
-        """Prepare the traces.
+    def __init__(
+        self,
+        recipe: Recipe,
+        names: tuple[str, ...],
+        *,
+        own_indices: Sequence[int] | None,
+        process_bytes: int | None,
+    ):
+        """Build the models with few layers.
 
         Args:
             recipe: The recipe.
             names: Names of the users of all processes.
-            here: Index of a client's user, as in :func:`memory_choices`.
-            process: Bytes of a process without model and data; None: they are measured.
+            own_indices: Index in ``names`` of the only user on this machine, for a client; None in a simulation.
+            process_bytes: Bytes of a process without model and data; None to measure them.
         """
         runtime = recipe.runtime
         settings: dict[str, Any] = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
         load = partial(load_skeleton, recipe.base, **settings, quantise=recipe.quantise)
         self._num_layers = len(decoder_layers(load().model))
-        traced = _TRACED_LAYERS if self._num_layers > max(_TRACED_LAYERS) else (self._num_layers,)
-        (text_recipe,), _, _ = kind_of(recipe).as_text([recipe], len(names))
+        traced_layers = _TRACED_LAYERS if self._num_layers > max(_TRACED_LAYERS) else (self._num_layers,)
+        (text_recipe,), _too_small, _note = kind_of(recipe).as_text([recipe], len(names))
         text_recipe = with_method(text_recipe, recipe.method.name)
-        self._num_users = len(names) if here is None else len(here)
-        self._alone, self._device = here is not None, resolve_device(runtime.device)
-        self._rehearsals = {
-            layers: rehearse_text(text_recipe, load(layers=layers), names, here=here, process=process)
-            for layers in traced
-        }
+        self._num_users = len(names) if own_indices is None else len(own_indices)
+        self._is_client = own_indices is not None
+        self._device = resolve_device(runtime.device)
+        self._rehearsal_by_layers: dict[int, Rehearsal] = {}
+        for num_layers in traced_layers:
+            base = load(layers=num_layers)
+            self._rehearsal_by_layers[num_layers] = rehearse_text(
+                text_recipe, base, names, own_indices=own_indices, process_bytes=process_bytes
+            )
 
     @property
     def pass_size(self) -> PassSize:
         """The size of a pass by the recipe's own settings, with no more users than there are."""
-        size = next(iter(self._rehearsals.values())).steps.pass_size
+        any_rehearsal = next(iter(self._rehearsal_by_layers.values()))
+        size = any_rehearsal.steps.pass_size
         return replace(size, users=min(size.users, self._num_users))
 
     def bytes_at(self, size: PassSize) -> int:
@@ -866,10 +952,11 @@ class _Needs:
 
     def _cost_at(self, size: PassSize) -> MemoryCost:
         """Return the cost of passes of ``size``, extrapolated from models with 1 and 2 layers to all layers."""
-        costs = [peak_memory(rehearsal, alone=self._alone, pass_size=size) for rehearsal in self._rehearsals.values()]
+        rehearsals = self._rehearsal_by_layers.values()
+        costs = [peak_memory(rehearsal, one_user=self._is_client, pass_size=size) for rehearsal in rehearsals]
         if len(costs) == 1:  # a small model, rehearsed with all its layers
             return costs[0]
-        few_layers, more_layers = self._rehearsals.keys()  # 1 and 2
+        few_layers, more_layers = self._rehearsal_by_layers.keys()  # 1 and 2
         bytes_with_few, bytes_with_more = asdict(costs[0]), asdict(costs[1])
         extrapolated: dict[str, int] = {}
         for name, num_bytes in bytes_with_few.items():
@@ -879,27 +966,32 @@ class _Needs:
 
 
 def choose_within(
-    recipe: Recipe, limit: int, names: tuple[str, ...], *, here: Sequence[int] | None = None, process: int | None = None
+    recipe: Recipe,
+    limit: int,
+    names: tuple[str, ...],
+    *,
+    own_indices: Sequence[int] | None = None,
+    process_bytes: int | None = None,
 ) -> MemoryChoice:
-    """Return the first settings with which a run fits into a limit.
+    """Return the first of the :func:`memory_choices` with which a run fits into a limit.
 
     Args:
         recipe: The recipe.
         limit: Memory that the run may use, in bytes.
         names: Names of the users of all processes.
-        here: Index of a client's user, as in :func:`memory_choices`.
-        process: Bytes of a process without model and data; None: they are measured.
+        own_indices: Index in ``names`` of the only user on this machine, for a client; None in a simulation.
+        process_bytes: Bytes of a process without model and data; None to measure them.
 
     Raises:
         RecipeError: None fits, or the recipe is not for a language model with adapters.
         BaseModelError: The base cannot be used.
     """
-    tried: list[MemoryChoice] = []
-    for choice in memory_choices(recipe, names, here=here, process=process):
+    too_large: list[MemoryChoice] = []
+    for choice in memory_choices(recipe, names, own_indices=own_indices, process_bytes=process_bytes):
         if choice.needed_bytes <= limit:
             return choice
-        tried.append(choice)
-    smallest = min(tried, key=lambda choice: choice.needed_bytes)
+        too_large.append(choice)
+    smallest = min(too_large, key=lambda choice: choice.needed_bytes)
     raise RecipeError(
         f"runtime.memory: got {recipe.runtime.memory!r}; the smallest settings are {smallest.describe(limit)}; "
         "use a smaller base, training.context or adapters.rank"
@@ -916,21 +1008,24 @@ def _plan_within_memory(
 ) -> Plan:
     """Return the costs of a recipe with the settings that ``runtime.memory`` chooses, and all settings to choose from.
 
-    If none fits, the costs are those of the smallest. Arguments and exceptions are those of :func:`plan`.
+    If none fits, the costs are those with the smallest settings. Arguments and exceptions are those of :func:`plan`.
     """
     if len(methods) > 1:
         got = f"runtime.memory: got {recipe.runtime.memory!r} with {len(methods)} methods"
-        raise RecipeError(f"{got}; allowed: with one, as settings are chosen for each")
-    variant = with_method(recipe, methods[0] if methods else recipe.method.name, for_all)
-    check_recipe(variant)
+        raise RecipeError(f"{got}; allowed: with one method, as settings are chosen for each")
+    method_name = methods[0] if methods else recipe.method.name
+    recipe_of_method = with_method(recipe, method_name, for_all)
+    check_recipe(recipe_of_method)
     names = tuple(participants) or user_names(recipe, users)
-    here = [_largest_user(variant, names)] if participants else None
-    process = CLIENT_BYTES if participants else None
-    limit, choices = memory_limit(recipe), tuple(memory_choices(variant, names, here=here, process=process))
-    fitting = (choice for choice in choices if choice.needed_bytes <= limit)
-    settings = next(fitting, min(choices, key=lambda choice: choice.needed_bytes))
-    chosen_recipe = with_chosen_settings(recipe, settings.changes | {"runtime.memory": None})
-    costs = plan(chosen_recipe, methods, users=users, participants=participants, for_all=for_all)
+    own_indices, process_bytes = None, None
+    if participants:  # a federation: the limit is that of a client
+        own_indices, process_bytes = [_largest_user(recipe_of_method, names)], CLIENT_BYTES
+    limit = memory_limit(recipe)
+    choices = tuple(memory_choices(recipe_of_method, names, own_indices=own_indices, process_bytes=process_bytes))
+    smallest = min(choices, key=lambda choice: choice.needed_bytes)
+    chosen = next((choice for choice in choices if choice.needed_bytes <= limit), smallest)
+    recipe_that_fits = with_chosen_settings(recipe, {**chosen.changes, "runtime.memory": None})
+    costs = plan(recipe_that_fits, methods, users=users, participants=participants, for_all=for_all)
     return replace(costs, limit=limit, choices=choices)
 
 
@@ -943,18 +1038,22 @@ def _largest_user(recipe: Recipe, names: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Choose settings for the recipe on standard input, and print them: for a client, which stays small itself.
+    """Read a JSON request from standard input, choose settings for a client, and print them as JSON.
 
-    Input and output are JSON: the recipe, the limit, the users, the client's index and the bytes of its process; and a
-    :class:`MemoryChoice`, or an error.
+    A client starts this as a process of its own, so that it needs no memory for the choice itself. The request has the
+    keys ``recipe``, ``limit``, ``names`` (of all users), ``here`` (the client's index in them) and ``process`` (bytes
+    of the client's process). Printed are the fields of the :class:`MemoryChoice` and its ``text``, or an ``error``.
     """
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     try:
-        recipe = parse_recipe(asked["recipe"])
         choice = choose_within(
-            recipe, asked["limit"], tuple(asked["names"]), here=asked["here"], process=asked["process"]
+            parse_recipe(request["recipe"]),
+            request["limit"],
+            tuple(request["names"]),
+            own_indices=request["here"],
+            process_bytes=request["process"],
         )
-        print(json.dumps(asdict(choice) | {"text": choice.describe(asked["limit"])}))
+        print(json.dumps({**asdict(choice), "text": choice.describe(request["limit"])}))
     except ComingleError as error:
         print(json.dumps({"error": str(error)}))
 

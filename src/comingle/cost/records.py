@@ -28,29 +28,30 @@ FEW, MANY = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """FLOPs of a call on ``n`` samples or sequences at once: ``fixed + each * n``."""
+class LinearFlops:
+    """FLOPs of a call on ``n`` samples or sequences at once: ``per_call + per_item * n``."""
 
-    fixed: float = 0.0
-    each: float = 0.0
+    per_call: float = 0.0
+    per_item: float = 0.0
 
-    def flops(self, calls: float, items: float) -> float:
-        """Return the FLOPs of ``calls`` calls on ``items`` items in all of them together."""
-        return self.fixed * calls + self.each * items
+    def flops(self, num_calls: float, num_items: float) -> float:
+        """Return the FLOPs of several calls with ``num_items`` items in total."""
+        return self.per_call * num_calls + self.per_item * num_items
 
-    def times(self, count: int) -> Work:
+    def times(self, count: int) -> LinearFlops:
         """Return the FLOPs of ``count`` calls on the same items."""
-        return Work(fixed=self.fixed * count, each=self.each * count)
+        return LinearFlops(per_call=self.per_call * count, per_item=self.per_item * count)
 
 
-def measure_flops(work: Callable[[int], object]) -> Work:
+def measure_flops(work: Callable[[int], object]) -> LinearFlops:
     """Return the FLOPs of ``work(n)`` as a linear function of n, the number of sequences or samples.
 
-    ``work`` runs twice, with :data:`FEW` and with :data:`MANY` items: two points determine the line.
+    ``work`` runs with 2 and with 4 items (:data:`FEW` and :data:`MANY`), as two points determine a line.
     """
-    few_flops, many_flops = count_flops(lambda: work(FEW)), count_flops(lambda: work(MANY))
-    each = (many_flops - few_flops) / (MANY - FEW)
-    return Work(fixed=few_flops - FEW * each, each=each)
+    flops_of_few = count_flops(lambda: work(FEW))
+    flops_of_many = count_flops(lambda: work(MANY))
+    per_item = (flops_of_many - flops_of_few) / (MANY - FEW)
+    return LinearFlops(per_call=flops_of_few - FEW * per_item, per_item=per_item)
 
 
 def count_flops(work: Callable[[], object]) -> int:
@@ -63,18 +64,19 @@ def count_flops(work: Callable[[], object]) -> int:
 def _convolution_backward(out: Sequence[int], x: object, weight: Sequence[int], *rest: Any, **_: object) -> int:
     """Return the FLOPs of a convolution's backward pass: those of its forward pass for each gradient that is wanted.
 
-    Replaces torch's formula, which counts the weight gradient of a grouped convolution as that of an ungrouped one. The
-    models of several users run as the groups of one convolution, whose gradient torch would count too often by a factor
-    of the number of users.
+    Replaces torch's formula, which counts too much for grouped convolutions: by a factor of the number of groups. Here
+    a group is the model of one user.
 
     Args:
         out: Shape of the gradient of the output.
         x: Shape of the input.
         weight: Shape of the weight.
-        rest: The operation's other arguments; the last says which gradients are wanted: input, weight, bias.
+        rest: The operation's other arguments; the last is ``[input, weight, bias]``, which gradients are wanted.
     """
-    wanted = rest[-1][:2]  # of input and weight; a bias takes no multiplications
-    return 2 * out[0] * math.prod(out[2:]) * math.prod(weight) * sum(wanted)
+    wants_input, wants_weight, _wants_bias = rest[-1]  # the gradient of a bias takes no multiplications
+    batch_size, _channels, *output_positions = out
+    forward_flops = 2 * batch_size * math.prod(output_positions) * math.prod(weight)
+    return forward_flops * (wants_input + wants_weight)
 
 
 _aten = torch.ops.aten
@@ -115,27 +117,28 @@ class Block:
     """One decoder layer: attention, then a mixture of experts in place of the MLP.
 
     Args:
-        reads: The attention linears that read the layer's input.
-        writes: The attention's output projection.
-        scores: Multiply-adds of one token's query with the keys: context * heads * head size. The weighted mean of the
-            values takes as many.
-        first: The linears that read the MLP's input.
-        last: The linear that writes the MLP's output.
+        qkv: The attention linears that project the layer's input to queries, keys and values.
+        attention_out: The attention's output projection.
+        score_products: Multiply-adds of one token's query with the keys: context * heads * head size. The weighted mean
+            of the values takes as many.
+        mlp_in: The linears that read the MLP's input.
+        mlp_out: The linear that writes the MLP's output.
         router: Entries of the router.
         trains_router: Whether the router is trained.
-        whole: Whether the mixture is one autograd function, which always computes the gradient of its input.
-        parallel: Whether the MLP reads the same input as the attention.
+        one_autograd_function: Whether the mixture is one autograd function, which always computes the gradient of its
+            input.
+        parallel_mlp: Whether the MLP reads the same input as the attention.
     """
 
-    reads: tuple[Linear, ...]
-    writes: Linear
-    scores: int
-    first: tuple[Linear, ...]
-    last: Linear
+    qkv: tuple[Linear, ...]
+    attention_out: Linear
+    score_products: int
+    mlp_in: tuple[Linear, ...]
+    mlp_out: Linear
     router: int = 0
     trains_router: bool = False
-    whole: bool = True
-    parallel: bool = False
+    one_autograd_function: bool = True
+    parallel_mlp: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,13 +193,15 @@ def forward(blocks: Sequence[Block], head: int) -> Flops:
     """
     total = Flops(head=2.0 * head)
     for block in blocks:
-        attention = [*block.reads, block.writes]  # projections to queries, keys and values; output projection
-        mlp = [*block.first, block.last]  # layers that read the MLP's input; layer that writes its output
+        attention = [*block.qkv, block.attention_out]
+        mlp = [*block.mlp_in, block.mlp_out]
+        attention_weights = sum(linear.weight for linear in attention)
+        lora_entries = sum(linear.a + linear.b for linear in attention + mlp)
         total += Flops(
-            # `scores` are products of a query with all keys; the weighted mean of the values takes as many.
-            attention=2.0 * (sum(linear.weight for linear in attention) + 2 * block.scores),
+            # Products of the query with all keys, and as many for the weighted mean of the values.
+            attention=2.0 * (attention_weights + 2 * block.score_products),
             mlp=2.0 * sum(linear.weight for linear in mlp),
-            lora=2.0 * sum(linear.a + linear.b for linear in attention + mlp),
+            lora=2.0 * lora_entries,
             router=2.0 * block.router,
         )
     return total
@@ -209,56 +214,59 @@ def backward(blocks: Sequence[Block], head: int) -> Flops:
         blocks: The decoder layers, first to last.
         head: Number of entries of all matrices outside of them, which are frozen.
     """
-    total, input_needs_grad = Flops(), False  # nothing before the first layer is trained
+    total = Flops()
+    needs_gradient = False  # of the current block's input: whether anything before the block is trained
     for block in blocks:
-        block_flops, output_needs_grad = _block_backward(block, input_needs_grad)
+        block_flops, needs_gradient = _block_backward(block, input_needs_grad=needs_gradient)
         total += block_flops
-        input_needs_grad = output_needs_grad  # of the next block
-    # After the last block: whether the head has to pass a gradient on.
-    return total + Flops(head=2.0 * head) if input_needs_grad else total
+    head_input_needs_gradient = needs_gradient
+    if head_input_needs_gradient:
+        total = total + Flops(head=2.0 * head)
+    return total
 
 
-def _block_backward(block: Block, input_needs_grad: bool) -> tuple[Flops, bool]:
+def _block_backward(block: Block, *, input_needs_grad: bool) -> tuple[Flops, bool]:
     """Return the FLOPs of a decoder layer's backward pass, and whether the gradient of its output is needed.
 
-    Each needed gradient is one product with a matrix, of 2 FLOPs per entry. The gradient of a layer's input is needed
-    if something before the layer is trained, the gradient of a weight if that weight is trained.
+    A gradient is one product with a matrix, of 2 FLOPs per entry. The gradient of a linear's input is needed if
+    anything before the linear is trained.
 
     Args:
         block: The decoder layer.
         input_needs_grad: Whether the gradient of its input is needed, because an earlier layer trains something.
     """
-    # Attention: `reads` project the input to queries, keys and values; `writes` projects the attended values.
-    values_need_grad = input_needs_grad or any(linear.trained for linear in block.reads)
-    attention_needs_grad = values_need_grad or block.writes.trained  # gradient of the attention's output
     flops = Flops()
-    attention = [(linear, input_needs_grad) for linear in block.reads] + [(block.writes, values_need_grad)]
-    for linear, needs_grad in attention:  # needs_grad: whether the gradient of this layer's input is needed
-        if needs_grad or linear.trained:
-            flops += Flops(attention=2.0 * linear.weight * needs_grad, lora=_lora_backward(linear, needs_grad))
+    values_need_grad = input_needs_grad or any(linear.trained for linear in block.qkv)
+    attention_needs_grad = values_need_grad or block.attention_out.trained  # gradient of the attention's output
+    attention = [(linear, input_needs_grad) for linear in block.qkv] + [(block.attention_out, values_need_grad)]
+    for linear, needs_input_grad in attention:
+        if needs_input_grad or linear.trained:
+            weight_flops = 2.0 * linear.weight * needs_input_grad
+            flops += Flops(attention=weight_flops, lora=_lora_backward(linear, needs_input_grad))
     if values_need_grad:
-        flops += Flops(attention=2.0 * 4 * block.scores)  # gradients of queries, keys, probabilities and values
-    trains_mlp = block.trains_router or any(linear.trained for linear in (*block.first, block.last))
-    if not (attention_needs_grad or trains_mlp):
+        flops += Flops(attention=2.0 * 4 * block.score_products)  # gradients of queries, keys, probabilities and values
+    trains_mlp = block.trains_router or any(linear.trained for linear in (*block.mlp_in, block.mlp_out))
+    output_needs_grad = attention_needs_grad or trains_mlp
+    if not output_needs_grad:
         return flops, False
-    # MLP: the layers `first` read its input, `last` writes its output.
-    mlp_input_needs_grad = input_needs_grad if block.parallel else attention_needs_grad
+    mlp_input_needs_grad = input_needs_grad if block.parallel_mlp else attention_needs_grad
     # A mixture of experts that is one autograd function computes the gradient of its input in any case.
-    first_needs_grad = mlp_input_needs_grad or block.whole
-    mlp = [(linear, first_needs_grad) for linear in block.first] + [(block.last, True)]
-    for linear, needs_grad in mlp:
-        needs_inner_grad = needs_grad or block.trains_router or linear.trains_a
-        lora = _lora_backward(linear, needs_grad, needs_inner_grad)
-        flops += Flops(mlp=2.0 * linear.weight * needs_grad, lora=lora)
+    computes_input_grad = mlp_input_needs_grad or block.one_autograd_function
+    mlp = [(linear, computes_input_grad) for linear in block.mlp_in] + [(block.mlp_out, True)]
+    for linear, needs_input_grad in mlp:
+        needs_inner_grad = needs_input_grad or block.trains_router or linear.trains_a
+        weight_flops = 2.0 * linear.weight * needs_input_grad
+        flops += Flops(mlp=weight_flops, lora=_lora_backward(linear, needs_input_grad, needs_inner_grad))
     router_products = int(block.trains_router) + int(mlp_input_needs_grad)  # gradients of its weight and of its input
-    return flops + Flops(router=2.0 * block.router * router_products), True
+    flops += Flops(router=2.0 * block.router * router_products)
+    return flops, True
 
 
 def _lora_backward(linear: Linear, needs_input_grad: bool, needs_inner_grad: bool = True) -> float:
     """Return the FLOPs of the gradients of a LoRA ``B A x``, for one token.
 
-    Each gradient takes one matrix product. The gradients of A and of x take 2 FLOPs per entry of A. The gradients of B
-    and of ``A x`` take 2 FLOPs per entry of B. Gradients of A and of B count if they are trained.
+    Each gradient takes one product: that of A, if it is trained, and of x with 2 FLOPs per entry of A; that of B, if it
+    is trained, and of ``A x`` with 2 FLOPs per entry of B.
 
     Args:
         linear: The sizes of the LoRA (``a`` and ``b`` entries), and which factors are trained.
@@ -320,9 +328,7 @@ class Difference:
 def table3_columns(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list[Difference]:
     """Return the columns of the CoMiGS paper's Table 3 for another model: the costs of CoMiGS-1G1S minus FedAvg's.
 
-    Each column has the figure that the paper prints, the difference by the paper's way of counting (``theirs``) and the
-    counted one (``true``), and the reason why the two differ. The FLOPs of training, which the paper leaves out, are
-    added as a column.
+    The second column, FLOPs of training, is not in the paper.
 
     Args:
         sizes: Numbers of entries of the attention's LoRA, of one expert's LoRA on the MLPs, and of the routers.
@@ -331,10 +337,13 @@ def table3_columns(sizes: Sizes, context: int, fedavg: Account, comigs: Account)
         comigs: Counted costs of CoMiGS-1G1S.
 
     Returns:
-        Columns in FLOPs and bytes; ``theirs`` counts 2 bytes per entry (bfloat16).
+        Columns in FLOPs and bytes. ``theirs`` is the difference by the paper's way of counting, with 2 bytes per entry
+        (bfloat16); ``true`` is the counted one.
     """
-    router_share = sizes.router / (2 * sizes.expert)  # relative to both experts' LoRA on the MLPs, as in the paper
-    lora_entries = sizes.attention + 2 * sizes.expert
+    mlp_lora = 2 * sizes.expert  # of both experts
+    router_share = sizes.router / mlp_lora
+    uploaded = _millions(sizes.attention + sizes.expert)
+    all_lora = _millions(sizes.attention + mlp_lora)
     return [
         Difference(
             what="compute of a forward pass",
@@ -372,9 +381,8 @@ def table3_columns(sizes: Sizes, context: int, fedavg: Account, comigs: Account)
             theirs=-float(sizes.expert * PAPER_BYTES),
             theirs_share=-0.5,
             **_true_difference(comigs.upload_bytes, fedavg.upload_bytes),
-            why=f"LoRA of attention is uploaded, too: {_millions(sizes.attention + sizes.expert)} of "
-            f"{_millions(lora_entries)} LoRA parameters, as float32. The paper counts only the experts of the MLPs, as "
-            "MiB of bfloat16.",
+            why=f"LoRA of attention is uploaded, too: {uploaded} of {all_lora} LoRA parameters, as float32. The paper "
+            "counts only the experts of the MLPs, as MiB of bfloat16.",
         ),
     ]
 
@@ -421,11 +429,10 @@ class UserCost:
         return sum(self.parameters.values())
 
     def as_dict(self) -> dict[str, object]:
-        """Return nested dictionaries for JSON: the fields, and totals of the parameters and of the FLOPs.
+        """Return nested dictionaries for JSON: the fields, with totals.
 
-        FLOPs are dictionaries with the FLOPs of each part of the model, and with ``base`` (without adapters), ``total``
-        and ``overhead = total / base - 1``. ``naive_total`` and ``naive_overhead`` are those of an implementation that
-        computes the whole MLP once per expert, instead of sharing the base's products.
+        FLOPs also have ``base`` (without adapters) and ``overhead``, the fraction that the adapters add to it.
+        ``naive_total`` and ``naive_overhead`` are for an implementation that runs the whole MLP once per expert.
         """
         all_flops = {
             f"forward_flops_per_{self.unit}": self.forward,
@@ -443,9 +450,10 @@ class UserCost:
                 "naive_total": naive_total,
                 "naive_overhead": naive_total / flops.base - 1 if flops.base else 0.0,
             }
-        flops_fields = ("forward", "training", "round")
-        plain = {key: value for key, value in asdict(self).items() if key not in flops_fields}
-        return {**plain, "trainable_parameters": self.trainable_parameters, **with_totals}
+        other_fields = asdict(self)
+        for flops_field in ("forward", "training", "round"):
+            del other_fields[flops_field]
+        return {**other_fields, "trainable_parameters": self.trainable_parameters, **with_totals}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,8 +493,8 @@ class MemoryCost:
     @property
     def fixed_bytes(self) -> int:
         """Bytes that are in use during the whole run."""
-        held = self.weights_bytes + self.adapters_bytes + self.moments_bytes + self.data_bytes
-        return held + self.process_bytes
+        users_bytes = self.adapters_bytes + self.moments_bytes + self.data_bytes
+        return self.weights_bytes + users_bytes + self.process_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -495,7 +503,7 @@ class MemoryCost:
 
     def as_dict(self) -> dict[str, int]:
         """Return the bytes by name, with totals."""
-        return asdict(self) | {"pass_bytes": self.pass_bytes, "total_bytes": self.total_bytes}
+        return {**asdict(self), "pass_bytes": self.pass_bytes, "total_bytes": self.total_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -514,13 +522,13 @@ class MemoryChoice:
 
     @property
     def settings(self) -> str:
-        """The settings that affect speed or results, separated by commas."""
-        changes = {key.removeprefix("runtime."): value for key, value in self.changes.items()}
-        shown = [
-            key if value is True else f"{key} {value}"
-            for key, value in changes.items()
-            if key not in ("native_code", "compile")
-        ]
+        """The settings that affect speed or results, such as ``"dtype bfloat16, micro_batch 4"``."""
+        shown = []
+        for full_key, value in self.changes.items():
+            key = full_key.removeprefix("runtime.")
+            if key in ("native_code", "compile"):
+                continue
+            shown.append(key if value is True else f"{key} {value}")
         return ", ".join(shown) or "full passes"
 
     def describe(self, limit: int) -> str:
@@ -531,9 +539,6 @@ class MemoryChoice:
         """
         memory = f"needs {self.needed_bytes / 1e6:,.0f} of {limit / 1e6:,.0f} MB"
         return f"{self.settings}; {memory}, {self.slowdown:.1f} times the time of full passes"
-
-
-_COUNTS_AND_ADVICE = ("exchanges", "users_per_step", "micro_batch", "fits", "advice", "store_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -567,23 +572,34 @@ class MethodCost:
     """Forecast of the privacy budget that a run spends; empty without privacy."""
 
     def as_dict(self, rounds: int) -> dict[str, object]:
-        """Return nested dictionaries, for JSON: ``users``, memory (``machine``, ``own_device``) and the other fields.
+        """Return nested dictionaries, for JSON.
 
-        Each user also gets ``upload_bytes_per_user_round``: the mean bytes that it uploads in a round. The mean is over
-        all rounds, also those without an exchange, like the metric of this name in a run's results.
+        Each user also gets ``upload_bytes_per_user_round``, its mean upload over all rounds: half of ``upload_bytes``
+        if every second round ends with an exchange.
 
         Args:
             rounds: Number of rounds of a run.
         """
-        exchanges_per_round = self.exchanges / max(1, rounds)  # at most 1: not every round ends with an exchange
-        users = [
-            user.as_dict() | {"upload_bytes_per_user_round": user.upload_bytes * exchanges_per_round}
-            for user in self.users
-        ]
-        memory = {"machine": self.machine.as_dict(), "own_device": self.own_device.as_dict()}
-        counts_and_advice = {key: getattr(self, key) for key in _COUNTS_AND_ADVICE}
-        privacy = {"privacy": self.privacy} if self.privacy else {}
-        return {"method": self.method, "users": users, **memory, **counts_and_advice, **privacy}
+        exchanges_per_round = self.exchanges / max(1, rounds)
+        users = []
+        for user in self.users:
+            mean_upload_bytes = user.upload_bytes * exchanges_per_round
+            users.append({**user.as_dict(), "upload_bytes_per_user_round": mean_upload_bytes})
+        entries: dict[str, object] = {
+            "method": self.method,
+            "users": users,
+            "machine": self.machine.as_dict(),
+            "own_device": self.own_device.as_dict(),
+            "exchanges": self.exchanges,
+            "users_per_step": self.users_per_step,
+            "micro_batch": self.micro_batch,
+            "fits": self.fits,
+            "advice": self.advice,
+            "store_bytes": self.store_bytes,
+        }
+        if self.privacy:
+            entries["privacy"] = self.privacy
+        return entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -615,25 +631,20 @@ class Plan:
     choices: tuple[MemoryChoice, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
-        """Return nested dictionaries, for JSON.
+        """Return nested dictionaries, for JSON, with the names of most fields as keys.
 
-        Keys are the names of the fields, with three exceptions: the base's FLOPs have their unit in the key, Table 3
-        of the CoMiGS paper is ``comigs_1g1s_minus_fedavg``, a dictionary for each of its columns, and ``memory``, with
-        the limit and the choices, is there if the recipe sets ``runtime.memory``.
+        Exceptions: the base's FLOPs have their unit in the key, Table 3 of the CoMiGS paper has the key
+        ``comigs_1g1s_minus_fedavg``, and the limit and choices of ``runtime.memory``, if it is set, have ``memory``.
         """
-        plain = {
-            key: getattr(self, key)
-            for key in (
-                "base", "base_parameters", "dtype", "device", "users", "rounds", "local_steps", "batch_size", "context",
-                "free_bytes", "unit", "note",
-            )
-        }  # fmt: skip
-        choices = [{"settings": choice.settings, **asdict(choice)} for choice in self.choices]
-        memory = {} if self.limit is None else {"memory": {"limit_bytes": self.limit, "choices": choices}}
-        return {
-            **plain,
-            f"base_forward_flops_per_{self.unit}": self.base_flops,
-            "methods": [method.as_dict(self.rounds) for method in self.methods],
-            "comigs_1g1s_minus_fedavg": [asdict(column) for column in self.table3],
-            **memory,
-        }
+        same_names = (
+            "base", "base_parameters", "dtype", "device", "users", "rounds", "local_steps", "batch_size", "context",
+            "free_bytes", "unit", "note",
+        )  # fmt: skip
+        entries: dict[str, object] = {name: getattr(self, name) for name in same_names}
+        entries[f"base_forward_flops_per_{self.unit}"] = self.base_flops
+        entries["methods"] = [method.as_dict(self.rounds) for method in self.methods]
+        entries["comigs_1g1s_minus_fedavg"] = [asdict(column) for column in self.table3]
+        if self.limit is not None:
+            choices = [{"settings": choice.settings, **asdict(choice)} for choice in self.choices]
+            entries["memory"] = {"limit_bytes": self.limit, "choices": choices}
+        return entries
