@@ -13,14 +13,14 @@ from comingle.cost.machines import Measurement
 from comingle.cost.timing import Collectives, Parts
 
 PARTS = Parts(
-    user=0.5,
-    handling=0.01,
-    evaluation=0.2,
-    upload=0.003,
-    report=0.0005,
-    fixed=0.02,
-    hop=1e-4,
-    bus=1e9,
+    training_core_seconds=0.5,
+    message_core_seconds=0.01,
+    evaluation_core_seconds=0.2,
+    aggregation_core_seconds=0.003,
+    report_seconds=0.0005,
+    fixed_seconds=0.02,
+    hop_seconds=1e-4,
+    bus_rate=1e9,
     collectives=Collectives(),
 )
 FOUND = Measurement(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ from comingle.utils.errors import RecipeError
 
 STEPS = Collectives(gathers=20, broadcasts=10, reduces=1, sends=4)
 PARTS = Parts(
-    user=0.5,
-    handling=0.01,
-    evaluation=0.2,
-    upload=0.003,
-    report=0.0005,
-    fixed=0.02,
-    hop=1e-4,
-    bus=1e9,
+    training_core_seconds=0.5,
+    message_core_seconds=0.01,
+    evaluation_core_seconds=0.2,
+    aggregation_core_seconds=0.003,
+    report_seconds=0.0005,
+    fixed_seconds=0.02,
+    hop_seconds=1e-4,
+    bus_rate=1e9,
     collectives=STEPS,
 )
 LOAD = RunWork(
@@ -40,7 +40,7 @@ LOAD = RunWork(
 HERE = Cluster(machines=1, processes=4, cores=8, link=1e9, latency=1e-3, disk=5e8, price=2.0)
 FOUND = Measurement(
     parts=PARTS,
-    parts_below_cohort=replace(PARTS, user=0.8),
+    parts_below_cohort=replace(PARTS, training_core_seconds=0.8),
     cohort=8,
     needs_only_sums=True,
     same_download=True,
@@ -61,7 +61,7 @@ FOUND = Measurement(
 def test_cores_of_a_process(cores: int, processes: int, threads: int | None, each: float) -> None:
     """No more than its threads, and no more than are left for it."""
     assert timing.cores_of_process(cores, processes, threads) == each
-    assert Cluster(machines=1, processes=processes, gpus=True, link=1, latency=0, disk=1).cores_each == 1
+    assert Cluster(machines=1, processes=processes, gpus=True, link=1, latency=0, disk=1).cores_per_process == 1
 
 
 @pytest.mark.parametrize(("users", "processes"), [(10, 3), (9, 3), (1, 4), (100, 7)])
@@ -140,7 +140,7 @@ def test_checkpoints_are_of_all_users_and_records_of_those_who_took_part() -> No
 
 def test_what_binds_is_the_largest() -> None:
     one = Round(compute=1.0, server=2.0, network=4.0, disk=3.0)
-    assert (one.seconds, one.binds) == (10.0, "network")
+    assert (one.seconds, one.longest_part) == (10.0, "network")
     assert timing.run_price(7200, 3, 2.5) == 15.0
 
 
@@ -165,26 +165,33 @@ def test_parts_are_found_again_in_the_times_that_follow_from_them(count: int, ad
     """Rounds without steps: what is fixed, what waits, and users whose messages are made at the same time."""
     each = timing.cores_of_process(2, count, 1)
     few, many = 4, 16
-    local, looks = (PARTS.handling / each, 0.0 if adds and count > 1 else PARTS.upload / each)
-    words = PARTS.report if count > 1 else 0.0
-    waits = timing.num_hops(STEPS, count) * PARTS.hop if count > 1 else 0.0
+    local, looks = (
+        PARTS.message_core_seconds / each,
+        0.0 if adds and count > 1 else PARTS.aggregation_core_seconds / each,
+    )
+    words = PARTS.report_seconds if count > 1 else 0.0
+    waits = timing.num_hops(STEPS, count) * PARTS.hop_seconds if count > 1 else 0.0
     counts = {"all_gather": 20, "broadcast": 10, "reduce": 1, "send": 3 * (count - 1), "recv": count - 1}
     told: dict[str, Any] = {
-        "receive_s": local / 2, "send_s": local / 2, "sum_s": 0.0, "aggregate_s": PARTS.upload / each,
+        "receive_s": local / 2, "send_s": local / 2, "sum_s": 0.0, "aggregate_s": PARTS.aggregation_core_seconds / each,
         "needs_only_sums": adds, "same_download": True, "summed_numbers": 7, "state_bytes": 9, "disk": 1e8, "cohort": 4,
         "amounts": [4, 400, 50],
-        "user_s": PARTS.user / each / 3, "own_user_s": 2 * PARTS.user / each / 3, "evaluation_s": 0.2 / each,
-        "other_work_users": [few, many], "collectives": counts if count > 1 else {}, "hop": PARTS.hop, "bus": PARTS.bus,
+        "user_s": PARTS.training_core_seconds / each / 3, "own_user_s": 2 * PARTS.training_core_seconds / each / 3,
+        "evaluation_s": 0.2 / each,
+        "other_work_users": [few, many], "collectives": counts if count > 1 else {},
+        "hop": PARTS.hop_seconds, "bus": PARTS.bus_rate,
         "other_work_s": [0.02 + waits + n * (local + count * (looks + words)) for n in (few, many)],
     }  # fmt: skip
     found = machines._to_measurement(told, count, each, 3.0, None)
     assert found.amounts == (4, 1200, 50)  # a third of the local steps were measured
-    expected = replace(PARTS, report=words) if count > 1 else replace(PARTS, report=0.0, collectives=Collectives())
-    for name in ("user", "handling", "evaluation", "upload", "report", "fixed", "hop", "bus"):
+    expected = replace(PARTS, report_seconds=words)
+    if count == 1:
+        expected = replace(PARTS, report_seconds=0.0, collectives=Collectives())
+    for name in (field.name for field in fields(Parts) if field.name != "collectives"):
         assert getattr(found.parts, name) == pytest.approx(getattr(expected, name)), name
     assert found.parts.collectives == expected.collectives
-    assert found.parts_below_cohort.user == pytest.approx(2 * PARTS.user)
-    assert machines._to_measurement(told, count, each, 1.0, 42.0).parts.user == 42.0
+    assert found.parts_below_cohort.training_core_seconds == pytest.approx(2 * PARTS.training_core_seconds)
+    assert machines._to_measurement(told, count, each, 1.0, 42.0).parts.training_core_seconds == 42.0
 
 
 def cost_of(names: tuple[str, ...], exchanges: int) -> MethodCost:

@@ -68,10 +68,20 @@ class TimePlan:
     money: float | None
 
     def as_dict(self) -> dict[str, object]:
-        """Return nested dictionaries, for JSON."""
-        parts = {f"{key}_seconds": getattr(self.round, key) for key in ("compute", "server", "network", "disk")}
-        plain = {key: getattr(self, key) for key in ("users", "present", "run_seconds", "state_bytes", "money")}
-        return plain | {"round_seconds": self.round.seconds, **parts, "binds": self.round.binds}
+        """Return a dictionary for JSON: the fields, the seconds of a round and of its parts, and the longest part."""
+        return {
+            "users": self.users,
+            "present": self.present,
+            "run_seconds": self.run_seconds,
+            "state_bytes": self.state_bytes,
+            "money": self.money,
+            "round_seconds": self.round.seconds,
+            "compute_seconds": self.round.compute,
+            "server_seconds": self.round.server,
+            "network_seconds": self.round.network,
+            "disk_seconds": self.round.disk,
+            "binds": self.round.longest_part,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +113,9 @@ def measure(
 ) -> Measurement:
     """Measure the parts of a round on this machine, in rounds of copies of the recipe's users.
 
-    Copies have the same costs, and there may be as many as the planned machines would train.
-
     Rounds run in as many processes as a machine of the cluster has, but in no more than this machine has cores (or
-    :data:`MAX_PROCESSES`, if that is more). They run in at least 2 processes if the cluster has several, since their
-    messages are measured too.
+    :data:`MAX_PROCESSES`, if that is more). If the cluster has several processes, at least 2 are started, as messages
+    between them are measured, too.
 
     Args:
         recipe: The recipe to measure.
@@ -122,15 +130,25 @@ def measure(
     """
     _check_single_values(recipe)
     num_cores = cores()
-    num_processes = 1 if cluster.size == 1 else max(2, min(cluster.processes, max(num_cores, MAX_PROCESSES)))
+    num_processes = 1
+    if cluster.num_processes > 1:
+        most_processes = max(num_cores, MAX_PROCESSES)
+        num_processes = max(2, min(cluster.processes, most_processes))
     threads = recipe.runtime.threads or max(1, num_cores // num_processes)
-    # Given seconds replace the measured ones, so one local step is enough.
-    # steps_ratio: local steps of the recipe per step that is measured
-    recipe, steps_ratio = _shorten(recipe, max_steps=MAX_STEPS if given_user_seconds is None else 1)
-    times = _measure_in_processes(recipe, num_processes, threads, users_per_process(participants, cluster.size))
-    cores_each = cores_of_process(num_cores, num_processes, threads)
-    given_core_seconds = None if given_user_seconds is None else given_user_seconds * cluster.cores_each
-    return _to_measurement(times, num_processes, cores_each, steps_ratio, given_core_seconds)
+    given_core_seconds, max_steps = None, MAX_STEPS
+    if given_user_seconds is not None:
+        given_core_seconds = given_user_seconds * cluster.cores_per_process
+        max_steps = 1  # the measured seconds of local steps are not used
+    short_recipe, steps_ratio = _shorten(recipe, max_steps)
+    participants_each = users_per_process(participants, cluster.num_processes)
+    times = _measure_in_processes(short_recipe, num_processes, threads, participants_each)
+    return _to_measurement(
+        times,
+        num_processes,
+        cores_each=cores_of_process(num_cores, num_processes, threads),
+        steps_ratio=steps_ratio,
+        given_core_seconds=given_core_seconds,
+    )
 
 
 class _MessageSeconds(TypedDict):
@@ -178,13 +196,7 @@ def _to_measurement(
 ) -> Measurement:
     """Convert the seconds of a measurement into parts of a round, which formulas scale to other machines.
 
-    Core seconds are seconds times ``cores_each``, for work that is faster with more cores.
-
-    Rounds without local steps were measured with few and with many participants (``other_work_s``). A line through both
-    points has the time that one participant adds as its slope. From this time the participant's messages and the
-    aggregation of its upload are subtracted, which were measured on their own. The remainder is ``report``: seconds for
-    the numbers about a participant, such as its loss, that processes send to each other. The line's value at 0
-    participants, minus the latencies of messages between processes, is ``fixed``.
+    Work that is faster with more cores is converted to core seconds: seconds times ``cores_each``.
 
     Args:
         times: Seconds, sizes and counts from the processes that measured.
@@ -193,66 +205,72 @@ def _to_measurement(
         steps_ratio: Local steps of the recipe per step that was measured.
         given_core_seconds: Core seconds of the local steps of one user, if they were given; None for the measured ones.
     """
-    counts = {name: times["collectives"].get(name, 0.0) for name in _OPERATIONS}
+    is_distributed = num_processes > 1
+    calls = {name: times["collectives"].get(name, 0.0) for name in _OPERATIONS}
+    num_others = max(1, num_processes - 1)  # 1, to divide by it, for a single process, which sends nothing
     collectives = Collectives(
-        gathers=counts["all_gather"],
-        broadcasts=counts["broadcast"],
-        reduces=counts["reduce"] + counts["all_reduce"],
-        # Messages with each of the other processes count once.
-        sends=(counts["send"] + counts["recv"]) / max(1, num_processes - 1),  # a single process has no others
+        gathers=calls["all_gather"],
+        broadcasts=calls["broadcast"],
+        reduces=calls["reduce"] + calls["all_reduce"],
+        sends=(calls["send"] + calls["recv"]) / num_others,  # one message with each other process counts 1 in total
     )
-    # A single process does not sum uploads before the server gets them.
-    handling_seconds = times["receive_s"] + times["send_s"] + (times["sum_s"] if num_processes > 1 else 0.0)
-    aggregation_seconds = 0.0 if num_processes > 1 and times["needs_only_sums"] else times["aggregate_s"]
-    hop = times.get("hop", 0.0)
+    message_seconds = times["receive_s"] + times["send_s"]
+    if is_distributed:
+        message_seconds = message_seconds + times["sum_s"]  # of uploads, before processes send the sums
+    aggregation_seconds = times["aggregate_s"]
+    if is_distributed and times["needs_only_sums"]:
+        aggregation_seconds = 0.0
+    hop_seconds = times.get("hop", 0.0)
+    latency_seconds = num_hops(collectives, num_processes) * hop_seconds if is_distributed else 0.0
+
+    # Rounds without local steps, with few and with many participants: a line through both points gives the time that
+    # one participant adds (its slope), and the time of a round without participants.
     few, many = (users * num_processes for users in times["other_work_users"])
-    few_seconds, many_seconds = times["other_work_s"]
-    slope = (many_seconds - few_seconds) / (many - few) if many > few else 0.0
-    latency_seconds = num_hops(collectives, num_processes) * hop if num_processes > 1 else 0.0
-    fixed_seconds = few_seconds - latency_seconds - few * max(slope, 0.0)
-    # All processes make messages at the same time, so a participant adds 1 / num_processes of their seconds.
-    report_seconds = slope - handling_seconds / num_processes - aggregation_seconds
+    seconds_with_few, seconds_with_many = times["other_work_s"]
+    slope = (seconds_with_many - seconds_with_few) / (many - few) if many > few else 0.0
+    fixed_seconds = seconds_with_few - latency_seconds - few * max(slope, 0.0)
+    # Processes make messages at the same time, so a participant adds 1 / num_processes of their seconds. What remains
+    # of the slope is for numbers about the participant, such as its loss, that processes send to each other.
+    report_seconds = slope - message_seconds / num_processes - aggregation_seconds
 
-    def core_seconds_of_user(measured_seconds: float) -> float:
-        """Return the core seconds of one user's local steps in the planned run, unless they were given.
-
-        Args:
-            measured_seconds: Seconds of one user's local steps in the measurement, which had fewer of them.
-        """
-        return steps_ratio * measured_seconds * cores_each if given_core_seconds is None else given_core_seconds
+    def training_core_seconds(measured_seconds: float) -> float:
+        """Return the core seconds of one user's local steps in the planned run, from measured or given ones."""
+        if given_core_seconds is not None:
+            return given_core_seconds
+        return steps_ratio * measured_seconds * cores_each
 
     parts = Parts(
-        user=core_seconds_of_user(times["user_s"]),
-        handling=handling_seconds * cores_each,
-        evaluation=times["evaluation_s"] * cores_each,
-        upload=times["aggregate_s"] * cores_each,
-        report=max(0.0, report_seconds) if num_processes > 1 else 0.0,  # max: differences of measured times may be < 0
-        fixed=max(0.0, fixed_seconds),
-        hop=hop,
-        bus=times.get("bus", float("inf")),  # a single process has no connections
+        training_core_seconds=training_core_seconds(times["user_s"]),
+        message_core_seconds=message_seconds * cores_each,
+        evaluation_core_seconds=times["evaluation_s"] * cores_each,
+        aggregation_core_seconds=times["aggregate_s"] * cores_each,
+        # max: differences of measured times may be a little below 0
+        report_seconds=max(0.0, report_seconds) if is_distributed else 0.0,
+        fixed_seconds=max(0.0, fixed_seconds),
+        hop_seconds=hop_seconds,
+        bus_rate=times.get("bus", float("inf")),  # a single process has no connections
         collectives=collectives,
     )
-    # Number of users, and the tokens or samples of a round's training and of an evaluation.
-    trainers, trained, scored = times["amounts"]
+    # A batch with fewer users than a cohort takes longer per user.
+    parts_below_cohort = replace(parts, training_core_seconds=training_core_seconds(times["own_user_s"]))
+    num_trainers, trained_items, scored_items = times["amounts"]  # items: tokens or samples
     return Measurement(
         parts=parts,
-        # With fewer participants than a cohort, a pass has fewer users and takes longer for each.
-        parts_below_cohort=replace(parts, user=core_seconds_of_user(times["own_user_s"])),
+        parts_below_cohort=parts_below_cohort,
         cohort=times["cohort"],
         needs_only_sums=times["needs_only_sums"],
         same_download=times["same_download"],
         summed_numbers=times["summed_numbers"],
         state_bytes=times["state_bytes"],
         disk=times["disk"],
-        amounts=(trainers, round(steps_ratio * trained), scored),
+        amounts=(num_trainers, round(steps_ratio * trained_items), scored_items),
     )
 
 
 def run_work(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: int) -> RunWork:
     """Return the amounts of work in a run with ``users`` users like those of the recipe.
 
-    Message sizes are means over the recipe's users; participants are the same fraction of the population as in the
-    recipe.
+    Message sizes are means over the recipe's users; the same fraction of users takes part in a round.
 
     Args:
         recipe: The recipe.
@@ -260,8 +278,9 @@ def run_work(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: 
         measurement: Measurements of the recipe.
         users: Size of the population.
     """
+    training = recipe.training
     cost_of_each = [user for user in cost.users for _ in user.names]  # users with equal costs share an entry
-    training, evaluated_users = recipe.training, min(users, recipe.evaluation.users or users)
+    evaluated_users = min(users, recipe.evaluation.users or users)
     participants = _num_participants(training.participation, len(cost_of_each), users)
     evaluate_every = _evaluation_period(recipe, measurement, users, participants, evaluated_users)
     return RunWork(
@@ -291,19 +310,23 @@ def plan_time(work: RunWork, measurement: Measurement, cluster: Cluster) -> Time
         measurement: Measurements of its recipe.
         cluster: The machines.
     """
+    participants_each = users_per_process(work.participants, cluster.num_processes)
+    fills_cohort = participants_each >= measurement.cohort
     # A batch with fewer users than a cohort takes longer per user, which was measured separately.
-    fills_cohort = users_per_process(work.participants, cluster.size) >= measurement.cohort
     parts = measurement.parts if fills_cohort else measurement.parts_below_cohort
     mean_round = estimate_round(work, parts, cluster)
     run_seconds = work.rounds * mean_round.seconds
-    users_per_machine = -(-work.users // cluster.machines)  # of the machine that has most
+    money = None
+    if cluster.price is not None:
+        money = run_price(run_seconds, cluster.machines, cluster.price)
+    most_users_per_machine = -(-work.users // cluster.machines)  # rounded up
     return TimePlan(
         users=work.users,
         present=work.participants,
         round=mean_round,
         run_seconds=run_seconds,
-        state_bytes=users_per_machine * work.state_bytes,
-        money=None if cluster.price is None else run_price(run_seconds, cluster.machines, cluster.price),
+        state_bytes=most_users_per_machine * work.state_bytes,
+        money=money,
     )
 
 
@@ -334,23 +357,27 @@ def plan_times(
         RecipeError: There are more processes than users in the largest population.
         ComingleError: As :func:`measure`.
     """
-    methods, num_users = [], len(plan.users)
-    if cluster.size > (largest := max(num_users, *POPULATIONS)):
-        why = f"allowed: up to {largest:,} processes, one for each user of the largest population"
-        raise RecipeError(f"--machines: {cluster.size:,} processes in all; {why}")
-    # `with_method` changes these two settings, which do not matter for costs; a run's time depends on them.
-    original = {"training.participation": recipe.training.participation, "runtime.compile": recipe.runtime.compile}
+    num_users = len(plan.users)
+    num_processes = cluster.num_processes
+    largest_population = max(num_users, *POPULATIONS)
+    if num_processes > largest_population:
+        why = f"allowed: up to {largest_population:,} processes, one for each user of the largest population"
+        raise RecipeError(f"--machines: {num_processes:,} processes in all; {why}")
+    populations = [users for users in dict.fromkeys((num_users, *POPULATIONS)) if users >= num_processes]
     participants = largest_round(recipe.training.participation, num_users)
     user_seconds = None if step is None else step * plan.local_steps
+    methods = []
     for cost in plan.methods:
-        variant = with_method(recipe, cost.method, for_all).with_changes(original)
-        measurement = measure(variant, cluster, participants, user_seconds)
+        # `with_method` changes two settings that do not matter for costs, but for the time of a run: restore them.
+        recipe_of_method = with_method(recipe, cost.method, for_all).with_changes(
+            {"training.participation": recipe.training.participation, "runtime.compile": recipe.runtime.compile}
+        )
+        measurement = measure(recipe_of_method, cluster, participants, user_seconds)
         with_disk = cluster if cluster.disk else replace(cluster, disk=measurement.disk)
-        rows = [
-            plan_time(run_work(variant, cost, measurement, users), measurement, with_disk).as_dict()
-            for users in dict.fromkeys((num_users, *POPULATIONS))
-            if users >= with_disk.size
-        ]
+        rows = []
+        for users in populations:
+            work = run_work(recipe_of_method, cost, measurement, users)
+            rows.append(plan_time(work, measurement, with_disk).as_dict())
         methods.append({"method": cost.method, "rows": rows, "parts": _parts_as_dict(measurement, with_disk)})
     return {
         "machines": cluster.machines,
@@ -369,28 +396,27 @@ def plan_times(
 def _parts_as_dict(measurement: Measurement, cluster: Cluster) -> dict[str, object]:
     """Return the measured parts of a round, for JSON.
 
-    Keys are ``PART_seconds`` for each part that :class:`comingle.cost.timing.Parts` describes (its ``report`` has the
-    key ``words_seconds``), the rates of the connection between processes (``bus``, None for a single process) and of
-    the ``disk`` in bytes per second, ``adds`` (whether the server needs sums alone) and ``hops`` (messages of a round
-    that wait for each other).
+    Besides seconds, these are the rates ``bus`` (between processes) and ``disk`` in bytes per second, ``adds`` (whether
+    the server needs sums alone) and ``hops`` (messages of a round that are sent one after another).
 
     Args:
         measurement: Measurements of the recipe.
         cluster: The machines to plan for.
     """
     parts = measurement.parts
+    is_distributed = cluster.num_processes > 1
     return {
-        "user_seconds": parts.user,
-        "handling_seconds": parts.handling,
-        "evaluation_seconds": parts.evaluation,
-        "upload_seconds": parts.upload,
-        "words_seconds": parts.report,
-        "fixed_seconds": parts.fixed,
-        "hop_seconds": parts.hop,
-        "bus": parts.bus if cluster.size > 1 else None,
+        "user_seconds": parts.training_core_seconds,
+        "handling_seconds": parts.message_core_seconds,
+        "evaluation_seconds": parts.evaluation_core_seconds,
+        "upload_seconds": parts.aggregation_core_seconds,
+        "words_seconds": parts.report_seconds,
+        "fixed_seconds": parts.fixed_seconds,
+        "hop_seconds": parts.hop_seconds,
+        "bus": parts.bus_rate if is_distributed else None,
         "disk": cluster.disk,
         "adds": measurement.needs_only_sums,
-        "hops": num_hops(parts.collectives, cluster.size) if cluster.size > 1 else 0,
+        "hops": num_hops(parts.collectives, cluster.num_processes) if is_distributed else 0,
     }
 
 
@@ -399,10 +425,8 @@ def _evaluation_period(
 ) -> int:
     """Return the number of rounds between evaluations in a run with a population of ``num_users`` users.
 
-    With ``evaluation.every: auto`` a run chooses the interval so that evaluations take a small part of its time. The
-    interval depends on how much data an evaluation scores relative to how much a round trains on; both are extrapolated
-    from the users that were measured. A warning is logged, as in the run, if the fewest possible evaluations already
-    take a larger part.
+    With ``evaluation.every: auto`` the interval depends on how much data an evaluation scores and a round trains on,
+    which are extrapolated from the measured users. As in a run, a warning is logged if evaluations take a large share.
 
     Args:
         recipe: The recipe.
@@ -413,8 +437,7 @@ def _evaluation_period(
     """
     if recipe.evaluation.every != AUTO:
         return recipe.evaluation.every
-    # Of the measured users: their number, and the tokens or samples of a round's training and of an evaluation.
-    measured_users, trained, scored = measurement.amounts
+    num_measured, trained_items, scored_items = measurement.amounts  # items: tokens or samples
     plan = RunPlan(
         method=make(recipe.method.name, **recipe.method.settings),
         training=recipe.training,
@@ -422,16 +445,16 @@ def _evaluation_period(
         participation=num_participants / num_users,
         test_limit=test_limit_of(recipe),
     )
-    amounts = [measured_users, trained, scored * num_evaluated // measured_users]
-    warn_of_share(plan, amounts, num_users, seconds=measurement.parts.evaluation * num_evaluated)
+    amounts = [num_measured, trained_items, scored_items * num_evaluated // num_measured]
+    evaluation_seconds = measurement.parts.evaluation_core_seconds * num_evaluated
+    warn_of_share(plan, amounts, num_users, seconds=evaluation_seconds)
     return period(plan, amounts, num_users)
 
 
 def _num_participants(participation: Participation, num_recipe_users: int, num_users: int) -> int:
     """Return the number of participants per round in a population larger or smaller than the recipe's.
 
-    The same fraction of the users takes part as in the recipe. If the recipe lists the participants of each round by
-    name, the fraction is their mean number, divided by the number of the recipe's users.
+    The same fraction takes part as in the recipe, on average if the recipe lists the participants of each round.
 
     Args:
         participation: Participation of the recipe: a fraction, or the names of each round's participants.
@@ -442,19 +465,20 @@ def _num_participants(participation: Participation, num_recipe_users: int, num_u
         fraction = participation
     else:
         mean_participants = fmean(len(set(names)) for names in participation)
-        fraction = min(1.0, mean_participants / num_recipe_users)  # at most all users
+        fraction = min(1.0, mean_participants / num_recipe_users)
     return largest_round(fraction, num_users)  # with a fraction all rounds are equally large
 
 
 def _check_single_values(recipe: Recipe) -> None:
-    """Refuse settings that list one value per user, as a larger population has users without a value.
+    """Refuse settings that list one value per user, such as ``adapters.rank: [2, 4]``.
 
     Raises:
         RecipeError: A setting has such a list.
     """
-    for key in recipe.values_of_users():
+    keys_with_lists = list(recipe.values_of_users())
+    if keys_with_lists:
         why = "which does not scale to larger populations"
-        raise RecipeError(f"--machines: {key} has a value for each user, {why}; give one value")
+        raise RecipeError(f"--machines: {keys_with_lists[0]} has a value for each user, {why}; give one value")
 
 
 def _shorten(recipe: Recipe, max_steps: int) -> tuple[Recipe, float]:
@@ -462,27 +486,27 @@ def _shorten(recipe: Recipe, max_steps: int) -> tuple[Recipe, float]:
 
     Args:
         recipe: The recipe.
-        max_steps: Largest number of local steps per round; not applied to samples, whose number of steps follows from
-            the data.
+        max_steps: Largest number of local steps per round. Not applied to samples, where it follows from the data.
 
     Returns:
         The recipe, and the ratio of its original to its remaining local steps.
     """
     changes: dict[str, object] = {
-        "training.participation": 1.0,  # the measurement chooses the participants
-        "evaluation.users": None,  # and the evaluated users
+        "training.participation": 1.0,  # the measurement itself chooses participants
+        "evaluation.users": None,  # and the users to evaluate
         "evaluation.select": "last",  # keeps no copies of the best round
         "runtime.store": MEMORY,  # the disk is measured separately
         "runtime.track": [],  # nothing is sent to Weights & Biases or MLflow
     }
     if recipe.runtime.users_per_step == "auto":
         changes["runtime.users_per_step"] = None  # the default, without a measurement of memory
-    if not kind_of(recipe).needs_base:
+    is_language_model = kind_of(recipe).needs_base
+    if not is_language_model:
         return recipe.with_changes(changes), 1.0
     local_steps = recipe.training.most_local_steps
-    measured_steps = min(max_steps, local_steps)
-    changes["training.local_steps"] = measured_steps
-    return recipe.with_changes(changes), local_steps / measured_steps
+    remaining_steps = min(max_steps, local_steps)
+    changes["training.local_steps"] = remaining_steps
+    return recipe.with_changes(changes), local_steps / remaining_steps
 
 
 def _measure_in_processes(recipe: Recipe, num_processes: int, threads: int, participants_each: int) -> Measured:
@@ -497,36 +521,33 @@ def _measure_in_processes(recipe: Recipe, num_processes: int, threads: int, part
     Raises:
         RecipeError: A process failed.
     """
-    with tempfile.TemporaryDirectory(prefix="comingle-") as folder:
-        workdir = Path(folder)
-        (workdir / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
-        order = {
-            "recipe": str(workdir / "recipe.yaml"),
+    with tempfile.TemporaryDirectory(prefix="comingle-") as temporary:
+        folder = Path(temporary)
+        recipe_file = folder / "recipe.yaml"
+        request_file = folder / "request.json"
+        result_file = folder / "measured.json"
+        recipe_file.write_text(recipe.as_yaml(), encoding="utf-8")
+        request = {
+            "recipe": str(recipe_file),
             "users": participants_each,
             "threads": threads,
-            "out": str(workdir / "measured.json"),
+            "out": str(result_file),
         }
-        (workdir / "order.json").write_text(json.dumps(order), encoding="utf-8")
-        command = [sys.executable, "-m", "comingle.cost.timing", str(workdir / "order.json")]
-        children = [
-            subprocess.Popen(
-                command,
-                env=_process_environment(rank, num_processes, threads, workdir),
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(num_processes)
-        ]
+        request_file.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-m", "comingle.cost.timing", str(request_file)]
+        processes = []
+        for rank in range(num_processes):
+            environment = _process_environment(rank, num_processes, threads, folder)
+            processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
         try:
-            stderr = [child.communicate(timeout=_SECONDS)[1] for child in children]
+            errors = [process.communicate(timeout=_SECONDS)[1] for process in processes]
         finally:
-            for child in children:
-                child.kill()
-        if not (workdir / "measured.json").is_file():  # the first process failed before it could write an error
-            raise RecipeError(
-                f"--machines: rounds could not be measured: {(stderr[0].strip() or '?').splitlines()[-1]}"
-            )
-        times = json.loads((workdir / "measured.json").read_text(encoding="utf-8"))
+            for process in processes:
+                process.kill()
+        if not result_file.is_file():  # the first process failed before it could write an error
+            last_line = (errors[0].strip() or "?").splitlines()[-1]
+            raise RecipeError(f"--machines: rounds could not be measured: {last_line}")
+        times = json.loads(result_file.read_text(encoding="utf-8"))
     if "error" in times:
         raise RecipeError(f"--machines: rounds could not be measured: {times['error']}")
     return times
@@ -535,8 +556,7 @@ def _measure_in_processes(recipe: Recipe, num_processes: int, threads: int, part
 def _process_environment(rank: int, num_processes: int, threads: int, folder: Path) -> dict[str, str]:
     """Return the environment variables of a measuring process.
 
-    Several processes get the variables that torch's launcher (torchrun) would set, and the path of a file by which they
-    find each other.
+    Several processes get the variables that torchrun would set, and the path of a file by which they find each other.
 
     Args:
         rank: Number of the process, from 0.
@@ -544,13 +564,14 @@ def _process_environment(rank: int, num_processes: int, threads: int, folder: Pa
         threads: Threads per process.
         folder: Folder for that file.
     """
-    variables = {"OMP_NUM_THREADS": str(threads)}
+    variables = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if num_processes > 1:
-        ranks = {"RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_processes}
-        variables |= {key: str(value) for key, value in ranks.items()} | {MEETING: str(folder / "meeting")}
+        variables["RANK"] = variables["LOCAL_RANK"] = str(rank)
+        variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = str(num_processes)
+        variables[MEETING] = str(folder / "meeting")
     if sys.platform.startswith("linux"):
         variables["GLOO_SOCKET_IFNAME"] = "lo"  # loopback interface: no message leaves this machine
-    return {**os.environ, **variables}
+    return variables
 
 
 def on_gpu() -> bool:

@@ -39,6 +39,7 @@ from comingle.cost.memory import (
 from comingle.cost.records import (
     Account,
     Difference,
+    Flops,
     MemoryChoice,
     MemoryCost,
     MethodCost,

@@ -64,10 +64,11 @@ def load_skeleton(
         BaseModelError: As :func:`comingle.models.loading.load_base`.
     """
     require_docstrings()  # transformers fails under `python -OO`
+    meta_device = torch.device("meta")
     run_device = resolve_device(device)
     run_dtype = resolve_dtype(dtype, run_device)
     implementation = resolve_attention(attention, run_device)
-    with torch.device("meta"):
+    with meta_device:
         if name.startswith(RANDOM_BASE_PREFIX):
             model = random_base(name, dtype=run_dtype, attention=implementation, seed=0)
         else:
@@ -78,7 +79,7 @@ def load_skeleton(
         model.config.num_hidden_layers = layers
     bits: Any = "" if quantise == "none" else quantise
     if bits:
-        quantise_shapes(model, bits, torch.device("meta"))
+        quantise_shapes(model, bits, meta_device)
     return Base(model=model, tokenizer=None, name=name, dtype=run_dtype, device=run_device, quantised=bits)
 
 
@@ -109,8 +110,8 @@ def _model_of_config(name: str, dtype: torch.dtype, attention: str | None) -> Pr
 def _config_folder(name: str) -> Path:
     """Return a folder that contains a base's config.json.
 
-    For a model on the hub only config.json is downloaded. If that fails, the folder is that of the whole model, which
-    is found or downloaded as in a run; so is the folder of a local model.
+    For a model on the hub only config.json is downloaded. If that fails, the whole model is found or downloaded as in a
+    run.
 
     Args:
         name: Name of the base: an alias, a path or a repository.
@@ -145,9 +146,8 @@ def _hub_config(repository: str) -> Path | None:
 def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] | None = None) -> InProcess:
     """Return a federation of nets from which costs are counted, with no more users than needed.
 
-    The first users of the population are enough, since all users train nets of the same shapes: as many as go through
-    the model in one pass, but at least as many as there are true clusters. A pooled method, which trains one net on the
-    samples of all users, gets all users.
+    All users train nets of the same shapes, so the first users of the population are enough: those of one pass. A
+    pooled method, which trains one net on the samples of all users, gets all users.
 
     Args:
         recipe: The recipe.
@@ -157,12 +157,14 @@ def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] |
     Raises:
         RecipeError: As :func:`comingle.training.kinds.nets.build_nets`.
     """
+    if all_names is None:
+        all_names = population.users.names
     method = make(recipe.method.name, **recipe.method.settings)
-    plan = make_plan(recipe, method, population.users.names if all_names is None else all_names)
+    plan = make_plan(recipe, method, all_names)
     plan = plan.updated("runtime", store=MEMORY)  # the few users are built in memory, whatever the run does
     if method.placement.pooled:
         return federate(build_nets(recipe, population, plan))
-    # Fewer users than true clusters could have fewer clusters, on whose number costs depend.
+    # Costs depend on the number of clusters, so there are at least as many users as true clusters.
     num_clusters = max(1, len({user.cluster for user in population.users}))
     few_users = replace(population, users=as_users(population.users[:num_clusters]))
     clients = build_nets(recipe, few_users, plan)
@@ -221,16 +223,14 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
 def _mixture_slots(net: FloralModel) -> list[Slot]:
     """Return the slots (name, shape and roles) of the tensors that a user trains: adaptors, then the router.
 
-    The base is frozen and has no slots. A slot has a role for each entry of its tensor's leading dimension, which in an
-    adaptor has one entry per cluster.
-
     Args:
-        net: The base with adaptors and a router.
+        net: The frozen base with adaptors and a router.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
-    role_of = roles(net)
+    role_by_name = roles(net)
     slots = []
+    # A slot has a role for each entry of the leading dimension, which in an adaptor has one entry per cluster.
     for role, num_entries in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
-        names = [name for name, role_of_tensor in role_of.items() if role_of_tensor == role]
-        slots += [Slot(name=n, shape=shapes[n], roles=(role,) * num_entries, init=init_zero) for n in names]
+        for name, parameter in net.named_parameters():
+            if role_by_name.get(name) == role:
+                slots.append(Slot(name=name, shape=tuple(parameter.shape), roles=(role,) * num_entries, init=init_zero))
     return slots

@@ -85,14 +85,16 @@ class Cluster:
     price: float | None = None
 
     @property
-    def size(self) -> int:
+    def num_processes(self) -> int:
         """Number of processes on all machines."""
         return self.machines * self.processes
 
     @property
-    def cores_each(self) -> float:
+    def cores_per_process(self) -> float:
         """Cores per process; below 1 if there are more processes than cores."""
-        return 1.0 if self.gpus else cores_of_process(self.cores, self.processes, self.threads)
+        if self.gpus:
+            return 1.0
+        return cores_of_process(self.cores, self.processes, self.threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,25 +113,26 @@ class Parts:
     """Measured or given times of the parts of a round.
 
     Args:
-        user: Core seconds of one user's local steps.
-        handling: Core seconds for the messages that one user receives and sends.
-        evaluation: Core seconds of an evaluation on one user's test data.
-        upload: Core seconds of the server for one upload that it reads.
-        report: Seconds per participant for the numbers about it, such as its loss, that processes send to each other.
-        fixed: Seconds of a round that do not depend on the number of participants.
-        hop: Seconds of a small message between two processes of a machine.
-        bus: Bandwidth between two processes of a machine, in bytes per second.
+        training_core_seconds: Core seconds of one user's local steps.
+        message_core_seconds: Core seconds to make and to read the messages of one user.
+        evaluation_core_seconds: Core seconds of an evaluation on one user's test data.
+        aggregation_core_seconds: Core seconds of the server for one upload.
+        report_seconds: Seconds per participant for the numbers about it, such as its loss, that processes send to each
+            other.
+        fixed_seconds: Seconds of a round that do not depend on the number of participants.
+        hop_seconds: Seconds of a small message between two processes of a machine.
+        bus_rate: Bandwidth between two processes of a machine, in bytes per second.
         collectives: Collective operations per round.
     """
 
-    user: float
-    handling: float
-    evaluation: float
-    upload: float
-    report: float
-    fixed: float
-    hop: float
-    bus: float
+    training_core_seconds: float
+    message_core_seconds: float
+    evaluation_core_seconds: float
+    aggregation_core_seconds: float
+    report_seconds: float
+    fixed_seconds: float
+    hop_seconds: float
+    bus_rate: float
     collectives: Collectives
 
 
@@ -185,8 +188,8 @@ class Round:
         return self.compute + self.server + self.network + self.disk
 
     @property
-    def binds(self) -> str:
-        """Name of the largest part."""
+    def longest_part(self) -> str:
+        """Name of the part that takes the most time, such as "network"."""
         return max(("compute", "server", "network", "disk"), key=lambda name: getattr(self, name))
 
 
@@ -194,61 +197,56 @@ class Round:
 
 
 def cores_of_process(cores: int, processes: int, threads: int | None) -> float:
-    """Return the cores that a process can use: ``min(threads, cores / processes)``.
-
-    The result is below 1 if processes share a core.
+    """Return the cores that a process can use, at most its threads: 0.5 if 4 processes share 2 cores.
 
     Args:
         cores: Cores of the machine.
         processes: Processes on the machine.
         threads: Threads per process; None for ``max(1, cores // processes)``.
     """
-    return min(threads or max(1, cores // processes), cores / processes)
+    if not threads:
+        threads = max(1, cores // processes)
+    return min(threads, cores / processes)
 
 
-def users_per_process(count: int, processes: int) -> int:
-    """Return the number of users in the process that has most: ``ceil(count / processes)``."""
-    return -(-count // processes)
+def users_per_process(num_users: int, num_processes: int) -> int:
+    """Return the number of users in the process that has the most: 4 if 3 processes share 10 users."""
+    return -(-num_users // num_processes)  # rounded up
 
 
 def compute_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
-    """Return the seconds per round of local steps, messages and evaluations, in the process that has most users.
+    """Return the seconds per round of local steps, messages and evaluations, in the process that has the most users.
 
-    ``(n/P (user + exchange_share * handling) + m/P evaluation / evaluate_every) / cores`` with n participants, m
-    evaluated users, P processes, the ``cores`` of a process, and core seconds per user: ``user`` for local steps,
-    ``handling`` for messages, ``evaluation`` for test data. Only a fraction ``exchange_share`` of the rounds has
-    messages, and one in ``evaluate_every`` rounds an evaluation; their seconds are spread over all rounds.
+    Seconds of messages and of evaluations, which not every round has, are spread over all rounds.
 
     Args:
         work: Amounts of work in the run.
         parts: Measured times of the parts of a round.
         cluster: The machines.
     """
-    participants = users_per_process(work.participants, cluster.size)
-    evaluated_users = users_per_process(work.evaluated_users, cluster.size)
-    training = participants * (parts.user + work.exchange_share * parts.handling)
-    evaluation = evaluated_users * parts.evaluation / work.evaluate_every
-    return (training + evaluation) / cluster.cores_each
+    participants = users_per_process(work.participants, cluster.num_processes)
+    evaluated_users = users_per_process(work.evaluated_users, cluster.num_processes)
+    # `exchange_share` is the fraction of the rounds that end with an exchange of messages.
+    training = participants * (parts.training_core_seconds + work.exchange_share * parts.message_core_seconds)
+    evaluation = evaluated_users * parts.evaluation_core_seconds / work.evaluate_every
+    return (training + evaluation) / cluster.cores_per_process
 
 
 def server_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     """Return the seconds per round of the server, which runs in the first process.
 
-    ``fixed + exchange_share * n (report + upload / cores)`` with n participants. ``fixed`` are seconds of a round that
-    do not depend on n, and ``exchange_share`` is the fraction of the rounds that end with an exchange. ``report`` are
-    seconds for the numbers about one participant, such as its loss, that processes send to each other; they are 0 for a
-    single process. ``upload`` are core seconds to read an upload; they are 0 if several processes reduce the uploads,
-    as the server then gets only their sum.
-
     Args:
         work: Amounts of work in the run.
         parts: Measured times of the parts of a round.
         cluster: The machines.
     """
-    distributed = cluster.size > 1
-    read_seconds = 0.0 if distributed and work.needs_only_sums else parts.upload / cluster.cores_each
-    report_seconds = parts.report if distributed else 0.0
-    return parts.fixed + work.participants * work.exchange_share * (read_seconds + report_seconds)
+    is_distributed = cluster.num_processes > 1
+    aggregation_seconds = parts.aggregation_core_seconds / cluster.cores_per_process  # of one upload
+    if is_distributed and work.needs_only_sums:
+        aggregation_seconds = 0.0  # processes sum the uploads on the way to the server
+    report_seconds = parts.report_seconds if is_distributed else 0.0
+    num_uploads = work.participants * work.exchange_share  # mean over rounds with and without an exchange
+    return parts.fixed_seconds + num_uploads * (aggregation_seconds + report_seconds)
 
 
 def ring_seconds(size_bytes: float, processes: int, rate: float) -> float:
@@ -285,40 +283,39 @@ def gather_seconds(size_bytes: float, processes: int, rate: float) -> float:
 
 
 def num_hops(collectives: Collectives, processes: int) -> float:
-    """Return the number of messages of a round that are sent one after another, whose latencies therefore add up.
+    """Return the number of messages of a round that are sent one after another, so that their latencies add up.
 
-    A gather, or a message to each other process, takes ``P - 1`` messages, a reduction around a ring ``2 (P - 1)`` and
-    a broadcast along a tree ``ceil(log2 P)``.
+    With P processes a gather takes ``P - 1`` such messages, as do messages to all others; a reduction around a ring
+    takes ``2 (P - 1)``, a broadcast along a tree ``ceil(log2 P)``.
 
     Args:
         collectives: Collective operations per round.
         processes: Number of processes P.
     """
-    others, depth = processes - 1, math.ceil(math.log2(processes))
-    hops_over_others = collectives.gathers + collectives.sends + 2 * collectives.reduces
-    return hops_over_others * others + collectives.broadcasts * depth
+    num_others = processes - 1
+    tree_depth = math.ceil(math.log2(processes))
+    operations_over_others = collectives.gathers + collectives.sends + 2 * collectives.reduces
+    return operations_over_others * num_others + collectives.broadcasts * tree_depth
 
 
 def network_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     """Return the seconds per round of messages between processes: uploads, downloads and latencies.
 
-    ``exchange_share (upload + download) + hops * latency``, over the slowest link, with the fraction ``exchange_share``
-    of the rounds that end with an exchange, and the number ``hops`` of messages of a round that wait for each other
-    (:func:`num_hops`). Uploads are reduced around a ring if the server needs only sums, else gathered in the first
-    process. The download is broadcast if it is the same for all users, else each process gets its own users' downloads.
-    A single process sends nothing.
+    Uploads are reduced around a ring if the server needs only their sum, else gathered in the first process. The
+    download is broadcast if it is the same for all users, else each process gets those of its users.
 
     Args:
         work: Amounts of work in the run.
         parts: Measured times of the parts of a round.
         cluster: The machines.
     """
-    if cluster.size == 1:
+    P = cluster.num_processes
+    if P == 1:
         return 0.0
-    P = cluster.size
-    rate, latency = parts.bus, parts.hop  # between processes of one machine
+    rate, latency = parts.bus_rate, parts.hop_seconds  # between processes of one machine
     if cluster.machines > 1:  # messages also cross the network between machines
-        rate, latency = min(cluster.link, parts.bus), parts.hop + cluster.latency
+        rate = min(cluster.link, rate)
+        latency = latency + cluster.latency
     if work.needs_only_sums:
         upload_seconds = ring_seconds(INTEGER_BYTES * work.summed_numbers, P, rate)
     else:
@@ -327,27 +324,29 @@ def network_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
         download_seconds = tree_seconds(work.download_bytes, P, rate)
     else:
         download_seconds = gather_seconds(work.participants * work.download_bytes, P, rate)
-    return work.exchange_share * (upload_seconds + download_seconds) + num_hops(parts.collectives, P) * latency
+    latency_seconds = num_hops(parts.collectives, P) * latency
+    # `exchange_share` is the fraction of the rounds that end with an exchange.
+    return work.exchange_share * (upload_seconds + download_seconds) + latency_seconds
 
 
 def disk_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     """Return the seconds per round in which local steps wait for the disk.
 
-    If users are kept in memory, a machine writes all its users to a checkpoint every ``checkpoint_every`` rounds:
-    ``U/P p state_bytes / disk / checkpoint_every`` with U users, P processes in all and p processes per machine, which
-    share the machine's disk. If users are kept on disk, it reads and writes the n participants while others train, so
-    only time beyond that of training counts: ``max(0, 2 n/P p state_bytes / disk - compute_seconds)``.
+    If users are kept in memory, each machine writes its users to every checkpoint. If they are kept on disk, it reads
+    and writes the participants while others train, so only the time beyond that of training counts.
 
     Args:
         work: Amounts of work in the run.
         parts: Measured times of the parts of a round.
         cluster: The machines.
     """
-    # The users of a machine's processes share its disk; this is the time for one user of each process.
-    user_seconds = cluster.processes * work.state_bytes / cluster.disk
+    # A machine's processes share its disk, so this is the time to write one user of each process.
+    seconds_per_user = cluster.processes * work.state_bytes / cluster.disk
     if not work.on_disk:
-        return users_per_process(work.users, cluster.size) * user_seconds / work.checkpoint_every
-    access_seconds = 2 * users_per_process(work.participants, cluster.size) * user_seconds
+        checkpoint_seconds = users_per_process(work.users, cluster.num_processes) * seconds_per_user
+        return checkpoint_seconds / work.checkpoint_every
+    read_and_write = 2
+    access_seconds = read_and_write * users_per_process(work.participants, cluster.num_processes) * seconds_per_user
     return max(0.0, access_seconds - compute_seconds(work, parts, cluster))
 
 
@@ -394,31 +393,32 @@ _COUNTED = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
 
 
 def main() -> None:
-    """Measure the parts of a round, as one of several processes or alone; the first process writes them as JSON.
+    """Measure the parts of a round, as one of several processes or alone, and write them to a JSON file.
 
-    The only command-line argument is a JSON file with the path of a recipe (``recipe``), participants per process
-    (``users``), ``threads`` per process, and the path of the result (``out``). An error is written as
-    ``{"error": MESSAGE}``.
+    The only command-line argument is the path of a JSON request with the keys ``recipe`` (path), ``users``
+    (participants per process), ``threads`` (per process) and ``out`` (path of the result, which the first process
+    writes). The result of a failure is ``{"error": MESSAGE}``.
     """
-    order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     place = find_place()  # None if there is one process
-    torch.set_num_threads(order["threads"])
-    with nullcontext() if place is None else joined(place) as ranks:
+    torch.set_num_threads(request["threads"])
+    group = nullcontext() if place is None else joined(place)
+    with group as ranks:
         try:
             load_files_of_command()
-            result = measure_parts(load_recipe(order["recipe"]), order["users"], ranks)
+            result = measure_parts(load_recipe(request["recipe"]), request["users"], ranks)
         except ComingleError as error:
             result = {"error": str(error)}
     if place is None or place.is_first_process:
-        Path(order["out"]).write_text(json.dumps(result), encoding="utf-8")
+        Path(request["out"]).write_text(json.dumps(result), encoding="utf-8")
 
 
 def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, object]:
     """Measure all parts of a round, in this process and in the other processes of ``ranks`` at the same time.
 
-    Local steps are timed with ``own_users`` participants, and with a full cohort (as many users as train in one batch),
-    as a smaller batch takes longer per user. The rest of a round is timed in rounds without local steps, with few and
-    with many participants, so that the time per participant follows from the difference.
+    Local steps are timed with ``own_users`` participants, and with a full cohort (as many users as train in one batch).
+    Everything else is timed in rounds without local steps, with few and with many participants, so that the time per
+    participant follows from the difference.
 
     Args:
         recipe: The recipe, with few local steps.
@@ -426,35 +426,34 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
         ranks: The group of processes; None for one process.
 
     Returns:
-        Seconds, sizes and counts, for JSON: the keys of :class:`comingle.cost.machines.Measured`. ``own_user_s`` is the
-        time per user of local steps with ``own_users`` participants, ``user_s`` that with a full cohort.
+        Seconds, sizes and counts, for JSON: the keys of :class:`comingle.cost.machines.Measured`.
     """
     num_processes = 1 if ranks is None else ranks.size
+    wait_for_others = _no_barrier if ranks is None else ranks.barrier
     run_data = prepare(recipe)
-    # With one user: how many users fit into a cohort, and the bytes of a user's tensors.
-    one_user = build(recipe, copy_users(run_data, 1)).clients
-    cohort_size, tensor_bytes = min(MAX_TRAINED, one_user.pass_size.users), user_bytes(one_user.state, MEMORY)
-    # Users that send messages without training: as many as possible, so that the time of each can be measured.
-    sending_users = min(MAX_SENDING, MAX_STATE_BYTES // max(1, tensor_bytes.params + tensor_bytes.moments))
-    built_users = max(own_users, cohort_size, sending_users)
+    one_user = build(recipe, copy_users(run_data, 1)).clients  # shows how large a user and a cohort are
+    cohort_size = min(MAX_TRAINED, one_user.pass_size.users)
+    tensor_bytes = user_bytes(one_user.state, MEMORY)
+    # As many users as fit are built, as the time of one participant's messages is short.
+    users_that_fit = MAX_STATE_BYTES // max(1, tensor_bytes.params + tensor_bytes.moments)
+    built_users = max(own_users, cohort_size, min(MAX_SENDING, users_that_fit))
     federation = _build_federation(recipe, copy_users(run_data, built_users * num_processes), ranks)
-    clients, wait_for_others = federation.clients, _no_barrier if ranks is None else ranks.barrier
-    # Local steps, with as many participants as planned, and with a full cohort if these are fewer.
+    clients = federation.clients
     trained_users = min(own_users, cohort_size)
     with count_collectives() as collective_counts:
-        own_seconds, _other_seconds = time_rounds(federation, trained_users, num_processes)
-    own_user_seconds = cohort_user_seconds = own_seconds / trained_users
+        training_seconds, _other_seconds = time_rounds(federation, trained_users, num_processes)
+    own_user_seconds = cohort_user_seconds = training_seconds / trained_users
     if own_users < cohort_size:
-        cohort_seconds, _other_seconds = time_rounds(federation, cohort_size, num_processes)
-        cohort_user_seconds = cohort_seconds / cohort_size
-    # Everything else, with few and with many participants.
+        training_seconds, _other_seconds = time_rounds(federation, cohort_size, num_processes)
+        cohort_user_seconds = training_seconds / cohort_size
     few_users = max(1, built_users // MANY_PER_FEW)
     with skip_local_steps():
         _no_seconds, seconds_with_few = time_rounds(federation, few_users, num_processes)
         _no_seconds, seconds_with_many = time_rounds(federation, built_users, num_processes)
-    clients.scored = range(cohort_size)  # indices of the evaluated users: one cohort
+    clients.scored = range(cohort_size)  # indices of the users that `clients.evaluate` evaluates
     wait_for_others()
-    measured = describe_messages(federation) | {
+    measured: dict[str, object] = {
+        **describe_messages(federation),
         "amounts": amounts_of(clients),
         "cohort": cohort_size,
         "own_user_s": own_user_seconds,
@@ -466,9 +465,12 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
     }
     wait_for_others()
     if federation.is_first_process:
-        measured |= time_exchange(federation) | {"disk": measure_disk_rate()}
+        measured.update(time_exchange(federation))
+        measured["disk"] = measure_disk_rate()
     wait_for_others()
-    return measured | (measure_links(ranks) if ranks is not None else {})
+    if ranks is not None:
+        measured.update(measure_links(ranks))
+    return measured
 
 
 def _build_federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) -> InProcess:
@@ -476,15 +478,14 @@ def _build_federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) ->
 
     Args:
         recipe: The recipe.
-        run_data: Base and data, with the users of all processes.
+        run_data: Base and data, with equally many users for each process.
         ranks: The processes; None for one process.
     """
     if ranks is None:
         return build(recipe, run_data)
     select_gpu(recipe, ranks.place)
-    # A run divides whole cohorts (users that train in one batch) among processes, so that batches stay full. Here the
-    # users are copies, equally many for each process, and may be divided one by one.
-    own_users = divide_users(len(run_data.users), ranks.size, cohort_size=1)[ranks.rank]
+    users_by_rank = divide_users(len(run_data.users), ranks.size, cohort_size=1)  # 1: equally many, one by one
+    own_users = users_by_rank[ranks.rank]
     method = make(recipe.method.name, **recipe.method.settings)
     return build_sharded(recipe, keep_users(run_data, own_users), method, ranks)
 
@@ -494,9 +495,10 @@ def _no_barrier() -> None:
 
 
 def copy_users(run_data: RunData, count: int) -> RunData:
-    """Return the data with ``count`` users instead, which are copies of the given ones, in turn, named ``user N``."""
+    """Return the data with ``count`` users named "user 0", "user 1" and so on, copies of the given users in turn."""
     users = run_data.users
-    return run_data.with_users(replace(users[i % len(users)], name=f"user {i}") for i in range(count))
+    copies = (replace(users[i % len(users)], name=f"user {i}") for i in range(count))
+    return run_data.with_users(copies)
 
 
 def time_rounds(federation: InProcess, participants_each: int, num_processes: int) -> tuple[float, float]:
@@ -511,15 +513,18 @@ def time_rounds(federation: InProcess, participants_each: int, num_processes: in
         num_processes: Number of processes.
     """
     clients = federation.clients
-    users_each, next_round = len(clients.trainers), federation.server.version
-    # Users are numbered process by process.
-    participants = tuple(rank * users_each + i for rank in range(num_processes) for i in range(participants_each))
-    # The next evaluation and the end of the run are not measured, so they are put after all rounds that are run.
-    # A checkpoint after each round calls `end_round`.
-    plan = replace(clients.plan, participation=(participants,)).updated("training", rounds=10**6)
-    clients.plan = plan.updated("evaluation", every=10**6, first=False).updated("checkpoints", every=1)
+    first_round = federation.server.version
+    users_each = len(clients.trainers)
+    participants: list[int] = []
+    for rank in range(num_processes):
+        first_user = rank * users_each  # users are numbered process by process
+        participants += range(first_user, first_user + participants_each)
+    never = 10**6  # in a later round than any that is run
+    plan = replace(clients.plan, participation=(tuple(participants),)).updated("training", rounds=never)
+    plan = plan.updated("evaluation", every=never, first=False)
+    clients.plan = plan.updated("checkpoints", every=1)  # calls `end_round` after each round
     local_seconds: list[float] = []
-    ends: list[float] = []  # times at which rounds ended
+    end_times: list[float] = []
 
     def note_local_seconds(event: dict[str, Any]) -> None:
         """Note the seconds of a round's local steps, which the event "round" has."""
@@ -528,15 +533,15 @@ def time_rounds(federation: InProcess, participants_each: int, num_processes: in
 
     def end_round(done: int, clock: Clock) -> None:
         """Note the time, and stop the run after the last measured round."""
-        ends.append(time.perf_counter())
-        if len(ends) == ROUNDS:
+        end_times.append(time.perf_counter())
+        if len(end_times) == ROUNDS:
             raise _RoundsDoneError
 
     with suppress(_RoundsDoneError):
-        run_rounds(federation, observe=note_local_seconds, checkpoint=end_round, first_round=next_round)
+        run_rounds(federation, observe=note_local_seconds, checkpoint=end_round, first_round=first_round)
     # The first round warms up; its end is the start of the second.
     counted_seconds = local_seconds[1:]
-    round_seconds = [end - start for start, end in pairwise(ends)]
+    round_seconds = [end - start for start, end in pairwise(end_times)]
     other_seconds = [whole - local for whole, local in zip(round_seconds, counted_seconds, strict=True)]
     # Local seconds are those of the slowest process, so the difference may be a little below 0.
     return median(counted_seconds), max(0.0, median(other_seconds))
@@ -555,26 +560,28 @@ def skip_local_steps() -> Iterator[None]:
 
     def skip_steps(clients: Clients, members: Sequence[int], *_: object) -> LocalRound:
         """Return a round's result without training, as if every participant had a loss of 1."""
-        return LocalRound(losses=dict.fromkeys(members, 1.0), rejected={}, steps={}, tokens=0, seconds=0.0)
+        losses = dict.fromkeys(members, 1.0)
+        return LocalRound(losses=losses, rejected={}, steps={}, tokens=0, seconds=0.0)
 
-    train, local.train = local.train, skip_steps
+    original_train = local.train
+    local.train = skip_steps
     try:
         yield
     finally:
-        local.train = train
+        local.train = original_train
 
 
 def describe_messages(federation: InProcess) -> dict[str, object]:
     """Return the properties of a federation on which the time of messages and of disk access depends, for JSON.
 
-    Keys are ``needs_only_sums`` (whether processes reduce uploads to sums on the way to the server), ``summed_numbers``
-    (numbers in such a sum), ``state_bytes`` (bytes of a user on disk) and ``columns`` (entries of a user's model).
+    Keys are ``needs_only_sums`` (whether processes sum uploads on the way to the server), ``summed_numbers`` (numbers
+    in such a sum), ``state_bytes`` (bytes of a user on disk) and ``columns`` (entries of a user's model).
     """
     clients, server = federation.clients, federation.server
     # With `runtime.shard_sums: ordered` the server sums uploads in the order of the users, so it needs all of them.
-    is_ordered = getattr(federation, "ordered", False)
+    sums_in_order = getattr(federation, "ordered", False)
     return {
-        "needs_only_sums": bool(server.needs_only_sums and not is_ordered),
+        "needs_only_sums": bool(server.needs_only_sums and not sums_in_order),
         "summed_numbers": server.size,
         "state_bytes": user_bytes(clients.state, clients.plan.runtime.store).record,
         "columns": clients.model.layout.columns,
@@ -586,60 +593,71 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
 
     Returns:
         Seconds per user to receive a download (``receive_s``), to make an upload (``send_s``), to sum uploads before
-        processes send the sums (``sum_s``) and to aggregate uploads on the server (``aggregate_s``). All are 0 if the
-        method shares nothing; ``aggregate_s`` is also 0 with secure aggregation, which has no plain uploads. Also
-        ``same_download``, whether all users download the same tensors.
+        processes send the sums (``sum_s``) and to aggregate uploads on the server (``aggregate_s``); 0 for what the
+        method does not do. Also ``same_download``, whether all users download the same tensors.
     """
     clients, server = federation.clients, federation.server
-    times = {"receive_s": 0.0, "send_s": 0.0, "sum_s": 0.0, "aggregate_s": 0.0}
+    seconds = {"receive_s": 0.0, "send_s": 0.0, "sum_s": 0.0, "aggregate_s": 0.0}
     if not clients.shares:
-        return {**times, "same_download": True}
-    members = list(range(len(clients.trainers)))
-    names = [clients.names[member] for member in members]
-    # Between peers there is no download from the server.
-    download = server.download(names) if not clients.method.server.peer_to_peer else None
-    times["receive_s"] = 0.0 if download is None else median_seconds(lambda: clients.receive(download))
-    losses = {LOSS: torch.zeros(len(members))}
+        return {**seconds, "same_download": True}
+    num_users = len(clients.trainers)
+    members = list(range(num_users))
+    same_download = True
+    has_server = not clients.method.server.peer_to_peer  # peers download from each other
+    if has_server:
+        download = server.download([clients.names[member] for member in members])
+        seconds["receive_s"] = median_seconds(lambda: clients.receive(download))
+        # Tensors that all users share are expanded along the users, without copies, so their first stride is 0.
+        same_download = num_users == 1 or all(t.stride(0) == 0 for t in download.tensors.values())
+    losses = {LOSS: torch.zeros(num_users)}
 
     def make_upload() -> Upload:
-        """Make an upload of all users. The round and the losses do not matter; ``counts`` keeps no rounding errors."""
+        """Make an upload of all users in round 1, with losses of 0."""
         return clients.upload(members, 1, losses, counts=True)
 
-    times["send_s"] = median_seconds(make_upload)
+    seconds["send_s"] = median_seconds(make_upload)
     upload = make_upload()
-    if server.sums is None:
-        # Each repetition completes a round of the server, so the upload gets the number of the current one.
-        times["aggregate_s"] = median_seconds(lambda: server.aggregate(replace(upload, round=server.version)))
+    if server.sums is None:  # no secure sum, which has no plain uploads
+
+        def aggregate() -> None:
+            """Aggregate the upload as one of the current round, which ends with that."""
+            server.aggregate(replace(upload, round=server.version))
+
+        seconds["aggregate_s"] = median_seconds(aggregate)
     if server.needs_only_sums:
-        weights = dict.fromkeys(upload.tensors, torch.full((len(members),), 1 / len(members), dtype=torch.float64))
+        weights = dict.fromkeys(upload.tensors, torch.full((num_users,), 1 / num_users, dtype=torch.float64))
 
         def sum_uploads() -> None:
             """Sum this process's uploads as several processes do: as integers, so that their order does not matter."""
             largest = largest_terms(upload.tensors, weights)
-            integer_sums(upload.tensors, weights, choose_shifts(largest, len(members)))
+            integer_sums(upload.tensors, weights, choose_shifts(largest, num_users))
 
-        # For other number formats of uploads, sums are assumed to take as long as making the uploads.
-        is_float32 = clients.plan.training.uploads == "float32"
-        times["sum_s"] = median_seconds(sum_uploads) if is_float32 else times["send_s"]
-    # Tensors that all users download are expanded along the users, without copies, so their first stride is 0.
-    same_download = download is None or all(t.stride(0) == 0 or len(names) == 1 for t in download.tensors.values())
-    seconds_per_user = {key: seconds / len(members) for key, seconds in times.items()}
+        if clients.plan.training.uploads == "float32":
+            seconds["sum_s"] = median_seconds(sum_uploads)
+        else:  # another number format: assume that sums take as long as making the uploads
+            seconds["sum_s"] = seconds["send_s"]
+    seconds_per_user = {key: value / num_users for key, value in seconds.items()}
     return {**seconds_per_user, "same_download": same_download}
 
 
 def measure_links(ranks: Ranks) -> dict[str, float]:
     """Measure latency and bandwidth between the processes.
 
-    A small message is timed with a barrier, which gathers one number from each of P processes in ``P - 1`` messages.
-    The bandwidth is measured with a sum and with a broadcast of large tensors; the lower value counts. The sum is taken
-    as a ring, in which each process sends ``2 (P - 1) / P`` of the bytes.
+    Latency is that of a barrier, which takes ``P - 1`` small messages with P processes. Bandwidth is the lower one of a
+    sum around a ring, in which each process sends ``2 (P - 1) / P`` of the bytes, and of a broadcast.
 
     Returns:
         ``hop``: seconds of a small message; ``bus``: bandwidth in bytes per second.
     """
-    numbers = torch.ones(_BUS_NUMBERS, dtype=torch.int64)
     P = ranks.size
-    barrier_seconds = median_seconds(lambda: [ranks.barrier() for _ in range(_NUM_BARRIERS)]) / _NUM_BARRIERS
+    numbers = torch.ones(_BUS_NUMBERS, dtype=torch.int64)
+
+    def run_barriers() -> None:
+        """Run barriers one after another."""
+        for _ in range(_NUM_BARRIERS):
+            ranks.barrier()
+
+    barrier_seconds = median_seconds(run_barriers) / _NUM_BARRIERS
     sum_seconds = median_seconds(lambda: ranks.reduce_sum(numbers))
     broadcast_seconds = median_seconds(lambda: ranks.broadcast({"numbers": numbers}))
     sum_rate = 2 * (P - 1) / P * numbers.nbytes / sum_seconds
@@ -649,9 +667,11 @@ def measure_links(ranks: Ranks) -> dict[str, float]:
 
 def measure_disk_rate() -> float:
     """Return the rate of durable (synced) writes to the current directory, in bytes per second."""
-    content = {"numbers": torch.zeros(_DISK_BYTES // 4)}
+    float32_bytes = 4
+    content = {"numbers": torch.zeros(_DISK_BYTES // float32_bytes)}
     with tempfile.TemporaryDirectory(dir=".", prefix=".comingle-disk-") as folder:
-        return _DISK_BYTES / median_seconds(lambda: write_tensors(Path(folder) / "numbers.safetensors", content))
+        file = Path(folder) / "numbers.safetensors"
+        return _DISK_BYTES / median_seconds(lambda: write_tensors(file, content))
 
 
 def median_seconds(work: Callable[[], object], times: int = 3) -> float:
@@ -666,21 +686,21 @@ def median_seconds(work: Callable[[], object], times: int = 3) -> float:
 
 @contextmanager
 def count_collectives() -> Iterator[Counter[str]]:
-    """Count the calls of torch.distributed's collective operations, by their names, within the block.
+    """Count the calls of torch.distributed's collective operations within the block, by name.
 
-    The operations are wrapped until the end of the block; the yielded counter is complete then.
+    Replaces the operations in ``torch.distributed`` until the end of the block.
     """
     counts: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in _COUNTED}
 
-    def counted(name: str, *args: object, **kwargs: object) -> object:
+    def count_and_call(name: str, *args: object, **kwargs: object) -> object:
         """Count a call of an operation and run it."""
         counts[name] += 1
         return originals[name](*args, **kwargs)
 
     try:
         for name in _COUNTED:
-            setattr(dist, name, partial(counted, name))
+            setattr(dist, name, partial(count_and_call, name))
         yield counts
     finally:
         for name, original in originals.items():
