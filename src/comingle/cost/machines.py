@@ -229,7 +229,7 @@ def _to_measurement(
     seconds_with_few, seconds_with_many = times["other_work_s"]
     slope = (seconds_with_many - seconds_with_few) / (many - few) if many > few else 0.0
     fixed_seconds = seconds_with_few - latency_seconds - few * max(slope, 0.0)
-    # Processes make messages at the same time, so a participant adds 1 / num_processes of their seconds. What remains
+    # Processes make messages at the same time, so a participant adds 1 / num_processes of their seconds. The rest
     # of the slope is for numbers about the participant, such as its loss, that processes send to each other.
     report_seconds = slope - message_seconds / num_processes - aggregation_seconds
 
