@@ -36,7 +36,9 @@ def cluster_of(seed: int, clients: int = 4, size: int = 3, condition: float = 9.
 def run(cluster: Cluster, guessed: np.ndarray, schedule: Schedule, steps: int, replicas: int = 48) -> Descent:
     start = 2 * np.ones(cluster.centres.shape[1])
     rng = np.random.default_rng(5)
-    return descend(cluster, schedule, guessed=guessed, decay=0.5, start=start, steps=steps, replicas=replicas, rng=rng)
+    return descend(
+        cluster, schedule, initial_weights=guessed, decay=0.5, start=start, steps=steps, replicas=replicas, rng=rng
+    )
 
 
 def as_it_holds(cluster: Cluster, guessed: np.ndarray, local_steps: int) -> Schedule:
@@ -52,8 +54,8 @@ def test_gradients_are_those_of_the_gap() -> None:
     cluster, _ = cluster_of(0)
     point = np.array([0.3, -1.0, 2.0])
     slope = optimize.approx_fprime(point, lambda w: float(cluster.gap(w)), 1e-7)
-    np.testing.assert_allclose(cluster.moments(point)[0], slope, rtol=1e-5)
-    np.testing.assert_allclose(cluster.moments(cluster.minimiser)[0], 0, atol=1e-12)
+    np.testing.assert_allclose(cluster.gradient_moments(point)[0], slope, rtol=1e-5)
+    np.testing.assert_allclose(cluster.gradient_moments(cluster.minimiser)[0], 0, atol=1e-12)
     found = optimize.minimize(lambda w: float(cluster.gap(w)), np.zeros(3), tol=1e-12)
     np.testing.assert_allclose(found.x, cluster.minimiser, atol=1e-5)
 
@@ -68,10 +70,10 @@ def test_expectations_are_those_of_all_draws() -> None:
     for drawn in product(range(3), repeat=3):  # everybody's own
         chance = np.prod(cluster.weights[list(drawn)])
         mean = sum(guessed[k] * cluster.hessians[i] @ (start - cluster.centres[i]) for k, i in enumerate(drawn))
-        after += chance * np.sum((start - found.rates[0] * mean - best) ** 2)
+        after += chance * np.sum((start - found.step_sizes[0] * mean - best) ** 2)
         wrong += chance * np.sum((true - mean) ** 2)
-    assert found.next_squared[0] == pytest.approx(after, rel=1e-12)
-    assert found.error[0] == pytest.approx(wrong, rel=1e-12)
+    assert found.next_squared_distance[0] == pytest.approx(after, rel=1e-12)
+    assert found.squared_error[0] == pytest.approx(wrong, rel=1e-12)
 
 
 def test_a_descent_is_that_of_a_naive_loop() -> None:
@@ -94,7 +96,7 @@ def test_a_descent_is_that_of_a_naive_loop() -> None:
             )
         if (t + 1) % 3 == 0:
             models = [[sum(trusted[k] * models[r][k] for k in range(4))] * 4 for r in range(2)]
-    np.testing.assert_allclose(found.squared, distances, rtol=1e-12)
+    np.testing.assert_allclose(found.squared_distance, distances, rtol=1e-12)
 
 
 # ---------------------------------------------------------------- what holds
@@ -109,12 +111,12 @@ def test_every_lemma_and_the_rate_hold(seed: int, local_steps: int, mismatch: fl
     guessed = cluster.weights + mismatch * (amounts - cluster.weights)
     schedule = as_it_holds(cluster, guessed, local_steps)
     found = run(cluster, guessed, schedule, 120)
-    assert (found.error <= error_bound(found, cluster)).all()
+    assert (found.squared_error <= error_bound(found, cluster)).all()
     assert (found.drift <= drift_bound(found, local_steps)).all()
-    assert (found.next_squared <= descent_bound(found, cluster, local_steps)).all()
-    assert (found.averaged <= rate_bound(found, cluster, schedule)).all()
+    assert (found.next_squared_distance <= descent_bound(found, cluster, local_steps)).all()
+    assert (found.average_gap <= rate_bound(found, cluster, schedule)).all()
     if mismatch == 0:  # Corollary A.5: local SGD's own descent, which Lemma A.4 is no tighter than
-        assert (found.next_squared <= local_sgd_bound(found, cluster) * (1 + 1e-12)).all()
+        assert (found.next_squared_distance <= local_sgd_bound(found, cluster) * (1 + 1e-12)).all()
         assert (local_sgd_bound(found, cluster) <= descent_bound(found, cluster, local_steps)).all()
 
 
@@ -147,7 +149,7 @@ def test_one_draw_for_all_clients_has_no_variance_reduction() -> None:
     cluster, _ = cluster_of(0, clients=8)
     even = Cluster(hessians=cluster.hessians, centres=cluster.centres, weights=np.full(8, 1 / 8))
     models = np.ones((8, 3))
-    mean, spread, _ = even.moments(models)
+    mean, spread, _ = even.gradient_moments(models)
     drawn = even.gradients(models)  # by client, then by whom everybody has drawn
     shared = np.mean([np.sum((even.weights @ mean - even.weights @ drawn[:, i]) ** 2) for i in range(8)])
     assert shared == pytest.approx(spread.max())
@@ -160,7 +162,7 @@ def test_one_draw_for_a_round_is_biased_in_its_second_step() -> None:
     start = np.ones(3)
     first = [start - 0.05 * h @ (start - m) for h, m in zip(cluster.hessians, cluster.centres, strict=True)]
     again = [h @ (w - m) for w, h, m in zip(first, cluster.hessians, cluster.centres, strict=True)]
-    wanted = [cluster.moments(w)[0] for w in first]
+    wanted = [cluster.gradient_moments(w)[0] for w in first]
     assert np.abs(cluster.weights @ np.array(again) - cluster.weights @ np.array(wanted)).max() > 0.05
 
 
@@ -172,15 +174,19 @@ def test_the_printed_rate_fails_without_noise_where_ours_holds(condition: float)
 
     def descent(schedule: Schedule) -> Descent:
         start, rng = np.array([1.0, 0.0]), np.random.default_rng(0)
-        return descend(cluster, schedule, guessed=np.ones(1), decay=0.5, start=start, steps=8000, replicas=1, rng=rng)
+        return descend(
+            cluster, schedule, initial_weights=np.ones(1), decay=0.5, start=start, steps=8000, replicas=1, rng=rng
+        )
 
     printed = Schedule(scale=1, shift=4 * condition, local_steps=1)
     found = descent(printed)
     assert found.variance == pytest.approx(0)
-    assert found.averaged[-1] > 1.5 * printed_rate(found, cluster, printed, 0.5)[-1]
+    assert found.average_gap[-1] > 1.5 * printed_rate(found, cluster, printed, 0.5)[-1]
     # 9/8 mu D^2 (s - 1)^2 / T^2, by hand: w_t = (s - 1) / (t + s - 1), averaged with weights (t + s)^2.
     t = np.arange(8000) + 4 * condition
-    assert found.averaged[-1] == pytest.approx((((4 * condition - 1) * t**2 / (t - 1)).sum() / (t**2).sum()) ** 2 / 2)
+    assert found.average_gap[-1] == pytest.approx(
+        (((4 * condition - 1) * t**2 / (t - 1)).sum() / (t**2).sum()) ** 2 / 2
+    )
     ours = as_it_holds(cluster, np.ones(1), 1)
     held = descent(ours)
-    assert (held.averaged <= rate_bound(held, cluster, ours)).all()
+    assert (held.average_gap <= rate_bound(held, cluster, ours)).all()

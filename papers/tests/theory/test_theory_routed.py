@@ -49,7 +49,9 @@ def one_client(condition: float, shift: float, scale: float, steps: int) -> tupl
     cluster = Cluster(hessians=np.diag([1.0, condition])[None], centres=np.zeros((1, 2)), weights=np.ones(1))
     schedule, rng = Schedule(scale=scale, shift=shift, local_steps=1), np.random.default_rng(0)
     start = np.array([1.0, 0.0])
-    found = descend(cluster, schedule, guessed=np.ones(1), decay=0.5, start=start, steps=steps, replicas=1, rng=rng)
+    found = descend(
+        cluster, schedule, initial_weights=np.ones(1), decay=0.5, start=start, steps=steps, replicas=1, rng=rng
+    )
     return cluster, schedule, found
 
 
@@ -70,7 +72,7 @@ def test_the_mismatch_bound_needs_its_logarithm() -> None:
     truth, guessed = (aggregation_weights(router(found, 1.0), even) for found in (np.zeros((2, 2)), losses))
     apart = float(np.abs(truth - guessed)[:, 0].sum() ** 2)
     assert apart == pytest.approx((2 / 6) ** 2, rel=1e-3)  # p = (1/2, 1/2), p_hat = (2/3, 1/3)
-    bound = mismatch_bound(rate=1.0, true_temperature=1.0, gap=0.0, lowest=0.0, users=2, clusters=2, drift=0.0)
+    bound = mismatch_bound(eta=1.0, true_eta=1.0, gap=0.0, lowest_loss=0.0, num_users=2, num_clusters=2, drift=0.0)
     assert bound - 4 * np.log(4) < apart <= bound
 
 
@@ -91,16 +93,18 @@ def test_the_descent_is_that_of_the_paper_s_terms() -> None:
     cluster = Cluster(hessians=np.diag([1.0, condition])[None], centres=np.zeros((1, 2)), weights=np.ones(1))
     schedule, rng = Schedule(scale=3, shift=shift, local_steps=1), np.random.default_rng(0)
     start = np.array([0.0, 1.0])
-    found = descend(cluster, schedule, guessed=np.ones(1), decay=0.5, start=start, steps=3, replicas=1, rng=rng)
+    found = descend(cluster, schedule, initial_weights=np.ones(1), decay=0.5, start=start, steps=3, replicas=1, rng=rng)
     rate, gap = 3 / shift, condition / 2
-    assert found.trusted_gaps[0] == pytest.approx(gap)
-    assert found.next_squared[0] == pytest.approx((1 - rate * condition) ** 2)
+    assert found.estimated_mean_gap[0] == pytest.approx(gap)
+    assert found.next_squared_distance[0] == pytest.approx((1 - rate * condition) ** 2)
     two_clusters = 16 * rate**2 * condition**2 * np.log(2)
     bound = (1 - rate) - rate / 2 * gap + two_clusters + 9 * rate**3 * condition * condition**2
     assert routed_descent_bound(found, cluster, 1, 2)[0] == pytest.approx(bound)
     alone = routed_descent_bound(found, cluster, 1, 1)
-    assert (found.next_squared <= alone).all()
-    assert (found.next_squared > alone - 7 / 2 * rate * found.trusted_gaps)[0]  # were it 4 eta in place of eta / 2
+    assert (found.next_squared_distance <= alone).all()
+    assert (found.next_squared_distance > alone - 7 / 2 * rate * found.estimated_mean_gap)[
+        0
+    ]  # were it 4 eta in place of eta / 2
 
 
 def test_it_is_no_tighter_than_lemma_a4() -> None:
@@ -109,10 +113,12 @@ def test_it_is_no_tighter_than_lemma_a4() -> None:
     cluster = Cluster(hessians=hessians, centres=rng.standard_normal((3, 2)), weights=np.array([0.5, 0.3, 0.2]))
     guessed, (mu, smooth) = np.full(3, 1 / 3), cluster.moduli
     schedule = Schedule(scale=3, shift=24 * smooth / mu / (2 / 3), local_steps=2)
-    found = descend(cluster, schedule, guessed=guessed, decay=0.5, start=np.ones(2), steps=60, replicas=16, rng=rng)
+    found = descend(
+        cluster, schedule, initial_weights=guessed, decay=0.5, start=np.ones(2), steps=60, replicas=16, rng=rng
+    )
     assert (descent_bound(found, cluster, 2) <= routed_descent_bound(found, cluster, 2, 2)).all()
     assert (rate_bound(found, cluster, schedule) <= routed_rate_bound(found, cluster, schedule, 2)).all()
-    assert (found.averaged <= routed_rate_bound(found, cluster, schedule, 2)).all()
+    assert (found.average_gap <= routed_rate_bound(found, cluster, schedule, 2)).all()
 
 
 # ---------------------------------------------------------------- Lemma A.8
@@ -136,8 +142,10 @@ def test_it_does_not_apply_to_weights_that_grow() -> None:
     """L9: ``a_t = (t + s)^2 |w_t - w*|^2`` of gradient descent does not obey the recursion that it is used with."""
     _, schedule, found = one_client(condition=10.0, shift=40.0, scale=1, steps=50)
     weights = (np.arange(51) + schedule.shift) ** 2
-    a, after = weights[:50] * found.squared, weights[1:] * found.next_squared
-    allowed = (1 - found.rates) * a - found.rates * weights[:50] * found.gaps / 2  # without noise, and H = 1
+    a, after = weights[:50] * found.squared_distance, weights[1:] * found.next_squared_distance
+    allowed = (1 - found.step_sizes) * a - found.step_sizes * weights[
+        :50
+    ] * found.true_mean_gap / 2  # without noise, and H = 1
     assert (after > allowed).all()
 
 
@@ -150,15 +158,15 @@ def test_the_printed_rate_fails_where_ours_holds(condition: float) -> None:
     """With one client and one cluster log K C is 0, and what is left of the start falls as kappa^2 / T^2."""
     shift = 4 * condition
     cluster, schedule, found = one_client(condition, shift, scale=1, steps=6000)
-    assert shift >= 16 * found.moment == pytest.approx(16)  # the theorem's condition on s
+    assert shift >= 16 * found.second_moment == pytest.approx(16)  # the theorem's condition on s
     printed = printed_routed_rate(found, cluster, schedule, 1)
     taken = 6000
     by_hand = 18 * condition / taken**2 + 24 * (shift - 1) * shift**2 / taken**3
     assert printed[-1] == pytest.approx(by_hand)
-    assert found.averaged[-1] > 1.5 * printed[-1]
+    assert found.average_gap[-1] > 1.5 * printed[-1]
     cluster, schedule, found = one_client(condition, 24 * condition, scale=3, steps=2000)
-    assert (found.averaged <= routed_rate_bound(found, cluster, schedule, 1)).all()
-    assert found.averaged[-1] > routed_rate_bound(found, cluster, schedule, 1)[-1] / 200
+    assert (found.average_gap <= routed_rate_bound(found, cluster, schedule, 1)).all()
+    assert found.average_gap[-1] > routed_rate_bound(found, cluster, schedule, 1)[-1] / 200
 
 
 @pytest.mark.slow

@@ -9,14 +9,14 @@ import pytest
 from scipy import optimize, special
 
 from comingle_papers.theory.clusters import (
-    Shared,
+    SharedBaseProblem,
     aggregation_weights,
     draw_clients,
     gradient_error,
     logit_gradient,
     logit_step,
+    losses_of_mixture,
     mismatch_bound,
-    mixed_loss,
     router,
     sharing_bound,
 )
@@ -70,10 +70,12 @@ def test_mixing_weights_loses_no_more_than_mixing_losses_where_the_loss_is_conve
     def logistic(w: np.ndarray) -> float:
         return float(np.logaddexp(0, -labels * (inputs @ w)).mean())
 
-    fml, mfl = mixed_loss(logistic, 3 * rng.standard_normal((3, 4)), rng.dirichlet(np.ones(3)))
+    fml, mfl = losses_of_mixture(logistic, 3 * rng.standard_normal((3, 4)), rng.dirichlet(np.ones(3)))
     assert fml <= mfl
     same = rng.standard_normal(4)
-    assert mixed_loss(logistic, np.stack([same] * 3), rng.dirichlet(np.ones(3))) == pytest.approx([logistic(same)] * 2)
+    assert losses_of_mixture(logistic, np.stack([same] * 3), rng.dirichlet(np.ones(3))) == pytest.approx(
+        [logistic(same)] * 2
+    )
 
 
 def test_of_nets_it_may_lose_more() -> None:
@@ -85,7 +87,7 @@ def test_of_nets_it_may_lose_more() -> None:
 
     models = np.array([[1.0, -1.0, 1.0, -1.0], [-1.0, 1.0, -1.0, 1.0]])
     assert [loss(model) for model in models] == [0, 0]
-    fml, mfl = mixed_loss(loss, models, np.array([0.5, 0.5]))
+    fml, mfl = losses_of_mixture(loss, models, np.array([0.5, 0.5]))
     assert fml > mfl == 0
 
 
@@ -126,13 +128,13 @@ def test_otherwise_it_is_off_by_the_curvature(seed: int) -> None:
 # ---------------------------------------------------------------- appendix B
 
 
-def problem_of(seed: int, clients: int = 3) -> tuple[Shared, np.ndarray, np.ndarray]:
+def problem_of(seed: int, clients: int = 3) -> tuple[SharedBaseProblem, np.ndarray, np.ndarray]:
     """Clients of two clusters that share half of their numbers, a guess of the routers, and models."""
     rng = np.random.default_rng(seed)
     hessians, centres = draw_clients(rng, clients, 4, 6.0)
     routers = rng.dirichlet([0.5, 0.5], clients)
     amounts = rng.dirichlet(np.full(clients, 3.0))
-    problem = Shared(hessians=hessians, centres=centres, amounts=amounts, routers=routers, base=2)
+    problem = SharedBaseProblem(hessians=hessians, centres=centres, data_shares=amounts, routers=routers, base_size=2)
     models = rng.standard_normal((clients, 2, 4))
     models[..., :2] = models[:, :1, :2]
     return problem, rng.dirichlet([1.0, 1.0], clients), models
@@ -140,15 +142,15 @@ def problem_of(seed: int, clients: int = 3) -> tuple[Shared, np.ndarray, np.ndar
 
 def test_the_error_is_that_of_all_draws() -> None:
     problem, guessed, models = problem_of(0, clients=2)
-    joint = problem.amounts[:, None] * problem.routers
+    joint = problem.data_shares[:, None] * problem.routers
     within = joint / joint.sum(0)
-    trusted = problem.amounts[:, None] * guessed
+    trusted = problem.data_shares[:, None] * guessed
     each = [[[h @ (models[k, c] - m) for h, m in zip(problem.hessians, problem.centres, strict=True)]
              for c in range(2)] for k in range(2)]  # fmt: skip
     true = sum(joint[k, c] * within[d, c] * each[k][c][d] for k, c, d in product(range(2), repeat=3))
     pairs, error = list(product(range(2), repeat=2)), 0.0
     for drawn in product(range(2), repeat=8):  # the base's, then the adaptors', of each client and cluster
-        chance = np.prod([problem.amounts[i] for i in drawn[:4]])
+        chance = np.prod([problem.data_shares[i] for i in drawn[:4]])
         chance *= np.prod([within[i, c] for i, (_, c) in zip(drawn[4:], pairs, strict=True)])
         total = np.zeros(4)
         for place, (k, c) in enumerate(pairs):
@@ -163,27 +165,31 @@ def test_eq_31_bounds_it(seed: int) -> None:
     problem, guessed, models = problem_of(seed, clients=5)
     for trusted in (guessed, problem.routers):
         found = gradient_error(problem, trusted, models)
-        parts = {"moment": found.moment, "adaptors": found.adaptors, "base": found.base}
+        parts = {
+            "second_moment": found.second_moment,
+            "adaptor_variances": found.adaptor_variances,
+            "base_variance": found.base_variance,
+        }
         assert found.error <= sharing_bound(problem, trusted, heterogeneity=found.heterogeneity, **parts)
 
 
-def even(routers: np.ndarray) -> Shared:
+def even(routers: np.ndarray) -> SharedBaseProblem:
     clients = len(routers)
     flat = {"hessians": np.zeros((clients, 2, 2)), "centres": np.zeros((clients, 2))}
-    return Shared(**flat, amounts=np.full(clients, 1 / clients), routers=routers, base=1)
+    return SharedBaseProblem(**flat, data_shares=np.full(clients, 1 / clients), routers=routers, base_size=1)
 
 
 def test_eq_32_and_33_are_cases_of_eq_31() -> None:
     base, adaptor, moment, unlike = 0.7, 0.3, 1.9, 0.05
-    parts = {"moment": moment, "base": base}
+    parts = {"second_moment": moment, "base_variance": base}
     one = even(np.ones((6, 1)))  # Remark B.4
-    found = sharing_bound(one, one.routers, adaptors=np.array([adaptor]), heterogeneity=0.0, **parts)
+    found = sharing_bound(one, one.routers, adaptor_variances=np.array([adaptor]), heterogeneity=0.0, **parts)
     assert found == pytest.approx((4 * base + 2 * adaptor) / 6)
     copies = even(np.full((6, 3), 1 / 3))
-    found = sharing_bound(copies, copies.routers, adaptors=np.full(3, adaptor), heterogeneity=0.0, **parts)
+    found = sharing_bound(copies, copies.routers, adaptor_variances=np.full(3, adaptor), heterogeneity=0.0, **parts)
     assert found == pytest.approx(4 * base / (6 * 3) + 2 * adaptor / 6)  # eq. 32
     clustered = even(np.eye(3)[np.arange(6) % 3])
     uniform = np.full((6, 3), 1 / 3)
-    found = sharing_bound(clustered, uniform, adaptors=np.full(3, adaptor), heterogeneity=unlike, **parts)
+    found = sharing_bound(clustered, uniform, adaptor_variances=np.full(3, adaptor), heterogeneity=unlike, **parts)
     mismatch = 4 * (3 - 1) ** 2 / 3**2
     assert found == pytest.approx(4 * base / 6 + 2 * adaptor / (6 / 3) + 2 * moment * mismatch + 4 * unlike)  # eq. 33

@@ -36,116 +36,125 @@ Joint = Float[np.ndarray, "clients clusters"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
-    """Clients with quadratic losses in clusters whose models share their first ``base`` entries.
+class SharedBaseProblem:
+    """Clients with quadratic losses, and a model for each cluster; the models' first ``base_size`` entries are shared.
 
     Client k has the loss ``<A_k (w - m_k), w - m_k> / 2``: ``hessians`` are the A_k, ``centres`` the minimisers m_k.
-    ``amounts`` are the clients' shares p(k) of all data, ``routers`` the true routers pi_c^k.
+    ``data_shares`` are the clients' shares p(k) of all data, ``routers`` the true routers pi_c^k.
     """
 
     hessians: Float[np.ndarray, "clients size size"]
     centres: Float[np.ndarray, "clients size"]
-    amounts: Float[np.ndarray, " clients"]
+    data_shares: Float[np.ndarray, " clients"]
     routers: Joint
-    base: int
+    base_size: int
 
     @property
     def joint(self) -> Joint:
         """Joint distribution of clients and clusters, ``p(k, c) = p(k) pi_c^k``."""
-        return self.amounts[:, None] * self.routers
+        return self.data_shares[:, None] * self.routers
 
     @property
-    def of_cluster(self) -> Joint:
-        """Distribution of the clients in each cluster, ``p(k|c)``; each column (cluster) sums to 1."""
+    def client_given_cluster(self) -> Joint:
+        """Distribution ``p(k|c)`` of the clients in each cluster; each column (cluster) sums to 1."""
         return self.joint / self.joint.sum(0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Errors:
+class GradientErrors:
     """Expected squared error of the aggregated gradient at given models, and constants of its bound (FLoRAL, eq. 31).
 
-    ``adaptors`` are the sigma_c^2 of eq. 27, ``base`` the sigma^2 of eq. 28, ``heterogeneity`` the Delta^2 of eq. 29,
-    ``moment`` G^2; all are the largest, or the mean that the assumption names, over the models of all clients.
+    ``adaptor_variances`` are the sigma_c^2 of eq. 27, ``base_variance`` the sigma^2 of eq. 28, ``heterogeneity`` the
+    Delta^2 of eq. 29, ``second_moment`` G^2.
     """
 
     error: float
-    adaptors: Float[np.ndarray, " clusters"]
-    base: float
+    adaptor_variances: Float[np.ndarray, " clusters"]
+    base_variance: float
     heterogeneity: float
-    moment: float
+    second_moment: float
 
 
 def sharing_bound(
-    problem: Shared, guessed: Joint, *, moment: float, adaptors: Float[np.ndarray, " clusters"], base: float,
+    problem: SharedBaseProblem,
+    estimated_routers: Joint,
+    *,
+    second_moment: float,
+    adaptor_variances: Float[np.ndarray, " clusters"],
+    base_variance: float,
     heterogeneity: float,
-) -> float:  # fmt: skip
+) -> float:
     """Return the bound of FLoRAL's eq. 31 on the expected squared error of the aggregated gradient.
 
         2 G^2 sum_k p(k) |delta^k|_1^2 + 2 sum_c p(c) |p(.|c)|^2 sigma_c^2 + 4 sigma^2 sum_kc p(k, c)^2 + 4 Delta^2
 
-    with ``delta^k`` the difference between client k's true and estimated router. The terms come from wrong routers,
-    from drawn gradients of the adaptors and of the base, and from clusters that share one base although they differ.
+    ``delta^k`` is the difference between client k's true and estimated router.
 
     Args:
         problem: Clients and their true routers.
-        guessed: Estimated routers, (clients, clusters).
-        moment: G^2, the second moment of the gradients.
-        adaptors: sigma_c^2, the variance of the adaptors' gradients in each cluster.
-        base: sigma^2, the variance of the base's gradient.
+        estimated_routers: One row for each client, (clients, clusters).
+        second_moment: G^2, of the gradients.
+        adaptor_variances: sigma_c^2, the variance of the adaptors' gradients in each cluster.
+        base_variance: sigma^2, the variance of the base's gradient.
         heterogeneity: Delta^2, the mean squared distance of a cluster's gradient of the base from that of all clients.
     """
-    router_errors = np.abs(problem.routers - guessed).sum(1)
-    cluster_shares = problem.joint.sum(0)
-    adaptor_noise = cluster_shares * (problem.of_cluster**2).sum(0) * adaptors
-    return float(
-        2 * moment * (problem.amounts * router_errors**2).sum()
-        + 2 * adaptor_noise.sum()
-        + 4 * base * (problem.joint**2).sum()
-        + 4 * heterogeneity
-    )
+    router_errors = np.abs(problem.routers - estimated_routers).sum(1)  # |delta^k|_1
+    router_term = 2 * second_moment * (problem.data_shares * router_errors**2).sum()
+
+    cluster_shares = problem.joint.sum(0)  # p(c)
+    adaptor_noise = cluster_shares * (problem.client_given_cluster**2).sum(0) * adaptor_variances
+    adaptor_term = 2 * adaptor_noise.sum()
+
+    base_term = 4 * base_variance * (problem.joint**2).sum()
+    heterogeneity_term = 4 * heterogeneity
+    return float(router_term + adaptor_term + base_term + heterogeneity_term)
 
 
-def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "clients clusters size"]) -> Errors:
-    """Return the expected squared error of the aggregated gradient, and the constants of its bound.
+def gradient_error(
+    problem: SharedBaseProblem, estimated_routers: Joint, models: Float[np.ndarray, "clients clusters size"]
+) -> GradientErrors:
+    """Return the expected squared error of FLoRAL's aggregated gradient, and the constants of its bound (eq. 31).
 
-    The gradient is that of FLoRAL, eq. 25 and 26. The error is ``E |g_bar - g~|^2``: ``g_bar`` is the mean of exact
-    gradients, weighted by the true routers; ``g~`` is the mean of drawn gradients, weighted by the estimated routers.
-    The gradient of a client's model of a cluster is that of a randomly drawn client, with one draw for the base and one
-    for the adaptor. The expectation over the draws is a closed form: squared bias plus variance.
+    The error is ``E |g_bar - g~|^2``, computed exactly as squared bias plus variance. ``g_bar`` (eq. 25) weights exact
+    gradients by the true routers. ``g~`` (eq. 26) weights randomly drawn gradients by the estimated routers: a draw
+    from all clients for the base, and a draw from the cluster's clients for the adaptor.
 
     Args:
-        problem: Clients and their true routers: ``amounts`` are the clients' shares p(k) of the data, ``joint`` is
-            p(k, c) and ``of_cluster`` p(k|c) for client k and cluster c. The first ``base`` entries of a model are the
-            base, the others the adaptor.
-        guessed: Estimated routers, (clients, clusters).
+        problem: Clients and their true routers. The first ``base_size`` entries of a model are the base, the others the
+            adaptor.
+        estimated_routers: One row for each client, (clients, clusters).
         models: Model of each client and cluster.
     """
-    base, adaptor = slice(None, problem.base), slice(problem.base, None)
+    base, adaptor = slice(None, problem.base_size), slice(problem.base_size, None)
     offsets = models[:, :, None] - problem.centres  # (client, cluster, drawn client, size)
     gradients = np.einsum("dij,kcdj->kcdi", problem.hessians, offsets)
-    mean_of_cluster = np.einsum("dc,kcdi->kci", problem.of_cluster, gradients)
-    mean_of_all = np.einsum("d,kcdi->kci", problem.amounts, gradients)
-    guessed_joint = problem.amounts[:, None] * guessed
-    # The bias has two sources: wrong routers, and the base's gradient, which is drawn from all clients instead of the
-    # cluster's clients.
-    exact = np.einsum("kc,kci->i", problem.joint, mean_of_cluster)
-    expected = np.concatenate([mean_of_all[..., base], mean_of_cluster[..., adaptor]], -1)
-    bias = exact - np.einsum("kc,kci->i", guessed_joint, expected)
+    mean_of_cluster = np.einsum("dc,kcdi->kci", problem.client_given_cluster, gradients)
+    mean_of_all = np.einsum("d,kcdi->kci", problem.data_shares, gradients)
+    estimated_joint = problem.data_shares[:, None] * estimated_routers
+
+    # Bias: the estimated routers are wrong, and the base's gradient is drawn from all clients, not from the cluster's.
+    exact = np.einsum("kc,kci->i", problem.joint, mean_of_cluster)  # g_bar
+    mean_of_draws = np.concatenate([mean_of_all[..., base], mean_of_cluster[..., adaptor]], -1)
+    bias = exact - np.einsum("kc,kci->i", estimated_joint, mean_of_draws)
+
     # Variance of the drawn gradients, for each client and cluster.
-    base_variance = ((gradients - mean_of_all[:, :, None])[..., base] ** 2).sum(-1) @ problem.amounts
-    squared_deviations = ((gradients - mean_of_cluster[:, :, None])[..., adaptor] ** 2).sum(-1)
-    adaptor_variance = np.einsum("dc,kcd->kc", problem.of_cluster, squared_deviations)
-    noise = (guessed_joint**2 * (base_variance + adaptor_variance)).sum()
+    base_deviations = (gradients - mean_of_all[:, :, None])[..., base]
+    base_variance = (base_deviations**2).sum(-1) @ problem.data_shares
+    adaptor_deviations = (gradients - mean_of_cluster[:, :, None])[..., adaptor]
+    adaptor_variance = np.einsum("dc,kcd->kc", problem.client_given_cluster, (adaptor_deviations**2).sum(-1))
+    noise = (estimated_joint**2 * (base_variance + adaptor_variance)).sum()
+
     # Constants of the bound.
     base_difference = ((mean_of_cluster - mean_of_all)[..., base] ** 2).sum(-1)
-    base_moment = ((gradients[..., base] ** 2).sum(-1) @ problem.amounts).max()
-    adaptor_moments = np.einsum("dc,kcd->kc", problem.of_cluster, (gradients[..., adaptor] ** 2).sum(-1))
-    return Errors(
+    base_moment = ((gradients[..., base] ** 2).sum(-1) @ problem.data_shares).max()
+    squared_adaptor_gradients = (gradients[..., adaptor] ** 2).sum(-1)
+    adaptor_moments = np.einsum("dc,kcd->kc", problem.client_given_cluster, squared_adaptor_gradients)
+    return GradientErrors(
         error=float((bias**2).sum() + noise),
-        adaptors=adaptor_variance.max(0),
-        base=float(base_variance.max()),
+        adaptor_variances=adaptor_variance.max(0),
+        base_variance=float(base_variance.max()),
         heterogeneity=float((problem.joint * base_difference).sum()),
-        moment=float(base_moment + adaptor_moments.max()),
+        second_moment=float(base_moment + adaptor_moments.max()),
     )
 
 
@@ -175,12 +184,13 @@ class Cluster:
 
     @property
     def moduli(self) -> tuple[float, float]:
-        """Strong convexity mu and smoothness L of the cluster's loss f_c: its extreme curvatures (Assumption 4.2)."""
-        eigenvalues = linalg.eigvalsh(self.hessian)
-        return float(eigenvalues[0]), float(eigenvalues[-1])
+        """Strong convexity mu and smoothness L of the loss f_c: its smallest and largest curvature (Assumption 4.2)."""
+        eigenvalues = linalg.eigvalsh(self.hessian)  # in ascending order
+        mu, smoothness = float(eigenvalues[0]), float(eigenvalues[-1])
+        return mu, smoothness
 
     def gap(self, points: Points) -> Numbers:
-        """Return by how much the cluster's loss f_c at each point exceeds its minimum."""
+        """Return the excess ``f_c(w) - min f_c`` of the cluster's loss at each point w."""
         offsets = points - self.minimiser
         return np.asarray(np.einsum("...i,ij,...j->...", offsets, self.hessian, offsets) / 2)
 
@@ -188,21 +198,21 @@ class Cluster:
         """Return every client's gradient ``A_k (w - m_k)`` at each point w."""
         return np.einsum("kij,...kj->...ki", self.hessians, points[..., None, :] - self.centres)
 
-    def moments(self, points: Points) -> tuple[Points, Numbers, Numbers]:
+    def gradient_moments(self, points: Points) -> tuple[Points, Numbers, Numbers]:
         """Return mean, variance and second moment of a random client's gradient, at each point.
 
-        The client is drawn with the probabilities p(k|c). The mean is the gradient of the cluster's loss f_c. FLoRAL's
-        Assumptions 4.4 and 4.3 bound the variance and the second moment.
+        The client is drawn with the probabilities p(k|c), so the mean is the gradient of the cluster's loss f_c.
         """
         gradients = self.gradients(points)
         mean = np.einsum("k,...ki->...i", self.weights, gradients)
-        second_moment = np.einsum("k,...ki,...ki->...", self.weights, gradients, gradients)
-        return mean, np.asarray(second_moment - _squared_norms(mean)), np.asarray(second_moment)
+        second_moment = np.asarray(np.einsum("k,...ki,...ki->...", self.weights, gradients, gradients))
+        variance = np.asarray(second_moment - _squared_norms(mean))
+        return mean, variance, second_moment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Steps ``scale / (mu (t + shift))``, averaged over clients after every ``local_steps`` of them (H)."""
+    """Step sizes ``scale / (mu (t + shift))`` of step t; models are averaged after every ``local_steps`` (H) steps."""
 
     scale: float
     shift: float
@@ -211,148 +221,162 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
-    """Measured quantities of a run, by step, about which appendix A makes statements; means over replicas.
+    """Quantities of a run of local SGD, for each step: means over independent runs ("replicas").
 
     ``p`` are the true weights of clients, ``p_hat`` the estimated ones, w^k the clients' models, ``w~`` their mean
     by ``p_hat``, w* the minimiser of f_c; a gap is ``f_c(w) - f_c(w*)``.
 
-    * ``rates``: step sizes eta. ``mismatch``: ``|delta|_1 = |p_hat - p|_1``.
-    * ``squared``: ``|w~ - w*|^2``; ``next_squared``: its expectation after the step, over the step's draws.
-    * ``error``: ``E |g_bar - g~|^2``, the squared error of the aggregated gradient.
+    * ``step_sizes``: eta. ``mismatch``: ``|delta|_1 = |p_hat - p|_1``.
+    * ``squared_distance``: ``|w~ - w*|^2``; ``next_squared_distance``: its expectation after the step.
+    * ``squared_error``: ``E |g_bar - g~|^2``, the squared error of the aggregated gradient.
     * ``drift``: the mean of ``|w~ - w^k|^2`` by ``p_hat``.
-    * ``gaps`` and ``trusted_gaps``: the mean gap of the clients' models by ``p`` and by ``p_hat``.
-    * ``slack``: ``sum_k (4 L eta p^k - p_hat^k)`` times the gap of w^k, the last sum of Lemma A.4.
-    * ``averaged``: the gap of the average of all ``w~`` so far with weights ``(t + s)^2``.
+    * ``true_mean_gap`` and ``estimated_mean_gap``: the mean gap of the clients' models by ``p`` and by ``p_hat``.
+    * ``lemma_a4_sum``: ``sum_k (4 L eta p^k - p_hat^k)`` times the gap of w^k, the last sum of Lemma A.4.
+    * ``average_gap``: the gap of the average of all ``w~`` so far with weights ``(t + s)^2``.
 
-    ``variance`` and ``moment`` are sigma^2 and G^2, the largest variance and second moment of a drawn gradient at any
-    point of the run.
+    ``variance`` and ``second_moment`` are sigma^2 and G^2, the largest of a drawn gradient at any point of the run.
     """
 
-    rates: Float[np.ndarray, " steps"]
+    step_sizes: Float[np.ndarray, " steps"]
     mismatch: Float[np.ndarray, " steps"]
-    squared: Float[np.ndarray, " steps"]
-    next_squared: Float[np.ndarray, " steps"]
-    error: Float[np.ndarray, " steps"]
+    squared_distance: Float[np.ndarray, " steps"]
+    next_squared_distance: Float[np.ndarray, " steps"]
+    squared_error: Float[np.ndarray, " steps"]
     drift: Float[np.ndarray, " steps"]
-    gaps: Float[np.ndarray, " steps"]
-    trusted_gaps: Float[np.ndarray, " steps"]
-    slack: Float[np.ndarray, " steps"]
-    averaged: Float[np.ndarray, " steps"]
+    true_mean_gap: Float[np.ndarray, " steps"]
+    estimated_mean_gap: Float[np.ndarray, " steps"]
+    lemma_a4_sum: Float[np.ndarray, " steps"]
+    average_gap: Float[np.ndarray, " steps"]
     variance: float
-    moment: float
+    second_moment: float
 
 
-def estimate_weights(cluster: Cluster, start: Weights, step: int, shift: float, decay: float) -> Weights:
+def estimate_weights(cluster: Cluster, initial: Weights, step: int, shift: float, decay: float) -> Weights:
     """Return the estimated weights ``p_hat`` of the clients at the beginning of a round.
 
-    The estimates move from ``start`` to the true weights p in a straight line, so that ``|p_hat - p|^2`` is
-    ``(1 + t / s)^-decay`` times its first value. FLoRAL's Theorem A.10 assumes ``(t + s)^-decay`` times the first
-    value, which cannot be: for t = 0 the factor would have to be 1, but is ``s^-decay``.
+    The estimates move from ``initial`` to the true weights p in a straight line: ``|p_hat - p|^2`` is
+    ``(1 + t / s)^-decay`` times its first value. FLoRAL's Theorem A.10 has the factor ``(t + s)^-decay``, which is
+    wrong, as it is not 1 for t = 0.
 
     Args:
         cluster: The cluster with the true weights p.
-        start: First estimate of p.
+        initial: First estimate of p.
         step: Number of steps before the round, t.
         shift: Shift of the schedule, s.
         decay: Exponent with which the squared mismatch decreases.
     """
-    return cluster.weights + (1 + step / shift) ** (-decay / 2) * (start - cluster.weights)
+    mismatch_factor = (1 + step / shift) ** (-decay / 2)
+    return cluster.weights + mismatch_factor * (initial - cluster.weights)
 
 
 def descend(
     cluster: Cluster,
     schedule: Schedule,
     *,
-    guessed: Weights,
+    initial_weights: Weights,
     decay: float,
     start: Float[np.ndarray, " size"],
     steps: int,
     replicas: int,
     rng: np.random.Generator,
 ) -> Descent:
-    """Run FLoRAL's local SGD (eq. 4) on one cluster in many replicas at once, and record quantities of every step.
+    """Run FLoRAL's local SGD (eq. 4) on one cluster, and measure the quantities of :class:`Descent` in every step.
 
     In each step each client takes an SGD step on the loss of a client that it draws with probability p(k|c). After
-    every H local steps all clients' models are replaced by their mean with the estimated weights ``p_hat``, which
-    approach the true weights p from round to round. :class:`Descent` defines the measured quantities.
+    every ``schedule.local_steps`` steps all clients' models are replaced by their mean with the estimated weights.
 
     Args:
-        cluster: The cluster whose clients take part, with the true weights p.
+        cluster: The cluster whose clients take part, with the true weights p(k|c).
         schedule: Step sizes and local steps.
-        guessed: First estimate p_hat of the weights.
-        decay: Exponent with which the squared mismatch decreases.
+        initial_weights: First estimate of the weights.
+        decay: Exponent with which the squared distance of estimated and true weights decreases.
         start: First model of all clients.
         steps: Number of steps.
-        replicas: Number of independent runs that are averaged.
+        replicas: Number of independent runs, computed at once; the result has their means.
         rng: Generator of the drawn clients.
     """
     mu, _ = cluster.moduli
     num_clients = len(cluster.weights)
     models = np.broadcast_to(start, (replicas, num_clients, len(start))).copy()
-    estimated, weight_sum, weighted_sum = guessed, 0.0, np.zeros((replicas, len(start)))
-    rows: list[dict[str, float]] = []
-    variance = moment = 0.0
+    estimated_weights = initial_weights
+    weight_sum = 0.0
+    weighted_sum = np.zeros((replicas, len(start)))
+    measured_steps: list[dict[str, float]] = []
+    variance = second_moment = 0.0
     for step in range(steps):
-        if step % schedule.local_steps == 0:
-            estimated = estimate_weights(cluster, guessed, step, schedule.shift, decay)  # p_hat
-        rate = schedule.scale / (mu * (step + schedule.shift))
-        average = np.einsum("k,rki->ri", estimated, models)  # w~, for each replica r
+        is_first_of_round = step % schedule.local_steps == 0
+        if is_first_of_round:
+            estimated_weights = estimate_weights(cluster, initial_weights, step, schedule.shift, decay)
+        step_size = schedule.scale / (mu * (step + schedule.shift))
+
+        # Measure the models before the step.
+        mean_model = np.einsum("k,rki->ri", estimated_weights, models)  # of the clients, for each replica r
         weight = (step + schedule.shift) ** 2  # Theorems A.9 and A.10 are about the average with these weights
         weight_sum = weight_sum + weight
-        weighted_sum = weighted_sum + weight * average
-        moments = cluster.moments(models)
-        averaged = float(cluster.gap(weighted_sum / weight_sum).mean())
-        rows.append(
-            {"rates": rate, "averaged": averaged, **_measure_step(cluster, models, average, moments, estimated, rate)}
+        weighted_sum = weighted_sum + weight * mean_model
+        average_gap = float(cluster.gap(weighted_sum / weight_sum).mean())
+        mean_gradients, variances, second_moments = cluster.gradient_moments(models)
+        measured = _measure_step(
+            cluster, models, mean_model, mean_gradients, variances, estimated_weights=estimated_weights, eta=step_size
         )
-        _, gradient_variance, second_moment = moments
-        variance = max(variance, float(gradient_variance.max()))
-        moment = max(moment, float(second_moment.max()))
+        measured_steps.append({"step_sizes": step_size, "average_gap": average_gap, **measured})
+        variance = max(variance, float(variances.max()))
+        second_moment = max(second_moment, float(second_moments.max()))
+
+        # Take the step.
         drawn = rng.choice(num_clients, size=(replicas, num_clients), p=cluster.weights)
         offsets = models - cluster.centres[drawn]
-        models = models - rate * np.einsum("rkij,rkj->rki", cluster.hessians[drawn], offsets)
-        if (step + 1) % schedule.local_steps == 0:
-            models = np.broadcast_to(np.einsum("k,rki->ri", estimated, models)[:, None], models.shape).copy()
-    columns = np.array([list(row.values()) for row in rows]).T
-    return Descent(**dict(zip(rows[0], columns, strict=True)), variance=variance, moment=moment)
+        models = models - step_size * np.einsum("rkij,rkj->rki", cluster.hessians[drawn], offsets)
+        is_last_of_round = (step + 1) % schedule.local_steps == 0
+        if is_last_of_round:
+            mean_model = np.einsum("k,rki->ri", estimated_weights, models)
+            models = np.broadcast_to(mean_model[:, None], models.shape).copy()
+
+    series = {name: np.array([measured[name] for measured in measured_steps]) for name in measured_steps[0]}
+    return Descent(**series, variance=variance, second_moment=second_moment)
 
 
 def _measure_step(
     cluster: Cluster,
     models: Float[np.ndarray, "replicas clients size"],
-    average: Float[np.ndarray, "replicas size"],
-    moments: tuple[Points, Numbers, Numbers],
-    estimated: Weights,
-    rate: float,
+    mean_model: Float[np.ndarray, "replicas size"],
+    mean_gradients: Points,
+    variances: Numbers,
+    *,
+    estimated_weights: Weights,
+    eta: float,
 ) -> dict[str, float]:
     """Return quantities of one step of local SGD, as fields of :class:`Descent`: means over replicas.
 
     Args:
         cluster: The cluster, with the true weights p of the clients.
         models: The clients' models w^k before the step.
-        average: Their mean w~ by the estimated weights.
-        moments: Mean, variance and second moment of a drawn gradient at each client's model.
-        estimated: The estimated weights p_hat of the clients.
-        rate: The step size eta.
+        mean_model: Their mean w~ by the estimated weights.
+        mean_gradients: Expectation of a drawn gradient at each client's model.
+        variances: Variance of a drawn gradient at each client's model.
+        estimated_weights: The estimated weights p_hat of the clients.
+        eta: The step size.
     """
-    (_, smoothness), weights, optimum = cluster.moduli, cluster.weights, cluster.minimiser
-    mean, gradient_variance, _ = moments
-    # Expectations over the draws of this step: clients draw independently, so their variances add up.
-    noise = (estimated**2 * gradient_variance).sum(-1)
-    squared_bias = _squared_norms(np.einsum("k,rki->ri", weights - estimated, mean))
-    expected_next = average - rate * np.einsum("k,rki->ri", estimated, mean)
+    p, p_hat = cluster.weights, estimated_weights
+    _, smoothness = cluster.moduli
+    minimiser = cluster.minimiser
+    # The variance of the aggregated gradient: clients draw independently, so their variances add up.
+    noise = (p_hat**2 * variances).sum(-1)
+    squared_bias = _squared_norms(np.einsum("k,rki->ri", p - p_hat, mean_gradients))
+    expected_next = mean_model - eta * np.einsum("k,rki->ri", p_hat, mean_gradients)
     gaps = cluster.gap(models)  # f_c(w^k) - f_c(w*) of each client
     by_replica = {
-        "squared": _squared_norms(average - optimum),
-        "next_squared": _squared_norms(expected_next - optimum) + rate**2 * noise,
-        "error": squared_bias + noise,
-        "drift": (estimated * _squared_norms(average[:, None] - models)).sum(-1),
-        "gaps": gaps @ weights,
-        "trusted_gaps": gaps @ estimated,
-        "slack": ((4 * smoothness * rate * weights - estimated) * gaps).sum(-1),  # the last sum of Lemma A.4
+        "squared_distance": _squared_norms(mean_model - minimiser),
+        "next_squared_distance": _squared_norms(expected_next - minimiser) + eta**2 * noise,
+        "squared_error": squared_bias + noise,
+        "drift": (p_hat * _squared_norms(mean_model[:, None] - models)).sum(-1),
+        "true_mean_gap": gaps @ p,
+        "estimated_mean_gap": gaps @ p_hat,
+        "lemma_a4_sum": ((4 * smoothness * eta * p - p_hat) * gaps).sum(-1),
     }
-    mismatch = float(np.abs(estimated - weights).sum())
-    return {"mismatch": mismatch, **{name: float(values.mean()) for name, values in by_replica.items()}}
+    means = {name: float(values.mean()) for name, values in by_replica.items()}
+    means["mismatch"] = float(np.abs(p_hat - p).sum())  # equal in all replicas
+    return means
 
 
 def _squared_norms(vectors: Points) -> Numbers:
@@ -366,10 +390,12 @@ def _squared_norms(vectors: Points) -> Numbers:
 def error_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
     """Return the bound of FLoRAL, Lemma A.2, on the expected squared error of the aggregated gradient, for each step.
 
-    The bound is ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2``. sigma^2 and G^2 are the variance and the second moment of a
-    drawn gradient, p are the true and p_hat the estimated weights of the clients, ``delta = p_hat - p``.
+    The bound is ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2`` with the true weights p of the clients.
     """
-    return 2 * run.variance * _squared_norms(cluster.weights) + 2 * run.moment * run.mismatch**2
+    sigma_squared = run.variance  # of a drawn gradient
+    g_squared = run.second_moment  # of a drawn gradient
+    delta_norm = run.mismatch  # |p_hat - p|_1 of estimated and true weights
+    return 2 * sigma_squared * _squared_norms(cluster.weights) + 2 * g_squared * delta_norm**2
 
 
 def drift_bound(run: Descent, local_steps: int) -> Float[np.ndarray, " steps"]:
@@ -378,194 +404,187 @@ def drift_bound(run: Descent, local_steps: int) -> Float[np.ndarray, " steps"]:
     The bound is ``4 eta^2 H^2 G^2`` with step size eta, H local steps and second moment G^2 of the gradients.
 
     Args:
-        run: Measured quantities of the run; ``rates`` are the step sizes, ``moment`` is G^2.
+        run: Measured quantities of the run.
         local_steps: Steps between two averages, H.
     """
-    return 4 * run.rates**2 * local_steps**2 * run.moment
+    return 4 * run.step_sizes**2 * local_steps**2 * run.second_moment
 
 
 def descent_bound(run: Descent, cluster: Cluster, local_steps: int) -> Float[np.ndarray, " steps"]:
-    """Return the bound of FLoRAL, Lemma A.4, on the squared distance to the minimum after each step.
-
-    The bound on ``E |w~_(t+1) - w*|^2`` is
+    """Return the bound of FLoRAL, Lemma A.4, on the expected squared distance to the minimum after each step.
 
         (1 - eta mu) |w~ - w*|^2 + eta^2 (4 sigma^2 |p|^2 + 4 G^2 |delta|_1^2) + 8 L eta^3 H^2 G^2
             + eta sum_k (4 L eta p^k - p_hat^k) (f_c(w^k) - f_c*)
 
-    p are the true and p_hat the estimated weights of the clients, ``delta = p_hat - p``, w^k the clients' models, w~
-    their mean by p_hat, w* the minimum of the cluster's loss f_c; sigma^2 and G^2 bound variance and second moment of
-    gradients, mu and L the curvature of f_c; eta is the step size.
+    p are the true and p_hat the estimated weights of the clients, w^k the clients' models, w~ their mean by p_hat and
+    w* the minimiser of the cluster's loss f_c.
 
     Args:
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         local_steps: Steps between two averages, H.
     """
-    mu, smoothness = cluster.moduli
-    rate = run.rates
-    noise = 4 * run.variance * _squared_norms(cluster.weights) + 4 * run.moment * run.mismatch**2
-    drifted = 8 * smoothness * rate**3 * local_steps**2 * run.moment
-    return (1 - rate * mu) * run.squared + rate**2 * noise + drifted + rate * run.slack
+    mu, smoothness = cluster.moduli  # smallest and largest curvature of f_c; L is the largest
+    eta = run.step_sizes
+    sigma_squared, g_squared = run.variance, run.second_moment  # of a drawn gradient
+    delta_norm = run.mismatch  # |delta|_1 = |p_hat - p|_1
+    noise = 4 * sigma_squared * _squared_norms(cluster.weights) + 4 * g_squared * delta_norm**2
+    drift = 8 * smoothness * eta**3 * local_steps**2 * g_squared
+    return (1 - eta * mu) * run.squared_distance + eta**2 * noise + drift + eta * run.lemma_a4_sum
 
 
 def routed_descent_bound(
-    run: Descent, cluster: Cluster, local_steps: int, clusters: int
+    run: Descent, cluster: Cluster, local_steps: int, num_clusters: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound of FLoRAL, Lemma A.7, on the squared distance to the minimum after each step.
+    """Return the bound of FLoRAL, Lemma A.7, on the expected squared distance to the minimum after each step.
 
-    Unlike :func:`descent_bound` it does not use the mismatch ``delta``. For K clients and C clusters the bound on
-    ``E |w~_(t+1) - w*|^2`` is
+        (1 - eta mu) |w~ - w*|^2 - eta / 2 sum_k p_hat^k (f_c(w^k) - f_c*)
+            + 4 eta^2 sigma^2 |p|^2 + 16 eta^2 G^2 log(K C) + 9 eta^3 L H^2 G^2
 
-        (1 - eta mu) |w~ - w*|^2 - eta / 2 sum_k p_hat^k [f_c(w^k) - f_c*]
-            + 4 eta^2 sigma^2 |p|^2 + 16 eta^2 G^2 log(K C) + 9 eta^3 L H^2 G^2.
-
-    The symbols are those of :func:`descent_bound`. The bound follows from Lemma A.4 where ``eta <= U / (8 L)`` with U
-    from :func:`uniformity`, as ``|delta|_1^2 <= 4 <= 4 log(K C)`` for ``K C >= 3``. The lemma as printed has another
-    condition, ``eta <= gamma / max(5/2, 16 G^2, 4 L)``. The printed condition does not fit eq. 23 of the proof, in
-    which ``5/2`` is a factor before the maximum.
+    p are the true and p_hat the estimated weights of the K clients, w^k the clients' models, w~ their mean by p_hat and
+    w* the minimiser of the cluster's loss f_c. The bound holds for ``eta <= U / (8 L)`` with U from
+    :func:`uniformity`; the condition that the paper prints does not fit its proof (eq. 23).
 
     Args:
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         local_steps: Steps between two averages, H.
-        clusters: Number of clusters, C.
+        num_clusters: C.
     """
-    mu, smoothness = cluster.moduli
-    rate = run.rates
-    noise = 4 * run.variance * _squared_norms(cluster.weights) + _router_noise(run, cluster, clusters)
-    drifted = 9 * smoothness * rate**3 * local_steps**2 * run.moment
-    return (1 - rate * mu) * run.squared - rate / 2 * run.trusted_gaps + rate**2 * noise + drifted
+    mu, smoothness = cluster.moduli  # smallest and largest curvature of f_c; L is the largest
+    eta = run.step_sizes
+    sigma_squared, g_squared = run.variance, run.second_moment  # of a drawn gradient
+    noise = 4 * sigma_squared * _squared_norms(cluster.weights) + _router_noise(run, cluster, num_clusters)
+    drift = 9 * smoothness * eta**3 * local_steps**2 * g_squared
+    return (1 - eta * mu) * run.squared_distance - eta / 2 * run.estimated_mean_gap + eta**2 * noise + drift
 
 
-def _router_noise(run: Descent, cluster: Cluster, clusters: int) -> float:
+def _router_noise(run: Descent, cluster: Cluster, num_clusters: int) -> float:
     """Return ``16 G^2 log(K C)``, the bound of FLoRAL, Lemma A.7, on the error from wrong routers.
 
-    G^2 is the second moment of the gradients, for K clients and C clusters. Lemma A.4 has ``4 G^2 |delta|_1^2``
-    instead, with the mismatch ``delta`` of the clients' weights in the cluster. Lemma A.7 replaces ``|delta|_1^2`` by
-    ``4 log(K C)``, the main term of its bound in Lemma A.6.
-
-    Args:
-        run: Measured quantities of the run, for each step.
-        cluster: The cluster whose clients take part.
-        clusters: Number of clusters, C.
+    G^2 is the second moment of the gradients, for K clients and C clusters.
     """
-    return float(16 * run.moment * np.log(len(cluster.weights) * clusters))
+    num_clients = len(cluster.weights)
+    return float(16 * run.second_moment * np.log(num_clients * num_clusters))
 
 
 def local_sgd_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
-    """Return the bound of local SGD (Stich 2019, Lemma 3.1) on the squared distance to the minimum, for each step.
+    """Return the bound of local SGD (Stich 2019, Lemma 3.1) on the expected squared distance to the minimum.
 
-    FLoRAL's Corollary A.5 uses the bound for clients whose estimated weights are the true ones. The bound on
-    ``E |w~_(t+1) - w*|^2`` is, for step sizes ``eta <= 1 / (4 L)``,
+        (1 - eta mu) |w~ - w*|^2 + eta^2 E |g - g_bar|^2 - eta / 2 sum_k p^k (f_c(w^k) - f_c*) + 2 eta L E |w~ - w^k|^2
 
-        (1 - mu eta) |w~ - w*|^2 + eta^2 E |g - g_bar|^2 - eta (f_c(w~) - f_c*) / 2 + 2 eta L E |w~ - w^k|^2
-
-    with w^k the clients' models and w~ their mean, g the mean of the clients' drawn gradients and g_bar the mean of
-    their exact gradients. mu and L are the smallest and largest curvature of the cluster's loss f_c, whose minimum is
-    at w*. The code has the clients' mean of ``f_c(w^k) - f_c*`` in place of ``f_c(w~) - f_c*``. This mean is no
-    smaller, since f_c is convex.
+    w^k are the clients' models, w~ their mean, g and g_bar the means of their drawn and exact gradients. The lemma
+    has ``f_c(w~)`` in place of the clients' mean of ``f_c(w^k)``, which is no smaller. It holds for
+    ``eta <= 1 / (4 L)`` and if the estimated weights of clients are the true ones p (FLoRAL's Corollary A.5).
 
     Args:
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
     """
-    mu, smoothness = cluster.moduli
-    rate = run.rates
-    drifted = 2 * rate * smoothness * run.drift
-    return (1 - rate * mu) * run.squared + rate**2 * run.error - rate * run.gaps / 2 + drifted
+    mu, smoothness = cluster.moduli  # smallest and largest curvature of f_c; L is the largest
+    eta = run.step_sizes
+    drift = 2 * eta * smoothness * run.drift
+    return (1 - eta * mu) * run.squared_distance + eta**2 * run.squared_error - eta * run.true_mean_gap / 2 + drift
 
 
-def uniformity(weights: Weights, start: Weights) -> float:
-    """Return how far a cluster's estimated client weights fall below the true weights p, as a factor U.
+def uniformity(weights: Weights, initial: Weights) -> float:
+    """Return the factor U of FLoRAL, eq. 24: the largest number in (0, 1] with ``p_hat >= U p`` in every entry.
 
-    U (FLoRAL, eq. 24) is the largest number in (0, 1] with ``p_hat >= U p`` in every entry, for all estimates ``p_hat``
-    on the line from ``start`` to p.
+    The inequality is for all estimates ``p_hat`` on the line from ``initial`` to the true weights p.
 
     Args:
         weights: The true weights p of the clients.
-        start: The first estimate of p.
+        initial: The first estimate of p.
     """
-    # On the line, the ratio p_hat / p of an entry lies between its value at ``start`` and 1, its value at p.
-    return float(min(1.0, (start / weights).min()))
+    # Along the line p_hat / p moves to 1, so its smallest value is 1 or the first one.
+    smallest_initial_ratio = (initial / weights).min()
+    return float(min(1.0, smallest_initial_ratio))
 
 
 def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.ndarray, " steps"]:
     """Return the bound of FLoRAL, Theorem A.10, as corrected here, on the excess loss of the average model.
 
-    The excess loss is the loss minus its minimum. The average is of all the clients' mean models ``w~`` so far, with
-    weights ``(t + s)^2``. After T steps of sizes ``eta_t = 3 / (mu (t + s))`` with shift s the bound is
+    After T steps of sizes ``eta_t = 3 / (mu (t + s))`` the bound is
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
-    with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2`` and ``B = 8 L H^2 G^2``. D is the start's distance from the
-    minimum, H the number of local steps. mu and L are the smallest and largest curvature of the loss. sigma^2 and G^2
-    are variance and second moment of gradients. ``delta_t = p_hat - p`` is the mismatch of the clients' estimated and
-    true weights. The bound holds for ``s >= max(H, 24 kappa / U)`` with ``kappa = L / mu`` and U of :func:`uniformity`.
+    with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2`` and ``B = 8 L H^2 G^2``. D is the distance of the start from
+    the minimum, mu and L the smallest and largest curvature of the loss, p the true weights of the clients. The average
+    is of all mean models so far, with weights ``(t + s)^2``. The bound holds for ``s >= max(H, 24 L / (mu U))`` with U
+    of :func:`uniformity`.
 
     Args:
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
-        schedule: Step sizes and local steps.
+        schedule: Step sizes with shift s, and number of local steps H.
     """
-    noise = 4 * run.variance * _squared_norms(cluster.weights) + 4 * run.moment * run.mismatch**2
-    return _rate_bound_of(run, cluster, schedule, noise, drift_factor=8)  # 8 L H^2 G^2 is the drift term of Lemma A.4
+    sigma_squared, g_squared = run.variance, run.second_moment  # of a drawn gradient
+    delta_norm = run.mismatch  # |delta_t|_1, the distance of estimated and true weights
+    noise = 4 * sigma_squared * _squared_norms(cluster.weights) + 4 * g_squared * delta_norm**2  # A_t
+    return _corrected_rate_bound(run, cluster, schedule, noise, drift_factor=8)
 
 
-def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, clusters: int) -> Float[np.ndarray, " steps"]:
+def routed_rate_bound(
+    run: Descent, cluster: Cluster, schedule: Schedule, num_clusters: int
+) -> Float[np.ndarray, " steps"]:
     """Return the bound of FLoRAL, Theorem A.9, as corrected here, on the excess loss of the average model.
 
-    The excess loss is the loss minus its minimum. After T steps of sizes ``eta_t = 3 / (mu (t + s))`` the bound is
+    After T steps of sizes ``eta_t = 3 / (mu (t + s))`` the bound is
 
-        2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
+        2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
-    with ``A_t = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2`` for K clients and C clusters. The other
-    symbols are those of :func:`rate_bound`. The bound does not contain the mismatch of the clients' estimated and true
-    weights, so it holds for all routers.
+    with ``A = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2`` for K clients and C clusters. D is the
+    distance of the start from the minimum, mu and L the smallest and largest curvature of the loss, p the true weights
+    of the clients. The bound holds for all routers.
 
     Args:
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
-        schedule: Step sizes and local steps.
-        clusters: Number of clusters, C.
+        schedule: Step sizes with shift s, and number of local steps H.
+        num_clusters: C.
     """
-    noise = 4 * run.variance * _squared_norms(cluster.weights) + _router_noise(run, cluster, clusters)
-    return _rate_bound_of(run, cluster, schedule, np.full(len(run.rates), noise), drift_factor=9)  # as in Lemma A.7
+    sigma_squared = run.variance  # of a drawn gradient
+    noise = 4 * sigma_squared * _squared_norms(cluster.weights) + _router_noise(run, cluster, num_clusters)  # A
+    noise_of_each_step = np.full(len(run.step_sizes), noise)
+    return _corrected_rate_bound(run, cluster, schedule, noise_of_each_step, drift_factor=9)
 
 
-def _rate_bound_of(
+def _corrected_rate_bound(
     run: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drift_factor: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound on the average model's excess loss that FLoRAL's Theorems A.9 and A.10, as corrected, share.
+    """Return the bound of FLoRAL's Theorems A.9 and A.10, as corrected here, on the excess loss of the average model.
 
-    The excess loss is the loss minus its minimum. The bound is
-
-        2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
+        2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2
 
     after T steps ``eta_t = 3 / (mu (t + s))``, with ``B = drift_factor L H^2 G^2`` and D the distance of the start from
-    the minimum. The bound sums the inequality of a single step (Lemma A.4 or A.7) over all steps with weights
-    ``(t + s)^2``.
+    the minimum.
 
     Args:
-        run: Measured quantities of the run, for each step; ``moment`` is G^2, ``squared[0]`` is D^2.
-        cluster: The cluster whose clients take part, with moduli mu and L.
-        schedule: Step sizes, shift s and local steps H.
-        noise: A_t, the noise term of the inequality of step t.
-        drift_factor: Factor of ``L H^2 G^2`` in the drift term B.
+        run: Measured quantities of the run, for each step.
+        cluster: The cluster whose clients take part.
+        schedule: Step sizes with shift s, and number of local steps H.
+        noise: A_t of each step t.
+        drift_factor: 8 in Theorem A.10, 9 in Theorem A.9.
     """
-    mu, smoothness = cluster.moduli
-    times = np.arange(len(run.rates)) + schedule.shift
-    drift = drift_factor * smoothness * schedule.local_steps**2 * run.moment  # B
-    start = schedule.shift**2 * (schedule.shift - 3) * mu * run.squared[0] / 3
-    steps = np.arange(1, len(times) + 1)
-    return 2 / (times**2).cumsum() * (start + 3 / mu * (times * noise).cumsum() + 9 * steps * drift / mu**2)
+    mu, smoothness = cluster.moduli  # smallest and largest curvature of the loss; L is the largest
+    s = schedule.shift
+    g_squared = run.second_moment
+    squared_start_distance = run.squared_distance[0]  # D^2
+    shifted_steps = np.arange(len(run.step_sizes)) + s  # t + s
+    drift = drift_factor * smoothness * schedule.local_steps**2 * g_squared  # B
+    start_term = s**2 * (s - 3) * mu * squared_start_distance / 3
+    num_steps = np.arange(1, len(shifted_steps) + 1)  # T
+    noise_term = 3 / mu * (shifted_steps * noise).cumsum()
+    drift_term = 9 * num_steps * drift / mu**2
+    return 2 / (shifted_steps**2).cumsum() * (start_term + noise_term + drift_term)
 
 
 def printed_rate(run: Descent, cluster: Cluster, schedule: Schedule, decay: float) -> Float[np.ndarray, " steps"]:
     """Return the bound of FLoRAL, Theorem A.10, as printed, on the excess loss of the average model.
 
-    The printed theorem is false: a run can exceed this bound. :func:`rate_bound` is the correction and explains the
-    symbols. The theorem is about step sizes ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U)``. After T steps the
-    bound is, with ``P = sigma^2 |p|^2``, the first squared mismatch ``D = |delta_0|_1^2`` and its decay beta,
+    The printed theorem is false: a run can exceed this bound. :func:`rate_bound` is the correction. After T steps of
+    sizes ``1 / (mu (t + s))`` the bound is, with ``P = sigma^2 |p|^2`` and the first squared mismatch
+    ``D = |delta_0|_1^2`` of estimated and true weights p,
 
         12 P (1 / (mu T) + (2 s - 1) / (mu T^2)) + 48 G^2 D / (mu T^(1 + beta))
             + 24 G^2 (s - 1 + 2 D / s^beta) s^2 / (mu T^3) + 48 L H^2 G^2 / (mu^2 T^2).
@@ -573,44 +592,47 @@ def printed_rate(run: Descent, cluster: Cluster, schedule: Schedule, decay: floa
     Args:
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
-        schedule: Step sizes and local steps.
+        schedule: Step sizes with shift s, and number of local steps H.
         decay: Exponent beta with which the squared mismatch decreases.
     """
-    mu, smoothness = cluster.moduli
-    s, steps = schedule.shift, np.arange(1, len(run.rates) + 1)
-    noise, moment = run.variance * _squared_norms(cluster.weights), run.moment
-    squared_mismatch = run.mismatch[0] ** 2
-    noise_term = 12 * noise * (1 / (mu * steps) + (2 * s - 1) / (mu * steps**2))
-    mismatch_term = 48 * moment * squared_mismatch / (mu * steps ** (1 + decay))
-    start_term = 24 * moment * (s - 1 + 2 * squared_mismatch * s**-decay) * s**2 / (mu * steps**3)
-    drift_term = 48 * smoothness * schedule.local_steps**2 * moment / (mu**2 * steps**2)
+    mu, smoothness = cluster.moduli  # smallest and largest curvature of the loss; L is the largest
+    s = schedule.shift
+    num_steps = np.arange(1, len(run.step_sizes) + 1)  # T
+    g_squared = run.second_moment  # of a drawn gradient
+    noise = run.variance * _squared_norms(cluster.weights)  # P
+    squared_mismatch = run.mismatch[0] ** 2  # D
+    noise_term = 12 * noise * (1 / (mu * num_steps) + (2 * s - 1) / (mu * num_steps**2))
+    mismatch_term = 48 * g_squared * squared_mismatch / (mu * num_steps ** (1 + decay))
+    start_term = 24 * g_squared * (s - 1 + 2 * squared_mismatch * s**-decay) * s**2 / (mu * num_steps**3)
+    drift_term = 48 * smoothness * schedule.local_steps**2 * g_squared / (mu**2 * num_steps**2)
     return noise_term + mismatch_term + start_term + drift_term
 
 
 def printed_routed_rate(
-    run: Descent, cluster: Cluster, schedule: Schedule, clusters: int
+    run: Descent, cluster: Cluster, schedule: Schedule, num_clusters: int
 ) -> Float[np.ndarray, " steps"]:
     """Return the bound of FLoRAL, Theorem A.9, as printed, on the excess loss of the average model.
 
-    The printed theorem is false: a run can exceed this bound. :func:`routed_rate_bound` is the correction and explains
-    the symbols. The theorem is about step sizes ``1 / (mu (t + s))`` with
-    ``s >= max(3 H, 4 kappa / U, 16 G^2 / (mu U))`` and about all routers. After T steps the bound is, with
-    ``P = 8 sigma^2 |p|^2 + 32 G^2 log(K C)``,
+    The printed theorem is false: a run can exceed this bound. :func:`routed_rate_bound` is the correction. After T
+    steps of sizes ``1 / (mu (t + s))`` the bound is, with ``P = 8 sigma^2 |p|^2 + 32 G^2 log(K C)`` for K clients of
+    weights p and C clusters,
 
         P (1 / (mu T) + (2 s - 1) / (mu T^2)) + 18 L H^2 G^2 / (mu^2 T^2) + 24 (s - 1) s^2 G^2 / (mu T^3).
 
     Args:
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
-        schedule: Step sizes and local steps.
-        clusters: Number of clusters, C.
+        schedule: Step sizes with shift s, and number of local steps H.
+        num_clusters: C.
     """
-    mu, smoothness = cluster.moduli
-    s, steps = schedule.shift, np.arange(1, len(run.rates) + 1)
-    noise = 8 * run.variance * _squared_norms(cluster.weights) + 2 * _router_noise(run, cluster, clusters)
-    noise_term = noise * (1 / (mu * steps) + (2 * s - 1) / (mu * steps**2))
-    drift_term = 18 * smoothness / mu * schedule.local_steps**2 * run.moment / (mu * steps**2)
-    start_term = 24 * (s - 1) * s**2 * run.moment / (mu * steps**3)
+    mu, smoothness = cluster.moduli  # smallest and largest curvature of the loss; L is the largest
+    s = schedule.shift
+    num_steps = np.arange(1, len(run.step_sizes) + 1)  # T
+    sigma_squared, g_squared = run.variance, run.second_moment  # of a drawn gradient
+    noise = 8 * sigma_squared * _squared_norms(cluster.weights) + 2 * _router_noise(run, cluster, num_clusters)  # P
+    noise_term = noise * (1 / (mu * num_steps) + (2 * s - 1) / (mu * num_steps**2))
+    drift_term = 18 * smoothness / mu * schedule.local_steps**2 * g_squared / (mu * num_steps**2)
+    start_term = 24 * (s - 1) * s**2 * g_squared / (mu * num_steps**3)
     return noise_term + drift_term + start_term
 
 
@@ -621,38 +643,39 @@ def printed_routed_rate(
 class Recursion:
     """Non-negative sequences with ``a_(t+1) <= (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``.
 
-    ``rates`` are the eta_t; ``a`` has one entry more than the others.
+    ``a`` has one entry more than the others.
     """
 
-    rates: Float[np.ndarray, " steps"]
-    a: Float[np.ndarray, " more"]
+    step_sizes: Float[np.ndarray, " steps"]
+    a: Float[np.ndarray, " steps_plus_one"]
     b: Float[np.ndarray, " steps"]
     c: Float[np.ndarray, " steps"]
 
 
 def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: int) -> Recursion:
-    """Draw random sequences to test FLoRAL's Lemma A.8, for step sizes ``eta_t = 1 / (mu (t + s))``.
+    """Draw random sequences with ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t`` to test FLoRAL's Lemma A.8.
 
-    The sequences a, b and c obey ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``. The lemma bounds the sum
-    of all b_t (:func:`sum_bound`). The last b_t is as large as a non-negative ``a_(t+1)`` allows. The sum then equals
-    its bound.
+    The lemma bounds the sum of all b_t (:func:`sum_bound`). The last b_t is so large that ``a_(t+1)`` is 0, which makes
+    the sum equal to its bound.
 
     Args:
         rng: Source of the draws.
         mu: The modulus of strong convexity.
-        shift: Shift s of the step sizes.
+        shift: Shift s of the step sizes ``eta_t = 1 / (mu (t + s))``.
         steps: Number of steps.
     """
-    rates = 1 / (mu * (np.arange(steps) + shift))
-    a, c = [float(rng.exponential())], rng.exponential(size=steps)
+    step_sizes = 1 / (mu * (np.arange(steps) + shift))
+    a = [float(rng.exponential())]
     b: list[float] = []
-    for step, rate in enumerate(rates):
-        available = (1 - mu * rate) * a[-1] + rate**2 * c[step]
+    c = rng.exponential(size=steps)
+    for step, eta in enumerate(step_sizes):
+        # A random share of this sum becomes eta_t b_t, the rest a_(t+1).
+        sum_to_split = (1 - mu * eta) * a[-1] + eta**2 * c[step]
         is_last = step == steps - 1
         share = 1.0 if is_last else float(rng.uniform())
-        b.append(share * available / rate)
-        a.append((1 - share) * available)
-    return Recursion(rates=rates, a=np.array(a), b=np.array(b), c=c)
+        b.append(share * sum_to_split / eta)
+        a.append((1 - share) * sum_to_split)
+    return Recursion(step_sizes=step_sizes, a=np.array(a), b=np.array(b), c=c)
 
 
 def sum_bound(sequences: Recursion, mu: float, shift: float) -> float:
@@ -665,7 +688,8 @@ def sum_bound(sequences: Recursion, mu: float, shift: float) -> float:
         mu: The modulus of strong convexity.
         shift: Shift s of the step sizes ``eta_t = 1 / (mu (t + s))``.
     """
-    return float((shift - 1) * mu * sequences.a[0] + sequences.rates @ sequences.c)
+    sum_of_eta_c = sequences.step_sizes @ sequences.c
+    return float((shift - 1) * mu * sequences.a[0] + sum_of_eta_c)
 
 
 Losses = Float[np.ndarray, "*users clusters"]
@@ -673,77 +697,78 @@ Shares = Float[np.ndarray, "*users clusters"]
 
 
 def router(losses: Losses, inverse_temperature: float) -> Shares:
-    """Return users' weights of the clusters by FLoRAL's eq. 5: ``pi_c`` in proportion to ``exp(-eta f(w_c))``.
+    """Return the router of each user, ``pi_c`` in proportion to ``exp(-eta loss_c)`` (FLoRAL, eq. 5).
 
-    In the paper eta is a step size and f the cluster's loss f_c. By this formula all users have the same router right
-    after aggregation, when all have the same models. Appendix C.1 derives the formula with the user's own loss f^k.
+    Eq. 5 uses the loss f_c of the whole cluster; appendix C.1 uses the user's own loss.
 
     Args:
-        losses: Loss of each cluster's model; for each user, or for one.
+        losses: Loss of each cluster's model; one row for each user, or a single vector.
         inverse_temperature: eta.
     """
     return special.softmax(-inverse_temperature * losses, axis=-1)
 
 
-def aggregation_weights(shares: Float[np.ndarray, "users clusters"], amounts: Float[np.ndarray, " users"]) -> Shares:
+def aggregation_weights(
+    routers: Float[np.ndarray, "users clusters"], data_amounts: Float[np.ndarray, " users"]
+) -> Shares:
     """Return the weights with which users' models are averaged in each cluster (FLoRAL, eq. 2).
 
     ``p(k|c)`` is in proportion to ``N^k pi_c^k``: the user's amount of data times its router's share of the cluster.
 
     Args:
-        shares: The users' routers, pi.
-        amounts: Amount of data of each user.
+        routers: The users' routers pi^k, one row each.
+        data_amounts: Amount of data N^k of each user.
 
     Returns:
         One row for each user; each column (cluster) sums to 1.
     """
-    weighted = amounts[:, None] * shares
+    weighted = data_amounts[:, None] * routers
     return weighted / weighted.sum(0)
 
 
 def mismatch_bound(
-    rate: float, true_temperature: float, gap: float, lowest: float, users: int, clusters: int, drift: float
+    eta: float, true_eta: float, gap: float, lowest_loss: float, num_users: int, num_clusters: int, drift: float
 ) -> float:
-    """Return the bound of FLoRAL, Lemma A.6, on ``|delta_c|_1^2``, the mismatch of estimated and true weights p(k|c).
+    """Return the bound of FLoRAL, Lemma A.6, on ``|p - p_hat|_1^2`` of the true and estimated weights p(k|c).
 
-    The bound is ``4 eta gap + eta_bar f_c* + 4 log(K C) + 10 L eta^3 H^2 G^2``. For ``K C >= 3`` it says nothing: the
-    squared L1 distance of two distributions is at most 4, and the term ``4 log(K C)`` alone exceeds 4.
+    The bound is ``4 eta gap + eta_bar f_c* + 4 log(K C) + 10 L eta^3 H^2 G^2``. Since no two distributions are further
+    apart than 4, it says something only for ``K C < 3``.
 
     Args:
-        rate: Step size eta, also the inverse temperature of the estimated routers (eq. 5).
-        true_temperature: eta_bar, the inverse temperature of the true routers.
+        eta: Inverse temperature of the estimated routers (eq. 5), which is the step size.
+        true_eta: eta_bar, the inverse temperature of the true routers.
         gap: By how much the cluster's mean loss exceeds its lowest loss.
-        lowest: Lowest loss of the cluster, f_c*.
-        users: Number of users, K.
-        clusters: Number of clusters, C.
-        drift: The term ``10 L eta^3 H^2 G^2`` of the drift between averages; 0 right after averaging.
+        lowest_loss: f_c* of the cluster.
+        num_users: K.
+        num_clusters: C.
+        drift: The term ``10 L eta^3 H^2 G^2``; 0 right after averaging.
     """
-    return 4 * rate * gap + true_temperature * lowest + 4 * float(np.log(users * clusters)) + drift
+    return 4 * eta * gap + true_eta * lowest_loss + 4 * float(np.log(num_users * num_clusters)) + drift
 
 
-def mixed_loss(
+def losses_of_mixture(
     loss: Callable[[Float[np.ndarray, " size"]], float],
     models: Float[np.ndarray, "clusters size"],
-    shares: Float[np.ndarray, " clusters"],
+    router: Float[np.ndarray, " clusters"],
 ) -> tuple[float, float]:
-    """Return the loss of a user's mixed model, and its mean loss over the clusters' models.
+    """Return the loss of a user's mixed model, ``f(sum_c pi_c w_c)``, and its mean loss, ``sum_c pi_c f(w_c)``.
 
-    FLoRAL has two objectives. The one it calls FML is the loss of the mixed model, ``f(sum_c pi_c w_c)``. The one it
-    calls MFL is the mean loss, ``sum_c pi_c f(w_c)``. For a convex f the mean loss is no smaller (Jensen).
+    FLoRAL names these two objectives FML and MFL. For a convex f the mean loss is no smaller (Jensen).
 
     Args:
         loss: The user's loss f.
         models: The model w_c of each cluster.
-        shares: The user's router pi.
+        router: The user's router pi.
     """
-    mean_loss = sum(share * loss(model) for share, model in zip(shares, models, strict=True))
-    return loss(shares @ models), float(mean_loss)
+    mixed_model = router @ models
+    mean_loss = sum(share * loss(model) for share, model in zip(router, models, strict=True))
+    return loss(mixed_model), float(mean_loss)
 
 
 def logit_gradient(
     gradient: Float[np.ndarray, " size"],
     models: Float[np.ndarray, "clusters size"],
-    shares: Float[np.ndarray, " clusters"],
+    router: Float[np.ndarray, " clusters"],
 ) -> Float[np.ndarray, " clusters"]:
     """Return the gradient of a mixed model's loss with respect to the router's logits (FLoRAL, Appendix C.2).
 
@@ -751,36 +776,37 @@ def logit_gradient(
 
     Args:
         gradient: Gradient of the loss at the mixture w_hat.
-        models: The model of each cluster.
-        shares: The user's router, pi.
+        models: The model w_c of each cluster.
+        router: The user's router pi.
     """
-    return shares * ((models - shares @ models) @ gradient)
+    mixed_model = router @ models
+    return router * ((models - mixed_model) @ gradient)
 
 
 def logit_step(
     loss: Callable[[Float[np.ndarray, " size"]], float],
     gradient: Callable[[Float[np.ndarray, " size"]], Float[np.ndarray, " size"]],
     models: Float[np.ndarray, "clusters size"],
-    rate: float,
+    step_size: float,
 ) -> tuple[Float[np.ndarray, " clusters"], Float[np.ndarray, " clusters"]]:
-    """Return the router after one gradient step on its logits, and FLoRAL's approximation of it.
+    """Return the router after one gradient step on its logits, from logits 0, and FLoRAL's approximation of it.
 
-    The step starts from logits 0. The approximation is ``softmax(-eta f(w_c))`` (FLoRAL, eq. 5 and 35).
+    The approximation is ``softmax(-eta f(w_c))`` (FLoRAL, eq. 5 and 35).
 
     Args:
         loss: The user's loss f.
         gradient: Gradient of f.
         models: The model w_c of each cluster.
-        rate: Step size of the gradient step.
+        step_size: Of the gradient step.
     """
     num_clusters = len(models)
     equal_shares = np.full(num_clusters, 1 / num_clusters)  # softmax of the logits 0
     mixed_model = equal_shares @ models
-    logits_after_step = -rate * logit_gradient(gradient(mixed_model), models, equal_shares)
+    logits_after_step = -step_size * logit_gradient(gradient(mixed_model), models, equal_shares)
     router_after_step = special.softmax(logits_after_step)
 
     losses = np.array([loss(model) for model in models])
-    eta = rate / num_clusters  # makes both routers equal if f is affine
+    eta = step_size / num_clusters  # makes both routers equal if f is affine
     approximation = router(losses, eta)
     return router_after_step, approximation
 
@@ -792,7 +818,7 @@ A9, A9_PRINTED = "Theorem A.9, steps 3 / (μ (t + s))", "Theorem A.9 as printed"
 A10, PRINTED, SHARING = "Theorem A.10, steps 3 / (μ (t + s))", "Theorem A.10 as printed", "eq. 31, shared base"
 
 
-CLUSTERS = 2
+NUM_CLUSTERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -815,14 +841,14 @@ class ClusterSettings:
 
 
 def cluster_curves(seed: int, settings: ClusterSettings) -> Iterator[Curve]:
-    """Yield a curve for each random cluster of clients and each initial error of the routers, and a counterexample.
+    """Run local SGD in random clusters, and yield the curve of each run; the last curve is a counterexample.
 
-    A curve has the excess loss of the average model before every step of local SGD. The counterexample is a single
-    client without gradient noise, whose excess loss is above FLoRAL's bounds as printed.
+    A curve has the excess loss of the average model before every step. The counterexample is a single client whose
+    excess loss is above FLoRAL's bounds as printed.
 
     Args:
         seed: Seed of the random streams.
-        settings: Settings of the clusters.
+        settings: Settings of the clusters; ``mismatches`` are how far the initial routers are from the true ones.
     """
     for mismatch in settings.mismatches:
         start = "right" if mismatch == 0 else f"wrong, mismatch {mismatch:g}"
@@ -833,32 +859,32 @@ def cluster_curves(seed: int, settings: ClusterSettings) -> Iterator[Curve]:
 
 
 def draw_clients(
-    rng: np.random.Generator, clients: int, size: int, condition: float
+    rng: np.random.Generator, num_clients: int, size: int, condition: float
 ) -> tuple[Float[np.ndarray, "clients size size"], Float[np.ndarray, "clients size"]]:
-    """Draw clients' quadratic losses: Hessians with eigenvalues from 1 to ``condition``, and minimisers.
+    """Draw Hessian and minimiser of each client's quadratic loss.
+
+    The Hessians have random eigenvectors and eigenvalues from 1 to ``condition``; the minimisers are normal.
 
     Args:
         rng: Source of the draws.
-        clients: Number of clients.
+        num_clients: Number of clients.
         size: Number of variables.
         condition: The largest eigenvalue.
-
-    Returns:
-        The Hessians, with random eigenvectors, and the minimisers.
     """
-    bases = np.linalg.qr(rng.standard_normal((clients, size, size)))[0]
-    spectrum = np.geomspace(1, condition, size)
-    return (bases * spectrum) @ bases.transpose(0, 2, 1), rng.standard_normal((clients, size))
+    eigenvectors = np.linalg.qr(rng.standard_normal((num_clients, size, size)))[0]
+    eigenvalues = np.geomspace(1, condition, size)
+    hessians = (eigenvectors * eigenvalues) @ eigenvectors.transpose(0, 2, 1)
+    minimisers = rng.standard_normal((num_clients, size))
+    return hessians, minimisers
 
 
 def cluster_curve(
     scheme: str, instance: int, mismatch: float, settings: ClusterSettings, rng: np.random.Generator
 ) -> Curve:
-    """Draw clients of two clusters, run local SGD on the first cluster, and check FLoRAL's statements on the run.
+    """Draw clients of two clusters, run local SGD on the first cluster, and check FLoRAL's statements.
 
-    Checked are bounds on the run's quantities in each step (Lemmas A.2 to A.5 and A.7) and on its convergence (Theorems
-    A.9 and A.10 as corrected). Three further statements are checked on newly drawn models or sequences instead of the
-    run: on the base that clusters share (eq. 31), on the mismatch of routers (Lemma A.6) and on sums (Lemma A.8).
+    Lemmas A.2 to A.5 and A.7 and Theorems A.9 and A.10 (as corrected) are checked on the run; eq. 31 and Lemmas A.6 and
+    A.8 on newly drawn models and sequences.
 
     Args:
         scheme: Name of the kind of problem.
@@ -868,40 +894,46 @@ def cluster_curve(
         rng: Source of the draws.
     """
     hessians, centres = draw_clients(rng, settings.clients, settings.size, settings.condition)
-    amounts = rng.dirichlet(np.full(settings.clients, 4.0))  # clients' shares of the data, moderately unequal
-    shares = rng.uniform(0.05, 0.95, settings.clients)  # of the first cluster in each client's router
-    weights = amounts * shares / (amounts @ shares)  # p(k|c) of the clients in the first cluster
+    data_shares = rng.dirichlet(np.full(settings.clients, 4.0))  # p(k), moderately unequal
+    first_cluster_shares = rng.uniform(0.05, 0.95, settings.clients)  # of the first cluster in each client's router
+    routers = np.stack([first_cluster_shares, 1 - first_cluster_shares], 1)
+    weights = data_shares * first_cluster_shares / (data_shares @ first_cluster_shares)  # p(k|c), c the first cluster
     cluster = Cluster(hessians=hessians, centres=centres, weights=weights)
-    guessed = weights + mismatch * (amounts - weights)  # uniform routers give the weights ``amounts``
+    weights_of_uniform_routers = data_shares
+    initial_weights = weights + mismatch * (weights_of_uniform_routers - weights)
+
     mu, smoothness = cluster.moduli
     # The smallest shift for which the corrected Theorem A.10 holds, see :func:`rate_bound`.
-    shift = max(settings.local_steps, 24 * smoothness / mu / uniformity(weights, guessed))
+    shift = max(settings.local_steps, 24 * smoothness / mu / uniformity(weights, initial_weights))
     schedule = Schedule(scale=3, shift=shift, local_steps=settings.local_steps)  # steps 3 / (mu (t + shift))
     start = 3 * rng.standard_normal(settings.size)
-    run = _descend_by_settings(cluster, schedule, settings, guessed, start, settings.replicas, rng)
+    run = _descend_by_settings(cluster, schedule, settings, initial_weights, start, settings.replicas, rng)
+
+    local_steps = settings.local_steps
     claims = [
-        _tightest_claim(A2, run.error, error_bound(run, cluster)),
-        _tightest_claim(A3, run.drift, drift_bound(run, settings.local_steps)),
-        _tightest_claim(A4, run.next_squared, descent_bound(run, cluster, settings.local_steps)),
-        # Corollary A.5 is for true routers.
-        *([_tightest_claim(A5, run.next_squared, local_sgd_bound(run, cluster))] if mismatch == 0 else []),
-        _tightest_claim(A7, run.next_squared, routed_descent_bound(run, cluster, settings.local_steps, CLUSTERS)),
-        _tightest_claim(A9, run.averaged, routed_rate_bound(run, cluster, schedule, CLUSTERS)),
-        _tightest_claim(A10, run.averaged, rate_bound(run, cluster, schedule)),
-        _check_sharing(hessians, centres, amounts, np.stack([shares, 1 - shares], 1), mismatch, rng),
-        *_check_mismatch(hessians, centres, amounts, shares, rng),
+        _tightest_claim(A2, run.squared_error, error_bound(run, cluster)),
+        _tightest_claim(A3, run.drift, drift_bound(run, local_steps)),
+        _tightest_claim(A4, run.next_squared_distance, descent_bound(run, cluster, local_steps)),
+    ]
+    has_true_routers = mismatch == 0
+    if has_true_routers:  # as Corollary A.5 requires
+        claims.append(_tightest_claim(A5, run.next_squared_distance, local_sgd_bound(run, cluster)))
+    claims += [
+        _tightest_claim(A7, run.next_squared_distance, routed_descent_bound(run, cluster, local_steps, NUM_CLUSTERS)),
+        _tightest_claim(A9, run.average_gap, routed_rate_bound(run, cluster, schedule, NUM_CLUSTERS)),
+        _tightest_claim(A10, run.average_gap, rate_bound(run, cluster, schedule)),
+        _check_sharing(hessians, centres, data_shares, routers, mismatch, rng),
+        *_check_mismatch(hessians, centres, data_shares, routers, rng),
         _check_sums(mu, shift, settings.steps, rng),
     ]
     return _make_curve(scheme, instance, run, claims, {"shift": shift, "kappa": smoothness / mu})
 
 
 def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
-    """Check FLoRAL's Theorems A.9 and A.10 as printed on one client, from a start in the direction of least curvature.
+    """Run one client without gradient noise, whose excess loss is above FLoRAL's Theorems A.9 and A.10 as printed.
 
-    Local SGD of one client is gradient descent without noise. With ``s = 4 kappa`` the excess loss of the average model
-    then falls as ``9 / 8 mu D^2 (s - 1)^2 / T^2`` after T steps, where D is the distance of the start from the minimum.
-    The printed bounds fall faster. So after enough steps the excess loss is above the bounds, and the theorems as
-    printed are false.
+    Local SGD of one client is gradient descent. From a start in the direction of least curvature its excess loss falls
+    as ``1 / T^2`` after T steps, more slowly than the printed bounds.
 
     Args:
         scheme: Name of the kind of problem.
@@ -915,16 +947,19 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
         cluster,
         schedule,
         settings,
-        guessed=np.ones(1),
+        initial_weights=np.ones(1),
         start=np.array([1.0, 0.0]),  # the eigenvector of the smallest eigenvalue, 1
         replicas=1,
         rng=np.random.default_rng(0),  # any seed, as the only client is always drawn
         steps_factor=20,  # enough steps to exceed the bounds
     )
-    claim_of_a9 = _tightest_claim(A9_PRINTED, run.averaged, printed_routed_rate(run, cluster, schedule, clusters=1))
-    if schedule.shift < 16 * run.moment:  # A.9 asks for s >= 16 G^2 / (mu U), and mu and U are 1 here
+    printed_bound_of_a9 = printed_routed_rate(run, cluster, schedule, num_clusters=1)
+    claim_of_a9 = _tightest_claim(A9_PRINTED, run.average_gap, printed_bound_of_a9)
+    a9_applies = schedule.shift >= 16 * run.second_moment  # A.9 asks for s >= 16 G^2 / (mu U), and mu and U are 1 here
+    if not a9_applies:
         claim_of_a9 = replace(claim_of_a9, bound=None)
-    claim_of_a10 = _tightest_claim(PRINTED, run.averaged, printed_rate(run, cluster, schedule, settings.decay))
+    printed_bound_of_a10 = printed_rate(run, cluster, schedule, settings.decay)
+    claim_of_a10 = _tightest_claim(PRINTED, run.average_gap, printed_bound_of_a10)
     claims = [claim_of_a10, claim_of_a9]
     only_instance = 0
     return _make_curve(scheme, only_instance, run, claims, {"shift": schedule.shift, "kappa": settings.condition})
@@ -934,19 +969,19 @@ def _descend_by_settings(
     cluster: Cluster,
     schedule: Schedule,
     settings: ClusterSettings,
-    guessed: Float[np.ndarray, " clients"],
+    initial_weights: Float[np.ndarray, " clients"],
     start: Float[np.ndarray, " size"],
     replicas: int,
     rng: np.random.Generator,
     steps_factor: int = 1,
 ) -> Descent:
-    """Run local SGD on one cluster (:func:`descend`), with decay and number of steps from the settings of the checks.
+    """Run local SGD on one cluster (:func:`descend`), with decay and number of steps from the settings.
 
     Args:
         cluster: The cluster whose clients take part.
         schedule: Step sizes and local steps.
-        settings: Settings of the checks: ``decay`` says how fast the estimated weights approach the true ones.
-        guessed: First estimate of the clients' weights p(k|c).
+        settings: ``decay`` says how fast the estimated weights approach the true ones.
+        initial_weights: First estimate of the clients' weights p(k|c).
         start: First model of all clients.
         replicas: Number of independent runs that are averaged.
         rng: Generator of the drawn clients.
@@ -955,7 +990,7 @@ def _descend_by_settings(
     return descend(
         cluster,
         schedule,
-        guessed=guessed,
+        initial_weights=initial_weights,
         decay=settings.decay,
         start=start,
         steps=steps_factor * settings.steps,
@@ -967,39 +1002,43 @@ def _descend_by_settings(
 def _check_sharing(
     hessians: Float[np.ndarray, "clients size size"],
     centres: Float[np.ndarray, "clients size"],
-    amounts: Float[np.ndarray, " clients"],
+    data_shares: Float[np.ndarray, " clients"],
     routers: Float[np.ndarray, "clients clusters"],
     mismatch: float,
     rng: np.random.Generator,
 ) -> Claim:
     """Check the bound of FLoRAL's eq. 31 on the aggregated gradient's error, at random models.
 
-    FLoRAL is the paper whose statements this module checks. The models of both clusters share a base, the first half of
-    their entries. The bound (:func:`sharing_bound`) has terms for wrong routers, for gradient noise, and for the shared
-    base. Its constants are measured at the same models.
+    The clusters' models share a base, the first half of their entries.
 
     Args:
         hessians: Hessian of each client.
         centres: Minimiser of each client.
-        amounts: Share of each client in the data, p(k).
+        data_shares: Share of each client in the data, p(k).
         routers: The true routers.
         mismatch: How far the estimated routers are from the true ones: 0 are the true ones, 1 uniform routers.
         rng: Source of the models.
     """
     size, num_clusters = hessians.shape[1], routers.shape[1]
-    num_shared = size // 2  # entries of a model that belong to the base
-    problem = Shared(hessians=hessians, centres=centres, amounts=amounts, routers=routers, base=num_shared)
-    guessed = routers + mismatch * (1 / num_clusters - routers)
+    base_size = size // 2
+    problem = SharedBaseProblem(
+        hessians=hessians, centres=centres, data_shares=data_shares, routers=routers, base_size=base_size
+    )
+    uniform_router = 1 / num_clusters
+    estimated_routers = routers + mismatch * (uniform_router - routers)
+
     models = rng.standard_normal((*routers.shape, size))  # a model for each client and cluster
-    models[..., :num_shared] = models[:, :1, :num_shared]  # every cluster gets the base of the first
-    errors = gradient_error(problem, guessed, models)
+    base_of_first_cluster = models[:, :1, :base_size]
+    models[..., :base_size] = base_of_first_cluster  # for all clusters
+
+    errors = gradient_error(problem, estimated_routers, models)
     bound = sharing_bound(
         problem,
-        guessed,
-        moment=errors.moment,  # G^2, the second moment of the gradients
-        adaptors=errors.adaptors,  # sigma_c^2, the variance of the adaptors' gradients in each cluster
-        base=errors.base,  # sigma^2, the variance of the base's gradient
-        heterogeneity=errors.heterogeneity,  # Delta^2, by how much the clusters' gradients of the base differ
+        estimated_routers,
+        second_moment=errors.second_moment,
+        adaptor_variances=errors.adaptor_variances,
+        base_variance=errors.base_variance,
+        heterogeneity=errors.heterogeneity,
     )
     return Claim(statement=SHARING, measured=errors.error, bound=bound)
 
@@ -1007,48 +1046,50 @@ def _check_sharing(
 def _check_mismatch(
     hessians: Float[np.ndarray, "clients size size"],
     centres: Float[np.ndarray, "clients size"],
-    amounts: Float[np.ndarray, " clients"],
-    shares: Float[np.ndarray, " clients"],
+    data_shares: Float[np.ndarray, " clients"],
+    routers: Float[np.ndarray, "clients clusters"],
     rng: np.random.Generator,
 ) -> list[Claim]:
-    """Check FLoRAL's Lemma A.6 on random models, and Pinsker's inequality, with which the lemma's proof begins.
+    """Check two bounds on ``|p_hat - p|_1^2``, the mismatch of estimated and true weights p(k|c), at random models.
 
-    Both bound the squared mismatch ``|p_hat - p|_1^2`` of the estimated and the true weights p(k|c) of clients in a
-    cluster. Pinsker's bound is ``2 KL(p | p_hat)``, that of the lemma is :func:`mismatch_bound`. The estimated weights
-    follow from the losses of the models. Each client gets models of its own for both clusters, since with equal models
-    all clients would have the same router (eq. 5).
+    The bounds are that of FLoRAL's Lemma A.6 (:func:`mismatch_bound`) and ``2 KL(p | p_hat)`` of Pinsker's inequality.
+    The estimated weights follow from the losses of the models, the true ones from the lowest losses (eq. 5). Each
+    client has models of its own.
 
     Args:
         hessians: Hessian of each client.
         centres: Minimiser of each client.
-        amounts: Share of each client in the data, p(k).
-        shares: Share of the first of two clusters in each client's true router.
-        rng: Source of the models and rates.
+        data_shares: Share of each client in the data, p(k).
+        routers: Routers that define the two clusters.
+        rng: Source of the models and inverse temperatures.
 
     Returns:
         The claims of Lemma A.6 and of Pinsker's inequality.
     """
-    weights = aggregation_weights(np.stack([shares, 1 - shares], 1), amounts).T  # (clusters, clients)
-    clusters = [Cluster(hessians=hessians, centres=centres, weights=of_cluster) for of_cluster in weights]
-    lowest = np.array([_cluster_loss(cluster, cluster.minimiser) for cluster in clusters])
+    cluster_weights = aggregation_weights(routers, data_shares).T  # (clusters, clients)
+    clusters = [Cluster(hessians=hessians, centres=centres, weights=weights) for weights in cluster_weights]
+    lowest_losses = np.array([_cluster_loss(cluster, cluster.minimiser) for cluster in clusters])
     minimisers = np.stack([cluster.minimiser for cluster in clusters])
-    models = minimisers + rng.standard_normal((len(amounts), *minimisers.shape))  # (clients, clusters, size)
+    num_clients = len(data_shares)
+    models = minimisers + rng.standard_normal((num_clients, *minimisers.shape))  # (clients, clusters, size)
     losses = np.stack([_cluster_loss(cluster, models[:, c]) for c, cluster in enumerate(clusters)], axis=1)
-    true_temperature = float(rng.uniform(0.05, 1.0))  # eta_bar, an inverse temperature of routers
-    rate = float(rng.uniform(0.1, 1.0)) * true_temperature  # eta, the inverse temperature of the estimated routers
-    true_routers = np.broadcast_to(router(lowest, true_temperature), losses.shape)  # from the lowest losses, eq. 5
-    true_weights = aggregation_weights(true_routers, amounts)  # p(k|c), (clients, clusters)
-    guessed_weights = aggregation_weights(router(losses, rate), amounts)
-    squared_mismatch = np.abs(true_weights - guessed_weights).sum(0) ** 2
-    gaps = (true_weights * (losses - lowest)).sum(0)  # excess of each cluster's mean loss over its lowest
-    bounds = [
-        mismatch_bound(rate, true_temperature, float(gap), float(low), len(amounts), CLUSTERS, drift=0.0)
-        for gap, low in zip(gaps, lowest, strict=True)
+
+    true_eta = float(rng.uniform(0.05, 1.0))  # inverse temperature of the true routers
+    estimated_eta = float(rng.uniform(0.1, 1.0)) * true_eta
+    true_router = router(lowest_losses, true_eta)  # of all clients
+    true_weights = aggregation_weights(np.broadcast_to(true_router, losses.shape), data_shares)  # (clients, clusters)
+    estimated_weights = aggregation_weights(router(losses, estimated_eta), data_shares)
+    squared_mismatch = np.abs(true_weights - estimated_weights).sum(0) ** 2  # of each cluster
+
+    gaps = (true_weights * (losses - lowest_losses)).sum(0)  # excess of each cluster's mean loss over its lowest
+    lemma_bounds = [
+        mismatch_bound(estimated_eta, true_eta, float(gap), float(lowest_loss), num_clients, NUM_CLUSTERS, drift=0.0)
+        for gap, lowest_loss in zip(gaps, lowest_losses, strict=True)
     ]
-    divergence = (true_weights * np.log(true_weights / guessed_weights)).sum(0)  # KL
+    kl_divergence = (true_weights * np.log(true_weights / estimated_weights)).sum(0)
     return [
-        _tightest_claim(A6, squared_mismatch, np.array(bounds)),
-        _tightest_claim(PINSKER, squared_mismatch, 2 * divergence),
+        _tightest_claim(A6, squared_mismatch, np.array(lemma_bounds)),
+        _tightest_claim(PINSKER, squared_mismatch, 2 * kl_divergence),
     ]
 
 
@@ -1060,9 +1101,7 @@ def _cluster_loss(cluster: Cluster, points: Float[np.ndarray, "*batch size"]) ->
 
 
 def _check_sums(mu: float, shift: float, steps: int, rng: np.random.Generator) -> Claim:
-    """Check FLoRAL's Lemma A.8 on random sequences with ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``.
-
-    The lemma bounds ``sum_t b_t`` by ``(s - 1) mu a_0 + sum_t eta_t c_t`` for steps ``eta_t = 1 / (mu (t + s))``.
+    """Check the bound of FLoRAL's Lemma A.8 on ``sum_t b_t`` (:func:`sum_bound`), on random sequences.
 
     Args:
         mu: The modulus of strong convexity.
@@ -1075,19 +1114,19 @@ def _check_sums(mu: float, shift: float, steps: int, rng: np.random.Generator) -
 
 
 def _tightest_claim(statement: str, measured: Float[np.ndarray, " steps"], bound: Float[np.ndarray, " steps"]) -> Claim:
-    """Return the claim that a bound holds, at the step where it comes closest to failing: the largest measured / bound.
+    """Return the claim ``measured <= bound`` at the step where it comes closest to failing.
 
     Args:
         statement: Name of the statement.
         measured: The measured value at each step.
         bound: The bound at each step.
     """
-    tightest = int(np.argmax(measured / bound))
-    return Claim(statement=statement, measured=float(measured[tightest]), bound=float(bound[tightest]))
+    tightest_step = int(np.argmax(measured / bound))
+    return Claim(statement=statement, measured=float(measured[tightest_step]), bound=float(bound[tightest_step]))
 
 
 def _make_curve(scheme: str, instance: int, run: Descent, claims: list[Claim], notes: dict[str, float]) -> Curve:
-    """Return the curve of a run. Its residual is the excess loss of the average of all models so far.
+    """Return the curve of a run; its residual is the excess loss of the average of all models so far.
 
     Args:
         scheme: Name of the kind of problem.
@@ -1096,7 +1135,7 @@ def _make_curve(scheme: str, instance: int, run: Descent, claims: list[Claim], n
         claims: The paper's statements about the run.
         notes: Constants of the problem, by name.
     """
-    residuals = tuple(map(float, run.averaged))
+    residuals = tuple(map(float, run.average_gap))
     no_rates: dict[str, float] = {}  # the bounds do not fall by the same factor in each step
     return Curve(
         scheme=scheme, instance=instance, residuals=residuals, claims=tuple(claims), rates=no_rates, notes=notes
