@@ -262,7 +262,7 @@ def linear_curve(
         JOINT_RATE: bounds.theorem_rate,
         LOCAL_RATE: linear.local_rate(problem, solution),  # not a bound: the rate near the solution
     }
-    rho = bounds.slope  # largest slope of the loss
+    rho = bounds.rho  # largest slope of the loss
     largest_difference_of_experts = float(np.ptp(solution.experts, axis=1).max())
     return Curve(
         scheme=scheme,

@@ -152,71 +152,72 @@ def coupled_objective(problem: LinearProblem, experts: Weights, router: Weights)
 
 
 def decoupled_objective(problem: LinearProblem, point: Point) -> float:
-    """Return the objective F (CoMiGS, eq. 25), in which each sample's shares of the experts are variables of their own.
+    """Return the objective F (CoMiGS, eq. 25), in which each sample's shares of the experts are free variables.
 
     F is the mean loss with these shares, plus weight decay, plus mu times the mean KL divergence from the shares to the
-    router's gates. If the shares are the gates, F equals :func:`coupled_objective`. For n samples the divergences are
-    summed with weight mu / n, as in eq. 25 and 26; eq. 23 of the paper prints mu / (2 n).
+    router's gates. If the shares are the gates, F equals :func:`coupled_objective`.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
+    losses = problem.loss.value(_outputs(problem, point), problem.targets)
     logits = problem.inputs @ point.router
-    outputs = (point.shares * (problem.inputs @ point.experts)).sum(1)
-    divergence = (
-        special.xlogy(point.shares, point.shares).sum(1)
-        + special.logsumexp(logits, axis=1)
-        - (point.shares * logits).sum(1)
-    )
-    fit = problem.loss.value(outputs, problem.targets) + problem.coupling * divergence
-    return float(fit.mean()) + _decay_penalty(problem, point.experts, point.router)
+    negative_entropies = special.xlogy(point.shares, point.shares).sum(1)
+    divergences = negative_entropies + special.logsumexp(logits, axis=1) - (point.shares * logits).sum(1)
+    mean = float((losses + problem.coupling * divergences).mean())
+    return mean + _decay_penalty(problem, point.experts, point.router)
 
 
 def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Shares:
     """Return the shares of every sample that minimise the objective F (CoMiGS, eq. 25), for given experts and router.
 
-    This is the first line of eq. 28. Stationarity on the simplex gives ``lambda = softmax(b - l'(t) a / mu)`` with
-    ``a = Theta^T x``, ``b = Phi^T x`` and the output ``t = <lambda, a>``. So each sample's t solves one scalar
-    equation, ``t - <softmax(b - l'(t) a / mu), a> = 0``. The left side increases in t, since l' does, and has its only
-    root between the smallest and the largest a_j.
+    This is the first line of eq. 28. The minimum is ``lambda = softmax(b - l'(t) a / mu)`` with the experts' outputs
+    ``a = Theta^T x``, the logits ``b = Phi^T x`` and the mixed output ``t = <lambda, a>``. So t is the root of
+    ``t - <softmax(b - l'(t) a / mu), a>``, which increases in t. It lies between the smallest and the largest a_j.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         experts: Weights Theta of the experts, (features, experts).
         router: Weights Phi of the router, (features, experts).
     """
-    expert_outputs, logits = problem.inputs @ experts, problem.inputs @ router
+    expert_outputs = problem.inputs @ experts  # a
+    logits = problem.inputs @ router  # b
     low, high = expert_outputs.min(1), expert_outputs.max(1)  # the bracket of each sample's root t
     tolerances = _ROOT_TOLERANCE * np.abs(expert_outputs).max(1)
-    outputs = (low + high) / 2
-    for iteration in range(_ITERATIONS):  # of a bracketed Newton method for t, all samples at once
+    outputs = (low + high) / 2  # t
+    # Newton's method inside the bracket, for all samples at once.
+    for iteration in range(_MAX_ROOT_ITERATIONS):
         shares = _shares_at_outputs(problem, expert_outputs, logits, outputs)
         mixed = (shares * expert_outputs).sum(1)
-        excess = outputs - mixed
+        excess = outputs - mixed  # 0 at the root
         is_unsolved = np.abs(excess) > tolerances
         if not is_unsolved.any():
             break
-        low, high = np.where(excess < 0, outputs, low), np.where(excess > 0, outputs, high)
+        low = np.where(excess < 0, outputs, low)
+        high = np.where(excess > 0, outputs, high)
+        middle = (low + high) / 2
+
         variance = (shares * (expert_outputs - mixed[:, None]) ** 2).sum(1)
         curvature = problem.loss.curvature(outputs, problem.targets)
         newton = outputs - excess / (1 + curvature * variance / problem.coupling)
-        # Newton's step where it stays inside the bracket; a halving now and then keeps the bracket shrinking.
-        takes_newton = (newton > low) & (newton < high) & (iteration % 3 < 2)
-        outputs = np.where(is_unsolved, np.where(takes_newton, newton, (low + high) / 2), outputs)
+        is_in_bracket = (newton > low) & (newton < high)
+        allows_newton = iteration % 3 < 2  # every third iteration halves the bracket
+        next_outputs = np.where(is_in_bracket & allows_newton, newton, middle)
+        outputs = np.where(is_unsolved, next_outputs, outputs)
     return _shares_at_outputs(problem, expert_outputs, logits, outputs)
 
 
 def _shares_at_outputs(problem: LinearProblem, expert_outputs: Shares, logits: Shares, outputs: Vector) -> Shares:
-    """Return ``softmax(b - l'(t) a / mu)`` for each sample: the best shares if t is the output with these shares.
+    """Return ``softmax(b - l'(t) a / mu)`` for each sample, with the derivative l' of the loss.
 
     Args:
-        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
+        problem: The samples, the loss, and the weight ``coupling`` (mu).
         expert_outputs: The experts' outputs a, shape (samples, experts).
         logits: The router's logits b, shape (samples, experts).
         outputs: t, shape (samples).
     """
-    slopes = problem.loss.slope(outputs, problem.targets)
+    slopes = problem.loss.slope(outputs, problem.targets)  # l'(t)
     return _softmax(logits - slopes[:, None] * expert_outputs / problem.coupling)
 
 
@@ -233,19 +234,21 @@ def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weigh
     Raises:
         DivergenceError: Scipy found no stationary point.
     """
-    return _find_stationary(
-        lambda flat: _router_gradient(problem, shares, flat.reshape(start.shape)).ravel(),
-        lambda flat: router_curvature(problem, flat.reshape(start.shape)),
-        start,
-        "the router's step",
-    )
+
+    def gradient(flat_router: Vector) -> Vector:
+        return _router_gradient(problem, shares, flat_router.reshape(start.shape)).ravel()
+
+    def hessian(flat_router: Vector) -> Float[np.ndarray, "size size"]:
+        return router_curvature(problem, flat_router.reshape(start.shape))
+
+    return _find_stationary(gradient, hessian, start, name="the router's step")
 
 
 def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
     """Return the experts that minimise the objective F (CoMiGS, eq. 25) for given shares (third line of eq. 28).
 
-    The output is linear in Theta, ``<lambda, Theta^T x> = <x lambda^T, Theta>``. For the squared loss this is ridge
-    regression in closed form; for the logistic loss it is a convex problem that is solved numerically.
+    The output is linear in Theta, ``<lambda, Theta^T x> = <x lambda^T, Theta>``. So for the squared loss this is ridge
+    regression with the features ``x lambda^T``; the logistic loss is minimised numerically.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
@@ -255,48 +258,57 @@ def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weig
     Raises:
         DivergenceError: Scipy found no stationary point.
     """
-    features = np.einsum("nd,ne->nde", problem.inputs, shares).reshape(len(shares), -1)  # x lambda^T, flat
-    samples, decay_matrix = len(features), problem.decay * np.eye(features.shape[1])
-    if not isinstance(problem.loss, Logistic):
-        normal = features.T @ features / samples + decay_matrix
-        return linalg.solve(normal, features.T @ problem.targets / samples, assume_a="pos").reshape(start.shape)
+    num_samples = len(shares)
     loss, targets = problem.loss, problem.targets
-    return _find_stationary(
-        lambda flat: features.T @ loss.slope(features @ flat, targets) / samples + problem.decay * flat,
-        lambda flat: (features.T * loss.curvature(features @ flat, targets)) @ features / samples + decay_matrix,
-        start,
-        "the experts' step",
-    )
+    features = np.einsum("nd,ne->nde", problem.inputs, shares).reshape(num_samples, -1)  # x lambda^T, flat
+    decay_matrix = problem.decay * np.eye(features.shape[1])
+
+    if not isinstance(loss, Logistic):
+        normal_matrix = features.T @ features / num_samples + decay_matrix
+        return linalg.solve(normal_matrix, features.T @ targets / num_samples, assume_a="pos").reshape(start.shape)
+
+    def gradient(flat_experts: Vector) -> Vector:
+        slopes = loss.slope(features @ flat_experts, targets)
+        return features.T @ slopes / num_samples + problem.decay * flat_experts
+
+    def hessian(flat_experts: Vector) -> Float[np.ndarray, "size size"]:
+        curvatures = loss.curvature(features @ flat_experts, targets)
+        return (features.T * curvatures) @ features / num_samples + decay_matrix
+
+    return _find_stationary(gradient, hessian, start, name="the experts' step")
 
 
 def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) -> Weights:
     """Return the gradient of the objective F (CoMiGS, eq. 25) in the router's weights Phi, shape (features, experts).
+
+    F depends on Phi by mu times the mean KL divergence from shares to gates, and by the decay ``alpha / 2 |Phi|^2``.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         shares: Shares lambda of the experts in each sample, (samples, experts).
         router: Weights Phi of the router, (features, experts).
     """
-    # F has mu times the mean KL divergence over samples, and the weight decay alpha / 2 |Phi|^2.
+    num_samples = len(shares)
     summed_divergence_gradient = problem.inputs.T @ (gates(problem, router) - shares)
-    return problem.coupling / len(shares) * summed_divergence_gradient + problem.decay * router
+    return problem.coupling / num_samples * summed_divergence_gradient + problem.decay * router
 
 
 def router_curvature(problem: LinearProblem, router: Weights) -> Float[np.ndarray, "size size"]:
     """Return the Hessian of the objective F (CoMiGS, eq. 25) in the router's weights Phi, row-major.
 
-    The Hessian is ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I`` with the Kronecker product ``(x)``
-    and the gates pi_i of sample i.
+    The Hessian is ``mu/n sum_i kron(x_i x_i^T, diag(pi_i) - pi_i pi_i^T) + alpha I`` with the input x_i and the gates
+    pi_i of sample i of n.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         router: Weights Phi of the router, (features, experts).
     """
-    probabilities = gates(problem, router)  # pi
-    softmax_jacobian = probabilities[:, :, None] * (np.eye(router.shape[1]) - probabilities[:, None, :])
-    blocks = np.einsum("na,nb,nef->aebf", problem.inputs, problem.inputs, softmax_jacobian, optimize=True)
-    size = router.size
-    return problem.coupling / len(probabilities) * blocks.reshape(size, size) + problem.decay * np.eye(size)
+    pi = gates(problem, router)
+    num_samples, num_experts = pi.shape
+    softmax_jacobians = pi[:, :, None] * (np.eye(num_experts) - pi[:, None, :])  # diag(pi_i) - pi_i pi_i^T
+    kronecker_sum = np.einsum("na,nb,nef->aebf", problem.inputs, problem.inputs, softmax_jacobians, optimize=True)
+    divergence_hessian = problem.coupling / num_samples * kronecker_sum.reshape(router.size, router.size)
+    return divergence_hessian + problem.decay * np.eye(router.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,9 +325,8 @@ class Descent:
 def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: int) -> Descent:
     """Minimise the objective F (CoMiGS, eq. 25) by alternation (eq. 28): shares, then router and experts, and so on.
 
-    For given shares, the best router and the best experts do not depend on each other. The result has the point and its
-    objective after each optimisation of the shares. So the shares of the first point are already optimal, which Theorem
-    F.2 of the paper requires. The alternation ends before ``steps`` if the shares no longer change.
+    The result has the point after each optimisation of the shares. The alternation ends early if the shares no longer
+    change.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
@@ -329,10 +340,10 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
     points = [_point_at_best_shares(problem, experts, router)]
     for _ in range(steps):
         shares = points[-1].shares
-        router = best_router(problem, shares, points[-1].router)
-        experts = best_experts(problem, shares, points[-1].experts)
+        router = best_router(problem, shares, start=points[-1].router)
+        experts = best_experts(problem, shares, start=points[-1].experts)
         points.append(_point_at_best_shares(problem, experts, router))
-        if np.allclose(points[-1].shares, shares, rtol=0, atol=_REST_TOLERANCE):
+        if np.allclose(points[-1].shares, shares, rtol=0, atol=_UNCHANGED_SHARES_TOLERANCE):
             break
     return Descent(points=points, values=[decoupled_objective(problem, point) for point in points])
 
@@ -340,20 +351,18 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
 def minimum(problem: LinearProblem, near: Point) -> Point:
     """Return the minimum of the objective F (CoMiGS, eq. 25) to machine precision, from a point near it.
 
-    Take up to 500 more steps of :func:`alternate`, then find a root of the gradient of ``min_Lambda F`` in (Theta,
-    Phi), which is the gradient of F at the best shares. If F is strongly convex the point is its only minimiser;
-    otherwise it is a stationary point to which the steps converge.
+    Up to 500 more steps of :func:`alternate` come close to the minimum. Then the gradient of ``min_Lambda F`` in
+    experts and router is solved for its root.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         near: A point close to the minimum, such as the last of a descent.
 
     Raises:
-        DivergenceError: The best router or the best experts were not found, or the objective at the stationary point is
-            above that of the steps.
+        DivergenceError: No root was found, or F is larger there than after the steps.
     """
-    for _ in range(_MAX_APPROACHES):  # of ten steps each
-        nearer = alternate(problem, near.experts, near.router, 10).points[-1]
+    for _ in range(_MAX_APPROACHES):
+        nearer = alternate(problem, near.experts, near.router, steps=10).points[-1]
         change = float(np.abs(nearer.shares - near.shares).max())
         near = nearer
         if change < _NEAR_TOLERANCE:
@@ -364,10 +373,11 @@ def minimum(problem: LinearProblem, near: Point) -> Point:
         experts, router = flat.reshape(start.shape)
         return weights_gradient(problem, _point_at_best_shares(problem, experts, router))
 
-    experts, router = _find_stationary(gradient_at_best_shares, None, start, "the minimum")
+    experts, router = _find_stationary(gradient_at_best_shares, None, start, name="the minimum")
     point = _point_at_best_shares(problem, experts, router)
     excess = decoupled_objective(problem, point) - decoupled_objective(problem, near)
-    if excess > _NEAR_TOLERANCE**2:  # a distance of the tolerance from a minimum changes the value by its square
+    largest_excess = _NEAR_TOLERANCE**2  # near a minimum, F changes by the square of the distance
+    if excess > largest_excess:
         raise DivergenceError(
             f"the minimum: the point found is {excess:.1e} above a point of the descent; 0 is allowed"
         )
@@ -375,7 +385,7 @@ def minimum(problem: LinearProblem, near: Point) -> Point:
 
 
 def _point_at_best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Point:
-    """Return the point of these experts and this router with the shares that minimise the objective F (CoMiGS, eq. 25).
+    """Return the point of given experts and router with the shares that minimise the objective F (CoMiGS, eq. 25).
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
@@ -394,8 +404,9 @@ def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
+    num_samples = len(point.shares)
     slopes = problem.loss.slope(_outputs(problem, point), problem.targets)
-    loss_gradient = problem.inputs.T @ (slopes[:, None] * point.shares) / len(point.shares)
+    loss_gradient = problem.inputs.T @ (slopes[:, None] * point.shares) / num_samples
     experts_gradient = loss_gradient + problem.decay * point.experts
     router_gradient = _router_gradient(problem, point.shares, point.router)
     return np.concatenate([experts_gradient.ravel(), router_gradient.ravel()])
@@ -403,10 +414,10 @@ def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
 
 _MAX_APPROACHES, _NEAR_TOLERANCE = 50, 1e-6
 """Largest number of times that :func:`minimum` takes ten more steps, and the change of shares at which it stops."""
-_REST_TOLERANCE = 1e-14
-"""Change of shares in one step at which a descent has come to rest."""
-_ITERATIONS, _ROOT_TOLERANCE = 120, 4e-15
-"""Largest number of iterations for the shares; tolerance of their equation relative to the experts' largest output."""
+_UNCHANGED_SHARES_TOLERANCE = 1e-14
+"""Change of shares in one step at which a descent ends."""
+_MAX_ROOT_ITERATIONS, _ROOT_TOLERANCE = 120, 4e-15
+"""Limits of the search for the best shares: iterations, and error relative to the experts' largest output."""
 _GRADIENT_TOLERANCE = 1e-9
 """Largest absolute entry of the gradient at a stationary point."""
 
@@ -415,17 +426,15 @@ def _find_stationary(
     gradient: Callable[[Vector], Vector],
     hessian: Callable[[Vector], Float[np.ndarray, "size size"]] | None,
     start: np.ndarray,
-    what: str,
+    name: str,
 ) -> np.ndarray:
     """Find a point at which a gradient is zero, by root finding.
-
-    Root finding keeps all digits; minimising the objective would lose half of them.
 
     Args:
         gradient: The gradient of a flat vector.
         hessian: The derivative of ``gradient``; None for finite differences.
         start: Initial value, of any shape.
-        what: Name of the problem, for the error message.
+        name: Name of the problem, for the error message.
 
     Returns:
         The stationary point, of the shape of ``start``.
@@ -435,9 +444,10 @@ def _find_stationary(
     """
     solution = optimize.root(gradient, start.ravel(), jac=hessian, method="hybr", options={"xtol": 1e-14})
     remaining_gradient = float(np.abs(gradient(solution.x)).max())
-    if not remaining_gradient < _GRADIENT_TOLERANCE:
+    is_stationary = remaining_gradient < _GRADIENT_TOLERANCE  # False for nan
+    if not is_stationary:
         raise DivergenceError(
-            f"{what}: the gradient stays at {remaining_gradient:.1e}; below {_GRADIENT_TOLERANCE:.0e} is allowed"
+            f"{name}: the gradient stays at {remaining_gradient:.1e}; below {_GRADIENT_TOLERANCE:.0e} is allowed"
         )
     return solution.x.reshape(start.shape)
 
@@ -472,11 +482,11 @@ def draw_linear(
     decay: float,
     coupling: float,
 ) -> LinearProblem:
-    """Draw a problem with normal inputs and targets of hidden linear experts.
+    """Draw a problem with normal inputs and targets of random linear experts.
 
-    A hidden linear router chooses one hidden expert for each sample. For the squared loss the sample's target is the
-    output of this expert plus noise of standard deviation 0.1. For the logistic loss the target is a label, 1 or -1,
-    drawn with the output as the logit of 1.
+    A random linear router chooses one expert for each sample. For the squared loss the sample's target is the output of
+    this expert plus noise. For the logistic loss the target is a label, 1 or -1, drawn with the output as the logit
+    of 1.
 
     Args:
         rng: Generator of all draws.
@@ -488,64 +498,65 @@ def draw_linear(
         coupling: Weight mu of the divergence between shares and gates in CoMiGS, eq. 25.
     """
     inputs = rng.standard_normal((samples, features))
-    chosen = (inputs @ rng.standard_normal((features, num_experts))).argmax(1)
-    outputs = (inputs @ rng.standard_normal((features, num_experts)))[np.arange(samples), chosen]
+    true_router = rng.standard_normal((features, num_experts))
+    chosen_experts = (inputs @ true_router).argmax(1)
+    true_experts = rng.standard_normal((features, num_experts))
+    expert_outputs = inputs @ true_experts
+    outputs = expert_outputs[np.arange(samples), chosen_experts]
     if isinstance(loss, Logistic):
-        targets = np.where(rng.uniform(size=samples) < special.expit(outputs), 1.0, -1.0)
+        probability_of_1 = special.expit(outputs)
+        targets = np.where(rng.uniform(size=samples) < probability_of_1, 1.0, -1.0)
     else:
-        targets = outputs + 0.1 * rng.standard_normal(samples)
+        noise = 0.1 * rng.standard_normal(samples)
+        targets = outputs + noise
     return LinearProblem(
         inputs=inputs, targets=targets, num_experts=num_experts, loss=loss, decay=decay, coupling=coupling
     )
 
 
-def printed_decay(feature_norm: float, slope: float, coupling: float) -> float:
-    """Return the smallest weight decay alpha that Proposition 1 of CoMiGS allows (eq. 27).
-
-    This weight decay is ``2 |x|^2 max(mu, rho^2 / mu)``.
-    The paper defines rho as a bound on the loss's derivative, but the proposition needs a bound on its absolute value.
+def printed_decay(input_norm: float, rho: float, coupling: float) -> float:
+    """Return the smallest weight decay that Proposition 1 of CoMiGS allows, ``2 |x|^2 max(mu, rho^2 / mu)`` (eq. 27).
 
     Args:
-        feature_norm: ``|x|``, the norm of a sample's input.
-        slope: rho, the largest absolute derivative of the loss by the output.
+        input_norm: ``|x|``, the norm of a sample's input.
+        rho: The largest absolute derivative of the loss by the output. (The paper omits "absolute".)
         coupling: mu, the weight of the divergence between shares and gates.
     """
-    return 2 * feature_norm**2 * max(coupling, slope**2 / coupling)
+    return 2 * input_norm**2 * max(coupling, rho**2 / coupling)
 
 
-def needed_decay(feature_norm: float, slope: float, coupling: float) -> float:
-    """Return the weight decay alpha above which one sample's objective (CoMiGS, eq. 26) is strongly convex.
+def needed_decay(input_norm: float, rho: float, coupling: float) -> float:
+    """Return the weight decay above which one sample's objective (CoMiGS, eq. 26) is strongly convex.
 
     This weight decay is ``|x|^2 (rho^2 + mu^2) / (2 mu)``, at most half of what the paper asks for
     (:func:`printed_decay`).
 
     Args:
-        feature_norm: ``|x|``, the norm of a sample's input.
-        slope: rho, the largest absolute derivative of the loss by the output.
+        input_norm: ``|x|``, the norm of a sample's input.
+        rho: The largest absolute derivative of the loss by the output.
         coupling: mu, the weight of the divergence between shares and gates.
     """
-    return feature_norm**2 * (slope**2 + coupling**2) / (2 * coupling)
+    return input_norm**2 * (rho**2 + coupling**2) / (2 * coupling)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConstants:
     """Constants of a problem with linear experts, and bounds on how fast CoMiGS's alternation converges on it.
 
-    ``radius`` bounds ``|(Theta, Phi)|`` over all iterates and the minimum: the objective never grows, and everything in
-    it but the weight decay is at least 0, so ``alpha / 2 |(Theta, Phi)|^2 <= F_0``. ``slope`` is rho within that
-    radius. ``feature_norm`` is the largest ``|x|``, ``feature_scale`` the largest eigenvalue of ``X^T X / n``,
-    ``smallest_share`` the delta of the module's docstring.
+    ``decay`` is alpha, ``coupling`` mu, ``rho`` the largest absolute derivative of the loss, ``max_loss_curvature`` its
+    largest second derivative. ``radius`` bounds ``|(Theta, Phi)|`` over all iterates and the minimum.
+    ``max_input_norm`` is the largest ``|x|``, ``input_scale`` the largest eigenvalue of ``X^T X / n``.
     """
 
     num_samples: int
     num_experts: int
     decay: float
     coupling: float
-    max_curvature: float
+    max_loss_curvature: float
     radius: float
-    slope: float
-    feature_norm: float
-    feature_scale: float
+    rho: float
+    max_input_norm: float
+    input_scale: float
 
     @property
     def smallest_share(self) -> float:
@@ -554,80 +565,74 @@ class LinearConstants:
         Optimal shares are a softmax of the scores ``<phi_j - l' / mu theta_j, x>``. Two of them differ by at most
         ``s = |x| radius sqrt(2 (1 + rho^2 / mu^2))``, as ``|l'| <= rho`` and ``|(Theta, Phi)| <= radius``.
         """
-        ratio = self.slope / self.coupling
-        max_score_difference = self.feature_norm * self.radius * float(np.sqrt(2 * (1 + ratio**2)))
-        # exp(710) would overflow.
-        return 1 / (1 + (self.num_experts - 1) * float(np.exp(min(max_score_difference, 700.0))))
+        ratio = self.rho / self.coupling
+        max_score_difference = self.max_input_norm * self.radius * float(np.sqrt(2 * (1 + ratio**2)))  # s
+        exponential = float(np.exp(min(max_score_difference, 700.0)))  # exp(710) would overflow
+        num_specialists = self.num_experts - 1  # N
+        return 1 / (1 + num_specialists * exponential)
 
     @property
     def printed_decay(self) -> float:
-        """CoMiGS, eq. 27, for the sample with the largest norm."""
-        return printed_decay(self.feature_norm, self.slope, self.coupling)
+        """Smallest weight decay that CoMiGS's Proposition 1 allows (eq. 27) for the largest input."""
+        return printed_decay(self.max_input_norm, self.rho, self.coupling)
 
     @property
     def modulus_weights(self) -> float:
-        """m_Y: lower bound on the curvature of the objective F (CoMiGS, eq. 25) in experts and router, for all shares.
+        """Lower bound m_Y on the curvature of the objective F (CoMiGS, eq. 25) in experts and router, for all shares.
 
-        If the bound is positive, F is strongly convex in experts and router; otherwise nothing is proved. The bound is
-        ``alpha - (rho^2 + mu^2) / (2 mu) * feature_scale``. Here alpha is the weight decay, rho the largest slope of
-        the loss, mu the weight of the divergence, and ``feature_scale`` the largest eigenvalue of ``X^T X / n``.
+        The bound is ``alpha - (rho^2 + mu^2) / (2 mu) * input_scale`` with the weight decay alpha, the weight
+        ``coupling`` (mu) of the divergence and the loss's largest slope rho. F is proved to be strongly convex in
+        experts and router if it is positive.
         """
-        return self.decay - self._rho2_plus_mu2 * self.feature_scale / (2 * self.coupling)
+        return self.decay - self._rho2_plus_mu2 * self.input_scale / (2 * self.coupling)
 
     @property
     def modulus_shares(self) -> float:
-        """m_X: modulus of strong convexity of the objective F (CoMiGS, eq. 25) in the shares along the simplex.
+        """Lower bound m_X on the curvature of the objective F (CoMiGS, eq. 25) in the shares, along the simplex.
 
-        The modulus, which holds for all experts and routers, is ``(2 mu - |x|^2 (rho^2 + mu^2) / alpha) / n`` with
-        weight decay alpha, largest slope rho of the loss, weight mu of the divergence, n samples and their largest norm
-        ``|x|``.
+        The bound is ``(2 mu - |x|^2 (rho^2 + mu^2) / alpha) / n`` with the largest norm ``|x|`` of n samples, the
+        weight decay alpha, the weight ``coupling`` (mu) of the divergence and the loss's largest slope rho.
         """
-        return (2 * self.coupling - self._rho2_plus_mu2 * self.feature_norm**2 / self.decay) / self.num_samples
+        return (2 * self.coupling - self._rho2_plus_mu2 * self.max_input_norm**2 / self.decay) / self.num_samples
 
     @property
     def modulus(self) -> float:
-        """Modulus m of strong convexity of the objective F (CoMiGS, eq. 25) in all variables.
+        """Lower bound m on the curvature of the objective F (CoMiGS, eq. 25) in all variables (mu of Theorem F.2).
 
-        CoMiGS's Theorem F.2 calls it mu. If m is not positive, nothing is proved.
-
-        F has the modulus m if F minus ``m / 2`` times the squared norm of all variables is convex. This difference is
-        an objective with the weight decay ``alpha - m``. The result is the largest m for which the argument of
-        :attr:`modulus_shares` shows that the difference is convex. For n samples m solves
-        ``n m = 2 mu - |x|^2 (rho^2 + mu^2) / (alpha - m)``, a quadratic equation:
-        ``n m^2 - (n alpha + 2 mu) m + 2 mu alpha - |x|^2 (rho^2 + mu^2) = 0``. Here rho is the loss's largest slope and
-        mu the weight of the divergence.
+        F minus ``m / 2`` times the squared norm of all variables is F with the weight decay ``alpha - m``, which must
+        be convex. By :attr:`modulus_shares` this holds up to ``n m = 2 mu - |x|^2 (rho^2 + mu^2) / (alpha - m)``, that
+        is ``n m^2 - (n alpha + 2 mu) m + 2 mu alpha - |x|^2 (rho^2 + mu^2) = 0``. If m is not positive, nothing is
+        proved.
         """
-        n = self.num_samples
-        linear = n * self.decay + 2 * self.coupling
-        constant = 2 * self.coupling * self.decay - self._rho2_plus_mu2 * self.feature_norm**2
+        n, alpha, mu = self.num_samples, self.decay, self.coupling
+        linear = n * alpha + 2 * mu  # minus the coefficient of m
+        constant = 2 * mu * alpha - self._rho2_plus_mu2 * self.max_input_norm**2
         product = 4 * n * constant
         # The smaller root of the quadratic equation, in the form without a difference of nearly equal numbers.
         return product / (2 * n * (linear + float(np.sqrt(linear**2 - product))))
 
     @property
     def smoothness_weights(self) -> float:
-        """L_Y: bound on the curvature of F in experts and router, ``alpha + max(sup l'', mu / 2) * feature_scale``.
+        """Upper bound L_Y on the curvature of the objective F (CoMiGS, eq. 25) in experts and router.
 
-        alpha is the weight decay, l'' the loss's second derivative, mu the weight of the divergence, and
-        ``feature_scale`` the largest eigenvalue of ``X^T X / n``. The divergence adds at most ``mu / 2``, since the
-        curvature of a log-softmax is at most 1/2.
+        The divergence adds at most ``mu / 2``, since the curvature of a log-softmax is at most 1/2.
         """
-        return self.decay + max(self.max_curvature, self.coupling / 2) * self.feature_scale
+        max_curvature = max(self.max_loss_curvature, self.coupling / 2)
+        return self.decay + max_curvature * self.input_scale
 
     @property
     def smoothness_shares(self) -> float:
-        """L_X: bound on the curvature of the objective F (CoMiGS, eq. 25) in the shares.
+        """Upper bound L_X on the curvature of the objective F (CoMiGS, eq. 25) in the shares.
 
-        The bound holds as long as every share is at least :attr:`smallest_share`. The divergence has the curvature
-        ``mu / share``. The loss adds at most its largest curvature times the squared output of an expert. Both are
-        divided by the number of samples, as F is a mean over samples.
+        The bound holds as long as every share is at least :attr:`smallest_share`.
         """
-        max_output = self.radius * self.feature_norm
-        return (self.coupling / self.smallest_share + self.max_curvature * max_output**2) / self.num_samples
+        divergence_curvature = self.coupling / self.smallest_share
+        max_expert_output = self.radius * self.max_input_norm
+        return (divergence_curvature + self.max_loss_curvature * max_expert_output**2) / self.num_samples
 
     @property
     def smoothness(self) -> float:
-        """L of CoMiGS, Theorem F.2: a bound on the curvature of the objective F in all variables.
+        """Upper bound L on the curvature of the objective F (CoMiGS, eq. 25) in all variables (Theorem F.2).
 
         The curvature of a convex function of two blocks of variables is at most the sum of the blocks' curvatures.
         """
@@ -635,20 +640,22 @@ class LinearConstants:
 
     @property
     def theorem_rate(self) -> float | None:
-        """Bound ``(1 - mu / L)^2`` on the factor by which a step multiplies ``F - F*`` (CoMiGS, Theorem F.2).
+        """Bound ``(1 - m / L)^2`` of CoMiGS's Theorem F.2 on the factor by which a step multiplies ``F - F*``.
 
-        ``F - F*`` is the objective's excess over its minimum. mu is here the modulus of strong convexity of F in all
-        variables, and L the largest curvature. None if mu is not positive, so that nothing is proved.
+        m and L are the smallest and the largest curvature of the objective F in all variables, F* is its minimum. None
+        if m is not positive, so that nothing is proved.
         """
-        return (1 - self.modulus / self.smoothness) ** 2 if self.modulus > 0 else None
+        if self.modulus <= 0:
+            return None
+        return (1 - self.modulus / self.smoothness) ** 2
 
     @property
     def block_rate(self) -> float | None:
-        """Upper bound ``(1 - m_Y / L_Y) (1 - m_X / L_X)`` on the ratio of ``F - F*`` after a step to that before it.
+        """Bound ``(1 - m_Y / L_Y) (1 - m_X / L_X)`` on the factor by which a step multiplies ``F - F*``.
 
-        F is the objective (CoMiGS, eq. 25) and F* its minimum. None if m_Y is not positive, so that nothing is proved.
+        m and L are the smallest and the largest curvature of the objective F (CoMiGS, eq. 25), in experts and router
+        (Y) and in shares (X). F* is its minimum. None if m_Y is not positive, so that nothing is proved.
         """
-        # The modulus m of strong convexity and the largest curvature L of F: in experts and router (Y), in shares (X).
         m_y, l_y = self.modulus_weights, self.smoothness_weights
         m_x, l_x = self.modulus_shares, self.smoothness_shares
         if m_y <= 0:
@@ -659,8 +666,8 @@ class LinearConstants:
 
     @property
     def _rho2_plus_mu2(self) -> float:
-        """``rho^2 + mu^2`` with the loss's largest slope rho and the weight mu of the divergence."""
-        return self.slope**2 + self.coupling**2
+        """``rho^2 + mu^2`` with the loss's largest slope rho and the weight ``coupling`` (mu) of the divergence."""
+        return self.rho**2 + self.coupling**2
 
 
 def constants(problem: LinearProblem, experts: Weights, router: Weights) -> LinearConstants:
@@ -671,30 +678,30 @@ def constants(problem: LinearProblem, experts: Weights, router: Weights) -> Line
         experts: The initial experts.
         router: The initial router.
     """
-    start = _point_at_best_shares(problem, experts, router)
-    # No step increases F, and no term of F is negative. So the weight decay alpha / 2 |(Theta, Phi)|^2 stays below F at
-    # the start, which bounds the norm |(Theta, Phi)|.
-    radius = float(np.sqrt(2 * decoupled_objective(problem, start) / problem.decay))
-    feature_norm = float(linalg.norm(problem.inputs, axis=1).max())
+    initial_value = decoupled_objective(problem, _point_at_best_shares(problem, experts, router))
+    # No step increases F, and no term of F is negative. So alpha / 2 |(Theta, Phi)|^2 stays below its initial value.
+    radius = float(np.sqrt(2 * initial_value / problem.decay))
+    max_input_norm = float(linalg.norm(problem.inputs, axis=1).max())
+    largest_output = radius * max_input_norm
+    num_samples = len(problem.inputs)
     return LinearConstants(
-        num_samples=len(problem.inputs),
+        num_samples=num_samples,
         num_experts=problem.num_experts,
         decay=problem.decay,
         coupling=problem.coupling,
-        max_curvature=problem.loss.max_curvature,
+        max_loss_curvature=problem.loss.max_curvature,
         radius=radius,
-        slope=problem.loss.slope_bound(radius * feature_norm, problem.targets),
-        feature_norm=feature_norm,
-        feature_scale=float(linalg.norm(problem.inputs, 2) ** 2) / len(problem.inputs),
+        rho=problem.loss.slope_bound(largest_output, problem.targets),
+        max_input_norm=max_input_norm,
+        input_scale=float(linalg.norm(problem.inputs, 2) ** 2) / num_samples,
     )
 
 
 def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -> float:
     """Return the smallest weight decay alpha that satisfies the condition of CoMiGS's Proposition 1 (eq. 27).
 
-    The condition ``alpha >= 2 |x|^2 max(mu, rho^2 / mu)`` contains rho, a bound on the loss's slope along the descent
-    from the initial point. rho depends on alpha, since more decay keeps the descent's outputs smaller. So alpha is the
-    root of a scalar equation, solved for ``log(alpha)``.
+    The condition is ``alpha >= 2 |x|^2 max(mu, rho^2 / mu)``. Its right side depends on alpha, too: more decay keeps
+    outputs smaller, and so the loss's largest slope rho along the descent. The equation is solved for ``log(alpha)``.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
@@ -702,13 +709,13 @@ def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -
         router: The initial router.
     """
 
-    def excess_log_decay(log_decay: float) -> float:
+    def log_decay_above_bound(log_decay: float) -> float:
         decay = float(np.exp(log_decay))
         constants_at_decay = constants(dataclasses.replace(problem, decay=decay), experts, router)
         return log_decay - float(np.log(constants_at_decay.printed_decay))
 
     log_decays = (-20.0, 20.0)  # decays from 2e-9 to 5e8
-    solution = optimize.root_scalar(excess_log_decay, bracket=log_decays, method="brentq", xtol=1e-12)
+    solution = optimize.root_scalar(log_decay_above_bound, bracket=log_decays, method="brentq", xtol=1e-12)
     return float(np.exp(solution.root))
 
 
@@ -718,19 +725,19 @@ Matrix = Float[np.ndarray, "rows columns"]
 def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
     """Return the Hessian of the objective F (CoMiGS, eq. 25) in (Theta, Phi, Lambda), row-major.
 
-    Shares are free variables here, although they must sum to one (:func:`tangent_hessian`). With one sample this is the
-    Hessian of the paper's eq. 26. In a direction (H, G, h) of (Theta, Phi, lambda) the loss contributes
-    ``l'' (<h, Theta^T x> + <lambda, H^T x>)^2 + 2 l' <h, H^T x>`` with its derivatives l' and l'' at the output. The
-    paper's proof of Proposition 1 lacks two factors of 2: that of the last term and that of the square's cross term.
+    Shares are free variables here, although they must sum to one; :func:`tangent_hessian` respects this.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
-    # Experts and router have no mixed derivatives: the loss sees the experts only, the divergence the router only.
-    top = linalg.block_diag(_experts_block(problem, point), router_curvature(problem, point.router))
-    cross = _cross_block(problem, point)
-    return np.block([[top, cross], [cross.T, _shares_block(problem, point)]])
+    # In a direction (H, G, h) the loss contributes l'' (<h, Theta^T x> + <lambda, H^T x>)^2 + 2 l' <h, H^T x>. The
+    # paper's proof of Proposition 1 lacks the factor 2 of the last term and of the square's cross term.
+    # Experts and router have no mixed derivatives: the loss depends on experts only, the divergence on the router only.
+    weights_block = linalg.block_diag(_experts_block(problem, point), router_curvature(problem, point.router))
+    cross_block = _cross_block(problem, point)
+    shares_block = _shares_block(problem, point)
+    return np.block([[weights_block, cross_block], [cross_block.T, shares_block]])
 
 
 def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
@@ -744,29 +751,32 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
         point: Experts Theta, router Phi and shares Lambda.
     """
     num_samples, num_experts = point.shares.shape
-    directions_of_sample = linalg.null_space(np.ones((1, num_experts)))  # a basis of those that sum to zero
-    basis = np.kron(np.eye(num_samples), directions_of_sample)
-    directions = linalg.block_diag(np.eye(2 * point.experts.size), basis)
+    zero_sum_directions = linalg.null_space(np.ones((1, num_experts)))  # of one sample's shares
+    share_directions = np.kron(np.eye(num_samples), zero_sum_directions)
+    weight_directions = np.eye(2 * point.experts.size)
+    directions = linalg.block_diag(weight_directions, share_directions)
     return directions.T @ hessian(problem, point) @ directions
 
 
 def local_rate(problem: LinearProblem, solution: Point) -> float:
     """Return the factor by which a step of the alternation (CoMiGS, eq. 28) multiplies ``F - F*`` near a solution.
 
-    By Example 2 of the paper distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the
-    solution's Hessian (experts and router; shares; mixed). The objective is quadratic there, so ``F - F*`` shrinks by
-    ``r^2``.
+    By Example 2 of the paper distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2``, and so ``F - F*`` by ``r^2``. A, B and
+    C are blocks of the solution's Hessian: experts and router, shares, mixed.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         solution: The fixed point of the alternation.
     """
-    whole = tangent_hessian(problem, solution)
-    weights_size = 2 * solution.experts.size  # experts and router have equal shapes
-    # |L_a^-1 C^T L_b^-T| with Cholesky factors L of A and B equals the norm with symmetric roots.
-    lower_a = linalg.cholesky(whole[:weights_size, :weights_size], lower=True)
-    lower_b = linalg.cholesky(whole[weights_size:, weights_size:], lower=True)
-    half_solved = linalg.solve_triangular(lower_a, whole[:weights_size, weights_size:], lower=True)
+    hessian_at_solution = tangent_hessian(problem, solution)
+    num_weights = 2 * solution.experts.size  # experts and router have equal shapes
+    a = hessian_at_solution[:num_weights, :num_weights]
+    b = hessian_at_solution[num_weights:, num_weights:]
+    c_transposed = hessian_at_solution[:num_weights, num_weights:]
+    # With Cholesky factors in place of the symmetric roots the norm is the same.
+    lower_a = linalg.cholesky(a, lower=True)
+    lower_b = linalg.cholesky(b, lower=True)
+    half_solved = linalg.solve_triangular(lower_a, c_transposed, lower=True)
     solved = linalg.solve_triangular(lower_b, half_solved.T, lower=True)
     return float(linalg.norm(solved, 2) ** 4)  # r^2
 
@@ -779,36 +789,38 @@ def _outputs(problem: LinearProblem, point: Point) -> Float[np.ndarray, " sample
 def _experts_block(problem: LinearProblem, point: Point) -> Matrix:
     """Return the Hessian of the objective F (CoMiGS, eq. 25) in the experts Theta, row-major.
 
-    The Hessian is ``mean(l'' z z^T) + alpha I``, where z is the matrix ``x lambda^T`` of a sample as a vector: the
-    output is the scalar product of z and Theta. l'' is the loss's second derivative, alpha the weight decay.
+    The Hessian is ``mean(l'' z z^T) + alpha I`` with the flat matrix ``z = x lambda^T`` of a sample, since the output
+    is ``<z, Theta>``. l'' is the loss's second derivative, alpha the weight decay.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
-    features = np.einsum("nd,ne->nde", problem.inputs, point.shares).reshape(len(point.shares), -1)
-    curvature = problem.loss.curvature(_outputs(problem, point), problem.targets)
-    return (features.T * curvature) @ features / len(features) + problem.decay * np.eye(features.shape[1])
+    num_samples = len(point.shares)
+    z = np.einsum("nd,ne->nde", problem.inputs, point.shares).reshape(num_samples, -1)
+    curvature = problem.loss.curvature(_outputs(problem, point), problem.targets)  # l''
+    return (z.T * curvature) @ z / num_samples + problem.decay * np.eye(z.shape[1])
 
 
 def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
     """Return the mixed second derivatives of the objective F (CoMiGS, eq. 25) in weights and shares.
 
-    Rows are the entries of Theta and Phi, columns the entries of Lambda, all row-major. Take a sample x, its feature d,
-    the expert e of the weight and the expert f of the share. The derivative is
-    ``l' x_d [e = f] + l'' x_d lambda_e a_f`` in Theta and ``-mu x_d [e = f]`` in Phi, both divided by the number of
-    samples. a are the experts' outputs.
+    Rows are the entries of Theta and Phi, columns the entries of Lambda, all row-major. For a sample x, the weight of
+    its feature d and expert e, and the share of expert f, the derivative times the number of samples is
+    ``l' x_d [e = f] + l'' x_d lambda_e a_f`` in Theta and ``-mu x_d [e = f]`` in Phi, with the experts' outputs a.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
-    x, (num_samples, num_experts) = problem.inputs, point.shares.shape
-    outputs, expert_outputs = _outputs(problem, point), x @ point.experts
-    slope = problem.loss.slope(outputs, problem.targets)
-    curvature = problem.loss.curvature(outputs, problem.targets)
-    # Entries (sample, feature, expert of the weight, expert of the share).
-    same_expert = np.einsum("nd,ef->ndef", x, np.eye(num_experts))
+    x = problem.inputs
+    num_samples, num_experts = point.shares.shape
+    outputs = _outputs(problem, point)
+    expert_outputs = x @ point.experts  # a
+    slope = problem.loss.slope(outputs, problem.targets)  # l'
+    curvature = problem.loss.curvature(outputs, problem.targets)  # l''
+    # Axes n, d, e, f: sample, feature, expert of the weight, expert of the share.
+    same_expert = np.einsum("nd,ef->ndef", x, np.eye(num_experts))  # x_d [e = f]
     through_curvature = np.einsum("n,nd,ne,nf->ndef", curvature, x, point.shares, expert_outputs)
     experts_rows = slope[:, None, None, None] * same_expert + through_curvature
     router_rows = -problem.coupling * same_expert
@@ -817,17 +829,19 @@ def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
 
 
 def _shares_block(problem: LinearProblem, point: Point) -> Matrix:
-    """Return the Hessian of the objective F (CoMiGS, eq. 25) in Lambda, row-major: a block for each sample.
+    """Return the Hessian of the objective F (CoMiGS, eq. 25) in the shares Lambda, row-major.
 
-    The block of a sample is ``(l'' a a^T + mu diag(1 / lambda)) / n`` with the experts' outputs a, the loss's second
-    derivative l'', the sample's shares lambda and the number n of samples.
+    It is block diagonal. The block of a sample is ``(l'' a a^T + mu diag(1 / lambda)) / n`` with the experts' outputs
+    a, the loss's second derivative l'', the sample's shares lambda and the number n of samples.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
-    expert_outputs = problem.inputs @ point.experts
-    curvature = problem.loss.curvature(_outputs(problem, point), problem.targets)
-    blocks = curvature[:, None, None] * expert_outputs[:, :, None] * expert_outputs[:, None, :]
-    blocks = blocks + problem.coupling * np.eye(expert_outputs.shape[1]) / point.shares[:, :, None]
-    return np.asarray(linalg.block_diag(*(blocks / len(blocks))))
+    num_samples, num_experts = point.shares.shape
+    a = problem.inputs @ point.experts
+    curvature = problem.loss.curvature(_outputs(problem, point), problem.targets)  # l''
+    loss_blocks = curvature[:, None, None] * a[:, :, None] * a[:, None, :]
+    divergence_blocks = problem.coupling * np.eye(num_experts) / point.shares[:, :, None]
+    blocks = (loss_blocks + divergence_blocks) / num_samples
+    return np.asarray(linalg.block_diag(*blocks))
