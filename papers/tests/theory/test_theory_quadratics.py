@@ -11,12 +11,12 @@ from comingle_papers.theory.quadratics import (
     alternate,
     best_experts,
     best_router,
-    composition,
     draw_quadratic,
     energy_norms,
     fixed_point,
     interpolate,
     quadratic_constants,
+    step_matrix,
 )
 
 SEEDS = range(60)
@@ -71,7 +71,7 @@ def test_with_one_function_theorem_f1_cannot_be_improved_and_implies_example_1()
     for seed in SEEDS:
         valid, train, _ = pair(seed, 0.0)
         found = quadratic_constants(valid, train)
-        radius = np.abs(linalg.eigvals(composition(valid, train))).max()
+        radius = np.abs(linalg.eigvals(step_matrix(valid, train))).max()
         assert found.rate == pytest.approx(radius, rel=1e-8)
         assert found.example_rate is not None
         assert found.wielandt_rate is not None
@@ -110,7 +110,7 @@ def test_example_1_fails_in_the_norm_in_which_it_is_printed() -> None:
     assert linalg.eigvalsh(whole)[0] > 0
     found = quadratic_constants(quadratic, quadratic)
     assert found.example_rate is not None
-    assert linalg.norm(composition(quadratic, quadratic), 2) > 1.5 > found.example_rate
+    assert linalg.norm(step_matrix(quadratic, quadratic), 2) > 1.5 > found.example_rate
     thetas, _ = alternate(quadratic, quadratic, np.array([0.0, 1.0]), 1)
     assert linalg.norm(thetas[1]) > 1.5 * linalg.norm(thetas[0])
     energies = energy_norms(thetas, block)

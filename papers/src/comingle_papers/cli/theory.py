@@ -56,14 +56,11 @@ def theory(
 
 
 def _load_recipe(recipe: Path | None, seed: int | None) -> tuple[Path, TheoryRecipe]:
-    """Load the recipe of ``comingle theory``.
+    """Load the recipe of ``comingle theory``; return its path and content.
 
     Args:
-        recipe: The file; None for the published one.
+        recipe: The file; None for ``comigs/theory.yaml``.
         seed: Seed that replaces the recipe's; None keeps it.
-
-    Returns:
-        The path of the file, and the recipe.
     """
     from comingle_papers.recipes import load_theory_recipe, parse_theory_recipe, published_recipes
 
@@ -71,7 +68,8 @@ def _load_recipe(recipe: Path | None, seed: int | None) -> tuple[Path, TheoryRec
     loaded = load_theory_recipe(path)
     if seed is None:
         return path, loaded
-    return path, parse_theory_recipe({**loaded.model_dump(), "seed": seed}, where="--seed")
+    with_seed = {**loaded.model_dump(), "seed": seed}
+    return path, parse_theory_recipe(with_seed, where="--seed")
 
 
 def _require_packages() -> None:
@@ -91,11 +89,11 @@ def _require_packages() -> None:
 def render(rows: list[Row]) -> Table:
     """Return the terminal table of ``comingle theory``: the papers' statements with measured values and bounds.
 
-    Each algorithm ("scheme") has a heading, then a line for each statement about it. A line has the measured value and
-    the bound of the random problem ("instance") closest to its bound, and the number of instances that obey the bound.
+    Each kind of problem ("scheme") has a heading, then a line for each statement about it, such as
+    ``Theorem F.1, experts   0.41   ≤   0.43   20 of 20``.
 
     Args:
-        rows: The statements over all instances, ordered so that rows of the same scheme follow each other.
+        rows: The statements; rows of the same scheme follow each other.
     """
     from comingle.reports.formatting import Table
     from comingle.utils.terminal import words
@@ -108,10 +106,13 @@ def render(rows: list[Row]) -> Table:
         if row.scheme != scheme:
             scheme = row.scheme
             table.add_row(words(scheme, "bold"))
-        relation = "" if row.bound is None else ("≥" if row.at_least else "≤")
+        if row.bound is None:
+            relation, bound = "", "none"
+        else:
+            relation = "≥" if row.at_least else "≤"
+            bound = number(row.bound)
         holds_where_it_applies = row.held == row.covered
         style = "" if holds_where_it_applies else "red"
-        bound = "none" if row.bound is None else number(row.bound)
         table.add_row(f"  {row.statement}", number(row.measured), relation, bound, _count_instances(row), style=style)
     table.caption = (
         "CoMiGS: largest share of the residual left by one step. Clusters: the instance closest to its bound.\n"
@@ -123,14 +124,18 @@ def render(rows: list[Row]) -> Table:
 
 
 def _count_instances(row: Row) -> str:
-    """Return how many instances obey a statement, as "3 of 5, 2 without bound"."""
-    without_bound = row.instances - row.covered
-    held_text = f"{row.held} of {row.covered}" if row.covered else ""
-    return ", ".join(part for part in (held_text, f"{without_bound} without bound" if without_bound else "") if part)
+    """Return how many random problems obey a statement, as "3 of 5, 2 without bound"."""
+    parts = []
+    if row.covered:
+        parts.append(f"{row.held} of {row.covered}")
+    num_without_bound = row.instances - row.covered
+    if num_without_bound:
+        parts.append(f"{num_without_bound} without bound")
+    return ", ".join(parts)
 
 
 def number(value: float) -> str:
-    """Format a number with four digits, or as ``1 - 2e-05`` where these would round a rate below 1 to 1."""
+    """Format a number with four digits, but a number just below 1 as ``1 - 2e-05``, to tell it from 1."""
     if 0.9999 < value < 1:
         return f"1 - {1 - value:.0e}"
     return f"{value:.4g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -69,8 +70,7 @@ def check_all(
 ) -> list[Curve]:
     """Run the papers' algorithms on small random problems, and compare their convergence with the papers' bounds.
 
-    CoMiGS minimises over blocks of variables in turn; FLoRAL is local SGD in clusters of clients. Each random problem
-    ("instance") has its own random stream.
+    CoMiGS minimises over blocks of variables in turn; FLoRAL is local SGD in clusters of clients.
 
     Args:
         seed: Seed of the random streams.
@@ -111,9 +111,8 @@ def as_json(seed: int, curves: list[Curve]) -> dict[str, object]:
 def _quadratic_curves(seed: int, settings: QuadraticSettings) -> Iterator[Curve]:
     """Minimise random pairs of quadratics in turn, and yield the curve of each pair and mismatch.
 
-    A curve has the distance from the solution before every step. The mismatch says how much the training objective
-    differs from the validation objective. A pair ("instance") has the same random stream, and so the same validation
-    objective and start, for all mismatches.
+    The mismatch says how much the training objective differs from the validation objective. A pair ("instance") has the
+    same validation objective and start for all mismatches.
 
     Args:
         seed: Seed of the random streams.
@@ -123,8 +122,9 @@ def _quadratic_curves(seed: int, settings: QuadraticSettings) -> Iterator[Curve]
         objectives = "f_valid = f_train" if mismatch == 0 else f"f_valid ≠ f_train, mismatch {mismatch:g}"
         for instance in range(settings.instances):
             rng = np.random.default_rng([seed, 0, instance])  # 0: the random streams of quadratics
-            sizes = settings.experts_size, settings.router_size, settings.condition
-            valid, other = quadratics.draw_quadratic(rng, *sizes), quadratics.draw_quadratic(rng, *sizes)
+            sizes = settings.experts_size, settings.router_size
+            valid = quadratics.draw_quadratic(rng, *sizes, settings.condition)
+            other = quadratics.draw_quadratic(rng, *sizes, settings.condition)
             train = quadratics.interpolate(valid, other, mismatch)
             start = 3 * rng.standard_normal(settings.experts_size)
             yield quadratic_curve(f"quadratic, {objectives}", instance, valid, train, start, settings.steps)
@@ -140,44 +140,45 @@ def quadratic_curve(
 ) -> Curve:
     """Minimise two quadratics by router and experts in turn, and check Theorem F.1 and Example 1 of CoMiGS.
 
-    The theorem bounds the factor by which a step multiplies distances from the fixed point, in the norms of the two
-    objectives' curvatures. The curve's residual is the experts' distance in the norm of the training objective. If both
-    objectives are one function, Example 1 bounds the same factor. Wielandt's inequality bounds the factor more tightly.
-    As printed, Example 1 also bounds the spectral norm of a step's matrix.
+    The theorem bounds the factor by which a step multiplies distances from the fixed point. Example 1 and Wielandt's
+    inequality bound the same factor if both objectives are one function.
 
     Args:
         scheme: Name of the kind of problem.
         instance: Number of the random problem.
-        valid: The validation objective.
-        train: The training objective.
+        valid: The validation objective, which the router minimises.
+        train: The training objective, which the experts minimise.
         start: The initial experts.
         steps: Number of steps.
     """
     bounds = quadratics.quadratic_constants(valid, train)
     thetas, phis = quadratics.alternate(valid, train, start, steps)
-    experts, router = quadratics.fixed_point(valid, train)
-    expert_distances = quadratics.energy_norms(thetas - experts, train.experts_block)
-    router_distances = quadratics.energy_norms(phis - router, valid.router_block)
-    rate = bounds.rate if bounds.rate < 1 else None  # Theorem F.1 is about contractions, whose factor is below 1
-    measured = largest_step_ratio(expert_distances)
+    fixed_experts, fixed_router = quadratics.fixed_point(valid, train)
+    # Theorem F.1 measures distances in the norms of the objectives' curvatures.
+    experts_distances = quadratics.energy_norms(thetas - fixed_experts, train.experts_block)
+    router_distances = quadratics.energy_norms(phis - fixed_router, valid.router_block)
+    experts_ratio = largest_step_ratio(experts_distances)
+    router_ratio = largest_step_ratio(router_distances)
+    is_contraction = bounds.rate < 1  # as Theorem F.1 requires
+    theorem_rate = bounds.rate if is_contraction else None
     claims = [
-        Claim(statement=f"{F1}, experts", measured=measured, bound=rate),
-        Claim(statement=f"{F1}, router", measured=largest_step_ratio(router_distances), bound=rate),
+        Claim(statement=f"{F1}, experts", measured=experts_ratio, bound=theorem_rate),
+        Claim(statement=f"{F1}, router", measured=router_ratio, bound=theorem_rate),
     ]
     if bounds.same_function:
-        spectral_norm = float(linalg.norm(quadratics.composition(valid, train), 2))
+        spectral_norm = float(linalg.norm(quadratics.step_matrix(valid, train), 2))  # as Example 1 is printed
         claims += [
-            Claim(statement=WIELANDT, measured=measured, bound=bounds.wielandt_rate),
-            Claim(statement=EXAMPLE, measured=measured, bound=bounds.example_rate),
+            Claim(statement=WIELANDT, measured=experts_ratio, bound=bounds.wielandt_rate),
+            Claim(statement=EXAMPLE, measured=experts_ratio, bound=bounds.example_rate),
             Claim(statement=EUCLIDEAN, measured=spectral_norm, bound=bounds.example_rate),
         ]
-    rates = {F1: rate, EXAMPLE: bounds.example_rate}
+    rates = {F1: theorem_rate, EXAMPLE: bounds.example_rate}
     return Curve(
         scheme=scheme,
         instance=instance,
-        residuals=tuple(map(float, expert_distances)),
+        residuals=tuple(map(float, experts_distances)),
         claims=tuple(claims),
-        rates={name: value for name, value in rates.items() if value is not None},
+        rates={statement: rate for statement, rate in rates.items() if rate is not None},
         notes={"lambda_1": bounds.router_lipschitz, "lambda_2": bounds.experts_lipschitz},
     )
 
@@ -186,16 +187,15 @@ def quadratic_curve(
 
 
 def _linear_curves(seed: int, settings: LinearSettings) -> Iterator[Curve]:
-    """Yield the curve of a run on random problems with linear experts, for each loss, weight decay and problem.
-
-    Settings give the decay as a multiple of the smallest decay that satisfies the condition of CoMiGS's Proposition 1
-    (eq. 27). The smallest decay depends on the problem, so the decay is set after the problem is drawn.
+    """Run CoMiGS's alternation on random problems with linear experts; yield a curve for each loss, decay and problem.
 
     Args:
         seed: Seed of the random streams.
-        settings: Settings of the linear experts.
+        settings: Settings of the linear experts. ``decays`` are multiples of the smallest weight decay that CoMiGS's
+            Proposition 1 allows (eq. 27) for the problem drawn.
     """
-    for name in settings.losses:
+    num_experts = settings.specialists + 1
+    for loss_name in settings.losses:
         for multiple in settings.decays:
             for instance in range(settings.instances):
                 rng = np.random.default_rng([seed, 1, instance])  # 1: the random streams of linear experts
@@ -203,15 +203,15 @@ def _linear_curves(seed: int, settings: LinearSettings) -> Iterator[Curve]:
                     rng,
                     samples=settings.samples,
                     features=settings.features,
-                    num_experts=settings.specialists + 1,
-                    loss=LOSSES[name],
+                    num_experts=num_experts,
+                    loss=LOSSES[loss_name],
                     decay=1.0,  # replaced below
                     coupling=settings.coupling,
                 )
-                experts, router = rng.standard_normal((2, settings.features, settings.specialists + 1))
+                experts, router = rng.standard_normal((2, settings.features, num_experts))
                 decay = multiple * linear.threshold_decay(problem, experts, router)
                 problem = dataclasses.replace(problem, decay=decay)
-                scheme = f"linear, {name}, α = {multiple:g} × eq. 27"
+                scheme = f"linear, {loss_name}, α = {multiple:g} × eq. 27"
                 yield linear_curve(scheme, instance, problem, experts, router, settings.steps)
 
 
@@ -225,11 +225,10 @@ def linear_curve(
 ) -> Curve:
     """Run CoMiGS's alternation on one problem, and check the paper's Theorem F.2 and Proposition 1.
 
-    A step optimises the router and the experts, then the shares. The residual is ``F - F*``, the objective F (CoMiGS,
-    eq. 25) minus its minimum. The claims are:
+    The residual is ``F - F*``, the objective F (CoMiGS, eq. 25) minus its minimum. The claims are:
 
-    - Theorem F.2: a step multiplies the residual by at most a rate. There are two such bounds, one from constants of
-      each block of variables (``BLOCK_RATE``), one from constants of all variables (``JOINT_RATE``).
+    - Theorem F.2: a step multiplies the residual by at most a rate. ``BLOCK_RATE`` is computed from the curvatures of F
+      in each block of variables, ``JOINT_RATE`` from those in all variables.
     - Proposition 1: F is strongly convex, so no eigenvalue of its Hessian is below the modulus.
     - At the minimum all N + 1 experts are equal, so all shares are ``1 / (N + 1)``.
 
@@ -252,45 +251,46 @@ def linear_curve(
     rounding_floor = VALUE_FLOOR * max(1.0, abs(minimum))
     measured_rate = largest_step_ratio(residuals, floor=rounding_floor)
     smallest_eigenvalue = _smallest_eigenvalue(problem, descent.points)
-    # F is proved to be strongly convex only if a lower bound on its curvature is positive.
-    modulus = bounds.modulus if bounds.modulus > 0 else None
-    is_convex_in_experts_and_router = bounds.modulus_weights > 0
-    uniform_share = 1 / problem.num_experts if is_convex_in_experts_and_router else None
     largest_share = float(solution.shares.max())
+
+    # Claims whose bound is None are not checked: strong convexity is proved only if a modulus is positive.
+    is_strongly_convex = bounds.modulus > 0
+    modulus = bounds.modulus if is_strongly_convex else None
+    is_strongly_convex_in_weights = bounds.modulus_weights > 0  # in experts and router
+    uniform_share = 1 / problem.num_experts if is_strongly_convex_in_weights else None
+    claims = (
+        Claim(statement=BLOCK_RATE, measured=measured_rate, bound=bounds.block_rate),
+        Claim(statement=JOINT_RATE, measured=measured_rate, bound=bounds.theorem_rate),
+        Claim(statement=EIGENVALUE, measured=smallest_eigenvalue, bound=modulus, at_least=True),
+        Claim(statement=UNIFORM, measured=largest_share, bound=uniform_share),
+    )
     rates = {
         BLOCK_RATE: bounds.block_rate,
         JOINT_RATE: bounds.theorem_rate,
         LOCAL_RATE: linear.local_rate(problem, solution),  # not a bound: the rate near the solution
     }
-    rho = bounds.rho  # largest slope of the loss
     largest_difference_of_experts = float(np.ptp(solution.experts, axis=1).max())
     return Curve(
         scheme=scheme,
         instance=instance,
         residuals=tuple(map(float, residuals)),
-        claims=(
-            Claim(statement=BLOCK_RATE, measured=measured_rate, bound=bounds.block_rate),
-            Claim(statement=JOINT_RATE, measured=measured_rate, bound=bounds.theorem_rate),
-            Claim(statement=EIGENVALUE, measured=smallest_eigenvalue, bound=modulus, at_least=True),
-            Claim(statement=UNIFORM, measured=largest_share, bound=uniform_share),
-        ),
-        rates={name: rate for name, rate in rates.items() if rate is not None},
-        notes={"alpha": problem.decay, "rho": rho, "experts_apart": largest_difference_of_experts},
+        claims=claims,
+        rates={statement: rate for statement, rate in rates.items() if rate is not None},
+        notes={"alpha": problem.decay, "rho": bounds.rho, "experts_apart": largest_difference_of_experts},
     )
 
 
 def _smallest_eigenvalue(problem: linear.LinearProblem, points: list[linear.Point]) -> float:
-    """Return the smallest eigenvalue of the objective's Hessian at the points of a descent.
-
-    The shares are restricted to the simplex. Only five evenly spaced points are checked, as eigenvalues take long.
+    """Return the smallest eigenvalue of the objective's Hessian (with shares in the simplex) at five points of a run.
 
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
-        points: Experts, router and shares after each step of the descent.
+        points: Experts, router and shares after each step of the run.
     """
-    indices = {round(i) for i in np.linspace(0, len(points) - 1, 5)}
-    eigenvalues_of_points = [linalg.eigvalsh(linear.tangent_hessian(problem, points[i])) for i in indices]
-    return min(float(eigenvalues[0]) for eigenvalues in eigenvalues_of_points)  # in ascending order
+    num_checked = 5  # evenly spaced
+    indices = {round(i) for i in np.linspace(0, len(points) - 1, num_checked)}
+    hessians = [linear.tangent_hessian(problem, points[i]) for i in indices]
+    return min(float(linalg.eigvalsh(hessian).min()) for hessian in hessians)
 
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; dashes say the same once more.
@@ -311,11 +311,7 @@ SETTINGS: dict[Any, Any] = {"svg.hashsalt": "comingle", "svg.fonttype": "none", 
 
 
 def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
-    """Write ``residuals.png`` and ``residuals.svg``, with one panel for each algorithm ("scheme").
-
-    A panel has a curve for each random problem ("instance"). The curve shows the residual (distance from the solution,
-    or excess of the objective) before every step, relative to the first residual. The first instance with a bound is
-    drawn with its predicted rates, the others as thin lines.
+    """Write ``residuals.png`` and ``residuals.svg``: a panel for each kind of problem ("scheme") with its curves.
 
     Args:
         curves: The curves of all problems.
@@ -329,70 +325,68 @@ def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     schemes = list(dict.fromkeys(curve.scheme for curve in curves))
-    columns = min(3, len(schemes))
-    rows = -(-len(schemes) // columns)  # rounded up
+    num_columns = min(3, len(schemes))
+    num_rows = math.ceil(len(schemes) / num_columns)
     with mpl.rc_context(SETTINGS):
-        figure = Figure(figsize=(3.9 * columns, 2.9 * rows + 0.6), layout="constrained")
+        figure = Figure(figsize=(3.9 * num_columns, 2.9 * num_rows + 0.6), layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.subplots(rows, columns, squeeze=False)
-        for axes, scheme in zip(grid.flat, schemes, strict=False):  # the last panels may have no scheme
+        panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+        for axes, scheme in zip(panels, schemes, strict=False):  # the last panels may have no scheme
             _draw_panel(axes, [curve for curve in curves if curve.scheme == scheme])
-        for axes in list(grid.flat)[len(schemes) :]:
-            axes.set_axis_off()
-        lines = {label: line for axes in grid.flat for line, label in zip(*_legend_entries(axes), strict=True)}
+        for unused_axes in panels[len(schemes) :]:
+            unused_axes.set_axis_off()
+        line_by_label = {}
+        for axes in panels:
+            line_by_label.update(_legend_lines(axes))
         figure.legend(
-            lines.values(),
-            lines.keys(),
+            line_by_label.values(),
+            line_by_label.keys(),
             loc="outside lower center",
-            ncols=min(4, 2 * columns),  # two below each column of panels, but at most four
+            ncols=min(4, 2 * num_columns),
             frameon=False,
         )
-        paths = [folder / f"residuals.{kind}" for kind in ("png", "svg")]
-        for path in paths:  # without date, so that equal results give equal files
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    return paths
+        png, svg = folder / "residuals.png", folder / "residuals.svg"
+        figure.savefig(png, dpi=150)
+        figure.savefig(svg, dpi=150, metadata={"Date": None})  # without date, so that equal results give equal files
+    return [png, svg]
 
 
-def _legend_entries(place: Axes) -> Any:
-    """Return the lines of a panel and their labels; matplotlib does not annotate the type."""
-    return place.get_legend_handles_labels()
+def _legend_lines(axes: Axes) -> dict[str, Any]:
+    """Return the lines of a panel by their label."""
+    lines, labels = axes.get_legend_handles_labels()
+    return dict(zip(labels, lines, strict=True))
 
 
 def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
-    """Draw the measured residuals of one algorithm on random problems ("instances"), on a logarithmic axis.
+    """Draw the residuals of one kind of problem, one curve for each random problem, on a logarithmic axis.
 
-    A residual is the distance from the solution, or the excess of the objective. The first instance with a proved rate
-    of convergence is drawn with all its predicted rates, the others as thin grey lines. ``LOCAL_RATE`` is not a
-    proved rate: it is the slope that curves approach near the solution.
+    One curve is highlighted and drawn with its predicted rates: the first that has a proved rate of convergence. The
+    others are thin grey lines. ``LOCAL_RATE`` is no proved rate, but the slope of curves near the solution.
 
     Args:
         axes: The panel.
-        curves: One curve per instance.
+        curves: One curve per random problem.
     """
-    chosen = next((curve for curve in curves if set(curve.rates) - {LOCAL_RATE}), curves[0])
-    num_residuals = max(3, _count_visible(chosen))  # so that lines of predicted rates have some length
+    curves_with_proved_rate = [curve for curve in curves if set(curve.rates) - {LOCAL_RATE}]
+    highlighted = curves_with_proved_rate[0] if curves_with_proved_rate else curves[0]
     for curve in curves:
-        if curve is not chosen:
-            num_thin = max(2, _count_visible(curve))  # a line needs two points
-            axes.semilogy(
-                range(num_thin),
-                _relative_residuals(curve)[:num_thin],
-                color=OTHERS,
-                linewidth=0.8,
-                label="other instances",
-            )
-    measured = _relative_residuals(chosen)[:num_residuals]
-    for name, rate in chosen.rates.items():
-        colour, dashes = STYLES[name]
-        # The slope near the solution is drawn through the last residual that is large enough (above TOUCHES) not to be
-        # distorted by rounding; other rates are drawn through the first residual.
-        start = max(k for k, value in enumerate(measured) if value > TOUCHES) if name == LOCAL_RATE else 0
+        if curve is not highlighted:
+            residuals = _relative_residuals(curve)[: max(2, _count_visible(curve))]  # a line needs two points
+            axes.semilogy(range(len(residuals)), residuals, color=OTHERS, linewidth=0.8, label="other instances")
+
+    num_residuals = max(3, _count_visible(highlighted))  # so that lines of predicted rates have some length
+    measured = _relative_residuals(highlighted)[:num_residuals]
+    for statement, rate in highlighted.rates.items():
+        start = 0
+        if statement == LOCAL_RATE:  # drawn through the last residual that rounding does not distort
+            start = max(k for k, value in enumerate(measured) if value > TOUCHES)
         prediction = [measured[start] * rate ** (k - start) for k in range(num_residuals)]
-        axes.semilogy(range(num_residuals), prediction, linestyle=dashes, color=colour, linewidth=1.8, label=name)
+        colour, dashes = STYLES[statement]
+        axes.semilogy(range(num_residuals), prediction, linestyle=dashes, color=colour, linewidth=1.8, label=statement)
     marker_interval = max(1, num_residuals // 12)
     style = {"color": MEASURED, "markersize": 4, "linewidth": 1.2, "markevery": marker_interval, "label": "measured"}
     axes.semilogy(range(len(measured)), measured, "o-", **style)
-    _format_panel(axes, chosen, num_residuals)
+    _format_panel(axes, highlighted, num_residuals)
 
 
 def _format_panel(axes: Axes, curve: Curve, num_steps: int) -> None:
@@ -400,38 +394,43 @@ def _format_panel(axes: Axes, curve: Curve, num_steps: int) -> None:
 
     Args:
         axes: The panel.
-        curve: The curve that is drawn with its predictions; its scheme is the title.
+        curve: The highlighted curve; its scheme is the title.
         num_steps: Number of steps to show.
     """
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_ylim(FLOOR / 3, 5)  # a margin below the smallest residual drawn and above the first, which is 1
-    axes.set_xlim(-0.02 * num_steps, num_steps - 1 + 0.02 * num_steps)
+    margin = 0.02 * num_steps
+    axes.set_xlim(-margin, num_steps - 1 + margin)
+    axes.set_ylim(FLOOR / 3, 5)  # the first relative residual is 1
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(curve.scheme.replace(", ", "\n", 1))
     axes.set_xlabel("step")
-    # Quadratics and coupled functions measure the distance from the fixed point, other schemes the objective's excess.
-    is_distance = curve.scheme.startswith(("quadratic", "coupled"))
-    axes.set_ylabel("distance / first" if is_distance else "(F − F*) / first")
+    # Residuals are distances in these two kinds of problems, and the objective's excess in the others.
+    has_distances = curve.scheme.startswith(("quadratic", "coupled"))
+    axes.set_ylabel("distance / first" if has_distances else "(F − F*) / first")
     axes.grid(visible=True, color="#E4E4E4", linewidth=0.6)
 
 
 def _relative_residuals(curve: Curve) -> list[float]:
-    """Return residuals relative to the first; non-positive ones are set to the floor."""
-    return [max(value / curve.residuals[0], FLOOR) for value in curve.residuals]
+    """Return residuals divided by the first; values below ``FLOOR`` are set to it, since they are mere rounding."""
+    first = curve.residuals[0]
+    return [max(value / first, FLOOR) for value in curve.residuals]
 
 
 def _count_visible(curve: Curve) -> int:
-    """Return the number of residuals to draw: up to and including the first at the floor, where all is rounding."""
+    """Return how many residuals to draw: all up to the first that is as small as rounding errors (``FLOOR``)."""
     relative = _relative_residuals(curve)
-    return next((k + 1 for k, value in enumerate(relative) if value <= FLOOR), len(relative))
+    for index, value in enumerate(relative):
+        if value <= FLOOR:
+            return index + 1
+    return len(relative)
 
 
 FILES = ("recipe.yaml", "theory.json", "residuals.png", "residuals.svg")
 
 
 def check_folder(folder: Path, *, force: bool) -> None:
-    """Check that results may be written to a folder; write nothing but a temporary file, to see if that is possible.
+    """Check that results may be written to a folder, before they are computed.
 
     Args:
         folder: The folder to write to.
@@ -444,25 +443,27 @@ def check_folder(folder: Path, *, force: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out names a folder")
     names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    strange = [name for name in names if name not in FILES]
-    if strange:
-        raise RunError(f"{folder}: contains {strange[0]!r}, which is not one of {', '.join(FILES)}; use another --out")
+    foreign_names = [name for name in names if name not in FILES]
+    if foreign_names:
+        raise RunError(
+            f"{folder}: contains {foreign_names[0]!r}, which is not one of {', '.join(FILES)}; use another --out"
+        )
     if names and not force:
         raise RunError(f"{folder}: exists; --force replaces it, --out names another")
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    try:  # now, not after the computation
-        tempfile.TemporaryFile(dir=existing).close()
+    nearest_existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    try:
+        tempfile.TemporaryFile(dir=nearest_existing_folder).close()
     except OSError as error:
         raise RunError(f"{folder}: cannot be written to: {error.strerror}") from None
 
 
 def write_folder(folder: Path, recipe: str, results: Mapping[str, object], curves: list[Curve]) -> None:
-    """Write recipe, results and figures; replace earlier ones.
+    """Write ``recipe.yaml``, ``theory.json`` and the figures; replace earlier ones.
 
     Args:
         folder: The folder to write to.
         recipe: The recipe as YAML.
-        results: The results as plain data.
+        results: The content of ``theory.json``.
         curves: The curves to draw.
 
     Raises:

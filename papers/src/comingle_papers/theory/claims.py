@@ -7,18 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-ROUNDING = 1e-6
-"""Relative error that rounding leaves in a measured contraction above the floors below."""
+RELATIVE_ROUNDING_ERROR = 1e-6
+"""Largest relative rounding error of a measured value."""
 DISTANCE_FLOOR = 1e-9
+"""Smallest distance from the solution, relative to the first, that is not mostly rounding."""
 VALUE_FLOOR = 1e-10
-"""Floor of relative residuals: differences of two values, each exact to some 1e-16."""
+"""Smallest excess of an objective, relative to its value, that is not mostly rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A statement of a paper about one run, with the measured value and its bound.
+    """A paper's statement ``measured <= bound`` about one run; ``measured >= bound`` if ``at_least``.
 
-    ``bound`` is None where the statement's conditions fail; ``at_least`` marks a lower bound.
+    ``bound`` is None where the statement's conditions fail.
     """
 
     statement: str
@@ -33,26 +34,30 @@ class Claim:
 
     @property
     def tightness(self) -> float:
-        """Share of the bound that the measured value uses: measured / bound, or bound / measured for a lower bound.
+        """Ratio measured / bound, or bound / measured for a lower bound: above 1 the statement fails.
 
-        At 1 both are equal, above 1 the statement fails. The share is 0 if the statement does not apply.
+        The ratio is 0 if the statement does not apply to this run.
         """
         if self.bound is None:
             return 0.0
-        return self.bound / self.measured if self.at_least else self.measured / self.bound
+        if self.at_least:
+            return self.bound / self.measured
+        return self.measured / self.bound
 
     @property
     def holds(self) -> bool:
         """True if the measured value obeys the bound, up to rounding, or if the statement does not apply."""
         if self.bound is None:
             return True
-        slack = ROUNDING * abs(self.bound)
-        return self.measured >= self.bound - slack if self.at_least else self.measured <= self.bound + slack
+        rounding_error = RELATIVE_ROUNDING_ERROR * abs(self.bound)
+        if self.at_least:
+            return self.measured >= self.bound - rounding_error
+        return self.measured <= self.bound + rounding_error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One run: the residual before every step, the claims about it, and predicted rates per step to draw.
+    """Residuals of an algorithm before every step, claims about the run, and predicted rates per step to draw.
 
     ``scheme`` names the kind of problem and ``instance`` numbers its random problems. ``rates`` are by statement, and
     ``notes`` are constants of the problem, by name.
@@ -84,52 +89,50 @@ class Row:
 
 
 def summarise(curves: list[Curve]) -> list[Row]:
-    """Summarise the statements of all curves: one row per kind of problem ("scheme") and statement.
-
-    Rows are in order of appearance.
-    """
+    """Return a row for each kind of problem ("scheme") and each statement about it, in order of appearance."""
     groups: dict[tuple[str, str], list[Claim]] = {}
     for curve in curves:
         for claim in curve.claims:
-            groups.setdefault((curve.scheme, claim.statement), []).append(claim)
+            group = groups.setdefault((curve.scheme, claim.statement), [])
+            group.append(claim)
     return [_summarise_claims(scheme, statement, claims) for (scheme, statement), claims in groups.items()]
 
 
 def largest_step_ratio(residuals: Float[np.ndarray, " steps"], floor: float | None = None) -> float:
-    """Return the largest factor by which a step multiplied the residual, to compare with a paper's bound on it.
+    """Return the largest factor by which a step multiplied the residual.
 
-    Only steps that start above the rounding floor count; below it residuals are mostly rounding errors.
+    Steps from a residual at or below ``floor`` do not count, as their residuals are mostly rounding errors.
 
     Args:
         residuals: The residual before every step.
-        floor: The rounding floor; None for ``DISTANCE_FLOOR`` times the first residual.
+        floor: Smallest residual that counts; None for ``DISTANCE_FLOOR`` times the first residual.
     """
-    floor = DISTANCE_FLOOR * float(residuals[0]) if floor is None else floor
+    if floor is None:
+        floor = DISTANCE_FLOOR * float(residuals[0])
     before, after = residuals[:-1], residuals[1:]
-    is_measurable = before > floor
-    return float((after[is_measurable] / before[is_measurable]).max(initial=0.0))
+    is_above_floor = before > floor
+    ratios = after[is_above_floor] / before[is_above_floor]
+    return float(ratios.max(initial=0.0))
 
 
 def _summarise_claims(scheme: str, statement: str, claims: list[Claim]) -> Row:
-    """Summarise one statement about one algorithm ("scheme") over all random problems ("instances").
-
-    The row says how many instances obey the statement, and has the values of the instance closest to its bound.
+    """Return the row of one statement: how many random problems ("instances") obey it, and the tightest of them.
 
     Args:
         scheme: Name of the kind of problem.
-        statement: The statement.
-        claims: The claim of each instance. Claims with ``covered`` are of instances that meet the statement's
-            conditions; only these have a bound.
+        statement: Name of the statement.
+        claims: The statement about each instance.
     """
-    # A claim with a bound comes before all claims without.
-    tightest = max(claims, key=lambda claim: (claim.covered, claim.tightness))
     covered = [claim for claim in claims if claim.covered]
+    held = [claim for claim in covered if claim.holds]
+    # Any claim without a bound is less tight than all with one.
+    tightest = max(claims, key=lambda claim: (claim.covered, claim.tightness))
     return Row(
         scheme=scheme,
         statement=statement,
         instances=len(claims),
         covered=len(covered),
-        held=sum(claim.holds for claim in covered),
+        held=len(held),
         measured=tightest.measured,
         bound=tightest.bound,
         at_least=tightest.at_least,

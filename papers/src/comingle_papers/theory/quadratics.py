@@ -70,7 +70,8 @@ class Coupled:
         The Hessian is ``S^T diag(tanh''(S y) * R^T A(x)) S``. An entry of ``R^T A(x)`` is at most ``|A(x)|`` times the
         norm of a column of R. ``|A(x)|`` is at most ``|P| sqrt(left)``, since every sine is at most 1.
         """
-        max_left_norm = _spectral_norm(self.outer_left) * np.sqrt(self.inner_left.shape[0])
+        num_sines = self.inner_left.shape[0]  # left
+        max_left_norm = _spectral_norm(self.outer_left) * np.sqrt(num_sines)  # |P| sqrt(left)
         max_column_norm = float(np.linalg.norm(self.outer_right, axis=0).max())  # of R
         return float(MAX_TANH_CURVATURE * max_left_norm * max_column_norm * _spectral_norm(self.inner_right) ** 2)
 
@@ -91,7 +92,7 @@ class Coupled:
 def minimiser(problem: Coupled, x: Left) -> Right:
     """Return the y that minimises ``f(x, y) = decay / 2 |y|^2 + <A(x), R tanh(S y)>`` for a given x.
 
-    This y is the only root of the gradient ``decay y + S^T diag(1 - tanh^2(S y)) R^T A(x)``, found numerically.
+    This y is the only root of the gradient ``decay y + S^T diag(1 - tanh^2(S y)) R^T A(x)``.
 
     Args:
         problem: The function f, strongly convex in y.
@@ -101,18 +102,22 @@ def minimiser(problem: Coupled, x: Left) -> Right:
         DivergenceError: scipy found no root.
     """
     coefficients = problem.outer_right.T @ problem.left(x)  # R^T A(x): f has the term <R^T A(x), tanh(S y)>
-    inner = problem.inner_right  # S
+    s = problem.inner_right
+    decay = problem.decay
 
     def gradient(y: Right) -> Right:
-        return problem.decay * y + inner.T @ ((1 - np.tanh(inner @ y) ** 2) * coefficients)
+        return decay * y + s.T @ ((1 - np.tanh(s @ y) ** 2) * coefficients)
 
     def hessian(y: Right) -> Float[np.ndarray, "right right"]:
-        tanh = np.tanh(inner @ y)
-        return problem.decay * np.eye(len(y)) + inner.T @ np.diag(-2 * tanh * (1 - tanh**2) * coefficients) @ inner
+        tanh = np.tanh(s @ y)
+        second_derivative = -2 * tanh * (1 - tanh**2)  # of tanh
+        return decay * np.eye(len(y)) + s.T @ np.diag(second_derivative * coefficients) @ s
 
-    solution = optimize.root(gradient, np.zeros(inner.shape[1]), jac=hessian, method="hybr", options={"xtol": 1e-14})
+    start = np.zeros(s.shape[1])
+    solution = optimize.root(gradient, start, jac=hessian, method="hybr", options={"xtol": 1e-14})
     remaining_gradient = float(np.abs(gradient(solution.x)).max())
-    if not remaining_gradient < _GRADIENT_TOLERANCE * max(1.0, problem.decay):
+    is_root = remaining_gradient < _GRADIENT_TOLERANCE * max(1.0, decay)  # False for nan
+    if not is_root:
         raise DivergenceError(
             f"a coupled minimum: the gradient stays at {remaining_gradient:.1e}; {_GRADIENT_TOLERANCE:.0e} is allowed"
         )
@@ -120,36 +125,36 @@ def minimiser(problem: Coupled, x: Left) -> Right:
 
 
 def alternate_coupled(
-    first: Coupled, second: Coupled, x: Left, steps: int
+    first: Coupled, second: Coupled, initial_x: Left, steps: int
 ) -> Float[np.ndarray, "steps_and_start left"]:
     """Minimise two functions in turn (CoMiGS, eq. 7); return the initial x and the x after each step.
 
     A step is ``y = u_1(x)``, then ``x = u_2(y)`` with the minimisers u_1 and u_2 of the two functions.
 
     Args:
-        first: The function that is minimised in y for a given x.
-        second: The function that is minimised in x for a given y. As :func:`minimiser` minimises in the second
-            variable, this function takes y first, then x.
-        x: The initial x.
+        first: The function of x and y that is minimised in y.
+        second: The function of y and x that is minimised in x.
+        initial_x: The initial x.
         steps: Number of steps, each of two minimisations.
     """
-    points = [x]
+    xs = [initial_x]
     for _ in range(steps):
-        points.append(minimiser(second, minimiser(first, points[-1])))
-    return np.stack(points)
+        y = minimiser(first, xs[-1])
+        xs.append(minimiser(second, y))
+    return np.stack(xs)
 
 
 def draw_coupled(rng: np.random.Generator, left: int, right: int, meeting: int, lipschitz: float) -> Coupled:
     """Draw ``f(x, y) = decay / 2 |y|^2 + <A(x), B(y)>`` with ``A(x) = P sin(Q x)`` and ``B(y) = R tanh(S y)``.
 
-    P, Q, R and S are random matrices of norm 1. The y that minimises f is a function u(x). The decay is chosen so that
-    the bound on the Lipschitz constant of u (an earlier version of CoMiGS's paper, eq. 14) has the wanted value.
+    P, Q, R and S are random matrices of norm 1. The decay is chosen so that the bound ``L_A L_B / mu`` on the Lipschitz
+    constant of f's minimiser y, as a function of x, is ``lipschitz``.
 
     Args:
         rng: Source of the draws.
         left: Number of entries of x.
         right: Number of entries of y.
-        meeting: Number of entries of A(x), and likewise of B(y), since f contains their scalar product.
+        meeting: Number of entries of A(x) and of B(y).
         lipschitz: The wanted bound (:attr:`Coupled.lipschitz`).
     """
 
@@ -164,10 +169,11 @@ def draw_coupled(rng: np.random.Generator, left: int, right: int, meeting: int, 
         "inner_right": draw_matrix(right, right),  # S
     }
     without_decay = Coupled(**matrices, decay=0.0)
-    # The bound is L_A L_B / mu, with the Lipschitz constants of A and B and the strong convexity mu of f in y.
-    wanted_convexity = without_decay.left_lipschitz * without_decay.right_lipschitz / lipschitz
-    # The scalar product may curve f down by ``max_negative_curvature``, for which the decay makes up.
-    return Coupled(**matrices, decay=without_decay.max_negative_curvature + wanted_convexity)
+    # L_A and L_B are the Lipschitz constants of A and B, and mu is the strong convexity of f in y.
+    wanted_mu = without_decay.left_lipschitz * without_decay.right_lipschitz / lipschitz
+    # mu is the decay minus the largest negative curvature of <A(x), B(y)> in y.
+    decay = without_decay.max_negative_curvature + wanted_mu
+    return Coupled(**matrices, decay=decay)
 
 
 def _spectral_norm(matrix: Matrix) -> float:
@@ -203,12 +209,13 @@ def coupled_curves(seed: int, settings: CoupledSettings) -> Iterator[Curve]:
         settings: Settings of the coupled functions ``f(x, y) = decay / 2 |y|^2 + <A(x), B(y)>``: ``size`` is the number
             of entries of x and of y, ``meeting`` that of A(x) and B(y), ``lipschitz`` the constants ``L_A L_B / mu``.
     """
+    size, meeting = settings.size, settings.meeting
     for lipschitz in settings.lipschitz:
         for instance in range(settings.instances):
             rng = np.random.default_rng([seed, 3, instance])  # 3: the random streams of coupled functions
-            sizes = settings.size, settings.size, settings.meeting
-            first, second = (draw_coupled(rng, *sizes, lipschitz) for _ in range(2))
-            start = 3 * rng.standard_normal(settings.size)
+            first = draw_coupled(rng, size, size, meeting, lipschitz)
+            second = draw_coupled(rng, size, size, meeting, lipschitz)
+            start = 3 * rng.standard_normal(size)
             yield coupled_curve(f"coupled, L_A L_B / μ = {lipschitz:g}", instance, first, second, start, settings, rng)
 
 
@@ -223,9 +230,8 @@ def coupled_curve(
 ) -> Curve:
     """Minimise two functions in turn, and check Propositions 1 and 2 of an earlier version of CoMiGS's paper.
 
-    Proposition 1 bounds the Lipschitz constant of a minimiser, here measured on random pairs of points. Proposition 2
-    bounds the factor by which the distance of x from the fixed point shrinks in one step. The curve's residual is this
-    distance from the fixed point.
+    Proposition 1 bounds the Lipschitz constant of a function's minimiser. Proposition 2 bounds the factor by which a
+    step multiplies the distance of x from the fixed point, which is the curve's residual.
 
     Args:
         scheme: Name of the kind of problem.
@@ -233,24 +239,25 @@ def coupled_curve(
         first: The function that is minimised in y.
         second: The function that is minimised in x.
         start: The initial x.
-        settings: Steps, sizes and number of pairs.
-        rng: Generator of the random pairs.
+        settings: ``steps``, and the number ``pairs`` of points at which the Lipschitz constant is measured.
+        rng: Generator of these pairs.
 
     Raises:
         DivergenceError: scipy did not find a minimiser.
     """
     rate = first.lipschitz * second.lipschitz
-    rate_bound = rate if rate < 1 else None  # Proposition 2 requires a contraction
+    is_contraction = rate < 1  # as Proposition 2 requires
+    rate_bound = rate if is_contraction else None
     points = alternate_coupled(first, second, start, settings.steps)
     fixed_point = alternate_coupled(first, second, points[-1], _STEPS_TO_FIXED_POINT)[-1]
-    residuals = np.linalg.norm(points - fixed_point, axis=1)
+    distances = np.linalg.norm(points - fixed_point, axis=1)
     return Curve(
         scheme=scheme,
         instance=instance,
-        residuals=tuple(map(float, residuals)),
+        residuals=tuple(map(float, distances)),
         claims=(
             Claim(statement=P1, measured=largest_quotient(first, settings, rng), bound=first.lipschitz),
-            Claim(statement=P2, measured=largest_step_ratio(residuals), bound=rate_bound),
+            Claim(statement=P2, measured=largest_step_ratio(distances), bound=rate_bound),
         ),
         rates={} if rate_bound is None else {P2: rate_bound},
         notes={"mu": first.modulus, "decay": first.decay},
@@ -260,18 +267,17 @@ def coupled_curve(
 def largest_quotient(problem: Coupled, settings: CoupledSettings, rng: np.random.Generator) -> float:
     """Return the largest ``|u(x) - u(x')| / |x - x'|`` of random pairs, an estimate of the Lipschitz constant of u.
 
-    Every second pair is close together, where the quotient approaches the local slope of u.
-
     Args:
-        problem: The function whose minimiser is u.
+        problem: The function whose minimiser in y, for a given x, is u(x).
         settings: The settings, with the number of pairs.
         rng: Source of the draws.
     """
     quotients = []
     for pair in range(settings.pairs):
-        distance = 0.01 if pair % 2 else 1.0
+        is_close = pair % 2 == 1  # the quotients of close pairs approach the local slope of u
+        scale = 0.01 if is_close else 1.0
         x = rng.standard_normal(settings.size)
-        other_x = x + distance * rng.standard_normal(settings.size)
+        other_x = x + scale * rng.standard_normal(settings.size)
         minimiser_difference = minimiser(problem, x) - minimiser(problem, other_x)
         quotients.append(np.linalg.norm(minimiser_difference) / np.linalg.norm(x - other_x))
     return float(max(quotients))
@@ -305,8 +311,8 @@ class Quadratic:
 
     def value(self, experts: Float[np.ndarray, " experts"], router: Float[np.ndarray, " router"]) -> float:
         """Return ``<H (z - c), z - c> / 2`` at ``z = (experts, router)``."""
-        away = np.concatenate([experts, router]) - self.centre
-        return float(away @ self.hessian @ away / 2)
+        offset = np.concatenate([experts, router]) - self.centre  # z - c
+        return float(offset @ self.hessian @ offset / 2)
 
 
 def best_router(valid: Quadratic, experts: Float[np.ndarray, " experts"]) -> Float[np.ndarray, " router"]:
@@ -319,9 +325,9 @@ def best_router(valid: Quadratic, experts: Float[np.ndarray, " experts"]) -> Flo
         valid: The validation objective.
         experts: The given experts theta.
     """
-    experts_centre, router_centre = np.split(valid.centre, [valid.experts_size])
-    gradient = valid.cross_block @ (experts - experts_centre)  # in the router, at phi*
-    return router_centre - linalg.solve(valid.router_block, gradient, assume_a="pos")
+    best_theta, best_phi = np.split(valid.centre, [valid.experts_size])  # theta*, phi*
+    gradient = valid.cross_block @ (experts - best_theta)  # in the router, at phi*
+    return best_phi - linalg.solve(valid.router_block, gradient, assume_a="pos")
 
 
 def best_experts(train: Quadratic, router: Float[np.ndarray, " router"]) -> Float[np.ndarray, " experts"]:
@@ -334,9 +340,9 @@ def best_experts(train: Quadratic, router: Float[np.ndarray, " router"]) -> Floa
         train: The training objective.
         router: The given router phi.
     """
-    experts_centre, router_centre = np.split(train.centre, [train.experts_size])
-    gradient = train.cross_block.T @ (router - router_centre)  # in the experts, at theta*
-    return experts_centre - linalg.solve(train.experts_block, gradient, assume_a="pos")
+    best_theta, best_phi = np.split(train.centre, [train.experts_size])  # theta*, phi*
+    gradient = train.cross_block.T @ (router - best_phi)  # in the experts, at theta*
+    return best_theta - linalg.solve(train.experts_block, gradient, assume_a="pos")
 
 
 def alternate(
@@ -353,7 +359,7 @@ def alternate(
         steps: Number of steps.
 
     Returns:
-        Experts ``Theta_0 .. Theta_steps`` and routers ``Phi_1 .. Phi_steps``; there is no ``Phi_0``.
+        The initial experts and those after each step, and the router of each step.
     """
     thetas, phis = [experts], []
     for _ in range(steps):
@@ -362,16 +368,15 @@ def alternate(
     return np.stack(thetas), np.stack(phis)
 
 
-def composition(valid: Quadratic, train: Quadratic) -> Float[np.ndarray, "experts experts"]:
-    """Return the matrix of one whole step from experts to experts, ``T = u_2 u_1`` without its constant part.
+def step_matrix(valid: Quadratic, train: Quadratic) -> Float[np.ndarray, "experts experts"]:
+    """Return the matrix by which a step of the alternation multiplies a change of the experts (CoMiGS, eq. 18).
 
-    u_1 maps experts to the router that is best on the validation objective. u_2 maps a router to the experts that are
-    best on the training objective. The matrix (CoMiGS, eq. 18) is ``A^-1 C^T B^-1 C`` with A, the curvature in the
-    experts, and C^T of the training objective, and B, the curvature in the router, and C, the mixed one, of the
-    validation objective.
+    A step takes the best router on the validation objective, then the best experts on the training objective. With
+    Hessians ``[[A, C^T], [C, B]]`` the matrix is ``A^-1 C^T B^-1 C``: ``B^-1 C`` of the validation objective, ``A^-1
+    C^T`` of the training objective.
     """
-    inner = linalg.solve(valid.router_block, valid.cross_block, assume_a="pos")
-    return linalg.solve(train.experts_block, train.cross_block.T @ inner, assume_a="pos")
+    router_change = linalg.solve(valid.router_block, valid.cross_block, assume_a="pos")  # B^-1 C
+    return linalg.solve(train.experts_block, train.cross_block.T @ router_change, assume_a="pos")
 
 
 def fixed_point(
@@ -379,18 +384,16 @@ def fixed_point(
 ) -> tuple[Float[np.ndarray, " experts"], Float[np.ndarray, " router"]]:
     """Return experts and router that a step of the alternation does not change (CoMiGS, Assumption 1, eq. 5 and 15).
 
-    A step takes the best router for the experts, ``u_1(Theta)``, then the best experts for this router, ``T(Theta) =
-    u_2(u_1(Theta))``. T is affine, so the fixed experts solve ``(I - matrix of T) Theta = T(0)``. A contraction always
-    has a fixed point, so where Theorem F.1 applies, Assumption 1 asks for nothing more. If both objectives have the
-    same minimiser, the fixed point is that minimiser. Otherwise it minimises neither, contrary to the text below eq. 5.
+    A step takes the best router for the experts, then the best experts for this router: ``T(Theta) = M Theta + T(0)``
+    with the matrix M of a step. So the fixed experts solve ``(I - M) Theta = T(0)``.
 
     Args:
         valid: The validation objective, which the router minimises.
         train: The training objective, which the experts minimise.
     """
     zero_experts = np.zeros(train.experts_size)
-    offset = best_experts(train, best_router(valid, zero_experts))  # T(0)
-    experts = linalg.solve(np.eye(train.experts_size) - composition(valid, train), offset)
+    step_from_zero = best_experts(train, best_router(valid, zero_experts))  # T(0)
+    experts = linalg.solve(np.eye(train.experts_size) - step_matrix(valid, train), step_from_zero)
     return experts, best_router(valid, experts)
 
 
@@ -399,26 +402,24 @@ class QuadraticConstants:
     """The constants of CoMiGS's Theorem F.1 and Example 1.
 
     ``router_lipschitz`` and ``experts_lipschitz`` are lambda_1 and lambda_2 of eq. 6 in the norms ``|Theta|_A`` (A of
-    train) and ``|Phi|_B`` (B of valid); the two ``euclidean_...`` are the same in Euclidean norms. ``smallest`` and
-    ``largest`` are the mu and L of eq. 19, over both Hessians.
+    train) and ``|Phi|_B`` (B of valid); the two ``euclidean_...`` are the same in Euclidean norms.
+    ``smallest_eigenvalue`` and ``largest_eigenvalue`` are the mu and L of eq. 19, over both Hessians.
     """
 
     router_lipschitz: float
     experts_lipschitz: float
     euclidean_router_lipschitz: float
     euclidean_experts_lipschitz: float
-    smallest: float
-    largest: float
+    smallest_eigenvalue: float
+    largest_eigenvalue: float
     same_function: bool
 
     @property
     def rate(self) -> float:
         """Bound ``lambda_1 lambda_2`` (CoMiGS, Theorem F.1) on the factor by which a step multiplies distances.
 
-        The bound proves convergence if it is below 1.
         lambda_1 and lambda_2 are the Lipschitz constants of the best router, as a function of the experts, and of the
-        best experts, as a function of the router. With one function for both steps the bound is the spectral radius of
-        a whole step's matrix (:func:`composition`), so it cannot be improved.
+        best experts, as a function of the router. Convergence is proved if the bound is below 1.
         """
         return self.router_lipschitz * self.experts_lipschitz
 
@@ -427,67 +428,62 @@ class QuadraticConstants:
         """Bound ``(L - mu) / L`` of CoMiGS, Example 1, on the factor by which a step multiplies the experts' distance.
 
         mu and L are the smallest and the largest eigenvalue of the objective's Hessian ``[[A, C^T], [C, B]]``. The
-        example has one objective for both half steps; None if the two objectives differ.
-
-        A step multiplies the experts' offset from the solution by ``T = A^-1 M`` with ``M = C^T B^-1 C``. The paper
-        states the bound for the spectral norm of T, which it takes to be that of ``A^-1/2 M A^-1/2``. But these two
-        matrices are only similar: they share eigenvalues, not norms. So the bound holds for the spectral radius of T,
-        and for the norm of T that belongs to ``|Theta|_A = sqrt(<A Theta, Theta>)``. In the Euclidean norm a step may
-        even increase the distance.
+        bound holds in the norm ``sqrt(<A Theta, Theta>)``; in the Euclidean norm, for which the paper states it, a step
+        may even increase the distance. None if experts and router have different objectives.
         """
-        return 1 - self.smallest / self.largest if self.same_function else None
+        if not self.same_function:
+            return None
+        return 1 - self.smallest_eigenvalue / self.largest_eigenvalue
 
     @property
     def wielandt_rate(self) -> float | None:
         """Bound ``((L - mu) / (L + mu))^2`` on the factor by which a step multiplies distances.
 
-        The bound follows from Wielandt's inequality. It is the best bound that follows from the smallest curvature mu
-        and the largest curvature L alone. None if the two objectives differ.
+        It follows from Wielandt's inequality, and is the best bound in terms of the objective's smallest and largest
+        curvature mu and L. None if experts and router have different objectives.
         """
-        return ((self.largest - self.smallest) / (self.largest + self.smallest)) ** 2 if self.same_function else None
+        if not self.same_function:
+            return None
+        smallest, largest = self.smallest_eigenvalue, self.largest_eigenvalue
+        return ((largest - smallest) / (largest + smallest)) ** 2
 
 
 def quadratic_constants(valid: Quadratic, train: Quadratic) -> QuadraticConstants:
     """Return the constants in the bounds of CoMiGS's Theorem F.1 and Example 1, from the Hessians of two objectives.
 
-    Each Hessian is ``[[A, C^T], [C, B]]``, with the curvature A in the experts and B in the router. Here A is from the
-    training objective, which the experts minimise, and B from the validation objective, which the router minimises.
+    Each Hessian is ``[[A, C^T], [C, B]]``, with the curvature A in the experts and B in the router.
 
-    - ``router_lipschitz`` is lambda_1, the norm of ``B^-1 C`` with C of valid. This matrix maps a change of the experts
-      to the change of the best router.
-    - ``experts_lipschitz`` is lambda_2, the norm of ``A^-1 C^T`` with C of train. This matrix maps a change of the
-      router to the change of the best experts.
-    - Both norms are operator norms between ``|Theta|_A = sqrt(<A Theta, Theta>)`` and ``|Phi|_B``. So lambda_1 is the
-      spectral norm of ``B^1/2 (B^-1 C) A^-1/2 = B^-1/2 C A^-1/2``, and lambda_2 that of ``A^-1/2 C^T B^-1/2``.
-    - ``euclidean_router_lipschitz`` and ``euclidean_experts_lipschitz`` are the spectral norms of ``B^-1 C`` and ``A^-1
-      C^T`` themselves. Their product can exceed 1, which proves nothing, while ``lambda_1 lambda_2`` is far below 1.
-    - ``smallest`` and ``largest`` are the extreme eigenvalues of the two Hessians.
-    - ``same_function`` is whether the two Hessians are equal.
+    - ``router_lipschitz`` (lambda_1) is the norm of ``B^-1 C``, the change of the best router with the experts.
+    - ``experts_lipschitz`` (lambda_2) is the norm of ``A^-1 C^T``, the change of the best experts with the router.
+
+    Both are operator norms between ``|Theta|_A = sqrt(<A Theta, Theta>)`` and ``|Phi|_B``, so they are the spectral
+    norms of ``B^-1/2 C A^-1/2`` and ``A^-1/2 C^T B^-1/2``.
 
     Args:
         valid: The validation objective, which the router minimises.
         train: The training objective, which the experts minimise.
     """
-    experts_inverse_root, router_inverse_root = _inverse_root(train.experts_block), _inverse_root(valid.router_block)
-    router_map = linalg.solve(valid.router_block, valid.cross_block, assume_a="pos")
-    experts_map = linalg.solve(train.experts_block, train.cross_block.T, assume_a="pos")
+    a_inverse_root = _inverse_root(train.experts_block)  # A^-1/2
+    b_inverse_root = _inverse_root(valid.router_block)  # B^-1/2
+    router_matrix = linalg.solve(valid.router_block, valid.cross_block, assume_a="pos")  # B^-1 C
+    experts_matrix = linalg.solve(train.experts_block, train.cross_block.T, assume_a="pos")  # A^-1 C^T
     eigenvalues = np.concatenate([linalg.eigvalsh(valid.hessian), linalg.eigvalsh(train.hessian)])
     return QuadraticConstants(
-        router_lipschitz=_spectral_norm(router_inverse_root @ valid.cross_block @ experts_inverse_root),
-        experts_lipschitz=_spectral_norm(experts_inverse_root @ train.cross_block.T @ router_inverse_root),
-        euclidean_router_lipschitz=_spectral_norm(router_map),
-        euclidean_experts_lipschitz=_spectral_norm(experts_map),
-        smallest=float(eigenvalues.min()),
-        largest=float(eigenvalues.max()),
+        router_lipschitz=_spectral_norm(b_inverse_root @ valid.cross_block @ a_inverse_root),
+        experts_lipschitz=_spectral_norm(a_inverse_root @ train.cross_block.T @ b_inverse_root),
+        euclidean_router_lipschitz=_spectral_norm(router_matrix),
+        euclidean_experts_lipschitz=_spectral_norm(experts_matrix),
+        smallest_eigenvalue=float(eigenvalues.min()),
+        largest_eigenvalue=float(eigenvalues.max()),
         same_function=np.array_equal(valid.hessian, train.hessian),
     )
 
 
 def energy_norms(
-    rows: Float[np.ndarray, "rows size"], curvature: Float[np.ndarray, "size size"]
-) -> Float[np.ndarray, " rows"]:
-    """Return the norm ``sqrt(<A x, x>)`` of each row x, with A a positive definite ``curvature``."""
-    return np.sqrt(np.einsum("ki,ij,kj->k", rows, curvature, rows))
+    vectors: Float[np.ndarray, "vectors size"], curvature: Float[np.ndarray, "size size"]
+) -> Float[np.ndarray, " vectors"]:
+    """Return the norm ``sqrt(<A x, x>)`` of each vector x, with A a positive definite ``curvature``."""
+    return np.sqrt(np.einsum("ki,ij,kj->k", vectors, curvature, vectors))
 
 
 def draw_quadratic(rng: np.random.Generator, experts_size: int, router_size: int, condition: float) -> Quadratic:
@@ -502,10 +498,11 @@ def draw_quadratic(rng: np.random.Generator, experts_size: int, router_size: int
     size = experts_size + router_size
     # Exponents 0 and 1 make the smallest eigenvalue exactly 1 and the largest exactly ``condition``.
     exponents = np.concatenate([[0.0, 1.0], rng.uniform(size=size - 2)])
-    basis, _ = np.linalg.qr(rng.standard_normal((size, size)))
-    hessian = (basis * condition**exponents) @ basis.T
-    symmetric = (hessian + hessian.T) / 2  # without rounding errors
-    return Quadratic(hessian=symmetric, centre=rng.standard_normal(size), experts_size=experts_size)
+    eigenvalues = condition**exponents
+    eigenvectors, _ = np.linalg.qr(rng.standard_normal((size, size)))
+    hessian = (eigenvectors * eigenvalues) @ eigenvectors.T
+    symmetric_hessian = (hessian + hessian.T) / 2  # up to rounding, ``hessian`` is symmetric already
+    return Quadratic(hessian=symmetric_hessian, centre=rng.standard_normal(size), experts_size=experts_size)
 
 
 def interpolate(quadratic: Quadratic, other: Quadratic, mismatch: float) -> Quadratic:
@@ -516,8 +513,8 @@ def interpolate(quadratic: Quadratic, other: Quadratic, mismatch: float) -> Quad
         other: The second quadratic.
         mismatch: The weight of the second.
     """
-    if mismatch == 0:  # without rounding, since CoMiGS's Example 1 is about two equal functions
-        return quadratic
+    if mismatch == 0:
+        return quadratic  # without rounding, so that both objectives are one function, as in CoMiGS's Example 1
     return Quadratic(
         hessian=(1 - mismatch) * quadratic.hessian + mismatch * other.hessian,
         centre=(1 - mismatch) * quadratic.centre + mismatch * other.centre,
@@ -526,6 +523,6 @@ def interpolate(quadratic: Quadratic, other: Quadratic, mismatch: float) -> Quad
 
 
 def _inverse_root(matrix: Matrix) -> Matrix:
-    """Return the inverse of the symmetric square root of a positive definite matrix."""
-    values, vectors = linalg.eigh(matrix)
-    return (vectors / np.sqrt(values)) @ vectors.T
+    """Return ``M^-1/2``, the inverse of the symmetric square root of a positive definite matrix M."""
+    eigenvalues, eigenvectors = linalg.eigh(matrix)
+    return (eigenvectors / np.sqrt(eigenvalues)) @ eigenvectors.T
