@@ -390,10 +390,10 @@ def _remaining_cells(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: P
         out: The folder that contains ``runs``.
         force: Whether finished runs are run again.
     """
-    from comingle_papers.reproduce.runner import RUNS, is_measured
+    from comingle_papers.reproduce.runner import RUNS, is_finished
 
     without_outcome = [cell for cell in cells if cell.folder not in outcomes]
-    return [cell for cell in without_outcome if force or not is_measured(out / RUNS / cell.folder)]
+    return [cell for cell in without_outcome if force or not is_finished(out / RUNS / cell.folder)]
 
 
 def duration_text(seconds: float) -> str:

@@ -31,7 +31,7 @@ from comingle_papers.reproduce.runner import (
     Waiting,
     check_same_inputs,
     digest_inputs,
-    is_measured,
+    is_finished,
     read_diverged,
     read_measured,
     run_cells,
@@ -247,7 +247,7 @@ def find_archived(planned: Plan, records: Records, path: Path) -> tuple[Plan, di
 def _archived_outcome(cell: Cell, record: Record) -> Outcome:
     """Return a cell's archived result as an outcome; it has no folder, and its metrics name the cell's base model."""
     metrics = record.metrics and {**record.metrics, "base": cell.recipe.base}
-    return Outcome(cell=cell, folder=Path(), seconds=0.0, ran=False, diverged=record.diverged, published=metrics)
+    return Outcome(cell=cell, folder=Path(), seconds=0.0, ran=False, diverged=record.diverged, archived_metrics=metrics)
 
 
 def _describe_origin(records: Sequence[Record]) -> str:
@@ -335,7 +335,7 @@ def add_runs(path: Path, name: str, selection: RunSelection, out: Path, waiting:
     planned = plan(name, selection)
     archived = read_archive(path) if path.exists() else {}
     cells = unique_cells(planned.cells)
-    finished = [cell for cell in cells if is_measured(out / RUNS / cell.folder)]
+    finished = [cell for cell in cells if is_finished(out / RUNS / cell.folder)]
     if not finished:
         raise RunError(f"{out / RUNS}: none of the {len(cells)} runs that are asked for is finished there")
     outcomes = list(run_cells(finished, out, waiting=waiting))  # only checks the inputs of runs that are finished

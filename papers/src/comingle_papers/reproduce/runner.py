@@ -58,12 +58,12 @@ _DIGEST_LENGTH = 16
 """Hexadecimal digits kept of each input's digest."""
 
 
-def write_measured(folder: Path, cell: Cell) -> None:
-    """Mark a run as finished by ``measured.json``: the settings that determine its result, and how it was made."""
+def mark_as_finished(folder: Path, cell: Cell) -> None:
+    """Write ``measured.json`` to a run's folder: the settings that determine its result, and how it was made."""
     write_json(folder / MEASURED, {"computed": cell.computed, "made": _provenance()})
 
 
-def is_measured(folder: Path) -> bool:
+def is_finished(folder: Path) -> bool:
     """Return whether a folder holds a finished run, which is marked by the file ``measured.json``.
 
     Raises:
@@ -71,52 +71,61 @@ def is_measured(folder: Path) -> bool:
     """
     if not (folder / MEASURED).exists():
         return False
-    read_measured(folder)  # raises
+    read_measured(folder)  # raises the errors above
     return True
 
 
 def read_diverged(folder: Path) -> str:
-    """Return why a run diverged; empty where it did not."""
+    """Return why a run diverged, from ``diverged.txt``; empty if it did not."""
     path = folder / DIVERGED
-    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    if not path.exists():
+        return ""
+    return path.read_text(encoding="utf-8").strip()
 
 
 def read_measured(folder: Path) -> dict[str, Any]:
-    """Return the record of a finished run: the settings that determine its result, and how it was made.
+    """Return the content of ``measured.json``: the settings that determine the result, and how the run was made.
 
     Raises:
-        RunError: The folder has the record of another run, or a damaged one.
+        RunError: The file belongs to another run, or is damaged.
     """
     path = folder / MEASURED
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if name_of(content["computed"]) != folder.name:
-            raise RunError(f"{path}: belongs to another run, {name_of(content['computed'])}; use another --out")
-        return {key: content[key] for key in ("computed", "made")}
+        measured = {"computed": content["computed"], "made": content["made"]}
+        run_name = name_of(measured["computed"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        if isinstance(error, RunError):
-            raise
         raise RunError(f"{path}: damaged ({error!r}); delete it to repeat the run") from None
+    if run_name != folder.name:
+        raise RunError(f"{path}: belongs to another run, {run_name}; use another --out")
+    return measured
 
 
 def _provenance() -> dict[str, str]:
     """Return version and commit of comingle, today's date and the kind of machine, for ``measured.json``."""
+    machine_parts = [platform.machine()]  # such as "x86_64"
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    # The first of equal lines, one for each core.
-    processor = [line.partition(": ")[2] for line in lines if line.startswith("model name")][:1]
-    cards = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-    machine = [platform.machine(), *processor, *cards, f"torch {torch.__version__}"]
-    today = date.today().isoformat()
-    return {"version": comingle.__version__, "commit": _commit(), "date": today, "machine": ", ".join(machine)}
+    if cpuinfo.is_file():
+        model_lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        if model_lines:  # one for each core
+            machine_parts.append(model_lines[0].partition(": ")[2])
+    if torch.cuda.is_available():
+        machine_parts.append(torch.cuda.get_device_name())
+    machine_parts.append(f"torch {torch.__version__}")
+    return {
+        "version": comingle.__version__,
+        "commit": _commit(),
+        "date": date.today().isoformat(),
+        "machine": ", ".join(machine_parts),
+    }
 
 
 def _commit() -> str:
-    """Return the commit of a checkout, with "-dirty" if files are changed; empty for an installed package."""
-    root = Path(comingle.__file__).parents[2]  # of src/comingle/__init__.py in a checkout
-    if not (root / ".git").exists():
+    """Return comingle's git commit, with "-dirty" if files are changed; empty if comingle is an installed package."""
+    repository = Path(comingle.__file__).parents[2]  # the file is src/comingle/__init__.py
+    if not (repository / ".git").exists():
         return ""
-    command = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
+    command = ("git", "-C", str(repository), "describe", "--always", "--dirty", "--abbrev=12")
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -124,34 +133,39 @@ def _commit() -> str:
 
 
 def digest_inputs(inputs: Inputs) -> dict[str, str]:
-    """Return digests of a run's base model and of every user's data, by description, such as "the data of 'ann'".
+    """Return digests of a run's base model and of its data, such as ``{"the base": ..., "the data of 'ann'": ...}``.
 
-    A run that stores its users on disk has one digest for all users, "the users". The tokenizer's digest is left out,
-    since it changes with the version of its library. The tokenizer's effect on the text is part of the
-    data's digests.
+    A run that stores its users on disk has one digest of the data, "the users". The tokenizer has none, since its
+    effect on the text is part of the data's digests.
     """
-    digests = {"the base": inputs.base} if inputs.base else {}
-    digests |= {f"the data of {name!r}": digest_all(user.digests) for name, user in inputs.users.items()}
-    digests |= {"the users": digest_all(inputs.settings[POPULATION])} if POPULATION in inputs.settings else {}
-    return {what: digest[:_DIGEST_LENGTH] for what, digest in digests.items()}
+    digests = {}
+    if inputs.base:
+        digests["the base"] = inputs.base
+    for name, user in inputs.users.items():
+        digests[f"the data of {name!r}"] = digest_all(user.digests)
+    if POPULATION in inputs.settings:  # users are stored on disk
+        digests["the users"] = digest_all(inputs.settings[POPULATION])
+    return {description: digest[:_DIGEST_LENGTH] for description, digest in digests.items()}
 
 
-def check_same_inputs(where: object, then: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Check that a run read the inputs that would be read now, by the digests of :func:`digest_inputs`.
+def check_same_inputs(run: object, digests_of_run: Mapping[str, str], digests_here: Mapping[str, str]) -> None:
+    """Check that a finished run read the same base model and data that are on this machine now.
 
     Args:
-        where: The run, for error messages.
-        then: Digests of the inputs that the run read, by what they digest, such as "the base".
-        now: Digests of the inputs on this machine, with the same keys.
+        run: Name of the run, for error messages.
+        digests_of_run: Digests of the inputs that the run read (:func:`digest_inputs`).
+        digests_here: Digests of the inputs on this machine.
 
     Raises:
         RunError: A digest differs, or is lacking on one side; the message names the first.
     """
-    for name in [*then, *now]:
-        if then.get(name) != now.get(name):
+    for description in [*digests_of_run, *digests_here]:
+        of_run = digests_of_run.get(description, "not there")
+        here = digests_here.get(description, "not there")
+        if of_run != here:
             raise RunError(
-                f"{where}: {name} was {then.get(name, 'not there')} when it was measured, and is "
-                f"{now.get(name, 'not there')}; use the same version, or another --out"
+                f"{run}: {description} was {of_run} when it was measured, and is {here}; "
+                "use the same version, or another --out"
             )
 
 
@@ -163,9 +177,9 @@ Waiting = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a cell: its run folder, and whether it ran now, existed before, or diverged.
+    """Result of a cell: its run folder, whether it ``ran`` now or was finished before, and why it diverged, if it did.
 
-    ``published`` are the metrics of an archived run, which has no folder.
+    ``archived_metrics`` are the metrics of a run in an archive, which has no folder.
     """
 
     cell: Cell
@@ -173,42 +187,48 @@ class Outcome:
     seconds: float
     ran: bool
     diverged: str = ""
-    published: dict[str, Any] | None = None
+    archived_metrics: dict[str, Any] | None = None
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The result of a run that did not diverge."""
-        return read_metrics(self.folder) if self.published is None else self.published
+        """Metrics of a run that did not diverge: those of the archive, else ``metrics.json`` of the run folder."""
+        if self.archived_metrics is not None:
+            return self.archived_metrics
+        return read_metrics(self.folder)
 
 
 @dataclass(kw_only=True)
 class Estimate:
-    """Estimate of the remaining time of a table, from the seconds per unit of work of finished runs, by base model."""
+    """Estimate of the remaining time of a table, from the total seconds and total work of finished runs.
+
+    Both are by base model; ``work`` is :attr:`Cell.work`.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     work: dict[str, float] = field(default_factory=dict)
 
     def learn(self, outcome: Outcome) -> None:
-        """Add time and work of a run to the sums of its base model; ignore runs that existed before."""
-        if outcome.ran:
-            base = outcome.cell.recipe.base
-            self.seconds[base] = self.seconds.get(base, 0.0) + outcome.seconds
-            self.work[base] = self.work.get(base, 0.0) + outcome.cell.work
+        """Add seconds and work of a run to the totals of its base model, unless it was finished before."""
+        if not outcome.ran:
+            return
+        base = outcome.cell.recipe.base
+        self.seconds[base] = self.seconds.get(base, 0.0) + outcome.seconds
+        self.work[base] = self.work.get(base, 0.0) + outcome.cell.work
 
     def seconds_left(self, cells: Sequence[Cell]) -> float | None:
-        """Estimate the remaining seconds; return None before any run is finished.
+        """Estimate the seconds that the remaining cells need; return None before any run is finished.
 
         A base model without a finished run is assumed to need the mean time per unit of work.
         """
         if not self.work:
             return None
-        mean_pace = sum(self.seconds.values()) / sum(self.work.values())
-        pace_by_base = {base: self.seconds[base] / work for base, work in self.work.items()}
-        return sum(cell.work * pace_by_base.get(cell.recipe.base, mean_pace) for cell in cells)
+        mean_seconds_per_work = sum(self.seconds.values()) / sum(self.work.values())
+        seconds_per_work = {base: self.seconds[base] / work for base, work in self.work.items()}
+        return sum(cell.work * seconds_per_work.get(cell.recipe.base, mean_seconds_per_work) for cell in cells)
 
 
 def unique_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """Drop duplicates from a table's cells: of runs with equal results, keep the first."""
+    """Return the cells without duplicates: of cells with the same settings, and so the same result, the first."""
     cell_by_folder: dict[str, Cell] = {}
     for cell in cells:
         # The folder's name has a digest of all settings that determine the result.
@@ -217,7 +237,7 @@ def unique_cells(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def title_of(cell: Cell) -> str:
-    """Return the display name of a table's run."""
+    """Return the display name of a table's run, such as "AG News · CoMiGS, seed 0"."""
     return f"{cell.column} · {cell.row}, seed {cell.seed}"
 
 
@@ -232,8 +252,7 @@ def run_cells(
     """Run the cells of a table in order, each in a folder below ``out/runs``; yield the outcome of each cell.
 
     A finished run is not repeated without ``force``, and an interrupted run is resumed. A run whose training diverges
-    is recorded as diverged and does not stop the others. Checkpoints of nets are deleted at the end of a run: a copy of
-    every user's net would fill the disk, and no report reads them.
+    does not stop the others.
 
     Args:
         cells: The runs of the table, one for each row, column and seed. Consecutive cells with the same inputs load
@@ -244,39 +263,55 @@ def run_cells(
         waiting: Shows what is being waited for.
 
     Raises:
-        RunError: A run folder holds another run, or was made with other text or another base model.
+        RunError: A run folder holds another run, or was made with other data or another base model.
     """
     cache = InputCache(waiting)
     for cell in unique_cells(cells):
         folder = out / RUNS / cell.folder
-        if not force and is_measured(folder):
+        if not force and is_finished(folder):
             check_same_inputs(folder, digest_inputs(read_inputs(folder)), cache.input_digests(cell))
             yield Outcome(cell=cell, folder=folder, seconds=0.0, ran=False, diverged=read_diverged(folder))
-            continue
-        begun = (folder / "recipe.yaml").exists()
-        # Restart if text or base model now have other paths: a checkpoint can only be resumed with the same paths,
-        # which are part of the recipe's fingerprint.
-        resume = begun and not force and load_recipe(folder).fingerprint == cell.recipe.fingerprint
-        run_data = cache.run_data(cell)
-        started = time.perf_counter()
-        for name in (DIVERGED, MEASURED):
-            (folder / name).unlink(missing_ok=True)
-        restart = force or (begun and not resume)
-        try:
-            run_in(folder, cell.recipe, run_data, resume=resume, force=restart, observers=partial(observers, cell))
-        except DivergenceError as error:
-            reason = error.__cause__ or error  # the cause, as its text has no checkpoint path
-            write_text(folder / DIVERGED, f"{reason}\n")
-        if not run_data.kind.needs_base:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        write_measured(folder, cell)
-        yield Outcome(
-            cell=cell, folder=folder, seconds=time.perf_counter() - started, ran=True, diverged=read_diverged(folder)
-        )
+        else:
+            seconds = _run_cell(cell, folder, cache, force=force, observers=partial(observers, cell))
+            yield Outcome(cell=cell, folder=folder, seconds=seconds, ran=True, diverged=read_diverged(folder))
+
+
+def _run_cell(
+    cell: Cell, folder: Path, cache: InputCache, *, force: bool, observers: Callable[[Clients], Sequence[Observer]]
+) -> float:
+    """Run a cell in its folder, resume it if it was interrupted, and return the seconds that this took.
+
+    Args:
+        cell: The run of one row, column and seed.
+        folder: The run folder.
+        cache: Loads the data and the base model.
+        force: Start anew instead of resuming.
+        observers: Returns the observers of the run.
+
+    Raises:
+        RunError: The run folder holds another run.
+    """
+    is_begun = (folder / "recipe.yaml").exists()
+    # The fingerprint contains the paths of data and base model; with other paths no checkpoint can be resumed.
+    resume = is_begun and not force and load_recipe(folder).fingerprint == cell.recipe.fingerprint
+    restart = force or (is_begun and not resume)
+    run_data = cache.run_data(cell)
+    started = time.perf_counter()
+    for name in (DIVERGED, MEASURED):
+        (folder / name).unlink(missing_ok=True)
+    try:
+        run_in(folder, cell.recipe, run_data, resume=resume, force=restart, observers=observers)
+    except DivergenceError as error:
+        reason = error.__cause__ or error  # the cause, as its text has no checkpoint path
+        write_text(folder / DIVERGED, f"{reason}\n")
+    if not run_data.kind.needs_base:  # checkpoints of nets, a copy for every user, would fill the disk
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    mark_as_finished(folder, cell)
+    return time.perf_counter() - started
 
 
 def experiment_folder(out: Path, name: str, *, resume: bool, force: bool) -> Path:
-    """Return the folder of one table below ``out``; raise an error if it exists without ``resume`` or ``force``.
+    """Return the folder of a table below ``out``, such as ``out/table1`` of ``comigs/table1``.
 
     Args:
         out: The folder that contains the tables.
@@ -287,16 +322,17 @@ def experiment_folder(out: Path, name: str, *, resume: bool, force: bool) -> Pat
     Raises:
         RunError: The folder exists and neither ``resume`` nor ``force`` is given.
     """
-    folder = out / name.partition("/")[2]
+    _, _, table_name = name.partition("/")
+    folder = out / table_name
     if folder.exists() and not (resume or force):
         raise RunError(f"{folder}: exists; --resume continues it, --force replaces it, --out names another")
     return folder
 
 
 def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[tuple[str, str], list[float]]:
-    """Return the values of a metric over all seeds, by (row, column); missing and diverged runs are left out.
+    """Return a metric's mean over users for each seed, by (row, column); accuracies are in per cent.
 
-    Each value is a run's mean over users. Accuracies are in per cent, as papers print them.
+    Missing and diverged runs are left out.
 
     Args:
         outcomes: The outcomes by run name.
@@ -304,48 +340,50 @@ def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) 
         metric: The metric's key, as ``mean_test_accuracy``.
     """
     factor = 100 if metric.endswith("_accuracy") else 1
-    by_cell: dict[tuple[str, str], list[float]] = {}
+    scores_by_cell: dict[tuple[str, str], list[float]] = {}
     for cell in cells:
         outcome = outcomes.get(cell.folder)
         if outcome is None or outcome.diverged:
             continue
-        by_cell.setdefault((cell.row, cell.column), []).append(factor * _metric_value(outcome.metrics, metric))
-    return by_cell
+        scores_of_seeds = scores_by_cell.setdefault((cell.row, cell.column), [])
+        scores_of_seeds.append(factor * _metric_value(outcome.metrics, metric))
+    return scores_by_cell
 
 
 def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[str, dict[str, Any]]:
     """Return each user's value of a metric in nested mappings by column, row, seed and user.
 
-    Runs that are missing or diverged are left out.
+    Missing and diverged runs are left out.
 
     Args:
         outcomes: The outcomes by run name.
         cells: The runs of the table, one for each row, column and seed.
-        metric: The metric's key.
+        metric: The key of the mean over users, as ``mean_test_accuracy``.
     """
+    user_key = metric.removeprefix("mean_")
     by_column: dict[str, dict[str, Any]] = {}
     for cell in cells:
         outcome = outcomes.get(cell.folder)
         if outcome is None or outcome.diverged:
             continue
-        key = metric.removeprefix("mean_")  # a user's key for what the metric averages over users
-        users = {name: user.get(key) for name, user in outcome.metrics["users"].items()}
-        by_column.setdefault(cell.column, {}).setdefault(cell.row, {})[cell.seed] = users
+        value_by_user = {name: user.get(user_key) for name, user in outcome.metrics["users"].items()}
+        by_row = by_column.setdefault(cell.column, {})
+        by_seed = by_row.setdefault(cell.row, {})
+        by_seed[cell.seed] = value_by_user
     return by_column
 
 
 def _metric_value(metrics: Mapping[str, Any], metric: str) -> float:
-    """Return a metric of a run, averaged over users.
-
-    ``metrics.json`` has the mean of the metric that compares models, such as accuracy. For other metrics, such as
-    ROUGE-1, it has only the users' values, and the mean is computed here.
+    """Return a metric's mean over users: that of ``metrics.json``, or else computed from the users' values.
 
     Args:
         metrics: The run's ``metrics.json``.
         metric: Key of the metric, as ``mean_test_rouge1``.
     """
-    key = metric.removeprefix("mean_")
-    return metrics[metric] if metric in metrics else statistics.fmean(user[key] for user in metrics["users"].values())
+    if metric in metrics:
+        return metrics[metric]
+    user_key = metric.removeprefix("mean_")
+    return statistics.fmean(user[user_key] for user in metrics["users"].values())
 
 
 class InputCache:
@@ -357,18 +395,18 @@ class InputCache:
 
     def __init__(self, waiting: Waiting = nullcontext) -> None:
         self._waiting = waiting
-        self._base: tuple[str, Base] | None = None
-        self._run_data: tuple[str, RunData] | None = None
-        self._digests: tuple[RunData, dict[str, str]] | None = None
+        self._base_key = ""
+        self._base: Base | None = None
+        self._run_data_key = ""
+        self._run_data: RunData | None = None
+        self._digests: dict[str, str] | None = None  # of the cached data
 
     def input_digests(self, cell: Cell) -> dict[str, str]:
-        """Return the digests of a run's base model and data, as :func:`digest_inputs` makes them."""
+        """Return the digests of a run's base model and data (:func:`digest_inputs`)."""
         run_data = self.run_data(cell)
-        digested_data, digests = self._digests or (None, {})
-        if digested_data is not run_data:  # the cell has other inputs than the cell before
-            digests = digest_inputs(describe(run_data, cell.recipe))
-            self._digests = run_data, digests
-        return digests
+        if self._digests is None:
+            self._digests = digest_inputs(describe(run_data, cell.recipe))
+        return self._digests
 
     def run_data(self, cell: Cell) -> RunData:
         """Return the base model and the data of a run (a cell of a table).
@@ -378,20 +416,17 @@ class InputCache:
         """
         recipe = cell.recipe
         base_key = f"{recipe.base} {recipe.runtime.model_dump_json()}"
-        data_key = f"{base_key} {recipe.seed} {recipe.data.model_dump_json()}"
-        # The cache has pairs: the key of what was loaded last, and what was loaded.
-        cached_data_key, cached_data = self._run_data or (None, None)
-        if cached_data is not None and cached_data_key == data_key:
-            return cached_data
-        cached_base_key, cached_base = self._base or (None, None)
-        base = cached_base if cached_base_key == base_key else None
+        run_data_key = f"{base_key} {recipe.seed} {recipe.data.model_dump_json()}"
+        if self._run_data is not None and self._run_data_key == run_data_key:
+            return self._run_data
+
         # Free the old data and base model before loading the next.
-        del cached_data, cached_base
+        base = self._base if self._base_key == base_key else None
         self._run_data = self._base = self._digests = None
         with self._waiting(LOADING):
             loaded = prepare(recipe, base=base)
-        self._run_data = (data_key, loaded)
-        self._base = None if loaded.base is None else (base_key, loaded.base)
+        self._run_data_key, self._run_data = run_data_key, loaded
+        self._base_key, self._base = base_key, loaded.base
         return loaded
 
 
@@ -400,39 +435,39 @@ def run_parallel(
 ) -> Iterator[Outcome]:
     """Run the cells of a table like :func:`run_cells`, ``jobs`` at a time; yield outcomes in order of completion.
 
-    Runs of one column and seed share a process, since they share their text. Unless ``quiet``, and where stderr is
-    no terminal, each run logs its rounds. Each process gets a GPU of its own as long as there are enough.
+    Runs of one column and seed share a process, since they share their data. Each process gets a GPU of its own as long
+    as there are enough.
 
     Args:
         cells: The runs of a table, one for each row, column and seed.
-        out: As in :func:`run_cells`.
+        out: The folder that contains ``runs``.
         jobs: The number of processes.
         force: Repeat finished runs.
-        quiet: Log no rounds.
+        quiet: Show no progress.
 
     Raises:
         ComingleError: A process failed; raised when the others are done.
     """
     groups = [list(group) for _, group in groupby(unique_cells(cells), key=lambda cell: (cell.column, cell.seed))]
     quiet_workers = quiet or errors.is_terminal  # several progress bars would overwrite each other
-    yield from in_processes(
-        groups, partial(_run_group, out=out, force=force, quiet=quiet_workers), jobs=jobs, label=_group_label
-    )
+    run_group = partial(_run_group, out=out, force=force, quiet=quiet_workers)
+    yield from in_processes(groups, run_group, jobs=jobs, label=_group_label)
 
 
 def _group_label(group: Sequence[Cell]) -> str:
-    """Return the label of cells that run in one process: their column and seed."""
-    return f"{group[0].column}, seed {group[0].seed}"
+    """Return the label of cells that run in one process: their column and seed, which are equal."""
+    any_cell = group[0]
+    return f"{any_cell.column}, seed {any_cell.seed}"
 
 
 def _run_group(cells: Sequence[Cell], out: Path, force: bool, quiet: bool) -> Iterator[Outcome]:
-    """Run cells with :func:`run_cells` and show their progress; the work of one process of :func:`run_parallel`.
+    """Run cells in one process of :func:`run_parallel`, and show their progress.
 
     Args:
         cells: The runs of one column and seed of a table.
         out: The folder that contains ``runs``.
         force: Repeat finished runs.
-        quiet: Log no rounds.
+        quiet: Show no progress.
     """
     with reporting(quiet=quiet) as reporter:
 
@@ -447,9 +482,7 @@ _LISTED = 3
 
 
 def check_hub(plan: Plan) -> None:
-    """Check that the hub is reachable if a plan needs base models or data from it that are not cached.
-
-    Without this check the hub's client would retry for half a minute, and its error would name a single file.
+    """Check that the Hugging Face hub is reachable if a plan needs base models or data that are not cached.
 
     Raises:
         RunError: Something is neither cached nor reachable; the message says what can be run instead.
@@ -459,25 +492,31 @@ def check_hub(plan: Plan) -> None:
         return
     from huggingface_hub import constants
 
-    if not is_offline() and is_hub_reachable(constants.ENDPOINT):
+    if is_offline():
+        reason = "HF_HUB_OFFLINE is set"
+    elif not is_hub_reachable(constants.ENDPOINT):
+        reason = f"the hub ({constants.ENDPOINT}) cannot be reached"
+    else:
         return
-    why = "HF_HUB_OFFLINE is set" if is_offline() else f"the hub ({constants.ENDPOINT}) cannot be reached"
-    listed = ", ".join(missing[:_LISTED]) + (f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else "")
-    raise RunError(f"reproduce {plan.name}: needs {listed} from the hub, and {why}; {_offline_commands(plan)}")
+    listed = ", ".join(missing[:_LISTED])
+    if len(missing) > _LISTED:
+        listed += f" and {len(missing) - _LISTED} more"
+    raise RunError(f"reproduce {plan.name}: needs {listed} from the hub, and {reason}; {_offline_commands(plan)}")
 
 
 def _offline_commands(plan: Plan) -> str:
     """Return the part of an error message that names commands which run the plan, or a similar one, without the hub."""
-    ways = []
+    commands = []
     if "cpu" in plan.study.scales:
-        ways.append("--scale cpu --data FOLDER runs it on local files (layout: papers/docs/results.md)")
-    prefix = plan.name.partition("/")[0] + "-"  # an archive of published runs is named after paper and scale
-    ways += [
-        f"--scale {archive.removeprefix(prefix)} --measured {archive} prints published runs"
-        for archive in published_runs()
-        if archive.startswith(prefix)
-    ]
-    return "; ".join(ways) or "--scale smoke runs it on text that comes with comingle"
+        commands.append("--scale cpu --data FOLDER runs it on local files (layout: papers/docs/results.md)")
+    paper = plan.name.partition("/")[0]  # "comigs" of "comigs/table1"
+    for archive in published_runs():  # such as "comigs-cpu"
+        if archive.startswith(f"{paper}-"):
+            scale = archive.removeprefix(f"{paper}-")
+            commands.append(f"--scale {scale} --measured {archive} prints published runs")
+    if not commands:
+        commands.append("--scale smoke runs it on text that comes with comingle")
+    return "; ".join(commands)
 
 
 def _uncached(plan: Plan) -> list[str]:
@@ -485,8 +524,8 @@ def _uncached(plan: Plan) -> list[str]:
     names: dict[str, None] = {}  # an ordered set
     for cell in plan.cells:
         base = cell.recipe.base
-        # A name OWNER/MODEL on the hub: not a path, and not a name of a model with random weights.
-        if "/" in base and is_public(base) and not expand_home(base).exists() and cached_folder(base) is None:
+        is_hub_name = "/" in base and is_public(base) and not expand_home(base).exists()  # "owner/model", not a path
+        if is_hub_name and cached_folder(base) is None:
             names[base] = None
         for name in _uncached_data_sets(plan, cell):
             names[name] = None
@@ -494,10 +533,9 @@ def _uncached(plan: Plan) -> list[str]:
 
 
 def _uncached_data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
-    """Yield the names of data sets that a run has to download from the hub, since they are not in the cache.
+    """Yield the names of data sets that a run has to download from the hub.
 
-    Images and questions without a ``path`` are always yielded, since it is not checked whether they are in the cache.
-    Images have their name, questions the label of their data set.
+    Images and questions without a local path are always yielded, since it is not known whether they are cached.
 
     Args:
         plan: The plan of the cell.
@@ -505,30 +543,39 @@ def _uncached_data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
     """
     data_section = cell.recipe.data.model_dump()
     for source in _all_strings(data_section):
-        if source.startswith(HUB_PREFIX) and not _is_cached(name := parse_hub_name(source).name):
-            yield name
+        if source.startswith(HUB_PREFIX):
+            name = parse_hub_name(source).name
+            if not _is_cached(name):
+                yield name
     data_set = plan.study.data[plan.column_of(cell.column).data]
+    has_images_or_questions = data_set.images or data_set.questions
     task_or_questions = data_section.get("task") or data_section.get("questions") or {}
-    if (data_set.images or data_set.questions) and task_or_questions.get("path") is None:
+    if has_images_or_questions and task_or_questions.get("path") is None:
         yield data_set.images or data_set.label
 
 
 def _all_strings(content: object) -> Iterator[str]:
-    """Yield every string in nested mappings and lists; keys of mappings are not included."""
+    """Yield every string in nested mappings and lists, such as a recipe; keys of mappings are not included."""
     if isinstance(content, str):
         yield content
-    elif isinstance(content, dict):
-        yield from (text for part in content.values() for text in _all_strings(part))
+        return
+    if isinstance(content, dict):
+        parts = list(content.values())
     elif isinstance(content, list | tuple):
-        yield from (text for part in content for text in _all_strings(part))
+        parts = list(content)
+    else:
+        parts = []
+    for part in parts:
+        yield from _all_strings(part)
 
 
 def _is_cached(name: str) -> bool:
-    """Return whether ``datasets`` has cached a data set; avoid importing ``datasets``, which takes seconds."""
+    """Return whether the package ``datasets`` has cached a data set; do not import it, which takes seconds."""
     from huggingface_hub import constants
 
-    folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
-    return (Path(folder) / name.replace("/", "___")).is_dir()  # as ``datasets`` names the folder of OWNER/NAME
+    cache_folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+    folder_name = name.replace("/", "___")  # as ``datasets`` names the folder of OWNER/NAME
+    return (Path(cache_folder) / folder_name).is_dir()
 
 
 MAX_PROMPT_TOKENS = 160
@@ -538,12 +585,10 @@ MAX_PROMPT_TOKENS = 160
 def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterator[tuple[str, Figure]]:
     """Yield figures of the study's prompts, with each token coloured by the expert to which it is routed.
 
-    The figures show the models of the first seed of each row and column.
-
     Args:
         plan: The figure's plan. With ``plot.own`` there is one figure with each prompt in one user's model, otherwise
             one figure per layer with each prompt in every user's model.
-        entries: The runs of all seeds, by (row, column).
+        entries: The runs by (row, column); those of the first seed are drawn.
 
     Yields:
         The suffix of the figure's file name, and the figure.
@@ -557,8 +602,8 @@ def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterato
     assert plot is not None
     for (row, column), entry in entries.items():
         view = prompts_view(plan, column, entry)
-        # Without duplicates: in a small model the first, middle and last layer may be the same.
-        layers = list(dict.fromkeys(layer_of(name, view.layers) for name in plot.tokens))
+        layers = [layer_of(name, view.layers) for name in plot.tokens]
+        layers = list(dict.fromkeys(layers))  # in a small model the first, middle and last layer may be the same
         if plot.own:
             yield f"{column}-{row}", own_texts_figure(view, layers)
         else:
@@ -567,14 +612,14 @@ def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterato
 
 
 def layer_of(name: str, layers: int) -> int:
-    """Return the index of the first, middle or last of ``layers`` layers; for twelve the paper shows 0, 5 and 11."""
+    """Return the index of the "first", "middle" or "last" of ``layers`` layers; of twelve these are 0, 5 and 11."""
     return {"first": 0, "middle": (layers - 1) // 2, "last": layers - 1}[name]
 
 
 def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
     """Return the routing of the study's prompts in each user's model, to be drawn as coloured tokens.
 
-    Prompt i belongs to user i: it is a text of the kind (a language or a subject) that this user trains on.
+    Prompt i belongs to user i: it is a text in the language or on the subject of this user's training data.
 
     Args:
         plan: The figure's plan.
@@ -588,14 +633,13 @@ def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
     from comingle.runs.views import view_of
 
     run = comingle.load(entry.first.folder)
-    prompts = plan.study.prompts[plan.column_of(column).data]
+    prompts = plan.study.prompts[plan.column_of(column).data]  # text by language or subject
     users = [user.name for user in run.federation.clients.users]
     if len(prompts) != len(users):
         raise RunError(f"{plan.name}: prompts for {', '.join(prompts)}, and users {', '.join(users)}")
     view = view_of(run, entry.label, list(prompts.items()), users, MAX_PROMPT_TOKENS)
-    # By order, not by name: users of the hub's text have other names than the study's prompts.
     texts = tuple(replace(text, owner=user) for text, user in zip(view.texts, users, strict=True))
-    # The recipe may test users on another distribution than their training text, but the prompts resemble that text.
+    # Prompts resemble the training text, even if the recipe tests users on other text.
     return replace(view, texts=texts, in_distribution=True)
 
 
@@ -606,15 +650,12 @@ Figures = Iterator[tuple[str, Any]]
 
 
 def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path]:
-    """Draw a published figure from finished runs, and save it as PNG and SVG.
+    """Draw a published figure from finished runs, save it as PNG and SVG, and return the paths of the files.
 
     Args:
         plan: The figure's plan.
         outcomes: The outcomes by run name.
         folder: The folder to write to.
-
-    Returns:
-        The files written.
 
     Raises:
         RunError: matplotlib is not installed, or no run has what the figure shows.
@@ -626,18 +667,22 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
     from comingle_papers.reproduce.counted import draw_usage
 
     assert plan.experiment.plot is not None
-    figures_by_kind: dict[str, Callable[[Plan, Entries], Figures]] = {
+    draw_by_kind: dict[str, Callable[[Plan, Entries], Figures]] = {
         "curves": _curve_figures,
         "scores": _score_figures,
         "sweep": _sweep_figures,
-        "usage": lambda plan, entries: draw_usage(plan, entries, folder),
+        "usage": partial(draw_usage, folder=folder),
         "tokens": draw_routes,
     }
-    stem = plan.name.partition("/")[2]
-    figures = list(figures_by_kind[plan.experiment.plot.kind](plan, read_entries(plan, outcomes)))
+    draw_figures = draw_by_kind[plan.experiment.plot.kind]
+    figures = list(draw_figures(plan, read_entries(plan, outcomes)))
     if not figures:
         raise RunError(f"{plan.name}: no finished run has the data of this figure")
-    return [path for suffix, figure in figures for path in save(figure, folder, f"{stem}-{suffix}")]
+    figure_name = plan.name.partition("/")[2]  # "figure5" of "comigs/figure5"
+    paths: list[Path] = []
+    for suffix, figure in figures:
+        paths += save(figure, folder, f"{figure_name}-{suffix}")
+    return paths
 
 
 def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str, str], Entry]:
@@ -653,7 +698,8 @@ def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str,
     for cell in plan.cells:
         outcome = outcomes.get(cell.folder)
         if outcome is not None and not outcome.diverged:
-            runs.setdefault((cell.row, cell.column), []).append(read_run(outcome.folder))
+            runs_of_seeds = runs.setdefault((cell.row, cell.column), [])
+            runs_of_seeds.append(read_run(outcome.folder))
     rows = plan.experiment.rows
     return {
         (row, column): Entry(label=rows[row].label or row, runs=tuple(runs_of_seeds))
@@ -676,25 +722,24 @@ def _curve_figures(plan: Plan, entries: Entries) -> Figures:
     plot = plan.experiment.plot
     assert plot is not None
     for column in plan.columns:
-        drawn_rows = [entries[row, column] for row in plan.rows if (row, column) in entries]
-        if drawn_rows:
-            # Leave out the evaluation before training: the base model's perplexity would set the scale.
-            yield column, curves_figure(drawn_rows, start=False, measure=plot.measure)
+        entry_by_row = {row: entries[row, column] for row in plan.rows if (row, column) in entries}
+        if entry_by_row:
+            # start=False: the evaluation before training would set the scale of the y axis.
+            yield column, curves_figure(list(entry_by_row.values()), start=False, measure=plot.measure)
         if plot.mixtures:
-            named_entries = [(row, entries[row, column]) for row in plan.rows if (row, column) in entries]
-            yield from _mixture_figures(named_entries, column)
+            yield from _mixture_figures(entry_by_row, column)
 
 
-def _mixture_figures(entries: Sequence[tuple[str, Entry]], column: str) -> Figures:
+def _mixture_figures(entry_by_row: Mapping[str, Entry], column: str) -> Figures:
     """Yield a figure of mixture weights, users x adapters over rounds, for each row whose users learn to mix adapters.
 
     Args:
-        entries: Names of rows with their runs; the first seed is drawn.
+        entry_by_row: The runs of each row; the first seed is drawn.
         column: The column of all these runs, for the names of the figures.
     """
     from comingle.reports.figures import mixtures_figure, read_mixtures
 
-    for row, entry in entries:
+    for row, entry in entry_by_row.items():
         mixtures = read_mixtures(entry.first.folder)
         if mixtures is not None and mixtures.learned:
             yield f"{column}-{row}-mixtures", mixtures_figure(mixtures)
@@ -730,21 +775,25 @@ def _sweep_figures(plan: Plan, entries: Entries) -> Figures:
     plot = plan.experiment.plot
     assert plot is not None
     for column in plan.columns:
-        lines: dict[Any, dict[Any, Spread]] = {}
+        lines: dict[Any, dict[Any, Spread]] = {}  # by value of ``series``, then by value of ``x``
         for cell in plan.cells:
             entry = entries.get((cell.row, column))
-            settings = cell.recipe.method.settings
-            if cell.column == column and entry is not None and (last := final(entry)) is not None:
-                lines.setdefault(settings[plot.series], {})[settings[plot.x]] = last
+            if cell.column != column or entry is None:
+                continue
+            perplexity = final(entry)
+            if perplexity is not None:
+                settings = cell.recipe.method.settings
+                line = lines.setdefault(settings[plot.series], {})
+                line[settings[plot.x]] = perplexity
         if lines:
             yield column, _draw_sweep(lines, x=plot.x, series=plot.series)
 
 
 def _draw_sweep(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str) -> Figure:
-    """Draw the mean test perplexity of each value of ``x``, with deviations and one line per value of ``series``.
+    """Draw the mean test perplexity against a setting ``x``, with deviations and one line per value of ``series``.
 
     Args:
-        lines: Results by value of ``series``, then by value of ``x``; each a ``Spread`` over seeds.
+        lines: Perplexities by value of ``series``, then by value of ``x``; each a ``Spread`` over seeds.
         x: Name of the setting on the x axis.
         series: Name of the setting that has one line per value.
     """
@@ -752,25 +801,29 @@ def _draw_sweep(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str) 
     from comingle.reports.canvas import styles
 
     def paint(figure: Any, axes: list[Any]) -> None:
-        styles_of_lines = styles([str(value) for value in sorted(lines)])
-        for value, style in zip(sorted(lines), styles_of_lines, strict=True):
-            points = sorted(lines[value].items())
-            axes[0].errorbar(
-                [x_value for x_value, _ in points],
-                [point.mean for _, point in points],
-                yerr=[point.std or 0.0 for _, point in points],
+        (panel,) = axes
+        series_values = sorted(lines)
+        styles_of_lines = styles([str(value) for value in series_values])
+        for series_value, style in zip(series_values, styles_of_lines, strict=True):
+            line = lines[series_value]
+            x_values = sorted(line)
+            spreads = [line[x_value] for x_value in x_values]
+            panel.errorbar(
+                x_values,
+                [spread.mean for spread in spreads],
+                yerr=[spread.std or 0.0 for spread in spreads],
                 color=style.colour.light,
                 linestyle=style.line,
                 marker=style.marker,
-                label=f"{series} {value}",
+                label=f"{series} {series_value}",
             )
-        values_of_x = [x_value for points in lines.values() for x_value in points]
-        # Values that span more than a decade are usually chosen geometrically, as 1, 2, 4 ... 64.
-        if min(values_of_x) > 0 and max(values_of_x) > 20 * min(values_of_x):
-            axes[0].set_xscale("log")
-        axes[0].set_xlabel(x)
-        axes[0].set_ylabel("test perplexity")
-        axes[0].legend()
+        all_x_values = [x_value for line in lines.values() for x_value in line]
+        # Values such as 1, 2, 4 ... 64 are spaced evenly on a logarithmic axis.
+        if min(all_x_values) > 0 and max(all_x_values) > 20 * min(all_x_values):
+            panel.set_xscale("log")
+        panel.set_xlabel(x)
+        panel.set_ylabel("test perplexity")
+        panel.legend()
 
     rows, columns, panel_inches = 1, 1, (4.6, 3.2)
     return draw_axes(rows, columns, panel_inches, paint)
