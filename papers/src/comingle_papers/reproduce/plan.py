@@ -50,169 +50,189 @@ from comingle_papers.tasks.synthetic import DIMENSION, OUTPUTS
 
 _NUM_IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}
 """Numbers of train and test images of the data sets on the hub."""
-_STEP_COST, _PARAMETER_COST = 2e7, 20
-"""Cost of an optimiser step besides its samples, in multiply-adds: per step, and per parameter of each user in it
-(copies, gradients, means)."""
+_STEP_COST = 2e7
+"""Fixed cost of an optimiser step, in multiply-adds."""
+_PARAMETER_COST = 20
+"""Cost of an optimiser step per parameter of each participant (copies, gradients, means), in multiply-adds."""
 
 
 def estimate_work(recipe: Recipe) -> float:
     """Estimate the computation of a run, to predict how long it takes compared with others of the same base model.
 
-    A token or sample that is trained on counts three times as much as one that is evaluated.
-
-    Returns:
-        Tokens through a language model, or multiply-adds of a net.
+    The unit is a trained token of a language model, or a multiply-add of a net.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    work_by_kind = {
+    estimate_by_kind = {
         "task": _task_work,
         "questions": _questions_work,
         "text": _text_work,
         "conversations": _conversations_work,
     }
-    return work_by_kind[recipe.data.kind](recipe, method)
+    estimate = estimate_by_kind[recipe.data.kind]
+    return estimate(recipe, method)
 
 
 def _evaluation_interval(recipe: Recipe) -> int:
-    """Return the number of rounds between two evaluations; with ``every: auto``, set in the run, the smallest one."""
-    return SHORTEST if recipe.evaluation.every == AUTO else recipe.evaluation.every
+    """Return the number of rounds between two evaluations; with ``every: auto`` the smallest that a run may choose."""
+    every = recipe.evaluation.every
+    return SHORTEST if every == AUTO else every
 
 
 def _text_work(recipe: Recipe, method: Method) -> float:
     """Estimate the work of a run on text, in trained tokens; an evaluated token counts as a third of a trained one.
 
-    Four users are assumed, as in CoMiGS, since the data is not read, and 50,000 test tokens of each if the recipe sets
-    no limit.
+    The data is not read: four users are assumed, as in CoMiGS, and 50,000 test tokens of each if the recipe sets no
+    limit.
     """
     training = recipe.training
-    users, limit = 4, cast(TextSection, recipe.data).max_test_tokens
-    test_tokens = sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users
-    evaluation_work = test_tokens / 3  # without backward pass
-    batch_tokens = training.largest_batch_size * training.context * users
+    num_users = 4
+    max_test_tokens = cast(TextSection, recipe.data).max_test_tokens
+    if isinstance(max_test_tokens, dict):  # a limit for each user
+        test_tokens = sum(max_test_tokens.values())
+    else:
+        test_tokens = (max_test_tokens or 50_000) * num_users
+
     # A phase takes ``steps`` after every ``every``-th local step, in one round of each group of ``turns`` rounds.
     steps_per_local_step = sum(phase.steps / phase.every / phase.turns for phase in method.client.phases)
     steps = training.rounds * training.most_local_steps * steps_per_local_step
-    evaluations_of_training = training.rounds // _evaluation_interval(recipe) if method.trains else 0
-    evaluations = 1 + evaluations_of_training  # 1: before training
-    return steps * batch_tokens + evaluation_work * evaluations
+    tokens_per_step = training.largest_batch_size * training.context * num_users
+
+    num_evaluations = 1  # before training
+    if method.trains:
+        num_evaluations += training.rounds // _evaluation_interval(recipe)
+    evaluation_work = test_tokens / 3
+    return steps * tokens_per_step + evaluation_work * num_evaluations
 
 
 def _conversations_work(recipe: Recipe, method: Method) -> float:
-    """Estimate the work of a run on conversations, in tokens.
+    """Estimate the work of a run on conversations, in tokens: passes over all data times the data's tokens.
 
-    The work is the number of passes over all data times the data's tokens. A local epoch and an evaluation are one pass
-    each. All conversations are assumed to fill the context and to be training data. If the recipe does not give their
-    number, four users (as in CoMiGS) and 1,000 conversations of each are assumed.
+    A local epoch and an evaluation are one pass each. All conversations are assumed to fill the context. If the recipe
+    does not give their number, four users (as in CoMiGS) and 1,000 conversations of each are assumed.
     """
-    training, dataset = recipe.training, cast(ConversationsSection, recipe.data).dataset
-    users = len(dataset.users) if dataset is not None and isinstance(dataset.users, list) else 4
-    conversations = (dataset.max_conversations if dataset is not None else None) or 1_000
+    training = recipe.training
+    dataset = cast(ConversationsSection, recipe.data).dataset
+    num_users, conversations_per_user = 4, 1_000
+    if dataset is not None and isinstance(dataset.users, list):
+        num_users = len(dataset.users)
+    if dataset is not None and dataset.max_conversations:
+        conversations_per_user = dataset.max_conversations
+
     rounds = training.rounds if method.trains else 0
-    evaluations = 1 + rounds // _evaluation_interval(recipe)  # 1: before training
-    passes = rounds * training.local_epochs + evaluations
-    return users * conversations * training.context * passes
+    num_evaluations = 1 + rounds // _evaluation_interval(recipe)  # 1: before training
+    passes = rounds * training.local_epochs + num_evaluations
+    return num_users * conversations_per_user * training.context * passes
 
 
 def _questions_work(recipe: Recipe, method: Method) -> float:
     """Estimate the work of a run on questions, in tokens, as if every question filled the context.
 
-    To score a question, an evaluation reads the question twice and generates an answer, token by token. This takes
-    about as long as training on the question. So trained and scored questions count alike. If neither the recipe nor
-    the paper gives the number of test questions, it is assumed to be the number of train questions.
+    Trained and scored questions count alike: to score a question, an evaluation reads it twice and generates an answer,
+    which takes about as long as training on it.
     """
     section = cast(QuestionsDataSection, recipe.data).questions
-    setting, training = QUESTIONS[section.name], recipe.training
-    users = len(section.languages or setting.languages)
-    train = section.train or setting.train
-    test = section.test or setting.test or train
+    paper_section = QUESTIONS[section.name]
+    training = recipe.training
+    num_users = len(section.languages or paper_section.languages)
+    num_train = section.train or paper_section.train  # questions of each user
+    num_test = section.test or paper_section.test or num_train
+
     rounds = training.rounds if method.trains else 0
-    evaluates_start = rounds > 0 and recipe.evaluation.first
-    # At least one: a method that trains nothing is evaluated once.
-    evaluations = max(1, ceil(rounds / _evaluation_interval(recipe)) + evaluates_start)
-    num_trained, num_scored = rounds * training.local_epochs * train, evaluations * test  # of each user
-    return users * training.context * (num_trained + num_scored)
+    num_evaluations = ceil(rounds / _evaluation_interval(recipe))
+    if rounds > 0 and recipe.evaluation.first:  # before training
+        num_evaluations += 1
+    num_evaluations = max(1, num_evaluations)  # a method that trains nothing is evaluated once
+    num_trained = rounds * training.local_epochs * num_train
+    num_scored = num_evaluations * num_test
+    return num_users * training.context * (num_trained + num_scored)
 
 
 def _task_work(recipe: Recipe, method: Method) -> float:
     """Estimate the work of a run on a net, in multiply-adds.
 
-    A forward and a backward pass together cost three forward passes. An optimiser step has a cost per user and a fixed
-    cost. The fixed cost counts once for all participants of a round, since they are trained in one batch. An evaluation
-    is a forward pass over the test samples of all users. If a method mixes several models or adapters and needs a pass
-    through each, the work is multiplied by their number.
+    A forward and a backward pass together cost three forward passes. An optimiser step has a cost per participant, and
+    a fixed cost, since all participants of a round are trained in one batch.
     """
     task = cast(TaskDataSection, recipe.data).task
-    training, (users, train, test) = recipe.training, count_samples(task)
+    training = recipe.training
+    num_users, num_train, num_test = count_samples(task)
     participation = training.participation
     if isinstance(participation, list):  # the participants of each round
-        participants = sum(map(len, participation)) / len(participation)
+        num_participants = sum(map(len, participation)) / len(participation)
     else:
-        participants = users * participation
+        num_participants = num_users * participation
     net = recipe.base.removeprefix(NETS) if recipe.base.startswith(NETS) else ""
-    per_sample, parameters = net_size(task.name, net)
-    mixture = method.placement.mixture
-    # Adapters that are mixed by the losses of a batch or of each sample need one pass per adapter.
-    has_pass_per_component = mixture is not None and (mixture.of == "models" or mixture.at in ("losses", "samples"))
-    components = mixture.clusters if mixture is not None and has_pass_per_component else 1
-    steps = training.local_epochs * ceil(train / training.largest_batch_size)
-    passes_of_user = 3 * training.local_epochs * train * per_sample  # 3: forward and backward
-    user_work = passes_of_user + steps * _PARAMETER_COST * parameters
+    multiply_adds_per_sample, num_parameters = net_size(task.name, net)
+
+    steps = training.local_epochs * ceil(num_train / training.largest_batch_size)
+    passes_of_user = 3 * training.local_epochs * num_train * multiply_adds_per_sample
+    user_work = passes_of_user + steps * _PARAMETER_COST * num_parameters
     rounds = training.rounds if method.trains else 0
-    training_work = rounds * (steps * _STEP_COST + participants * user_work)
-    evaluations = 1 + rounds // _evaluation_interval(recipe)  # 1: before training
-    evaluation_work = evaluations * users * test * per_sample
-    return components * (training_work + evaluation_work)
+    training_work = rounds * (steps * _STEP_COST + num_participants * user_work)
+    num_evaluations = 1 + rounds // _evaluation_interval(recipe)  # 1: before training
+    evaluation_work = num_evaluations * num_users * num_test * multiply_adds_per_sample
+    return _num_passes(method) * (training_work + evaluation_work)
+
+
+def _num_passes(method: Method) -> int:
+    """Return how many passes through the net a batch needs: one for each of the models or adapters that are mixed.
+
+    It is 1 if adapters are mixed before the pass, not by the losses of a batch or of each sample.
+    """
+    mixture = method.placement.mixture
+    if mixture is None:
+        return 1
+    is_mixed_after_passes = mixture.of == "models" or mixture.at in ("losses", "samples")
+    return mixture.clusters if is_mixed_after_passes else 1
 
 
 def count_samples(task: TaskSection) -> tuple[int, int, int]:
-    """Estimate how many samples each user of a task has, without reading the task's images.
-
-    Returns:
-        The number of users, which is exact, and the estimated numbers of train and test samples of each user.
-    """
+    """Return the number of a task's users, and estimate the train and test samples of each, without reading images."""
     setting = TASKS[task.name]
-    users = task.users or setting.users
-    num_images = _NUM_IMAGES.get(task.name)  # only of tasks that divide all images evenly among users
-    if num_images is None:
-        train, test = setting.train, setting.test
+    num_users = task.users or setting.users
+    if task.name in _NUM_IMAGES:  # all images of the data set are divided evenly among users
+        num_train_images, num_test_images = _NUM_IMAGES[task.name]
+        train, test = ceil(num_train_images / num_users), ceil(num_test_images / num_users)
     else:
-        train, test = (ceil(n / users) for n in num_images)
+        train, test = setting.train, setting.test
     # ``fraction`` of the train samples, but at least REDUCED_MINIMUM if there are as many.
     kept_train = min(train, max(REDUCED_MINIMUM, round(task.fraction * train)))
-    return users, kept_train, task.test_samples or test
+    return num_users, kept_train, task.test_samples or test
 
 
 @cache
 @torch.no_grad()
 def net_size(task: str, net: str = "") -> tuple[int, int]:
-    """Return the multiply-adds of one sample and the number of parameters of a net.
-
-    The net is run once on a blank sample. Colour images are taken to be 32 x 32, grey images 28 x 28.
+    """Return the multiply-adds of one sample and the number of parameters of a net, counted on a blank sample.
 
     Args:
         task: Name of the task, which determines the shapes of inputs and outputs.
         net: Name of the net; empty for the task's own.
     """
     setting = TASKS[task]
-    is_on_images = bool(setting.hub)  # synthetic regressions are not on the hub
-    shape: tuple[int, ...]
-    if is_on_images:
-        shape = (3, 32, 32) if setting.coloured else (1, 28, 28)
-        outputs = setting.classes
+    input_shape: tuple[int, ...]
+    has_images = bool(setting.hub)  # the other tasks are synthetic regressions
+    if has_images:
+        input_shape = (3, 32, 32) if setting.coloured else (1, 28, 28)
+        num_outputs = setting.classes
     else:
-        shape = (DIMENSION,)
-        outputs = {str(kind): size for kind, size in OUTPUTS.items()}[task]
-    multiply_adds: list[int] = []
+        input_shape = (DIMENSION,)
+        num_outputs = {str(kind): size for kind, size in OUTPUTS.items()}[task]
+    model = make_net(net or setting.net, input_shape, num_outputs, seed=0).eval()
+
+    multiply_adds: list[int] = []  # of each layer
 
     def count(module: nn.Module, _: object, output: Tensor) -> None:
         if isinstance(module, nn.Linear | nn.Conv2d):  # each output position uses every weight once
-            multiply_adds.append(module.weight.numel() * output.numel() // len(module.weight))
+            num_positions = output.numel() // len(module.weight)
+            multiply_adds.append(module.weight.numel() * num_positions)
 
-    model = make_net(net or setting.net, shape, outputs, seed=0).eval()
     for module in model.modules():
         module.register_forward_hook(count)
-    model(torch.zeros(1, *shape))
-    return sum(multiply_adds), sum(parameter.numel() for parameter in model.parameters())
+    blank_sample = torch.zeros(1, *input_shape)
+    model(blank_sample)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return sum(multiply_adds), num_parameters
 
 
 logger = logging.getLogger(__name__)
@@ -248,12 +268,12 @@ class Cell:
 
     @cached_property
     def computed(self) -> dict[str, Any]:
-        """Settings that determine the result, without the local paths of text and base model."""
+        """Settings that determine the result, with ``{data}`` in place of the folder of text and base model."""
         return with_placeholder(self.recipe.result_content, self.data)
 
     @cached_property
     def folder(self) -> str:
-        """The name of the run folder; equal for cells that compute the same, in any table and on any machine."""
+        """Name of the run folder; equal for cells with equal settings, in any table and on any machine."""
         return name_of(self.computed)
 
     @property
@@ -263,10 +283,10 @@ class Cell:
 
 
 def name_of(computed: Mapping[str, Any]) -> str:
-    """Return the name of a run's folder: method, seed and a digest of the settings that determine the result.
+    """Return the name of a run's folder, such as ``comigs-seed0-1f5a0c8e2b7d9a34``, which ends in a digest.
 
     Args:
-        computed: The settings, as :attr:`Cell.computed`.
+        computed: The settings that determine the result (:attr:`Cell.computed`).
     """
     digest = hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest()[:16]
     return f"{computed['method']['name']}-seed{computed['seed']}-{digest}"
@@ -294,13 +314,14 @@ class Plan:
     """Columns that are not run, with the reason."""
 
     def label(self, column: str) -> str:
-        """Return a column's heading: the experiment's label, else the study's."""
+        """Return a column's heading: the experiment's label, or else the study's."""
         column_setting, study_column = _column_settings(self.study, self.experiment, column)
         return column_setting.label or study_column.label
 
     def column_of(self, column: str) -> Column:
         """Return the study's column that a column of the experiment refers to."""
-        return _column_settings(self.study, self.experiment, column)[1]
+        _, study_column = _column_settings(self.study, self.experiment, column)
+        return study_column
 
 
 def plan(name: str, selection: RunSelection) -> Plan:
@@ -317,32 +338,34 @@ def plan(name: str, selection: RunSelection) -> Plan:
     """
     study, experiment = load_experiment(name)
     scale = _merge_scale(study, experiment, selection.scale)
-    methods = {name: row.method for name, row in experiment.rows.items()}
-    rows = _select_names("--methods", selection.methods, experiment.rows, methods)
-    columns = _select_names("--columns", selection.columns, experiment.column_names)
-    missing = tuple(row for row in rows if experiment.rows[row].method not in REGISTRY)
-    rows = [row for row in rows if row not in missing]
+
+    method_by_row = {row: settings.method for row, settings in experiment.rows.items()}
+    selected_rows = _select_names("--methods", selection.methods, experiment.rows, method_by_row)
+    rows = [row for row in selected_rows if method_by_row[row] in REGISTRY]
+    missing = [row for row in selected_rows if method_by_row[row] not in REGISTRY]
+
+    selected_columns = _select_names("--columns", selection.columns, experiment.column_names)
     folder = data_folder(selection.data)
-    reasons_not_run = {
-        column: _reason_not_run(study, experiment, scale, column, folder, selection) for column in columns
-    }
-    left_out = {column: reason for column, reason in reasons_not_run.items() if reason}
-    columns = [column for column in columns if column not in left_out]
-    for column in columns:
-        _, study_column = _column_settings(study, experiment, column)
-        data = study.data[study_column.data]
-        if folder is not None and (lacking := describe_lacking(data, folder)):
-            logger.warning("%s: %s, so the hub's are read", column, lacking)
-    seeds = {column: _choose_seeds(study, experiment, scale, column, selection) for column in columns}
-    all_seeds = dict.fromkeys(seed for seeds_of_column in seeds.values() for seed in seeds_of_column)  # ordered set
+    columns: list[str] = []
+    left_out: dict[str, str] = {}
+    for column in selected_columns:
+        reason = _reason_not_run(study, experiment, scale, column, folder, selection)
+        if reason:
+            left_out[column] = reason
+        else:
+            columns.append(column)
+            _warn_if_folder_lacks_data(study, experiment, column, folder)
+
+    seeds_by_column = {column: _choose_seeds(study, experiment, scale, column, selection) for column in columns}
+    all_seeds = dict.fromkeys(seed for seeds in seeds_by_column.values() for seed in seeds)  # ordered set
     cells: list[Cell] = []
     for seed in all_seeds:
         for column in columns:
             for row in rows:
-                if seed not in seeds[column] or not _has_row(study, experiment, scale, column, row):
-                    continue
-                recipe = _build_recipe(study, experiment, scale, column, experiment.rows[row], seed, folder, selection)
-                cells.append(Cell(row=row, column=column, seed=seed, recipe=recipe, data=folder))
+                if seed in seeds_by_column[column] and _has_row(study, experiment, scale, column, row):
+                    settings = experiment.rows[row]
+                    recipe = _build_recipe(study, experiment, scale, column, settings, seed, folder, selection)
+                    cells.append(Cell(row=row, column=column, seed=seed, recipe=recipe, data=folder))
     if not cells:
         reasons = [f"{column}: {reason}" for column, reason in left_out.items()]
         reasons += [f"{row}: no such method yet" for row in missing]
@@ -359,13 +382,30 @@ def plan(name: str, selection: RunSelection) -> Plan:
         rows=tuple(rows),
         columns=tuple(columns),
         cells=tuple(cells),
-        missing=missing,
+        missing=tuple(missing),
         left_out=left_out,
     )
 
 
+def _warn_if_folder_lacks_data(study: Study, experiment: Experiment, column: str, folder: Path | None) -> None:
+    """Log a warning if there is a folder without the images or questions of a column, so that the hub's are read.
+
+    Args:
+        study: The paper's study.
+        experiment: The table or figure.
+        column: The experiment's column.
+        folder: The folder of local text and images, if there is one.
+    """
+    if folder is None:
+        return
+    _, study_column = _column_settings(study, experiment, column)
+    lacking = describe_lacking(study.data[study_column.data], folder)
+    if lacking:
+        logger.warning("%s: %s, so the hub's are read", column, lacking)
+
+
 def _merge_scale(study: Study, experiment: Experiment, name: str) -> Scale:
-    """Return a scale, the size of an experiment's runs: that of the paper's study with the experiment's changes to it.
+    """Return the study's scale (the size of its runs) with the experiment's changes to it.
 
     Args:
         study: The paper's study.
@@ -378,9 +418,11 @@ def _merge_scale(study: Study, experiment: Experiment, name: str) -> Scale:
     if name not in study.scales:
         known = list(study.scales)
         raise RecipeError(f"--scale {name!r}: unknown.{did_you_mean(name, known)} Allowed: {', '.join(known)}")
-    changes = experiment.scales.get(name, Scale())
-    parts = [scale.model_dump(exclude_unset=True) for scale in (study.scales[name], changes)]
-    return Scale.model_validate(merge(*parts))
+    scale = study.scales[name].model_dump(exclude_unset=True)
+    if name not in experiment.scales:
+        return Scale.model_validate(merge(scale))
+    changes = experiment.scales[name].model_dump(exclude_unset=True)
+    return Scale.model_validate(merge(scale, changes))
 
 
 def _scaled_column(study: Study, experiment: Experiment, scale: Scale, column: str) -> ScaledColumn:
@@ -393,7 +435,8 @@ def _scaled_column(study: Study, experiment: Experiment, scale: Scale, column: s
         column: The experiment's column.
     """
     column_setting, _ = _column_settings(study, experiment, column)
-    return scale.columns.get(column_setting.of or column, ScaledColumn())
+    name_in_study = column_setting.of or column
+    return scale.columns.get(name_in_study, ScaledColumn())
 
 
 def _has_row(study: Study, experiment: Experiment, scale: Scale, column: str, row: str) -> bool:
@@ -406,9 +449,9 @@ def _has_row(study: Study, experiment: Experiment, scale: Scale, column: str, ro
         column: The experiment's column.
         row: The experiment's row.
     """
-    is_left_out = column in experiment.rows[row].without
-    is_left_out_at_scale = row in _scaled_column(study, experiment, scale, column).without
-    return not is_left_out and not is_left_out_at_scale
+    if column in experiment.rows[row].without:
+        return False
+    return row not in _scaled_column(study, experiment, scale, column).without
 
 
 def _choose_seeds(
@@ -423,38 +466,44 @@ def _choose_seeds(
         column: The experiment's column.
         selection: The options of the command line.
     """
+    if selection.seeds is not None:
+        return selection.seeds
     seeds_of_column = _scaled_column(study, experiment, scale, column).seeds
-    return next(seeds for seeds in (selection.seeds, seeds_of_column, scale.seeds) if seeds is not None)
+    if seeds_of_column is not None:
+        return seeds_of_column
+    return scale.seeds
 
 
 def _select_names(
     option: str,
     wanted: Sequence[str] | None,
     known: Mapping[str, object] | Sequence[str],
-    methods: Mapping[str, str] = {},
+    method_by_row: Mapping[str, str] = {},
 ) -> list[str]:
-    """Return the known names that are wanted, in the paper's order; all of them if ``wanted`` is None.
+    """Return the wanted rows or columns, in the paper's order; all of them if ``wanted`` is None.
 
     Args:
         option: The option's name, for error messages.
-        wanted: Names given by the user, either known names or methods.
+        wanted: Names of rows or columns given by the user; the name of a method stands for all its rows.
         known: All names of rows or columns.
-        methods: The method of each row, by row; a wanted method selects all its rows.
+        method_by_row: The method of each row; empty for columns.
 
     Raises:
         RecipeError: A wanted name is neither a known name nor a method.
     """
-    for name in wanted or ():
-        if name not in known and name not in methods.values():
+    if wanted is None:
+        return list(known)
+    for name in wanted:
+        if name not in known and name not in method_by_row.values():
             raise RecipeError(f"{option}: no {name!r} in it.{did_you_mean(name, known)} Allowed: {', '.join(known)}")
-    return [name for name in known if wanted is None or name in wanted or methods.get(name) in wanted]
+    return [name for name in known if name in wanted or method_by_row.get(name) in wanted]
 
 
 def _column_settings(study: Study, experiment: Experiment, name: str) -> tuple[Column, Column]:
-    """Return a column's settings in the experiment, and the column of the study on which these settings build.
+    """Return a column of the experiment, and the study's column on which it builds.
 
-    The key ``of`` names the study's column; without this key both columns have the same name. If the experiment only
-    lists the names of its columns, the settings are empty.
+    The study's column is named by the key ``of``, or has the same name. If the experiment only lists the names of its
+    columns, its column is empty.
 
     Args:
         study: The paper's study.
@@ -462,13 +511,14 @@ def _column_settings(study: Study, experiment: Experiment, name: str) -> tuple[C
         name: The experiment's column.
     """
     column_setting = experiment.columns[name] if isinstance(experiment.columns, dict) else Column()
-    return column_setting, study.columns[column_setting.of or name]
+    name_in_study = column_setting.of or name
+    return column_setting, study.columns[name_in_study]
 
 
 def _reason_not_run(
     study: Study, experiment: Experiment, scale: Scale, column: str, folder: Path | None, selection: RunSelection
 ) -> str:
-    """Return the reason why a column cannot be run; empty if it can.
+    """Return the reason why a column cannot be run, for a message; empty if it can.
 
     Args:
         study: The paper's study.
@@ -482,10 +532,11 @@ def _reason_not_run(
     name_in_study = column_setting.of or column
     if scale.only is not None and name_in_study not in scale.only:
         return f"not at scale {selection.scale}, which has {', '.join(scale.only)}"
-    # "{data}" in the path of a base model stands for the folder.
-    if folder is None and "{data}" in (scale.base or "") and selection.base is None:
+    base_is_in_folder = selection.base is None and "{data}" in (scale.base or "")
+    if base_is_in_folder and folder is None:
         return f"scale {selection.scale} takes its base from a folder; give --data FOLDER or --base MODEL"
-    if _scaled_column(study, experiment, scale, column).local:  # never read from the hub
+    is_never_from_hub = _scaled_column(study, experiment, scale, column).local
+    if is_never_from_hub:
         scale = scale.model_copy(update={"text": "local"})
     return find_absent(study.data[study_column.data], scale, folder)
 
@@ -524,29 +575,34 @@ def _build_recipe(
     column_setting, study_column = _column_settings(study, experiment, column)
     scaled_column = _scaled_column(study, experiment, scale, column)
     overlays = [study, study_column, column_setting, scale, scaled_column, row]
-    data, user_names = data_section(study, study.data[study_column.data], folder, demo=scale.text == "demo")
+
     known_settings = settings_of(row.method)
-    # An overlay may have settings for several methods, of which only this method's are used.
-    settings = {key: value for overlay in overlays for key, value in overlay.settings.items() if key in known_settings}
-    if unknown := sorted(set(row.settings) - set(known_settings)):  # a row has one method
+    unknown_settings = sorted(set(row.settings) - set(known_settings))
+    if unknown_settings:
         raise RecipeError(
-            f"reproduce: method {row.method} has no setting {unknown[0]!r}; it has: {', '.join(known_settings)}"
+            f"reproduce: method {row.method} has no setting {unknown_settings[0]!r}; it has: "
+            f"{', '.join(known_settings)}"
         )
+    settings: dict[str, Any] = {}
+    for overlay in overlays:  # overlays other than the row may have settings of other methods
+        settings.update({key: value for key, value in overlay.settings.items() if key in known_settings})
+
     base = _choose_base(row, selection, scale, study_column).replace("{data}", str(folder))
-    base = resolve_inside(base, folder)  # equal models should have equal paths, and runs equal names
+    base = resolve_inside(base, folder)  # one path for each model, since the path is part of the run's name
+    data, user_names = data_section(study, study.data[study_column.data], folder, demo=scale.text == "demo")
     content = merge({"data": data}, *(overlay.recipe for overlay in overlays))
-    content = {
-        **content,
-        "base": base,
-        "seed": seed,
-        "method": {"name": row.method, **settings},
-        "data": limits_by_name(content["data"], user_names),  # limits were lists in the order of the users
-    }
+    content["base"] = base
+    content["seed"] = seed
+    content["method"] = {"name": row.method, **settings}
+    content["data"] = limits_by_name(content["data"], user_names)
+    content = _fill_values(content, column_setting.values)
+    # Recipes older than the key ``data.add_bos_token`` do not have it. It is set to false here as in those recipes, so
+    # that published runs keep their names, which are digests of the recipes.
+    content = complete_older(content)
     where = f"{experiment.source}, column {column}, row {row.label or row.method}"
-    # The published runs are older than the key ``data.add_bos_token``. As in their recipes, the key is set to false
-    # here, so that the runs keep their names, which are digests of the recipes.
-    recipe = parse_recipe(complete_older(_fill_values(content, column_setting.values)), where=where)
-    recipe = recipe.with_changes(selection.changes, where="--set") if selection.changes else recipe
+    recipe = parse_recipe(content, where=where)
+    if selection.changes:
+        recipe = recipe.with_changes(selection.changes, where="--set")
     make(recipe.method.name, **recipe.method.settings)  # raises before the first run if a setting is wrong
     return recipe
 
@@ -557,19 +613,20 @@ def _choose_base(row: Row, selection: RunSelection, scale: Scale, column: Column
     Args:
         row: The experiment's row.
         selection: The options of the command line.
-        scale: The scale, which may name a base model or stand-ins for published ones.
+        scale: The scale, which may name a base model, and smaller models to train in place of published ones.
         column: The study's column.
     """
     if selection.base and not row.base:
         return selection.base
-    return scale.stand_in(row.base or scale.base or column.base)
+    published_base = row.base or scale.base or column.base
+    return scale.stand_in(published_base)
 
 
 def _fill_values(content: object, values: Mapping[str, object]) -> Any:
-    """Replace each string ``$NAME`` in nested mappings by the column's value of that name.
+    """Return a recipe in which each string such as ``"$rank"`` is replaced by the column's value ``rank``.
 
     Args:
-        content: Part of a recipe.
+        content: Part of a recipe: a mapping, a string or another value.
         values: The column's values.
 
     Raises:
@@ -577,8 +634,9 @@ def _fill_values(content: object, values: Mapping[str, object]) -> Any:
     """
     if isinstance(content, Mapping):
         return {key: _fill_values(value, values) for key, value in content.items()}
-    if isinstance(content, str) and content.startswith("$"):
-        if content[1:] not in values:
-            raise RecipeError(f"reproduce: a row asks for {content!r}, which its column does not have")
-        return values[content[1:]]
-    return content
+    if not isinstance(content, str) or not content.startswith("$"):
+        return content
+    name = content[1:]
+    if name not in values:
+        raise RecipeError(f"reproduce: a row asks for {content!r}, which its column does not have")
+    return values[name]
