@@ -131,11 +131,11 @@ def _questions_work(recipe: Recipe, method: Method) -> float:
     which takes about as long as training on it.
     """
     section = cast(QuestionsDataSection, recipe.data).questions
-    paper_section = QUESTIONS[section.name]
+    question_set = QUESTIONS[section.name]
     training = recipe.training
-    num_users = len(section.languages or paper_section.languages)
-    num_train = section.train or paper_section.train  # questions of each user
-    num_test = section.test or paper_section.test or num_train
+    num_users = len(section.languages or question_set.languages)
+    num_train = section.train or question_set.train  # questions of each user
+    num_test = section.test or question_set.test or num_train
 
     rounds = training.rounds if method.trains else 0
     num_evaluations = ceil(rounds / _evaluation_interval(recipe))

@@ -49,10 +49,10 @@ Entry = tuple[float, float | None]
 class Order:
     """Comparison of the paper's order of some rows with ours.
 
-    ``tau`` is Kendall's tau-b and ``p_value`` tests the hypothesis of independent orders; both are None for fewer than
-    two rows, or where all values of one side are equal. ``swapped`` are pairs (the better one in the paper first) whose
-    order is reversed here by more than the sum of their deviations; in ``unclear`` pairs the difference is smaller, in
-    the paper or here.
+    ``tau`` is Kendall's tau-b and ``p_value`` that of the test for independent orders; both are None for fewer than
+    two rows, or where all values of one side are equal. ``agreeing`` counts the pairs of rows with the same order.
+    ``swapped`` are pairs (the better row of the paper first) whose order is reversed here by more than the sum of their
+    deviations; in ``unclear`` pairs the difference is smaller, in the paper or here.
     """
 
     rows: int
@@ -63,14 +63,17 @@ class Order:
     swapped: tuple[tuple[str, str], ...]
     unclear: tuple[tuple[str, str], ...]
     deviations: bool
-    """Whether our deviations are known; with one seed they are not."""
+    """True if our deviations are known; with one seed they are not."""
 
 
 def ranks(means: Mapping[str, float], *, lower_is_better: bool = True) -> dict[str, int]:
-    """Return the rank of each row, 1 for the best; equal numbers share the better rank."""
+    """Return the rank of each row, 1 for the best; equal numbers share the better rank, as in 1, 2, 2, 4."""
     sign = 1 if lower_is_better else -1
-    num_better = {name: sum(sign * other < sign * mean for other in means.values()) for name, mean in means.items()}
-    return {name: 1 + count for name, count in num_better.items()}
+    rank_by_row: dict[str, int] = {}
+    for row, mean in means.items():
+        num_better = sum(sign * other < sign * mean for other in means.values())
+        rank_by_row[row] = 1 + num_better
+    return rank_by_row
 
 
 def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, lower_is_better: bool = True) -> Order:
@@ -80,35 +83,43 @@ def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, low
     swapped if both differences exceed the sum of the two rows' standard deviations, and unclear otherwise.
 
     Args:
-        paper: The paper's numbers by row.
-        ours: Our numbers by row.
+        paper: The paper's mean and standard deviation, by row.
+        ours: Our mean and standard deviation, by row.
         lower_is_better: Whether the smallest mean is the best.
     """
-    names = [name for name in paper if name in ours]
-    pairs = list(combinations(names, 2))
-    sign = 1.0 if lower_is_better else -1.0
+    rows = [row for row in paper if row in ours]
+    paper_means = {row: mean for row, (mean, _) in paper.items()}
+    our_means = {row: mean for row, (mean, _) in ours.items()}
+    pairs = list(combinations(rows, 2))
     agreeing = 0
     swapped: list[tuple[str, str]] = []
     unclear: list[tuple[str, str]] = []
     for first, second in pairs:
-        paper_difference, our_difference = paper[second][0] - paper[first][0], ours[second][0] - ours[first][0]
-        if paper_difference * our_difference > 0 or paper_difference == our_difference == 0:
+        paper_difference = paper_means[second] - paper_means[first]
+        our_difference = our_means[second] - our_means[first]
+        has_same_sign = paper_difference * our_difference > 0
+        if has_same_sign or paper_difference == our_difference == 0:
             agreeing += 1
             continue
-        better, worse = (first, second) if sign * paper_difference >= 0 else (second, first)
+        first_is_better = paper_difference >= 0 if lower_is_better else paper_difference <= 0
+        better_first = (first, second) if first_is_better else (second, first)
         is_clear_in_paper = abs(paper_difference) > _summed_deviations(paper, first, second)
         is_clear_here = abs(our_difference) > _summed_deviations(ours, first, second)
-        (swapped if is_clear_in_paper and is_clear_here else unclear).append((better, worse))
-    tau, p_value = _kendall([paper[n][0] for n in names], [ours[n][0] for n in names])
+        if is_clear_in_paper and is_clear_here:
+            swapped.append(better_first)
+        else:
+            unclear.append(better_first)
+    tau, p_value = _kendall([paper_means[row] for row in rows], [our_means[row] for row in rows])
+    our_deviations = [ours[row][1] for row in rows]
     return Order(
-        rows=len(names),
+        rows=len(rows),
         pairs=len(pairs),
         agreeing=agreeing,
         tau=tau,
         p_value=p_value,
         swapped=tuple(swapped),
         unclear=tuple(unclear),
-        deviations=any(ours[name][1] is not None for name in names),
+        deviations=any(deviation is not None for deviation in our_deviations),
     )
 
 
@@ -120,13 +131,15 @@ def _summed_deviations(entries: Mapping[str, Entry], first: str, second: str) ->
         first: A row.
         second: Another row.
     """
-    return (entries[first][1] or 0.0) + (entries[second][1] or 0.0)
+    _, first_deviation = entries[first]
+    _, second_deviation = entries[second]
+    return (first_deviation or 0.0) + (second_deviation or 0.0)
 
 
 def _kendall(paper: list[float], ours: list[float]) -> tuple[float | None, float | None]:
     """Return Kendall's tau-b, which compares the orders of two lists of numbers, and its p-value.
 
-    Tau and p-value are None for fewer than two rows, or where all numbers of one side are equal.
+    Both are None for fewer than two rows, or where all numbers of one list are equal.
 
     Args:
         paper: The paper's numbers, by row.
@@ -138,18 +151,20 @@ def _kendall(paper: list[float], ours: list[float]) -> tuple[float | None, float
 
     result: Any = kendalltau(paper, ours)
     tau, p_value = float(result.statistic), float(result.pvalue)
-    return (None, None) if math.isnan(tau) else (tau, p_value)
+    if math.isnan(tau):  # all numbers of one list are equal
+        return None, None
+    return tau, p_value
 
 
 def sentence(label: str, order: Order, reference: str = "paper") -> str:
     """Return a sentence that says whether our results have the published order of rows.
 
+    Such as "News: tau = 0.67 (p = 0.33) over 4 rows; the order is mostly reproduced: 5 of 6 pairs are ...".
+
     Args:
         label: The column's label, with which the sentence begins.
-        order: The comparison of the two orders: the number of pairs of rows that agree, the pairs that are ``swapped``
-            by more than their deviations, the pairs that are ``unclear`` as their deviations are larger, and Kendall's
-            tau.
-        reference: The name of the source of the numbers that ours are compared with.
+        order: The comparison of the two orders.
+        reference: The source of the published numbers.
     """
     if order.rows < 2:
         return f"{label}: {order.rows} row with numbers on both sides, so there is no order to compare."
@@ -160,21 +175,23 @@ def sentence(label: str, order: Order, reference: str = "paper") -> str:
         return head + f"the {reference}'s order is reproduced."
     agreement = f"{order.agreeing} of {order.pairs} pairs are in the {reference}'s order"
     if not order.swapped:
-        return (
-            f"{head}{agreement}, and the others differ by no more than their deviations: {_list_pairs(order.unclear)}."
-        )
+        unclear = _list_pairs(order.unclear)
+        return f"{head}{agreement}, and the others differ by no more than their deviations: {unclear}."
     is_mostly_reproduced = order.agreeing > _MOSTLY * order.pairs
     verdict = "the order is mostly reproduced" if is_mostly_reproduced else "the order is not reproduced"
     beyond = "beyond the deviations" if order.deviations else "with one seed, so that our deviations are unknown"
-    clear = f"reversed, {beyond}: {_list_pairs(order.swapped)}"
-    rest = f"; within the deviations: {_list_pairs(order.unclear)}" if order.unclear else ""
-    return f"{head}{verdict}: {agreement}; {clear}{rest}."
+    swapped = f"reversed, {beyond}: {_list_pairs(order.swapped)}"
+    unclear = f"; within the deviations: {_list_pairs(order.unclear)}" if order.unclear else ""
+    return f"{head}{verdict}: {agreement}; {swapped}{unclear}."
 
 
 def _list_pairs(pairs: tuple[tuple[str, str], ...]) -> str:
-    """Return pairs of rows as text, ``A before B, ...``; only the first 8, as ``table.json`` has all."""
-    shown = [f"{better} before {worse}" for better, worse in pairs[:_LISTED]]
-    return ", ".join(shown) + (f" and {len(pairs) - _LISTED} more" if len(pairs) > _LISTED else "")
+    """Return pairs of rows as text, ``A before B, C before D and 3 more``, with at most 8 pairs."""
+    text = ", ".join(f"{better} before {worse}" for better, worse in pairs[:_LISTED])
+    num_others = len(pairs) - _LISTED
+    if num_others > 0:
+        text += f" and {num_others} more"
+    return text
 
 
 _NUMBER_FORMATS = {"mean_test_accuracy": ",.1f", "mean_test_rouge1": ".3f", "mean_test_loss": ",.3g"}
@@ -260,19 +277,19 @@ def build_table(
         plan: The table.
         scores: Every seed's score, by (row, column).
         diverged: Descriptions of runs that diverged.
-        results: Each user's metric, nested by column, row, seed and user; without a column's results its ``against`` is
-            None.
-        baseline: A row or a method to compare the others with.
+        results: Each user's metric, nested by column, row, seed and user; a column without results is not compared with
+            the baseline.
+        baseline: A row or a method to compare the others with; None for the default.
 
     Raises:
         RecipeError: No row is the baseline.
     """
     experiment = plan.experiment
-    chosen = baseline_row(plan, baseline)
-    columns: list[ColumnRecord] = [
-        {**_column_record(plan, name, scores), "against": _compare_with_baseline(plan, results.get(name, {}), chosen)}
-        for name in plan.columns
-    ]
+    baseline = baseline_row(plan, baseline)
+    columns: list[ColumnRecord] = []
+    for column in plan.columns:
+        comparison = _compare_with_baseline(plan, results.get(column, {}), baseline)
+        columns.append({**_column_record(plan, column, scores), "against": comparison})
     return {
         "name": plan.name,
         "title": experiment.title,
@@ -288,27 +305,30 @@ def build_table(
         "missing": list(plan.missing),
         "left_out": dict(plan.left_out),
         "diverged": list(diverged),
-        "about": [note.text for note in experiment.notes if not _on_cells(note)],
-        "notes": [note.text for note in experiment.notes if _on_cells(note)],
+        "about": [note.text for note in experiment.notes if not _is_on_cells(note)],
+        "notes": [note.text for note in experiment.notes if _is_on_cells(note)],
         "repeats": {plan.label(column): plan.label(first) for column, first in repeated_columns(plan).items()},
     }
 
 
 def repeated_columns(plan: Plan) -> dict[str, str]:
     """Find columns that have exactly the runs of an earlier column; return the earlier column by the later one."""
-    first: dict[frozenset[tuple[str, str]], str] = {}  # the first column with these runs
+    first_column_by_runs: dict[frozenset[tuple[str, str]], str] = {}
     repeated: dict[str, str] = {}
     for column in plan.columns:
         runs = frozenset((cell.row, cell.folder) for cell in plan.cells if cell.column == column)
-        if runs and first.setdefault(runs, column) != column:
-            repeated[column] = first[runs]
+        if not runs:
+            continue
+        first_column = first_column_by_runs.setdefault(runs, column)
+        if first_column != column:
+            repeated[column] = first_column
     return repeated
 
 
 def baseline_row(plan: Plan, wanted: str | None) -> str:
     """Return the baseline row: the wanted row or method; else ``local``, else the first row.
 
-    Several names with commas between them are one baseline: others are compared with the best of these rows.
+    Several wanted rows, ``local,fedavg``, are one baseline: the others are compared with the best of them.
 
     Args:
         plan: The table.
@@ -317,33 +337,37 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
     Raises:
         RecipeError: No row matches.
     """
-    by_method = {plan.experiment.rows[row].method: row for row in reversed(plan.rows)}  # a method's first row
+    first_row_by_method: dict[str, str] = {}
+    for row in plan.rows:
+        first_row_by_method.setdefault(plan.experiment.rows[row].method, row)
     if wanted is None:
-        return baseline_of(plan.rows, by_method.get(BASELINE))
-    names = [name if name in plan.rows else by_method.get(name, name) for name in baseline_methods(wanted)]
-    return baseline_of(plan.rows, ",".join(names))
+        return baseline_of(plan.rows, first_row_by_method.get(BASELINE))
+    wanted_rows = [
+        name if name in plan.rows else first_row_by_method.get(name, name) for name in baseline_methods(wanted)
+    ]
+    return baseline_of(plan.rows, ",".join(wanted_rows))
 
 
 def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> BaselineComparisonRecord | None:
-    """Test each row of one column for a difference from the baseline row.
+    """Test for each row of one column whether it differs from the baseline row; return the verdicts for ``table.json``.
+
+    They are None if the table's metric is not in :data:`MEASURES`, if the baseline was not run, or if no other row has
+    enough seeds.
 
     Args:
         plan: The table.
         results: The column's results, each user's metric, nested by row, seed and user.
-        baseline: Key of the baseline row, or keys of several rows separated by commas; the best of these is used.
-
-    Returns:
-        The verdicts for ``table.json``, in which the rows have the labels that the table shows. None if the table's
-        metric is not in :data:`MEASURES`, if the baseline was not run, or if no other row has enough seeds.
+        baseline: The baseline row, or several rows separated by commas; the best of these is used.
     """
     measure = plan.experiment.metric.removeprefix("mean_test_")
     baseline_rows = baseline_methods(baseline)
-    was_run = results.keys() >= {*baseline_rows}
+    was_run = all(row in results for row in baseline_rows)
     if measure not in MEASURES or not was_run:
         return None
-    comparison = compare_with_baseline(results, measure, baseline)  # a row of the table is a method here
+    comparison = compare_with_baseline(results, measure, baseline)
     if comparison is None:
         return None
+    # The comparison has the keys of rows; show their labels.
     labels = {row: plan.experiment.rows[row].label or row for row in results}
     verdicts = tuple(replace(verdict, method=labels[verdict.method]) for verdict in comparison.verdicts)
     baseline_label = baseline_text([labels[row] for row in baseline_rows])
@@ -360,73 +384,81 @@ def _column_record(plan: Plan, name: str, scores: Scores) -> _Column:
         name: The column.
         scores: Every seed's score, by (row, column).
     """
-    lower = plan.experiment.better == "lower"
+    lower_is_better = plan.experiment.better == "lower"
     paper = _paper_numbers(plan, name)
-    ours: dict[str, Entry] = {row: _mean_and_deviation(scores[row, name]) for row in plan.rows if (row, name) in scores}
-    rows_of_both = [row for row in plan.rows if row in paper and row in ours]
-    paper_of_both, ours_of_both = ({row: side[row] for row in rows_of_both} for side in (paper, ours))
-    paper_ranks = ranks({row: mean for row, (mean, _) in paper_of_both.items()}, lower_is_better=lower)
-    our_ranks = ranks({row: mean for row, (mean, _) in ours_of_both.items()}, lower_is_better=lower)
-    order = compare_orders(paper_of_both, ours_of_both, lower_is_better=lower)
+    ours = {row: _mean_and_deviation(scores[row, name]) for row in plan.rows if (row, name) in scores}
+    common_rows = [row for row in plan.rows if row in paper and row in ours]
+    common_paper = {row: paper[row] for row in common_rows}
+    common_ours = {row: ours[row] for row in common_rows}
+    paper_ranks = ranks({row: mean for row, (mean, _) in common_paper.items()}, lower_is_better=lower_is_better)
+    our_ranks = ranks({row: mean for row, (mean, _) in common_ours.items()}, lower_is_better=lower_is_better)
+    order = compare_orders(common_paper, common_ours, lower_is_better=lower_is_better)
+
+    cells: dict[str, CellRecord] = {}
+    for row in plan.rows:
+        cells[row] = {
+            "ours": _cell_numbers(ours.get(row), our_ranks.get(row)),
+            "scores": list(scores.get((row, name), [])),
+            "paper": _cell_numbers(paper.get(row), paper_ranks.get(row)),
+            "notes": _note_indices(plan, row, name),
+        }
     label = plan.label(name)
-    # Models of the scale "smoke", a quick test, are too small for their order to mean anything.
-    describes_order = bool(paper) and plan.scale != "smoke"
+    is_quick_test = plan.scale == "smoke"  # with models so small that their order means nothing
+    order_sentence = ""
+    if paper and not is_quick_test:
+        order_sentence = sentence(label, order, plan.experiment.reference)
     return {
         "name": name,
         "label": label,
         "seeds": sorted({cell.seed for cell in plan.cells if cell.column == name}),
         "base": sorted({cell.recipe.base for cell in plan.cells if cell.column == name}),
-        "cells": {
-            row: {
-                "ours": _cell_numbers(ours.get(row), our_ranks.get(row)),
-                "scores": list(scores.get((row, name), [])),
-                "paper": _cell_numbers(paper.get(row), paper_ranks.get(row)),
-                "notes": _note_indices(plan, row, name),
-            }
-            for row in plan.rows
-        },
+        "cells": cells,
         "order": asdict(order),
-        "sentence": sentence(label, order, plan.experiment.reference) if describes_order else "",
+        "sentence": order_sentence,
     }
 
 
 def _paper_numbers(plan: Plan, column: str) -> dict[str, Entry]:
     """Return the numbers that the paper printed in a column, by row; rows without one are left out."""
-    index = plan.experiment.column_names.index(column)
-    cells = {name: row.paper[index] for name, row in plan.experiment.rows.items() if row.paper is not None}
-    return {name: parse_printed(cell) for name, cell in cells.items() if cell is not None}
+    column_index = plan.experiment.column_names.index(column)
+    numbers: dict[str, Entry] = {}
+    for name, row in plan.experiment.rows.items():
+        printed = None if row.paper is None else row.paper[column_index]  # such as "46.36 (0.16)"
+        if printed is not None:
+            numbers[name] = parse_printed(printed)
+    return numbers
 
 
 def _note_indices(plan: Plan, row: str, column: str) -> list[int]:
-    """Return the indices of the notes on a cell, in the list ``notes`` of ``table.json``.
-
-    That list has the experiment's notes that name rows and columns, and not those on the whole table.
+    """Return the indices of the notes on a cell in the list ``notes`` of ``table.json``, which has all notes on cells.
 
     Args:
         plan: The table.
         row: Row of the cell.
         column: Column of the cell.
     """
-    notes = [note for note in plan.experiment.notes if _on_cells(note)]
-    return [i for i, note in enumerate(notes) if row in note.rows and column in note.columns]
+    notes_on_cells = [note for note in plan.experiment.notes if _is_on_cells(note)]
+    return [index for index, note in enumerate(notes_on_cells) if row in note.rows and column in note.columns]
 
 
-def _on_cells(note: Note) -> bool:
+def _is_on_cells(note: Note) -> bool:
     """Return whether a note refers to some cells, not to the whole table."""
     return bool(note.rows or note.columns)
 
 
 def _mean_and_deviation(values: Sequence[float]) -> Entry:
     """Return mean and sample standard deviation over seeds; the deviation is None for one seed."""
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+    mean = statistics.fmean(values)
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return mean, deviation
 
 
 def _cell_numbers(mean_and_deviation: Entry | None, rank: int | None) -> CellNumbers | None:
-    """Return our numbers or the paper's of a cell, for ``table.json``; None without a mean.
+    """Return the numbers of a cell for ``table.json``; None without a mean.
 
     Args:
-        mean_and_deviation: Mean and standard deviation, which may be None; None if there is no number.
-        rank: Rank of the row; None if we or the paper have no number for it.
+        mean_and_deviation: Mean and standard deviation over seeds; None if there is no number.
+        rank: Rank of the row; None if it is not ranked.
     """
     if mean_and_deviation is None:
         return None
@@ -446,10 +478,12 @@ def write_tables(folder: Path, table: PaperTable) -> None:
 
 def markdown(table: PaperTable) -> str:
     """Return a table as Markdown: our numbers and the paper's with ranks, remarks, and comparisons with a baseline."""
-    head, rows = _text_grid(table)
-    lines = [f"# {table['title']}", "", *_subtitle_lines(table), "", table_line(head), "|" + "---|" * len(head)]
+    headings, rows = _text_grid(table)
+    lines = [f"# {table['title']}", "", *_subtitle_lines(table), ""]
+    lines += [table_line(headings), "|" + "---|" * len(headings)]
     lines += [table_line(row) for row in rows]
-    lines += ["", *(f"- {remark}" for remark in remarks(table))]
+    lines.append("")
+    lines += [f"- {remark}" for remark in remarks(table)]
     for label, comparison in column_verdicts(table):
         lines += ["", f"## {label}: better, level or worse", "", *comparisons.markdown(comparison)]
     return "\n".join(lines) + "\n"
@@ -458,81 +492,90 @@ def markdown(table: PaperTable) -> str:
 def latex(table: PaperTable) -> str:
     """Return a table in LaTeX: our numbers beside the paper's, then comparisons of the methods with a baseline.
 
-    The comparisons are a ``table`` environment for each column that has them. They say whether each method is better
-    than the baseline, level with it or worse.
+    Each column has a ``table`` environment that says whether each method is better than the baseline, level with it or
+    worse, unless the column is not compared.
     """
-    head, rows = _text_grid(table)
-    body = tabular(
-        [escape_latex(name) for name in head],
-        [[escape_latex(row), *map(latex_number, cells)] for row, *cells in rows],
-    )
-    label = latex_label(table["name"])
+    headings, rows = _text_grid(table)
+    latex_headings = [escape_latex(heading) for heading in headings]
+    latex_rows = [[escape_latex(row), *map(latex_number, cells)] for row, *cells in rows]
+    body = tabular(latex_headings, latex_rows)
     caption = " ".join([f"{table['title']}.", *_subtitle_lines(table)])
+    label = latex_label(table["name"])
     environments = [table_environment(caption, [body], " ".join(remarks(table)), label=label)]
     for column in table["columns"]:
-        if record := column.get("against"):
-            of_column = latex_label(table["name"], column["name"])
-            environments.append(latex_verdicts(BaselineComparison.read(record), of_column, prefix=column["label"]))
+        record = column.get("against")
+        if record:
+            comparison = BaselineComparison.read(record)
+            column_label = latex_label(table["name"], column["name"])
+            environments.append(latex_verdicts(comparison, column_label, prefix=column["label"]))
     return "% needs \\usepackage{booktabs}\n" + "\n".join(environments)
 
 
 def column_verdicts(table: PaperTable) -> list[tuple[str, BaselineComparison]]:
     """Return label and comparison with the baseline of each column that has such a comparison."""
-    records = ((column["label"], column.get("against")) for column in table["columns"])
-    return [(label, BaselineComparison.read(record)) for label, record in records if record]
+    verdicts: list[tuple[str, BaselineComparison]] = []
+    for column in table["columns"]:
+        record = column.get("against")
+        if record:
+            verdicts.append((column["label"], BaselineComparison.read(record)))
+    return verdicts
 
 
 def render(table: PaperTable) -> Table:
-    """Return a table for the terminal. The published numbers are dimmed, ours are not."""
-    head, rows = _text_grid(table)
-    rendered = Table(title="\n".join([table["title"], *_subtitle_lines(table)]), title_justify="left", box=None)
-    for i, name in enumerate(head):
-        is_ours = i == 0 or name != table["reference"]
-        rendered.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0, style="" if is_ours else "dim")
+    """Return a table for the terminal; the published numbers are dimmed."""
+    headings, rows = _text_grid(table)
+    title_lines = [table["title"], *_subtitle_lines(table)]
+    rendered = Table(title="\n".join(title_lines), title_justify="left", box=None)
+    method_heading, *number_headings = headings
+    rendered.add_column(method_heading, justify="left", no_wrap=True)
+    for heading in number_headings:
+        is_published = heading == table["reference"]
+        rendered.add_column(heading, justify="right", style="dim" if is_published else "")
     for row in rows:
         rendered.add_row(*map(words, row))
     return rendered
 
 
 def remarks(table: PaperTable) -> list[str]:
-    """Return the remarks below a table.
+    """Return the remarks below a table: on the order of rows, on lacking seeds and runs, and notes on cells.
 
-    First come remarks that say for each column whether our results have the paper's order of rows. Then come remarks on
-    seeds and runs that are lacking, and on where an archive's numbers were measured. The last ones are notes on cells:
-    each begins with its letter, "(a)", which is also printed in the cells that the note is about.
+    A note begins with its letter, "(a)", which is also printed in the cells that it is about.
     """
-    order_remarks = [column["sentence"] for column in table["columns"]]
-    lines = [remark for remark in order_remarks if remark]
-    with_fewer_seeds = [column for column in table["columns"] if column["seeds"] != table["seeds"]]
-    lines += [f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only." for column in with_fewer_seeds]
-    lines += [f"{text}." for text in table["about"]]  # notes on the whole table, whereas "notes" are on cells
+    columns = table["columns"]
+    lines = [column["sentence"] for column in columns if column["sentence"]]
+    for column in columns:
+        if column["seeds"] != table["seeds"]:
+            lines.append(f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only.")
+    lines += [f"{text}." for text in table["about"]]  # notes on the whole table
     if table["missing"]:
         lines.append(f"Missing, since the method is not implemented: {', '.join(table['missing'])}.")
     lines += [f"{label} repeats the runs of {first}." for label, first in table.get("repeats", {}).items()]
-    lines += [f"Left out: {column} ({why})." for column, why in table["left_out"].items()]
+    lines += [f"Left out: {column} ({reason})." for column, reason in table["left_out"].items()]
     lines += [f"Diverged: {run}" for run in table["diverged"]]
-    lines += table.get("measured", ())  # sentences on the archive; only in a table of archived runs
-    used_notes = {note for column in table["columns"] for cell in column["cells"].values() for note in cell["notes"]}
-    return lines + [f"({_note_letter(i)}) {table['notes'][i]}." for i in sorted(used_notes)]
+    lines += table.get("measured", ())  # where an archive's runs were measured
+    used_notes = {index for column in columns for cell in column["cells"].values() for index in cell["notes"]}
+    lines += [f"({_note_letter(index)}) {table['notes'][index]}." for index in sorted(used_notes)]
+    return lines
 
 
 def _subtitle_lines(table: PaperTable) -> list[str]:
     """Return the lines below the title: source, scale and base models, and how to read the numbers."""
-    seeds = table["seeds"]
-    spread = f"mean (std) over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    seeds = [str(seed) for seed in table["seeds"]]
+    number_meaning = f"mean (std) over seeds {', '.join(seeds)}" if len(seeds) > 1 else f"seed {seeds[0]}"
     bases = sorted({base for column in table["columns"] for base in column["base"]})
     base_names = ", ".join(Path(base).name or base for base in bases)
-    ranked = "; #: rank among the rows with numbers on both sides" if _has_reference(table) else ""
+    rank_meaning = "; #: rank among the rows with numbers on both sides" if _has_reference(table) else ""
     return [
         f"{table['source']}.",
         f"Scale {table['scale']}: {table['about_scale']}. Base: {base_names}.",
-        f"Ours: {spread}, {table['better']} is better{ranked}.",
+        f"Ours: {number_meaning}, {table['better']} is better{rank_meaning}.",
     ]
 
 
 def _has_reference(table: PaperTable) -> bool:
     """Return whether any cell of the table has a number of the paper."""
-    return any(cell["paper"] for column in table["columns"] for cell in column["cells"].values())
+    cells = [cell for column in table["columns"] for cell in column["cells"].values()]
+    return any(cell["paper"] for cell in cells)
 
 
 def _text_grid(table: PaperTable) -> tuple[list[str], list[list[str]]]:
@@ -541,23 +584,28 @@ def _text_grid(table: PaperTable) -> tuple[list[str], list[list[str]]]:
     Each column has our numbers and, if the table has any of the paper's, the paper's beside them. The letters of the
     cell's notes follow the last number.
     """
-    head = ["method"]
     has_reference = _has_reference(table)
+    headings = ["method"]
     for column in table["columns"]:
-        head += [column["label"], table["reference"]] if has_reference else [column["label"]]
-    rows: list[list[str]] = []
+        headings.append(column["label"])
+        if has_reference:
+            headings.append(table["reference"])
     number_format = _NUMBER_FORMATS.get(table["metric"], _DEFAULT_FORMAT)
+    rows: list[list[str]] = []
     for row, label in table["rows"].items():
-        cells = [label]
+        texts: list[str] = []
         for column in table["columns"]:
             cell = column["cells"].get(row)
-            note_marks = "" if cell is None else "".join(f" ({_note_letter(i)})" for i in cell["notes"])
-            ours, paper = (None, None) if cell is None else (cell["ours"], cell["paper"])
-            our_text, paper_text = _format_numbers(ours, number_format), _format_numbers(paper, number_format)
-            cells += [our_text, paper_text + note_marks] if has_reference else [our_text + note_marks]
-        if any(cells[1:]):
-            rows.append(cells)
-    return head, rows
+            if cell is None:
+                texts += ["", ""] if has_reference else [""]
+                continue
+            texts.append(_format_numbers(cell["ours"], number_format))
+            if has_reference:
+                texts.append(_format_numbers(cell["paper"], number_format))
+            texts[-1] += "".join(f" ({_note_letter(index)})" for index in cell["notes"])
+        if any(texts):
+            rows.append([label, *texts])
+    return headings, rows
 
 
 def _format_numbers(numbers: CellNumbers | None, number_format: str) -> str:
@@ -565,13 +613,16 @@ def _format_numbers(numbers: CellNumbers | None, number_format: str) -> str:
 
     Args:
         numbers: The numbers; None for an empty cell.
-        number_format: Format specification of mean and deviation.
+        number_format: Format specification of mean and deviation, such as ``.2f``.
     """
     if numbers is None:
         return ""
-    spread = "" if numbers["std"] is None else f" ({numbers['std']:{number_format}})"
-    rank = "" if numbers["rank"] is None else f" #{numbers['rank']}"
-    return f"{numbers['mean']:{number_format}}{spread}{rank}"
+    text = f"{numbers['mean']:{number_format}}"
+    if numbers["std"] is not None:
+        text += f" ({numbers['std']:{number_format}})"
+    if numbers["rank"] is not None:
+        text += f" #{numbers['rank']}"
+    return text
 
 
 def _note_letter(index: int) -> str:
