@@ -45,10 +45,9 @@ class Overlay(Section):
 class DataSet(Section):
     """A data set: its source on the hub and its place in a local folder, both as a recipe's section ``data``.
 
-    ``tokens`` are the paper's: for each split one number per user. A ``task`` that makes its users (a recipe's
-    ``data.task``) has none of these; its ``images``, if it needs any, are in the folder's ``images`` or on the hub.
-    Conversations (sections of that ``kind``) have no numbers of tokens. ``questions`` (a recipe's ``data.questions``)
-    are in the folder under their name, or on the hub.
+    ``tokens`` are the paper's numbers, one per user for each split; conversations have none. A data set with a ``task``
+    (a recipe's ``data.task``) or ``questions`` (``data.questions``) has neither users, sources nor tokens. A task's
+    ``images`` are in the local folder's ``images`` or on the hub.
     """
 
     label: str
@@ -68,18 +67,23 @@ class DataSet(Section):
         Raises:
             ValueError: The data set is none of these kinds or a mixture of kinds, or its questions have no name.
         """
-        text_values = [self.users, self.hub, self.local, self.tokens or self.chats]
-        num_others = sum(value is not None for value in (self.task, self.questions))
-        is_complete_text = num_others == 0 and all(text_values)
-        is_single_other = num_others == 1 and not any(text_values)
-        if not (is_complete_text or is_single_other):
+        has_tokens = bool(self.tokens) or self.has_conversations  # conversations need none
+        text_values = [self.users, self.hub, self.local, has_tokens]
+        has_task, has_questions = self.task is not None, self.questions is not None
+        if has_task and has_questions:
+            is_one_kind = False
+        elif has_task or has_questions:
+            is_one_kind = not any(text_values)
+        else:
+            is_one_kind = all(text_values)
+        if not is_one_kind:
             raise ValueError("give users, hub, local and tokens of text, or a task alone, or questions alone")
         if self.questions is not None and "name" not in self.questions:
             raise ValueError("questions without a name; give one, as {name: xnli}")
         return self
 
     @property
-    def chats(self) -> bool:
+    def has_conversations(self) -> bool:
         """True if users have conversations instead of text."""
         return self.hub.get("kind") == "conversations"
 
@@ -115,15 +119,13 @@ class Row(Overlay):
     @field_validator("paper", mode="before")
     @classmethod
     def _check_printed(cls, paper: object) -> Any:
-        """Convert the cells of ``paper`` to strings and check that each is a printed number or None.
-
-        Anything but a list is returned unchanged, for pydantic to report.
+        """Convert the cells of ``paper`` to strings, and check that each is a number as "46.36 (0.16)", or None.
 
         Raises:
             ValueError: A cell is no printed number.
         """
         if not isinstance(paper, list):
-            return paper
+            return paper  # pydantic reports the wrong type
         cells = [None if cell is None else str(cell) for cell in paper]
         for cell in cells:
             if cell is not None and not _PRINTED.fullmatch(cell):
@@ -196,13 +198,15 @@ class Plot(Section):
 
     @model_validator(mode="after")
     def _check_kind_of_plot(self) -> Plot:
-        """Check that the list ``usage`` is given for a plot of kind ``usage`` only, and likewise ``tokens``.
+        """Check that the list ``usage`` is given exactly for plots of kind "usage", and ``tokens`` for "tokens".
 
         Raises:
             ValueError: A plot of such a kind lacks its list, or a plot of another kind has it.
         """
         for kind, values in (("usage", self.usage), ("tokens", self.tokens)):
-            if (self.kind == kind) != bool(values):
+            is_of_kind = self.kind == kind
+            has_list = bool(values)
+            if is_of_kind != has_list:
                 raise ValueError(f"kind: {kind} and a list {kind}: give both or neither")
         return self
 
@@ -238,8 +242,10 @@ class Experiment(Section):
         Raises:
             ValueError: A row does not fit, or a note refers to an unknown row or column.
         """
+        is_table_of_costs = self.kind == "cost"
         for name, row in self.rows.items():
-            if (self.kind == "cost") != (row.count is not None):
+            has_count = row.count is not None
+            if has_count != is_table_of_costs:
                 raise ValueError(f"row {name!r}: give count in tables of kind cost, and in no others")
             if row.paper is not None and len(row.paper) != len(self.columns):
                 raise ValueError(f"row {name!r} has {len(row.paper)} numbers for {len(self.columns)} columns")
@@ -263,37 +269,37 @@ class Study(Overlay):
 
 
 def parse_printed(cell: str) -> tuple[float, float | None]:
-    """Return mean and standard deviation of a cell of a paper's table.
+    """Return mean and standard deviation of a cell of a paper's table; the deviation is None if the paper has none.
 
     Args:
         cell: ``46.36``, ``46.36 (0.16)`` with its standard deviation, or ``7.9 / 1.8 / 0.80`` with a number per seed.
-
-    Returns:
-        The mean, and the deviation or None if the paper has none.
     """
+    if " / " in cell:
+        numbers_of_seeds = [float(number) for number in cell.split(" / ")]
+        return statistics.fmean(numbers_of_seeds), statistics.stdev(numbers_of_seeds)
     match = _PRINTED.fullmatch(cell)
     assert match, cell
-    # Groups 1 and 2 are the mean and its deviation; both are None in a cell with a number per seed.
-    if match[1] is None:
-        seeds = [float(number) for number in cell.split(" / ")]
-        return statistics.fmean(seeds), statistics.stdev(seeds)
-    return float(match[1]), None if match[2] is None else float(match[2])
+    mean, deviation = match[1], match[2]
+    return float(mean), None if deviation is None else float(deviation)
 
 
 def list_experiments() -> dict[str, Experiment]:
     """Return every published table and figure that comes with comingle, by name, as ``comigs/table1``."""
-    root = published_recipes()
-    folders = sorted(path.parent for path in root.glob(f"*/{STUDY}.yaml"))
+    folders = sorted(path.parent for path in published_recipes().glob(f"*/{STUDY}.yaml"))
     experiments: dict[str, Experiment] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.yaml"), key=_sort_key):
             if _is_experiment(path):
-                experiments[f"{folder.name}/{path.stem}"] = _read_model(path, Experiment)
+                name = f"{folder.name}/{path.stem}"
+                experiments[name] = _read_model(path, Experiment)
     return experiments
 
 
 def load_experiment(name: str) -> tuple[Study, Experiment]:
     """Load a published table or figure and the study that it belongs to.
+
+    Args:
+        name: Such as ``comigs/table1``.
 
     Raises:
         RecipeError: There is no experiment of that name.
@@ -305,18 +311,23 @@ def load_experiment(name: str) -> tuple[Study, Experiment]:
         raise RecipeError(
             f"reproduce: no table or figure {name!r}.{did_you_mean(name, known)} Allowed: {', '.join(known)}"
         )
-    return _read_model(path.parent / f"{STUDY}.yaml", Study), _read_model(path, Experiment)
+    study = _read_model(path.parent / f"{STUDY}.yaml", Study)
+    return study, _read_model(path, Experiment)
 
 
 def _is_experiment(path: Path) -> bool:
     """Return whether a YAML file is a table or figure of a paper, which has a study."""
-    return path.stem not in _NO_EXPERIMENT and (path.parent / f"{STUDY}.yaml").is_file()
+    has_study = (path.parent / f"{STUDY}.yaml").is_file()
+    return has_study and path.stem not in _NO_EXPERIMENT
 
 
 def _sort_key(path: Path) -> tuple[str, int]:
     """Return a key that puts tables before figures and "table10" after "table9"."""
-    letters, digits = re.sub(r"\d", "", path.stem), re.sub(r"\D", "", path.stem)
-    return ("" if letters == "table" else letters), int(digits or 0)
+    letters = re.sub(r"\d", "", path.stem)
+    digits = re.sub(r"\D", "", path.stem)
+    if letters == "table":
+        letters = ""  # comes first
+    return letters, int(digits or 0)
 
 
 @cache
@@ -348,12 +359,17 @@ def _read_content(path: Path) -> Any:
         return content
     other = _read_content(path.parent / f"{like}.yaml")
     inherited = {key: other[key] for key in ("metric", "better", "columns", "scales") if key in other}
-    rows = {name: {key: value for key, value in row.items() if key != "paper"} for name, row in other["rows"].items()}
-    return {**inherited, "rows": rows, **content}
+    inherited["rows"] = {
+        name: {key: value for key, value in row.items() if key != "paper"} for name, row in other["rows"].items()
+    }
+    return {**inherited, **content}
 
 
 def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge partial recipes: mappings key by key; of other values the last wins."""
+    """Merge partial recipes: mappings key by key; of other values the last wins.
+
+    ``merge({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}})`` is ``{"a": {"b": 1, "c": 3}}``.
+    """
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -376,28 +392,29 @@ def data_folder(given: Path | None) -> Path | None:
     """Return the folder with local text and images: the given one, else ``$COMINGLE_DATA``, else None.
 
     Args:
-        given: The folder of ``--data``, or ``ASSUMED_FOLDER``, a placeholder for a folder that need not exist, with
-            which archived runs are named; None without the option.
+        given: The folder of ``--data``; None without the option. ``ASSUMED_FOLDER`` need not exist.
 
     Raises:
         RecipeError: The folder does not exist.
     """
     if given == ASSUMED_FOLDER:
         return ASSUMED_FOLDER
-    named = str(given) if given is not None else os.environ.get(FOLDER_VARIABLE, "")
-    if not named:
+    if given is not None:
+        name, source = str(given), "--data"
+    else:
+        name, source = os.environ.get(FOLDER_VARIABLE, ""), FOLDER_VARIABLE
+    if not name:
         return None
-    folder = expand_home(named).resolve()
+    folder = expand_home(name).resolve()
     if not folder.is_dir():
-        where = "--data" if given is not None else FOLDER_VARIABLE
-        raise RecipeError(f"{where} {named}: no such folder; papers/docs/results.md says how the data is laid out")
+        raise RecipeError(f"{source} {name}: no such folder; papers/docs/results.md says how the data is laid out")
     return folder
 
 
 def with_placeholder(content: object, folder: Path | None) -> Any:
-    """Replace a folder by the placeholder ``{data}`` in all paths of a recipe.
+    """Replace a folder by ``{data}`` in all paths of a recipe, so that the recipe is the same on every machine.
 
-    The recipe of a run is then the same on every machine.
+    With the folder ``/home/ann/text`` the path ``/home/ann/text/en.txt`` becomes ``{data}/en.txt``.
 
     Args:
         content: Part of a recipe: a value, or nested mappings and lists of values.
@@ -410,44 +427,47 @@ def with_placeholder(content: object, folder: Path | None) -> Any:
     if folder is None or not isinstance(content, str) or not Path(content).is_relative_to(folder):
         return content
     parts = Path(content).relative_to(folder).parts
-    return str(PurePosixPath(ASSUMED_FOLDER, *parts))  # "{data}/..."
+    return str(PurePosixPath(ASSUMED_FOLDER, *parts))
 
 
 def resolve_inside(path: str, folder: Path | None) -> str:
-    """Return the resolved path of a base model in the folder, so that equal models have equal paths.
+    """Resolve the path of a base model in the folder, so that equal models have equal paths.
 
     Args:
         path: A path or name of a base model; anything outside of the folder is returned unchanged.
         folder: The folder, if there is one.
     """
     expanded = expand_home(path)
-    is_inside = folder is not None and expanded.is_dir() and expanded.resolve().is_relative_to(folder)
-    return str(expanded.resolve()) if is_inside else path
+    if folder is None or not expanded.is_dir():
+        return path
+    resolved = expanded.resolve()
+    return str(resolved) if resolved.is_relative_to(folder) else path
 
 
 def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     """Return the reason why a data set cannot be read, for a message; empty if it can.
 
     If there is a folder, it must have all text; images and questions that it lacks are read from the hub. Without a
-    folder everything is read from the hub. Only scales with ``text: real`` use the hub.
+    folder everything is read from the hub. Only scales with ``text: real`` read images and questions from the hub.
 
     Args:
         data: The column's data set.
         scale: The scale of the runs.
         folder: The folder with local text and images, if there is one.
     """
-    # Demo texts are part of the study, and the assumed folder has all data.
-    if scale.text == "demo" or folder == ASSUMED_FOLDER:
+    uses_demo_text = scale.text == "demo"  # which is part of the study
+    if uses_demo_text or folder == ASSUMED_FOLDER:
         return ""
-    if data.task is not None or data.questions is not None or folder is None:
-        lacking = describe_lacking(data, folder) if folder is not None else "there is no folder; give --data FOLDER"
-        is_synthetic = data.task is not None and not data.images
-        may_use_hub = scale.text == "real"
-        if is_synthetic or not lacking or may_use_hub:
-            return ""
-        return f"{lacking}, and this scale does not use the hub"
-    absent = [path for path in _local_paths(data) if not (folder / path).exists()]
-    return f"{folder / absent[0]} does not exist" if absent else ""
+    is_text = data.task is None and data.questions is None
+    if is_text and folder is not None:
+        absent = [path for path in _local_paths(data) if not (folder / path).exists()]
+        return f"{folder / absent[0]} does not exist" if absent else ""
+    is_synthetic = data.task is not None and not data.images
+    may_use_hub = scale.text == "real"
+    if is_synthetic or may_use_hub:
+        return ""
+    lacking = "there is no folder; give --data FOLDER" if folder is None else describe_lacking(data, folder)
+    return f"{lacking}, and this scale does not use the hub" if lacking else ""
 
 
 def _find_in_folder(data: DataSet, folder: Path | None) -> Path | None:
@@ -455,26 +475,30 @@ def _find_in_folder(data: DataSet, folder: Path | None) -> Path | None:
 
     Args:
         data: The data set.
-        folder: The folder with local data; None if there is none. ``ASSUMED_FOLDER`` is a placeholder that need not
-            exist and counts as a folder with all data.
+        folder: The folder with local data; None if there is none. ``ASSUMED_FOLDER`` counts as a folder with all data.
     """
     if folder is None:
         return None
     if data.questions is not None:
-        questions = folder / data.questions["name"]
-        return questions if folder == ASSUMED_FOLDER or questions.is_dir() else None
-    images = folder / IMAGES
-    return images if folder == ASSUMED_FOLDER or has_images(data.images, images) else None
+        path = folder / data.questions["name"]
+        exists = path.is_dir()
+    else:
+        path = folder / IMAGES
+        exists = has_images(data.images, path)
+    return path if exists or folder == ASSUMED_FOLDER else None
 
 
 def describe_lacking(data: DataSet, folder: Path) -> str:
-    """Return a message if the folder lacks a data set's images or questions; empty if it has them, or the set is text.
+    """Return a message if the folder lacks a data set's images or questions, such as "/data/images has no mnist".
+
+    The message is empty if the folder has them, or if the data set is text.
 
     Args:
         data: The data set.
         folder: The folder with local data.
     """
-    if not (data.images or data.questions) or _find_in_folder(data, folder) is not None:
+    has_images_or_questions = data.images or data.questions
+    if not has_images_or_questions or _find_in_folder(data, folder) is not None:
         return ""
     if data.questions is not None:
         return f"{folder / data.questions['name']} does not exist"
@@ -484,7 +508,8 @@ def describe_lacking(data: DataSet, folder: Path) -> str:
 def _local_paths(data: DataSet) -> list[str]:
     """Return the paths of a data set's local text, relative to the folder."""
     if "users" in data.local:
-        return [source if isinstance(source, str) else source["path"] for source in data.local["users"].values()]
+        sources = data.local["users"].values()  # paths, or mappings with a path
+        return [source if isinstance(source, str) else source["path"] for source in sources]
     path = data.local["dataset"]["path"]
     return [path] if isinstance(path, str) else list(path)
 
@@ -492,37 +517,49 @@ def _local_paths(data: DataSet) -> list[str]:
 def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the recipe's section ``data`` for a data set of a paper, and the users' names.
 
-    * Images and questions come from the folder if it has them, else from the hub.
-    * Text comes from the folder if there is one, else from the hub. For each split the section has a list with the
-      paper's number of tokens of each user.
-    * With ``demo`` the users of a text data set get the study's demo texts instead.
+    The data comes from the folder if there is one, else from the hub; images and questions that the folder lacks come
+    from the hub, too. Text has the paper's numbers of tokens, such as ``"max_test_tokens": [5000, 8000]``.
 
     Args:
         study: The settings that all experiments of the paper share, with the demo texts.
         data: The data set.
         folder: The folder with local text and images, if there is one.
-        demo: Whether users get the study's demo texts.
+        demo: Whether users of text get the study's demo texts instead.
 
     Returns:
         The section, and the users' names in the order of the lists of token numbers; no names for tasks and questions.
     """
-    if data.task is not None or data.questions is not None:
-        key, settings = ("task", data.task) if data.task is not None else ("questions", data.questions or {})
-        section = dict(settings)
-        path = _find_in_folder(data, folder) if data.images or data.questions else None
-        if path is not None:
-            section["path"] = str(path)
-        return {key: section}, []
+    if data.task is not None:
+        return {"task": _with_local_path(data.task, data, folder)}, []
+    if data.questions is not None:
+        return {"questions": _with_local_path(data.questions, data, folder)}, []
     if demo:
         section = {"users": dict(zip(data.users, study.demo, strict=True))}
         if "held_out" in data.local:
             section["held_out"] = data.local["held_out"]
         return section, data.users
-    section = data.hub if folder is None else _anchor_paths(data.local, folder)
-    names = list(section["users"]) if "users" in section else list(section["dataset"]["users"])
-    # Papers give no numbers of tokens for conversations.
-    limits = {} if data.chats else {f"max_{split}_tokens": data.tokens[split] for split in SPLITS}
-    return {**section, **limits}, names
+    section = dict(data.hub) if folder is None else _anchor_paths(data.local, folder)
+    users = section["users"] if "users" in section else section["dataset"]["users"]
+    if not data.has_conversations:  # for which papers give no numbers of tokens
+        for split in SPLITS:
+            section[f"max_{split}_tokens"] = data.tokens[split]
+    return section, list(users)
+
+
+def _with_local_path(settings: Mapping[str, Any], data: DataSet, folder: Path | None) -> dict[str, Any]:
+    """Return settings of a task or of questions, with the ``path`` of the images or questions in the folder, if any.
+
+    Args:
+        settings: The section ``data.task`` or ``data.questions`` of a recipe.
+        data: The data set.
+        folder: The folder with local data, if there is one.
+    """
+    section = dict(settings)
+    has_images_or_questions = data.images or data.questions
+    path = _find_in_folder(data, folder) if has_images_or_questions else None
+    if path is not None:
+        section["path"] = str(path)
+    return section
 
 
 def _anchor_paths(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -534,23 +571,25 @@ def _anchor_paths(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         folder: The folder with local text.
     """
     if "users" in local:
-        sources = {
-            name: {"path": source} if isinstance(source, str) else dict(source)
-            for name, source in local["users"].items()
-        }
-        anchored = {name: {**source, "path": str(folder / source["path"])} for name, source in sources.items()}
-        return {**local, "users": anchored}
+        anchored_users = {}
+        for name, source in local["users"].items():
+            settings = {"path": source} if isinstance(source, str) else source
+            anchored_users[name] = {**settings, "path": str(folder / settings["path"])}
+        return {**local, "users": anchored_users}
     path = local["dataset"]["path"]
-    paths = str(folder / path) if isinstance(path, str) else [str(folder / part) for part in path]
-    return {**local, "dataset": {**local["dataset"], "path": paths}}
+    anchored_path = str(folder / path) if isinstance(path, str) else [str(folder / part) for part in path]
+    return {**local, "dataset": {**local["dataset"], "path": anchored_path}}
 
 
 def limits_by_name(data: Mapping[str, object], names: Sequence[str]) -> dict[str, Any]:
-    """Replace limits that are lists, with one number per user, by mappings from user to limit.
+    """Replace lists of token limits by mappings: ``"max_test_tokens": [5, 8]`` by ``{"ann": 5, "ben": 8}``.
 
     Args:
-        data: A recipe's section ``data``, with limits such as ``max_train_tokens``.
+        data: A recipe's section ``data``.
         names: The users' names, in the order of the lists.
     """
-    limits = {key: value for key, value in data.items() if key.endswith("_tokens") and isinstance(value, list)}
-    return {**data, **{key: dict(zip(names, limit, strict=True)) for key, limit in limits.items()}}
+    section = dict(data)
+    for key, limits in data.items():
+        if key.endswith("_tokens") and isinstance(limits, list):
+            section[key] = dict(zip(names, limits, strict=True))
+    return section
