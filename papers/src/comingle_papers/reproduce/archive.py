@@ -13,7 +13,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,10 @@ _LISTED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A finished run: what it computes, digests of its inputs (:func:`digest_inputs`), its origin and its results."""
+    """A finished run: the settings that determine its result (``computed``), digests of its inputs and its metrics.
+
+    ``run`` is its name; ``made`` says when, where and by which version it was made, ``diverged`` why it has no metrics.
+    """
 
     run: str
     computed: dict[str, Any]
@@ -71,11 +73,19 @@ def record_of(folder: Path) -> Record:
         RunError: The run folder is damaged.
     """
     diverged = read_diverged(folder)
-    # Without the base model's path, which has a meaning on this machine only.
-    metrics = None if diverged else {key: value for key, value in read_metrics(folder).items() if key != "base"}
-    inputs = digest_inputs(read_inputs(folder))
-    measured = read_measured(folder)  # the settings, "computed", and the origin, "made"
-    return Record(run=folder.name, **measured, inputs=inputs, metrics=metrics, diverged=diverged)
+    metrics = None
+    if not diverged:
+        metrics = read_metrics(folder)
+        metrics.pop("base", None)  # a path on this machine
+    measured = read_measured(folder)
+    return Record(
+        run=folder.name,
+        computed=measured["computed"],
+        made=measured["made"],
+        inputs=digest_inputs(read_inputs(folder)),
+        metrics=metrics,
+        diverged=diverged,
+    )
 
 
 def relative_difference(first: dict[str, Any] | None, second: dict[str, Any] | None) -> float:
@@ -87,14 +97,20 @@ def relative_difference(first: dict[str, Any] | None, second: dict[str, Any] | N
         first: Metrics of the first run; None if it diverged.
         second: Metrics of the second run; None if it diverged.
     """
-    first_result, second_result = (
-        None if metrics is None else metrics[f"mean_test_{measure_of(metrics)}"] for metrics in (first, second)
-    )
+    first_result = _mean_test_result(first)
+    second_result = _mean_test_result(second)
     if first_result == second_result:
         return 0.0
     if not first_result or second_result is None:
         return math.inf
     return abs(second_result / first_result - 1)
+
+
+def _mean_test_result(metrics: dict[str, Any] | None) -> float | None:
+    """Return the mean of a run's test results over users; None if the run diverged."""
+    if metrics is None:
+        return None
+    return metrics[f"mean_test_{measure_of(metrics)}"]
 
 
 # -------------------------------------------------------------------- the file
@@ -108,16 +124,16 @@ def find_archive(path: Path) -> Path:
     Raises:
         RunError: There is no such file and no such archive.
     """
-    known = published_runs()
     if path.exists():
         return path
+    archive_by_name = published_runs()
     if path.parent in (Path(), Path("papers", "measured")):
-        found = known.get(path.name.removesuffix(RUNS_SUFFIX))
-        if found is not None:
-            return found
+        archive = archive_by_name.get(path.name.removesuffix(RUNS_SUFFIX))
+        if archive is not None:
+            return archive
     raise RunError(
         f"--measured {path}: {os.strerror(errno.ENOENT)}; give a path, or one of those that come with comingle: "
-        f"{', '.join(known)}"
+        f"{', '.join(archive_by_name)}"
     )
 
 
@@ -152,7 +168,7 @@ def write_archive(path: Path, records: Iterable[Record]) -> None:
 
 
 def merge_records(path: Path, archived: Records, new: Iterable[Record]) -> dict[str, Record]:
-    """Merge new runs into the records of an archive; records that exist stay as they are.
+    """Add new runs to the records of an archive; a run that it has already stays as it is.
 
     Args:
         path: The archive, for error messages.
@@ -164,10 +180,11 @@ def merge_records(path: Path, archived: Records, new: Iterable[Record]) -> dict[
     """
     merged = dict(archived)
     for record in new:
-        known = merged.setdefault(record.run, record)
-        check_same_inputs(f"{path}: {record.run}", known.inputs, record.inputs)
-        difference = relative_difference(known.metrics, record.metrics)
-        if not difference <= ROUNDING:  # also if it is NaN
+        kept = merged.setdefault(record.run, record)
+        check_same_inputs(f"{path}: {record.run}", kept.inputs, record.inputs)
+        difference = relative_difference(kept.metrics, record.metrics)
+        is_same = difference <= ROUNDING  # False if it is NaN
+        if not is_same:
             raise RunError(f"{path}: {record.run}: differs by {difference:.2%} from the run in the archive")
     return merged
 
@@ -176,11 +193,10 @@ def merge_records(path: Path, archived: Records, new: Iterable[Record]) -> dict[
 
 
 def plan_of(records: Records, name: str, selection: RunSelection) -> Plan:
-    """Return the plan of a table's runs, with runs named as in an archive. No data is read.
+    """Return the plan of a table whose runs are in an archive; no data is read.
 
-    A run's name depends on whether its data came from a local folder or from the hub. The plan first names all runs as
-    if their data came from a folder. If the archive has none of these names, the plan is made with the source of data
-    that the selection gives, so that runs on the hub's data are found.
+    A run's name depends on whether its data came from a local folder or from the hub. So runs are first looked for
+    under the names that they have with a folder, then under those of the command line.
 
     Args:
         records: The records of the archive.
@@ -188,15 +204,17 @@ def plan_of(records: Records, name: str, selection: RunSelection) -> Plan:
         selection: The options of the command line.
 
     Raises:
-        RecipeError: As :func:`comingle_papers.reproduce.plan.plan`.
+        RecipeError: There is no such experiment, scale, row or column, or it is a table of costs, which has no runs.
     """
-    planned = plan(name, replace(selection, data=ASSUMED_FOLDER))  # as from a folder, wherever it is
-    if planned.experiment.kind == "cost":
+    plan_with_folder = plan(name, replace(selection, data=ASSUMED_FOLDER))
+    if plan_with_folder.experiment.kind == "cost":
         raise RecipeError(f"--measured: {name} is counted without runs; omit --measured")
-    if not any(cell.folder in records for cell in planned.cells):
-        with suppress(RecipeError):  # raised where nothing can be run here; the plan above then says what is missing
-            return plan(name, selection)
-    return planned
+    if any(cell.folder in records for cell in plan_with_folder.cells):
+        return plan_with_folder
+    try:
+        return plan(name, selection)
+    except RecipeError:  # nothing can be run here
+        return plan_with_folder  # for the message that says which runs the archive lacks
 
 
 def find_archived(planned: Plan, records: Records, path: Path) -> tuple[Plan, dict[str, Outcome], list[str]]:
@@ -208,67 +226,74 @@ def find_archived(planned: Plan, records: Records, path: Path) -> tuple[Plan, di
         path: The archive, for messages.
 
     Returns:
-        The plan reduced to the archive's runs, their outcomes, and remarks on where they come from.
+        The plan reduced to the archive's runs, their outcomes by run name, and remarks on where they come from.
 
     Raises:
         RunError: The archive holds none of the runs.
     """
     cells = tuple(cell for cell in planned.cells if cell.folder in records)
-    archived_pairs = {(cell.row, cell.column) for cell in cells}
     absent = [cell for cell in unique_cells(planned.cells) if cell.folder not in records]
     # First the cells of which other seeds are archived: that a seed is missing is easy to overlook.
+    archived_pairs = {(cell.row, cell.column) for cell in cells}
     absent.sort(key=lambda cell: (cell.row, cell.column) not in archived_pairs)
-    lacking = [title_of(cell) for cell in absent]
+    absent_titles = [title_of(cell) for cell in absent]
     if not cells:
         raise RunError(
-            f"--measured {path}: none of the {len(lacking)} runs that are asked for is in it, as {lacking[0]}; "
+            f"--measured {path}: none of the {len(absent)} runs that are asked for is in it, as {absent_titles[0]}; "
             f"it has {len(records)} others, maybe of another --scale or other settings"
         )
     outcomes = {cell.folder: _archived_outcome(cell, records[cell.folder]) for cell in cells}
+    archived_rows = {cell.row for cell in cells}
+    archived_columns = {cell.column for cell in cells}
     reduced = replace(
         planned,
         cells=cells,
-        rows=tuple(row for row in planned.rows if any(cell.row == row for cell in cells)),
-        columns=tuple(column for column in planned.columns if any(cell.column == column for cell in cells)),
+        rows=tuple(row for row in planned.rows if row in archived_rows),
+        columns=tuple(column for column in planned.columns if column in archived_columns),
         seeds=tuple(dict.fromkeys(cell.seed for cell in cells)),
     )
-    remarks = [
-        f"No run was started: our numbers are from {path.name}, {_describe_origin([records[run] for run in outcomes])}."
-    ]
-    if lacking:
-        more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
-        names = ", ".join(lacking[:_LISTED]) + more
-        remarks.append(f"{path.name} lacks {len(lacking)} of {len(lacking) + len(outcomes)} runs: {names}.")
+    origin = _describe_origin([records[run] for run in outcomes])
+    remarks = [f"No run was started: our numbers are from {path.name}, {origin}."]
+    if absent:
+        names = ", ".join(absent_titles[:_LISTED])
+        if len(absent) > _LISTED:
+            names += f" and {len(absent) - _LISTED} more"
+        remarks.append(f"{path.name} lacks {len(absent)} of {len(absent) + len(outcomes)} runs: {names}.")
     if planned.experiment.plot:
         remarks.append(f"No figure: {path.name} has results alone, not how they came about.")
     return reduced, outcomes, remarks
 
 
 def _archived_outcome(cell: Cell, record: Record) -> Outcome:
-    """Return a cell's archived result as an outcome; it has no folder, and its metrics name the cell's base model."""
-    metrics = record.metrics and {**record.metrics, "base": cell.recipe.base}
+    """Return a cell's archived result as an outcome without a folder."""
+    metrics = None
+    if record.metrics is not None:
+        metrics = {**record.metrics, "base": cell.recipe.base}  # archives do not have the base model's path
     return Outcome(cell=cell, folder=Path(), seconds=0.0, ran=False, diverged=record.diverged, archived_metrics=metrics)
 
 
 def _describe_origin(records: Sequence[Record]) -> str:
-    """Describe when, with which versions of comingle and on what machines runs were made."""
+    """Describe when and where runs were made: "measured 2026-11-20: 12 with comingle 0.9 on x86_64, torch 2.7"."""
     dates = sorted({record.made["date"] for record in records})
     period = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    origins = Counter(f"{_describe_version(record.made)} on {record.made['machine']}" for record in records)
-    counts = "; ".join(f"{count} with {origin}" for origin, count in origins.most_common())
-    return f"measured {period}: {counts}"
+    counts = Counter(f"{_describe_version(record.made)} on {record.made['machine']}" for record in records)
+    origins = "; ".join(f"{count} with {origin}" for origin, count in counts.most_common())
+    return f"measured {period}: {origins}"
 
 
 def _describe_version(made: Mapping[str, str]) -> str:
-    """Return "comingle" with version and, if known, commit, from a record's ``made``."""
-    return f"comingle {made['version']}" + (f" (commit {made['commit']})" if made["commit"] else "")
+    """Return "comingle 0.9 (commit 1f5a0c8e2b7d)" from a record's ``made``; the commit may be unknown."""
+    version = f"comingle {made['version']}"
+    if made["commit"]:
+        version += f" (commit {made['commit']})"
+    return version
 
 
 # -------------------------------------------------------------------- runs that are made here
 
 
 def choose_cells(planned: Plan, records: Records, path: Path, max_runs: int) -> list[Cell]:
-    """Choose at most ``max_runs`` runs of an archive, evenly spaced over the plan, to run again.
+    """Choose at most ``max_runs`` of a plan's runs that are in an archive, evenly spaced, to run them again.
 
     Args:
         planned: The plan.
@@ -282,8 +307,8 @@ def choose_cells(planned: Plan, records: Records, path: Path, max_runs: int) -> 
     cells = [cell for cell in unique_cells(planned.cells) if cell.folder in records]
     if not cells:
         raise RunError(f"--check: {path} has none of the {len(planned.cells)} runs that are asked for")
-    max_runs = min(max_runs, len(cells))
-    return [cells[i * len(cells) // max_runs] for i in range(max_runs)]
+    num_chosen = min(max_runs, len(cells))
+    return [cells[i * len(cells) // num_chosen] for i in range(num_chosen)]
 
 
 def compare_run(record: Record, outcome: Outcome) -> tuple[str, bool]:
@@ -295,13 +320,12 @@ def compare_run(record: Record, outcome: Outcome) -> tuple[str, bool]:
     Raises:
         RunError: The two runs read different inputs.
     """
-    check_same_inputs(
-        f"{title_of(outcome.cell)}: {record.run}", record.inputs, digest_inputs(read_inputs(outcome.folder))
-    )
-    repeated = record_of(outcome.folder)
-    difference = relative_difference(record.metrics, repeated.metrics)
-    description = f"{title_of(outcome.cell)}: published {_describe_result(record)}, here {_describe_result(repeated)}"
-    return f"{description} ({difference:.3%} apart)", difference <= ROUNDING
+    title = title_of(outcome.cell)
+    record_here = record_of(outcome.folder)
+    check_same_inputs(f"{title}: {record.run}", record.inputs, record_here.inputs)
+    difference = relative_difference(record.metrics, record_here.metrics)
+    results = f"published {_describe_result(record)}, here {_describe_result(record_here)}"
+    return f"{title}: {results} ({difference:.3%} apart)", difference <= ROUNDING
 
 
 def _describe_result(record: Record) -> str:
@@ -339,36 +363,36 @@ def add_runs(path: Path, name: str, selection: RunSelection, out: Path, waiting:
     if not finished:
         raise RunError(f"{out / RUNS}: none of the {len(cells)} runs that are asked for is finished there")
     outcomes = list(run_cells(finished, out, waiting=waiting))  # only checks the inputs of runs that are finished
-    columns = sorted({cell.column for cell in finished})
-    _check_columns(path, archived, name, replace(selection, columns=columns), InputCache(waiting))
-    merged = merge_records(path, archived, (record_of(outcome.folder) for outcome in outcomes))
+    finished_columns = sorted({cell.column for cell in finished})
+    _check_columns(path, archived, name, replace(selection, columns=finished_columns), InputCache(waiting))
+    new_records = (record_of(outcome.folder) for outcome in outcomes)
+    merged = merge_records(path, archived, new_records)
     write_archive(path, merged.values())
-    added = len(merged) - len(archived)
+    num_added = len(merged) - len(archived)
+    num_unfinished = len(cells) - len(finished)
     return (
-        f"{path}: {added} runs added, {len(finished) - added} were in it, {len(merged)} now; "
-        f"{len(cells) - len(finished)} of the {len(cells)} that are asked for are not finished"
+        f"{path}: {num_added} runs added, {len(finished) - num_added} were in it, {len(merged)} now; "
+        f"{num_unfinished} of the {len(cells)} that are asked for are not finished"
     )
 
 
 def _check_columns(path: Path, records: Records, name: str, selection: RunSelection, cache: InputCache) -> None:
-    """Check that archived runs read the base model and data that are on this machine.
-
-    To save time, only one archived run of each column of the table is checked.
+    """Check that an archive's runs read the base model and data that are on this machine; check one run per column.
 
     Args:
         path: The archive, for error messages.
         records: The records of the archive.
         name: The experiment, as ``comigs/table1``.
-        selection: Options that determine the runs. Its columns are checked; rows and seeds are those of the archive.
+        selection: Options of the command line. Its columns are checked; rows and seeds are those of the archive.
         cache: Cache of the inputs on this machine.
 
     Raises:
         RunError: The inputs of an archived run differ.
     """
-    seeds = sorted({record.computed["seed"] for record in records.values()})
-    if not seeds:  # the archive is empty
+    archived_seeds = sorted({record.computed["seed"] for record in records.values()})
+    if not archived_seeds:  # the archive is empty
         return
-    cells = plan(name, replace(selection, methods=None, seeds=seeds)).cells
-    one_per_column = {cell.column: cell for cell in cells if cell.folder in records}
-    for cell in one_per_column.values():
+    cells = plan(name, replace(selection, methods=None, seeds=archived_seeds)).cells
+    cell_by_column = {cell.column: cell for cell in cells if cell.folder in records}
+    for cell in cell_by_column.values():
         check_same_inputs(f"{path}: {cell.folder}", records[cell.folder].inputs, cache.input_digests(cell))

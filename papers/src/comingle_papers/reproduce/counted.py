@@ -53,10 +53,10 @@ _KEPT_SAMPLES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Counts of numbers: stored by the server between rounds, sent and received by a user per round, held by a user.
+    """How many numbers a method stores and sends: kept by the server, sent and received by a user, kept by a user.
 
-    Running statistics of batch norm count, since they are sent. ``server`` includes the models that it averages or
-    merges and its state for every user. ``client`` is everything that belongs to a user and outlasts its local steps.
+    ``communicate`` and ``received`` are per round. ``server`` includes the models that it averages or merges and its
+    state for every user. ``client`` is everything that belongs to a user and outlasts its local steps.
     """
 
     server: float
@@ -70,10 +70,10 @@ class Usage:
 
 
 def count_usage(recipe: Recipe, task: Task) -> Usage:
-    """Count the numbers that a method stores and sends when it trains a task's net.
+    """Count how many numbers (entries of tensors) a method stores and sends when it trains a task's net.
 
-    All users store and send equally many numbers. So a federation with the task's first user alone is built, and its
-    numbers are counted. Only the server's numbers depend on how many users the task has.
+    All users store and send equally many numbers, so a federation with the task's first user alone is built. Only the
+    server's numbers depend on how many users the task has.
 
     Args:
         recipe: The recipe with the method.
@@ -87,39 +87,44 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     method = make(recipe.method.name, **recipe.method.settings)
     # Weighted means send a count of samples, which is not a parameter.
     plan = make_plan(recipe, method, [user.name]).updated("training", weighting="uniform")
-    federation = federate(build_nets(recipe, replace(task, users=as_users([user])), plan))
+    task_of_user = replace(task, users=as_users([user]))
+    federation = federate(build_nets(recipe, task_of_user, plan))
     clients = federation.clients
-    sent_tensors: tuple[Tensor, ...] = ()
-    received_tensors: tuple[Tensor, ...] = ()
+    sent_tensors: list[Tensor] = []
+    received_tensors: list[Tensor] = []
     if clients.shares:  # else the method trains locally and sends nothing
         upload = upload_of(federation, user=0)
-        reported = [t for name, t in upload.reports.items() if name != LOSS]
-        sent_tensors = (*upload.tensors.values(), *reported)
-        received_tensors = tuple(download_of(federation, user=0, names=[user.name]).tensors.values())
+        sent_tensors += upload.tensors.values()
+        sent_tensors += [tensor for name, tensor in upload.reports.items() if name != LOSS]
+        received_tensors += download_of(federation, user=0, names=[user.name]).tensors.values()
     (mask_of_user,) = clients.mask  # false for the padding of smaller ranks
-    user_parameters = int(mask_of_user.sum())
-    user_state = sum(t.numel() for t in clients.state.kept.values())  # such as control variates
+    num_parameters = int(mask_of_user.sum())
+    size_of_user_state = sum(tensor.numel() for tensor in clients.state.kept.values())  # such as control variates
     return Usage(
         server=_count_server_state(federation.server, len(task.users)),
-        communicate=sum(t.numel() for t in sent_tensors),
-        received=sum(t.numel() for t in received_tensors),
-        client=user_parameters + user_state,
+        communicate=sum(tensor.numel() for tensor in sent_tensors),
+        received=sum(tensor.numel() for tensor in received_tensors),
+        client=num_parameters + size_of_user_state,
     )
 
 
-def _count_server_state(server: ServerHalf, users: int) -> int:
+def _count_server_state(server: ServerHalf, num_users: int) -> int:
     """Count the numbers that the server of a run with many users stores between rounds.
 
     Args:
-        server: A server that was built for one user; its per-user rows are counted ``users`` times.
-        users: The number of users of the run.
+        server: A server that was built for one user.
+        num_users: The number of users of the run, for each of whom the server stores some tensors.
     """
-    per_user_names = server.method.server.by_user
-    return sum(t.numel() * (users if name in per_user_names else 1) for name, t in server.kept.items())
+    names_of_tensors_per_user = server.method.server.by_user
+    total = 0
+    for name, tensor in server.kept.items():
+        num_copies = num_users if name in names_of_tensors_per_user else 1
+        total += num_copies * tensor.numel()
+    return total
 
 
 def _reduce_samples(user: UserSamples) -> UserSamples:
-    """Return a user with at most the first few samples of each split, so that counting is fast."""
+    """Return a user with only the first few samples of each split, so that counting is fast."""
     return replace(
         user,
         train=user.train.first(_KEPT_SAMPLES),
@@ -129,7 +134,7 @@ def _reduce_samples(user: UserSamples) -> UserSamples:
 
 
 def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
-    """Count how many numbers a method stores and sends (its usage), for each row and column of a plan.
+    """Count how many numbers a method stores and sends (its usage), by row and column of a plan.
 
     The result is in multiples of what a user of FedAvg stores, which is one copy of the column's net.
 
@@ -138,44 +143,47 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
     """
     usage: dict[tuple[str, str], Usage] = {}
     for column in plan.columns:
-        cells = _cells_of_column(plan, column)
-        if not cells:
+        cell_by_row = _cells_of_column(plan, column)
+        if not cell_by_row:
             continue
-        any_recipe = next(iter(cells.values())).recipe  # all recipes of a column have the same task
+        any_recipe = next(iter(cell_by_row.values())).recipe  # all recipes of a column have the same task
         assert any_recipe.data.kind == "task", f"{plan.name}: usage is counted on nets"
         task = prepare(any_recipe).common
         fedavg_recipe = with_method(any_recipe, "fedavg").with_changes({"base": NETS + column_net(plan, column)})
-        net_copy = count_usage(fedavg_recipe, task).client
-        usage |= {(row, column): count_usage(cell.recipe, task).over(net_copy) for row, cell in cells.items()}
+        size_of_net = count_usage(fedavg_recipe, task).client
+        for row, cell in cell_by_row.items():
+            usage[row, column] = count_usage(cell.recipe, task).over(size_of_net)
     return usage
 
 
 def column_net(plan: Plan, column: str) -> str:
-    """Return the name of a column's net. Rows of the column train this net unless they name another base."""
-    cells = _cells_of_column(plan, column)
-    bases = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
-    # If every row names another base, take the column's published base, or what the scale trains in its place.
-    base = bases[0] if bases else plan.scaled.stand_in(plan.column_of(column).base)
+    """Return the name of a column's net, such as "resnet9"; rows may train another net, named in their ``base``."""
+    cell_by_row = _cells_of_column(plan, column)
+    bases = [cell.recipe.base for row, cell in cell_by_row.items() if not plan.experiment.rows[row].base]
+    if bases:
+        base = bases[0]
+    else:  # every row names another net
+        published_base = plan.column_of(column).base
+        base = plan.scaled.stand_in(published_base)
     return base.removeprefix(NETS)
 
 
 def _cells_of_column(plan: Plan, column: str) -> dict[str, Cell]:
-    """Return a column's cells with the first seed, by row."""
-    cells: dict[str, Cell] = {}
-    for cell in plan.cells:
+    """Return a column's cells of the first seed, by row."""
+    cell_by_row: dict[str, Cell] = {}
+    for cell in plan.cells:  # ordered by seed
         if cell.column == column:
-            cells.setdefault(cell.row, cell)
-    return cells
+            cell_by_row.setdefault(cell.row, cell)
+    return cell_by_row
 
 
 # -------------------------------------------------------------------- files and figures
 
 
 def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Entry], folder: Path) -> Iterator[tuple[str, Figure]]:
-    """Write ``usage.md`` and ``usage.json``, and yield a figure of test results against the numbers in these files.
+    """Write how many numbers methods store and send (``usage.md``, ``usage.json``), and yield a figure.
 
-    The numbers count what a method stores or sends. The figure has a row of panels for each kind of usage (``server``,
-    ``communicate``, ``client``) and a panel for each column.
+    The figure shows test results against these numbers.
 
     Args:
         plan: The figure's plan.
@@ -187,73 +195,77 @@ def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Entry], folder: Pat
     """
     if not entries:
         return
-    used = plan_usage(plan)
-    write_usage(folder, plan, used)
-    yield "usage", usage_figure(plan, entries, used)
+    usage = plan_usage(plan)
+    write_usage(folder, plan, usage)
+    yield "usage", usage_figure(plan, entries, usage)
 
 
-def write_usage(folder: Path, plan: Plan, used: Mapping[tuple[str, str], Usage]) -> None:
-    """Write the numbers of the figure: ``usage.json``, by column and row, and ``usage.md``.
+def write_usage(folder: Path, plan: Plan, usage_by_cell: Mapping[tuple[str, str], Usage]) -> None:
+    """Write how many numbers methods store and send: ``usage.json``, by column and row, and ``usage.md``.
 
     Args:
         folder: The folder to write to.
         plan: The figure's plan.
-        used: The usage, by row and column.
+        usage_by_cell: The usage, by row and column.
     """
     folder.mkdir(parents=True, exist_ok=True)
     by_column: dict[str, dict[str, object]] = {column: {} for column in plan.columns}
-    for (row, column), usage in used.items():
-        by_column[column][row] = asdict(usage)
-    write_json(folder / "usage.json", by_column)
+    headings = ["column", "method", "server", "sent", "received", "held by a user"]
     lines = [f"# {plan.experiment.title}", "", "In multiples of the column's net.", ""]
-    lines += [table_line(["column", "method", "server", "sent", "received", "held by a user"]), "|" + "---|" * 6]
-    for (row, column), usage in used.items():
-        numbers = [f"{value:.2f}" for value in (usage.server, usage.communicate, usage.received, usage.client)]
-        lines.append(table_line([plan.label(column), plan.experiment.rows[row].label or row, *numbers]))
+    lines += [table_line(headings), "|" + "---|" * len(headings)]
+    for (row, column), usage in usage_by_cell.items():
+        by_column[column][row] = asdict(usage)
+        values = [usage.server, usage.communicate, usage.received, usage.client]
+        row_label = plan.experiment.rows[row].label or row
+        lines.append(table_line([plan.label(column), row_label, *(f"{value:.2f}" for value in values)]))
+    write_json(folder / "usage.json", by_column)
     write_text(folder / "usage.md", "\n".join(lines) + "\n")
 
 
-def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Mapping[tuple[str, str], Usage]) -> Figure:
-    """Draw test results against the usage of methods, with one line per method.
+def usage_figure(
+    plan: Plan, entries: Mapping[tuple[str, str], Entry], usage_by_cell: Mapping[tuple[str, str], Usage]
+) -> Figure:
+    """Draw test results against how many numbers methods store or send (their usage), with one line per method.
 
-    The usage is how many numbers (entries of tensors) a method stores or sends, in multiples of the number of the net's
-    parameters. The figure has a row of panels for each kind of usage, and in each row a panel for each column of the
-    table. A mark's area grows with the number of models or the size of the net.
+    The figure has a row of panels for each kind of usage (``plot.usage``), and in each row a panel for each column of
+    the table.
 
     Args:
         plan: The figure's plan.
         entries: The finished runs, by row and column.
-        used: The usage, by row and column.
+        usage_by_cell: The usage, by row and column, in multiples of the column's net.
     """
     from comingle.reports.canvas import draw, styles
     from comingle.reports.formatting import axis_label
 
     assert plan.experiment.plot is not None
-    kinds = plan.experiment.plot.usage
-    lines = _group_rows_by_line(plan)
-    methods = [plan.experiment.rows[rows[0]].method for rows in lines.values()]
-    styles_of_lines = dict(zip(lines, styles(methods), strict=True))
+    kinds = plan.experiment.plot.usage  # such as "server"
+    rows_by_line = _group_rows_by_line(plan)
+    methods = [plan.experiment.rows[rows[0]].method for rows in rows_by_line.values()]
+    style_by_line = dict(zip(rows_by_line, styles(methods), strict=True))
     any_entry = next(iter(entries.values()))
     measure = any_entry.first.measure  # all runs of a table have the same metric
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
-        for number, axis in enumerate(axes):
-            panel_row, panel_column = divmod(number, len(plan.columns))  # panels are numbered row by row
+        for index, panel in enumerate(axes):
+            panel_row, panel_column = divmod(index, len(plan.columns))  # panels are numbered row by row
             kind, column = kinds[panel_row], plan.columns[panel_column]
-            for name, rows in lines.items():
-                _draw_line(axis, _points_of_line(rows, column, kind, entries, used), styles_of_lines[name])
-            _format_axes(axis, measure, f"{AXIS_LABELS[kind]},\nmultiples of {column_net(plan, column)}")
+            for line, rows in rows_by_line.items():
+                points = _points_of_line(rows, column, kind, entries, usage_by_cell)
+                _draw_line(panel, points, style_by_line[line])
+            _format_axes(panel, measure, f"{AXIS_LABELS[kind]},\nmultiples of {column_net(plan, column)}")
             if panel_row == 0:
-                axis.set_title(plan.label(column))
+                panel.set_title(plan.label(column))
             if panel_column == 0:
-                axis.set_ylabel(axis_label(measure))
+                panel.set_ylabel(axis_label(measure))
         rows_with_runs = {row for row, _ in entries}
-        drawn_lines = [name for name, rows in lines.items() if any(row in rows_with_runs for row in rows)]
-        _draw_legend(figure, {name: styles_of_lines[name] for name in drawn_lines})
+        drawn_lines = [line for line, rows in rows_by_line.items() if not rows_with_runs.isdisjoint(rows)]
+        _draw_legend(figure, {line: style_by_line[line] for line in drawn_lines})
 
-    has_one_panel = len(kinds) * len(plan.columns) == 1
+    num_rows, num_columns = len(kinds), len(plan.columns)
+    has_one_panel = num_rows * num_columns == 1
     panel_inches = (4.6, 3.2) if has_one_panel else (3.3, 2.5)  # width and height
-    return draw(len(kinds), len(plan.columns), panel_inches, paint)
+    return draw(num_rows, num_columns, panel_inches, paint)
 
 
 def _group_rows_by_line(plan: Plan) -> dict[str, list[str]]:
@@ -279,28 +291,30 @@ def _points_of_line(
     column: str,
     kind: str,
     entries: Mapping[tuple[str, str], Entry],
-    used: Mapping[tuple[str, str], Usage],
+    usage_by_cell: Mapping[tuple[str, str], Usage],
 ) -> list[Point]:
     """Return the points of one line in one panel: usage, test results over seeds, and area of the mark.
 
     Rows without finished runs have no point.
 
     Args:
-        rows: The rows of the line, from few or small models to many or large ones; the area of the mark grows with the
-            position.
+        rows: The rows of the line, from few or small models to many or large ones, which get larger marks.
         column: The column of the panel.
         kind: The attribute of ``Usage`` on the x axis.
         entries: The finished runs, by row and column.
-        used: The usage, by row and column.
+        usage_by_cell: The usage, by row and column.
     """
     from comingle.reports.runs import final
 
     points: list[Point] = []
     for position, row in enumerate(rows):
         entry = entries.get((row, column))
-        if entry is not None and (spread := final(entry)) is not None:
-            mark_area = 26.0 + 9.0 * position  # in square points
-            points.append((getattr(used[row, column], kind), spread, mark_area))
+        test_results = None if entry is None else final(entry)
+        if test_results is None:
+            continue
+        usage = getattr(usage_by_cell[row, column], kind)
+        mark_area = 26.0 + 9.0 * position  # in square points
+        points.append((usage, test_results, mark_area))
     return points
 
 
@@ -316,10 +330,12 @@ def _draw_line(axis: Axes, points: list[Point], style: Style) -> None:
 
     if not points:
         return
-    x_values, spreads, areas = (list(part) for part in zip(*points, strict=True))
-    means, colour = [spread.mean for spread in spreads], style.colour.light
-    bars = [spread.std or 0.0 for spread in spreads]
-    axis.errorbar(x_values, means, yerr=bars, color=colour, linestyle=style.line, linewidth=1.2, elinewidth=0.9)
+    x_values = [x for x, _, _ in points]
+    means = [spread.mean for _, spread, _ in points]
+    deviations = [spread.std or 0.0 for _, spread, _ in points]
+    areas = [area for _, _, area in points]
+    colour = style.colour.light
+    axis.errorbar(x_values, means, yerr=deviations, color=colour, linestyle=style.line, linewidth=1.2, elinewidth=0.9)
     edge = {"edgecolors": PAPER.light, "linewidths": 0.5}  # separates overlapping marks
     axis.scatter(x_values, means, s=areas, color=colour, marker=style.marker, zorder=3, **edge)
 
@@ -342,12 +358,12 @@ def _format_axes(axis: Axes, measure: str, x_label: str) -> None:
     axis.set_xlabel(x_label)
 
 
-def _draw_legend(figure: Figure, styles_of_lines: Mapping[str, Style]) -> None:
+def _draw_legend(figure: Figure, style_by_line: Mapping[str, Style]) -> None:
     """Draw a legend of the lines above all panels, titled with the meaning of the marks' sizes.
 
     Args:
         figure: The figure with all panels.
-        styles_of_lines: The style of each line, by its name.
+        style_by_line: The style of each line, by its name.
     """
     from matplotlib.lines import Line2D
 
@@ -355,10 +371,10 @@ def _draw_legend(figure: Figure, styles_of_lines: Mapping[str, Style]) -> None:
 
     handles = [
         Line2D([], [], color=style.colour.light, linestyle=style.line, marker=style.marker)
-        for style in styles_of_lines.values()
+        for style in style_by_line.values()
     ]
     title = "larger marks: more models, or a larger net"
-    legend_above(figure, handles, list(styles_of_lines), title=title, alignment="left")
+    legend_above(figure, handles, list(style_by_line), title=title, alignment="left")
 
 
 _IMAGE = (3, 32, 32)
@@ -381,9 +397,11 @@ def count_cells(plan: Plan, costs: Costs | None = None) -> dict[tuple[str, str],
         quantity = plan.experiment.rows[cell.row].count
         assert quantity is not None, f"{plan.name}: {cell.row} counts no quantity"
         if quantity == "forward":
-            counts[cell.row, cell.column] = _forward_overhead(costs, index)
+            count = _forward_overhead(costs, index)
         else:
-            counts[cell.row, cell.column] = _COUNTS[quantity](cell)
+            count_quantity = _COUNTS[quantity]
+            count = count_quantity(cell)
+        counts[cell.row, cell.column] = count
     return counts
 
 
@@ -419,10 +437,11 @@ def _task_value(recipe: Recipe, key: str) -> int:
     Raises:
         RecipeError: The recipe has no task.
     """
-    section = recipe.data.model_dump().get("task")
-    if not section:
+    task_section = recipe.data.model_dump().get("task")
+    if not task_section:
         raise RecipeError(f"reproduce: {key} are counted on tasks; got a recipe without data.task")
-    return section[key] or getattr(TASKS[section["name"]], key)
+    default = getattr(TASKS[task_section["name"]], key)
+    return task_section[key] or default
 
 
 def _participation_percent(cell: Cell) -> float:
@@ -433,20 +452,23 @@ def _participation_percent(cell: Cell) -> float:
 
 
 def _parameter_ratio(cell: Cell) -> float:
-    """Return how many parameters the server's initial models have together, in multiples of one ResNet-9.
+    """Return how many parameters the server's models have together, in multiples of one ResNet-9.
 
     As in FedMerge's Table 1, the classifier does not count, since its size depends on the number of classes.
     """
     method = make(cell.recipe.method.name, **cell.recipe.method.settings)
-    parameters_of_model = _body_parameters(cell.recipe.base.removeprefix(NETS))
-    return method.server.server_models * parameters_of_model / _body_parameters("resnet9")
+    num_models = method.server.server_models
+    net = cell.recipe.base.removeprefix(NETS)
+    return num_models * _body_parameters(net) / _body_parameters("resnet9")
 
 
 def _body_parameters(name: str) -> int:
     """Count the parameters of a net without its last linear layer, the classifier."""
     net = make_net(name, _IMAGE, 10, seed=0)
-    head = [module for module in net.modules() if isinstance(module, nn.Linear)][-1]
-    return sum(p.numel() for p in net.parameters()) - sum(p.numel() for p in head.parameters())
+    linear_layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    classifier = linear_layers[-1]
+    num_parameters = sum(parameter.numel() for parameter in net.parameters())
+    return num_parameters - sum(parameter.numel() for parameter in classifier.parameters())
 
 
 _COUNTS: dict[str, Callable[[Cell], float]] = {
@@ -474,26 +496,33 @@ def write_costs(folder: Path, plan: Plan, counts: Counts, costs: Costs | None) -
         counts: The counted values, by row and column.
         costs: The costs of the methods of CoMiGS's Table 3, if the plan has them.
     """
-    source_line = f"{plan.study.source}; {plan.experiment.source}."
-    if costs is not None:
-        source_line += f" Base {costs.base}, {costs.dtype}. MiB = 2^20 bytes."
-    lines = [f"# {plan.experiment.title}", "", source_line, ""]
-    lines += [*_table3_lines(costs), ""] if costs is not None else []
-    lines += [*_counted_lines(plan, counts), "", *(f"- {note.text}" for note in plan.experiment.notes)]
-    folder.mkdir(parents=True, exist_ok=True)
     counted = [
         {"row": row, "column": column, "counted": count, "paper": _paper_value(plan, row, column)}
         for (row, column), count in counts.items()
     ]
-    write_json(folder / "table.json", {**(costs.as_dict() if costs is not None else {}), "counted": counted})
+    source_line = f"{plan.study.source}; {plan.experiment.source}."
+    if costs is None:
+        content: dict[str, object] = {}
+        table3_lines = []
+    else:
+        source_line += f" Base {costs.base}, {costs.dtype}. MiB = 2^20 bytes."
+        content = dict(costs.as_dict())
+        table3_lines = [*_table3_lines(costs), ""]
+    content["counted"] = counted
+    lines = [f"# {plan.experiment.title}", "", source_line, "", *table3_lines, *_counted_lines(plan, counts), ""]
+    lines += [f"- {note.text}" for note in plan.experiment.notes]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "table.json", content)
     write_text(folder / "table.md", "\n".join(lines).rstrip() + "\n")
     return lines
 
 
 def _counted_lines(plan: Plan, counts: Counts) -> list[str]:
     """Return the counted rows in Markdown: for each column our value and the paper's."""
-    heads = [part for column in plan.columns for part in (plan.label(column), plan.experiment.reference)]
-    lines = [table_line(["", *heads]), "|" + "---|" * (1 + len(heads))]
+    headings = [""]
+    for column in plan.columns:
+        headings += [plan.label(column), plan.experiment.reference]
+    lines = [table_line(headings), "|" + "---|" * len(headings)]
     for row in plan.rows:
         cells = [plan.experiment.rows[row].label or row]
         for column in plan.columns:
@@ -505,27 +534,33 @@ def _counted_lines(plan: Plan, counts: Counts) -> list[str]:
 
 def _paper_value(plan: Plan, row: str, column: str) -> float | None:
     """Return the number that the paper printed for a cell; None where it printed none."""
-    cells = plan.experiment.rows[row].paper
-    cell = None if cells is None else cells[plan.experiment.column_names.index(column)]
-    return None if cell is None else parse_printed(cell)[0]
+    printed_cells = plan.experiment.rows[row].paper
+    if printed_cells is None:
+        return None
+    printed = printed_cells[plan.experiment.column_names.index(column)]  # such as "46.36 (0.16)"
+    if printed is None:
+        return None
+    mean, _ = parse_printed(printed)
+    return mean
 
 
 def _table3_lines(costs: Costs) -> list[str]:
-    """Return CoMiGS's Table 3 in Markdown, a table of the methods' additional costs.
+    """Return CoMiGS's Table 3 in Markdown, the methods' additional costs, with an explanation of each.
 
-    For each cost it has the value that the paper prints, the cost counted in the paper's way, and the actual cost;
-    below follow explanations of the differences.
+    Each cost has the value that the paper prints, that counted in the paper's way, and the actual value.
     """
     lines = [table_line(_TABLE3_HEADINGS), "|" + "---|" * len(_TABLE3_HEADINGS)]
     for cost in costs.table3:
-        papers_way = _format_difference(cost.theirs, cost.theirs_share, cost.unit)
+        counted_as_in_paper = _format_difference(cost.theirs, cost.theirs_share, cost.unit)
         actual = _format_difference(cost.true, cost.true_share, cost.unit)
-        lines.append(table_line([cost.what, cost.paper, papers_way, actual]))
-    return [*lines, "", *(f"- {cost.what}: {cost.why}" for cost in costs.table3)]
+        lines.append(table_line([cost.what, cost.paper, counted_as_in_paper, actual]))
+    lines.append("")
+    lines += [f"- {cost.what}: {cost.why}" for cost in costs.table3]
+    return lines
 
 
 def _format_difference(value: float | None, share: float | None, unit: str) -> str:
-    """Return a difference of two costs as text, with its sign.
+    """Return a difference of two costs as text with its sign, such as "+1.500 MiB (+3.00%)".
 
     Args:
         value: The difference, in FLOPs or bytes; None if it was not counted.
