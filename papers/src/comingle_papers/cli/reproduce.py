@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool) -> Iterator[Outcome]:
-    """Run the cells of a table, one after another or several at a time; yield the outcome of each when it has ended.
+    """Run the cells of a table, ``jobs`` at a time; yield the outcome of each when it has ended.
 
     Args:
         cells: The runs, one for each row, column and seed of the table.
@@ -42,7 +42,7 @@ def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool
     with reporting(quiet=quiet) as reporter:
 
         def observers(cell: Cell, clients: Clients) -> list[Observer]:
-            reporter.clear()  # one progress bar at a time; a finished run has its own line
+            reporter.clear()  # remove the progress bar of the run before
             return [reporter.watch(clients, title_of(cell))]
 
         yield from run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting)
@@ -59,20 +59,20 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
     from comingle_papers.reproduce.runner import results, scores
     from comingle_papers.reproduce.tables import build_table
 
-    failed = [
-        f"{outcome.cell.column}, {outcome.cell.row}: {outcome.diverged}"
+    diverged = [
+        f"{outcome.cell.column}, {outcome.cell.row}: {outcome.diverged}"  # with the reason
         for outcome in outcomes.values()
         if outcome.diverged
     ]
-    metric, cells = planned.experiment.metric, planned.cells
-    means_over_users = scores(outcomes, cells, metric)  # what the paper prints
-    results_by_user = results(outcomes, cells, metric)  # for intervals of the differences between methods
-    return build_table(planned, means_over_users, diverged=failed, results=results_by_user, baseline=baseline)
+    metric = planned.experiment.metric
+    mean_scores = scores(outcomes, planned.cells, metric)  # means over users, which papers print
+    results_by_user = results(outcomes, planned.cells, metric)  # for the comparison with the baseline
+    return build_table(planned, mean_scores, diverged=diverged, results=results_by_user, baseline=baseline)
 
 
 def print_table(table: PaperTable) -> None:
     """Print a table, its remarks, and its comparisons with a baseline."""
-    from comingle.reports.comparisons import render as render_verdicts
+    from comingle.reports.comparisons import render as render_comparison
     from comingle.utils.terminal import words
     from comingle_papers.reproduce.tables import column_verdicts, remarks, render
 
@@ -82,12 +82,12 @@ def print_table(table: PaperTable) -> None:
     for label, comparison in column_verdicts(table):
         console.print()
         console.print(words(label, "bold"))
-        for part in render_verdicts(comparison):
+        for part in render_comparison(comparison):
             console.print(part)
 
 
 def show_measured(path: Path, name: str, selection: RunSelection, out: Path, *, baseline: str | None) -> PaperTable:
-    """Print, write and return a table of archived runs; this needs neither the data nor a run.
+    """Print, write and return a table of archived runs; no data is read and no run is started.
 
     Args:
         path: The archive.
@@ -101,9 +101,12 @@ def show_measured(path: Path, name: str, selection: RunSelection, out: Path, *, 
     from comingle_papers.reproduce.tables import write_tables
 
     records = read_archive(path)
-    planned, outcomes, remarks = find_archived(plan_of(records, name, selection), records, path)
-    table: PaperTable = {**table_of(planned, outcomes, baseline), "measured": remarks}
-    folder = out / f"{name.partition('/')[2]}-measured"
+    full_plan = plan_of(records, name, selection)
+    archived_plan, outcomes, remarks = find_archived(full_plan, records, path)
+    table = table_of(archived_plan, outcomes, baseline)
+    table["measured"] = remarks
+    table_name = name.partition("/")[2]
+    folder = out / f"{table_name}-measured"
     write_tables(folder, table)
     print_table(table)
     console.print(words(f"{folder}/  table.md · table.json", "dim"))
@@ -139,13 +142,16 @@ def check_measured(
     from comingle_papers.reproduce.archive import ROUNDING, choose_cells, compare_run, read_archive
     from comingle_papers.reproduce.plan import plan
 
-    planned, records = plan(name, selection), read_archive(path)
-    num_different = 0
+    planned = plan(name, selection)
+    records = read_archive(path)
     cells = choose_cells(planned, records, path, max_runs)
+    num_different = 0
     for outcome in run_all(cells, out, jobs or planned.jobs, force=force, quiet=quiet):
-        line, is_same = compare_run(records[outcome.cell.folder], outcome)
-        num_different += not is_same
-        console.print(line, highlight=False)
+        archived_record = records[outcome.cell.folder]
+        comparison, is_same = compare_run(archived_record, outcome)
+        console.print(comparison, highlight=False)
+        if not is_same:
+            num_different += 1
     if num_different:
         raise RunError(f"--check {path}: {num_different} of {len(cells)} runs differ by more than {ROUNDING:.1%}")
 
@@ -226,8 +232,7 @@ def reproduce(
     if name is None:
         return _list_experiments()
     if latex is not None:
-        # Before the runs: an unwritable path would be found only after hours. An existing file is replaced.
-        check_target(latex, force=True, option="--latex")
+        check_target(latex, force=True, option="--latex")  # raises before the runs if the file cannot be written
     from comingle_papers.reproduce.plan import RunSelection, plan
 
     selection = RunSelection(
@@ -240,8 +245,10 @@ def reproduce(
         changes=parse_sets(sets),
     )
     folder = out or _default_folder(name, scale)
-    if measured is None and (add or check is not None):
-        raise RecipeError(f"{'--add' if add else '--check'}: give a file with --measured FILE")
+    if add and measured is None:
+        raise RecipeError("--add: give a file with --measured FILE")
+    if check is not None and measured is None:
+        raise RecipeError("--check: give a file with --measured FILE")
     if add and check is not None:
         raise RecipeError("--add and --check: got both; --add uses finished runs, --check starts new ones")
     if measured is not None and not dry_run:
@@ -249,10 +256,11 @@ def reproduce(
 
         if add:
             return add_measured(measured, name, selection, folder, quiet=quiet)
-        measured = find_archive(measured)
-        _write_latex(latex, show_measured(measured, name, selection, folder, baseline=against))
+        archive = find_archive(measured)
+        table = show_measured(archive, name, selection, folder, baseline=against)
+        _write_latex(latex, table)
         if check is not None:
-            check_measured(measured, name, selection, folder, check, jobs, force=force, quiet=quiet)
+            check_measured(archive, name, selection, folder, check, jobs, force=force, quiet=quiet)
         return None
     planned = plan(name, selection)
     if dry_run:
@@ -278,8 +286,9 @@ def _write_latex(path: Path | None, table: PaperTable) -> None:
 
 
 def _default_folder(name: str, scale: str) -> Path:
-    """Return the folder of an experiment's runs without ``--out``: ``runs/PAPER-SCALE``."""
-    return Path("runs") / f"{name.partition('/')[0]}-{scale}"
+    """Return the folder of an experiment without ``--out``: ``runs/comigs-cpu`` for ``comigs/table1`` at scale cpu."""
+    paper = name.partition("/")[0]
+    return Path("runs") / f"{paper}-{scale}"
 
 
 def _list_experiments() -> None:
@@ -301,10 +310,10 @@ def _print_plan(planned: Plan) -> None:
 
     for cell in unique_cells(planned.cells):
         console.print(f"{cell.column}  {cell.row}  seed {cell.seed}  {cell.folder}", highlight=False)
-    for column, first in repeated_columns(planned).items():
-        console.print(f"repeats the runs of {first}: {column}", highlight=False)
-    for column, why in planned.left_out.items():
-        console.print(f"left out: {column} ({why})", highlight=False)
+    for column, first_column in repeated_columns(planned).items():
+        console.print(f"repeats the runs of {first_column}: {column}", highlight=False)
+    for column, reason in planned.left_out.items():
+        console.print(f"left out: {column} ({reason})", highlight=False)
     for row in planned.missing:
         console.print(f"missing: {row} (no such method yet)", highlight=False)
 
@@ -319,7 +328,7 @@ def _run_plan(
         out: The folder for the table's folder and ``runs``.
         jobs: The number of parallel runs; None for the plan's.
         resume: Continue an existing table.
-        force: Replace an existing table and run again what has been run.
+        force: Replace an existing table and repeat finished runs.
         quiet: Show no progress.
         baseline: A row or a method to compare the others with.
     """
@@ -327,31 +336,34 @@ def _run_plan(
     from comingle_papers.reproduce.runner import Estimate, check_hub, experiment_folder, unique_cells
     from comingle_papers.reproduce.tables import baseline_row, write_tables
 
-    baseline_row(planned, baseline)  # raises before the first run
+    baseline_row(planned, baseline)  # raises before the first run if there is no such row
     check_hub(planned)
     folder = experiment_folder(out, planned.name, resume=resume, force=force)
-    cells, jobs = unique_cells(planned.cells), jobs or planned.jobs
+    cells = unique_cells(planned.cells)
+    jobs = jobs or planned.jobs
     estimate = Estimate()
     outcomes: dict[str, Outcome] = {}
     table: PaperTable | None = None
     for outcome in run_all(cells, out, jobs, force=force, quiet=quiet):
         outcomes[outcome.cell.folder] = outcome
         estimate.learn(outcome)
-        seconds_left = estimate.seconds_left(_remaining_cells(cells, outcomes, out, force))
-        line = _progress_line(outcome, len(outcomes), len(cells), None if seconds_left is None else seconds_left / jobs)
+        seconds_of_runs_left = estimate.seconds_left(_remaining_cells(cells, outcomes, out, force))
+        seconds_left = None if seconds_of_runs_left is None else seconds_of_runs_left / jobs
         if not quiet:
+            line = _progress_line(outcome, len(outcomes), len(cells), seconds_left)
             errors.print(line, soft_wrap=True)  # one line per run, also when written to a file
         table = table_of(planned, outcomes, baseline)
         write_tables(folder, table)
+    files = "table.md · table.json"
     has_figure = planned.experiment.plot is not None
     if has_figure:
         from comingle_papers.reproduce.runner import draw
 
         draw(planned, outcomes, folder)
+        files += " · figures as .png and .svg"
     assert table is not None  # a plan has at least one cell
     print_table(table)
-    figures_note = " · figures as .png and .svg" if has_figure else ""
-    console.print(words(f"{folder}/  table.md · table.json{figures_note}; the runs are in {out}/runs", "dim"))
+    console.print(words(f"{folder}/  {files}; the runs are in {out}/runs", "dim"))
     return table
 
 
@@ -363,18 +375,19 @@ def _count_costs(planned: Plan, out: Path, *, force: bool) -> None:
         out: The folder for the table's folder.
         force: Replace an existing table.
     """
-    from comingle.cost.planning import plan as count
+    from comingle.cost.planning import plan as plan_costs
     from comingle.utils.terminal import words
     from comingle_papers.reproduce.counted import count_cells, write_costs
     from comingle_papers.reproduce.runner import experiment_folder
 
     folder = experiment_folder(out, planned.name, resume=False, force=force)
     any_recipe = planned.cells[-1].recipe
-    costs = None
+    is_comigs_table3 = any_recipe.data.kind == "text"  # the only table of costs on text
     with status("counting"):
-        if any_recipe.data.kind == "text":
-            # The only table of costs on text is CoMiGS's Table 3. It has four users, and its cells differ in methods.
-            costs = count(any_recipe, [cell.recipe.method.name for cell in planned.cells], users=4)
+        costs = None
+        if is_comigs_table3:
+            methods = [cell.recipe.method.name for cell in planned.cells]
+            costs = plan_costs(any_recipe, methods, users=4)
         counts = count_cells(planned, costs)
     for line in write_costs(folder, planned, counts, costs):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -388,12 +401,14 @@ def _remaining_cells(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: P
         cells: All runs of the table, without duplicates.
         outcomes: The outcomes so far, by run name.
         out: The folder that contains ``runs``.
-        force: Whether finished runs are run again.
+        force: Whether finished runs are repeated.
     """
     from comingle_papers.reproduce.runner import RUNS, is_finished
 
     without_outcome = [cell for cell in cells if cell.folder not in outcomes]
-    return [cell for cell in without_outcome if force or not is_finished(out / RUNS / cell.folder)]
+    if force:
+        return without_outcome
+    return [cell for cell in without_outcome if not is_finished(out / RUNS / cell.folder)]
 
 
 def duration_text(seconds: float) -> str:
@@ -401,14 +416,14 @@ def duration_text(seconds: float) -> str:
     return f"{max(1, round(seconds))} s" if seconds < 60 else f"{round(seconds / 60)} min"
 
 
-def _progress_line(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
-    """Return one line about a finished run: result, time, and time left.
+def _progress_line(outcome: Outcome, num_done: int, num_runs: int, seconds_left: float | None) -> Text:
+    """Return one line about a finished run, "3/8 news · fedavg · seed 0: 46.36 · 12 s · about 2 min left".
 
     Args:
         outcome: The outcome of the run.
-        done: The number of finished runs, this one included.
-        total: The number of all runs.
-        left: Estimated seconds for the remaining runs; None if unknown.
+        num_done: The number of finished runs, this one included.
+        num_runs: The number of all runs.
+        seconds_left: Estimated seconds for the remaining runs; None if unknown.
     """
     from rich.text import Text
 
@@ -420,7 +435,8 @@ def _progress_line(outcome: Outcome, done: int, total: int, left: float | None) 
     else:
         measure = measure_of(outcome.metrics)
         result = number(outcome.metrics[f"mean_test_{measure}"], measure)
-    took = f"{outcome.seconds:.0f} s" if outcome.ran else "already done"
-    rest = "" if left is None or done == total else f" · about {duration_text(left)} left"
-    line = f" {cell.column} · {cell.row} · seed {cell.seed}: {result} · {took}{rest}"
-    return Text.assemble((f"{done}/{total}", "dim"), line)
+    duration = f"{outcome.seconds:.0f} s" if outcome.ran else "already done"
+    line = f" {cell.column} · {cell.row} · seed {cell.seed}: {result} · {duration}"
+    if seconds_left is not None and num_done < num_runs:
+        line += f" · about {duration_text(seconds_left)} left"
+    return Text.assemble((f"{num_done}/{num_runs}", "dim"), line)
