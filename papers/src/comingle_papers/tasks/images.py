@@ -20,6 +20,7 @@ A data set in domains has no splits: NAME.npz, or NAME with the length of its im
 from __future__ import annotations
 
 import io
+import math
 import struct
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ from comingle.utils.seeds import derive, generator
 
 
 def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
-    """Move a share of a user's train samples to its validation split, stratified by label except in regressions.
+    """Move a share of a user's train samples to its validation split; the same share of each label.
 
     Args:
         user: The user.
@@ -57,8 +58,8 @@ def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
     if share <= 0:
         return user
     targets = user.train.targets
-    # A regression has no labels: treat all samples as having the same label.
-    labels = torch.zeros(len(targets), dtype=torch.int64) if targets.is_floating_point() else targets.long()
+    is_regression = targets.is_floating_point()
+    labels = torch.zeros(len(targets), dtype=torch.int64) if is_regression else targets.long()
     kept, held_out = hold_out(labels, share)
     if not len(held_out):
         got = f"{len(targets)} train samples of {len(labels.unique())} labels"
@@ -76,9 +77,10 @@ def check_labels(users: Sequence[UserSamples]) -> None:
     """
     for user in users:
         for split, samples in (("valid", user.valid), ("test", user.test)):
-            if unseen := find_unseen(user, samples):
+            unseen_labels = find_unseen(user, samples)
+            if unseen_labels:
                 raise DataError(
-                    f"user {user.name!r}: {split} holds labels that train does not: {list_labels(unseen)}; "
+                    f"user {user.name!r}: {split} holds labels that train does not: {list_labels(unseen_labels)}; "
                     "allowed: those of train"
                 )
 
@@ -98,32 +100,32 @@ _FAR_BELOW_AVERAGE = 20
 def cluster_sizes(users: int, clusters: int) -> list[int]:
     """Return each cluster's number of users: in FedMerge's proportions for five clusters, else as equal as possible.
 
-    Each cluster first gets one user. Then the remaining users are distributed to meet the proportions. The numbers of
-    remaining users are rounded down, and the clusters with the largest remainders get one more user.
+    Each cluster first gets one user. The remaining users are distributed to meet the proportions: numbers are rounded
+    down, and the clusters with the largest remainders get one more user.
 
     Args:
         users: Number of users, at least one per cluster.
         clusters: Number of clusters.
     """
-    is_published = clusters == len(_PUBLISHED_SIZES)
-    proportions = _PUBLISHED_SIZES if is_published else (1,) * clusters
+    has_published_number = clusters == len(_PUBLISHED_SIZES)
+    proportions = _PUBLISHED_SIZES if has_published_number else (1,) * clusters
     num_remaining = users - clusters
     # Users that a cluster should have beyond its first, before these numbers are scaled to add up to ``num_remaining``.
-    wanted_more = [max(0.0, users * proportion / sum(proportions) - 1) for proportion in proportions]
-    # ``or 1``: with one user per cluster nothing is left to distribute, and all wanted numbers may be 0.
-    exact_more = [num_remaining * wanted / (sum(wanted_more) or 1) for wanted in wanted_more]
-    more = [int(exact) for exact in exact_more]
-    by_remainder = sorted(range(clusters), key=lambda c: more[c] - exact_more[c])
-    for cluster in by_remainder[: num_remaining - sum(more)]:
-        more[cluster] += 1
-    return [1 + extra for extra in more]
+    wanted = [max(0.0, users * proportion / sum(proportions) - 1) for proportion in proportions]
+    wanted_sum = sum(wanted) or 1  # the sum is 0 if every cluster has one user
+    exact = [num_remaining * number / wanted_sum for number in wanted]
+    rounded = [int(number) for number in exact]
+    num_unassigned = num_remaining - sum(rounded)
+    by_remainder = sorted(range(clusters), key=lambda cluster: rounded[cluster] - exact[cluster])  # largest first
+    for cluster in by_remainder[:num_unassigned]:
+        rounded[cluster] += 1
+    return [1 + number for number in rounded]
 
 
 def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key) -> list[list[int]]:
     """Draw each cluster's labels, so that each label is in at least one cluster.
 
-    Each cluster takes the labels that the fewest clusters have so far. So the numbers of clusters with a label differ
-    by at most one between labels.
+    Each cluster takes the labels that the fewest clusters have so far.
 
     Args:
         classes: Number of labels.
@@ -138,7 +140,7 @@ def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key
     where = f"task {key[0]!r}"
     if clusters > classes:
         raise RecipeError(f"{where}: clusters={clusters}; allowed: 1 to {classes}, the number of labels")
-    min_per_cluster = -(-classes // clusters)  # rounded up
+    min_per_cluster = math.ceil(classes / clusters)
     if per_cluster is not None and not min_per_cluster <= per_cluster <= classes:
         allowed = f"{min_per_cluster}, so that every label is used, to {classes}, all labels"
         raise RecipeError(f"{where}: labels_per_cluster={per_cluster}; allowed: {allowed}")
@@ -157,7 +159,7 @@ def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key
 
 
 def group_by_labels(
-    labels: Int64[Tensor, " n"], chosen: Sequence[Sequence[int]], sizes: Sequence[int], key: Key
+    labels: Int64[Tensor, " n"], labels_of_clusters: Sequence[Sequence[int]], sizes: Sequence[int], key: Key
 ) -> list[Int64[Tensor, " _"]]:
     """Return the indices of each cluster's images: the images whose labels the cluster has.
 
@@ -165,21 +167,21 @@ def group_by_labels(
 
     Args:
         labels: The label of each image.
-        chosen: The labels of each cluster.
+        labels_of_clusters: The labels of each cluster.
         sizes: The number of users of each cluster.
         key: Key of the random stream.
     """
-    groups: list[list[Tensor]] = [[] for _ in chosen]
-    largest_label = max(max(labels_of_cluster) for labels_of_cluster in chosen)
+    parts_of_clusters: list[list[Tensor]] = [[] for _ in labels_of_clusters]
+    largest_label = max(max(cluster_labels) for cluster_labels in labels_of_clusters)
     for label in range(largest_label + 1):
-        clusters = [cluster for cluster, labels_of_cluster in enumerate(chosen) if label in labels_of_cluster]
-        images = _shuffle((labels == label).nonzero().flatten(), *key, "label", label)
+        clusters = [cluster for cluster, its_labels in enumerate(labels_of_clusters) if label in its_labels]
+        images_of_label = _shuffle((labels == label).nonzero().flatten(), *key, "label", label)
         num_users = torch.tensor([float(sizes[cluster]) for cluster in clusters], dtype=torch.float64)
-        ends = (num_users.cumsum(0) / num_users.sum() * len(images)).round().long()
-        inner_borders = ends[:-1]  # the last part ends with the last image
-        for cluster, part in zip(clusters, images.tensor_split(inner_borders), strict=True):
-            groups[cluster].append(part)
-    return [torch.cat(parts) for parts in groups]
+        ends = (num_users.cumsum(0) / num_users.sum() * len(images_of_label)).round().long()
+        borders = ends[:-1]  # between the parts
+        for cluster, part in zip(clusters, images_of_label.tensor_split(borders), strict=True):
+            parts_of_clusters[cluster].append(part)
+    return [torch.cat(parts) for parts in parts_of_clusters]
 
 
 def deal_images(
@@ -204,19 +206,22 @@ def deal_images(
     Raises:
         DataError: A user gets no image, or Dirichlet shares cannot be drawn.
     """
-    parts: list[Tensor] = []
-    for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+    images_of_users: list[Tensor] = []
+    for number, (group, num_users) in enumerate(zip(groups, sizes, strict=True)):
         shuffled_group = _shuffle(group, *key, "group", number)
-        where = f"task {key[0]!r}" + (f", {names[number]}" if names else "")
-        if len(shuffled_group) < size:
-            got = f"{len(shuffled_group)} images for {size} user{'s' * (size > 1)}"
+        where = f"task {key[0]!r}"
+        if names:
+            where += f", {names[number]}"
+        if len(shuffled_group) < num_users:
+            got = f"{len(shuffled_group)} images for {num_users} user{'s' * (num_users > 1)}"
             raise DataError(f"{where}: {got}; allowed: at least one per user: more images, or fewer users")
-        if alpha is None or size == 1:
-            parts += shuffled_group.tensor_split(size)
+        if alpha is None or num_users == 1:
+            images_of_users += shuffled_group.tensor_split(num_users)
         else:
-            shares = draw_dirichlet(labels[shuffled_group], size, alpha=alpha, key=(*key, number), where=where)
-            parts += [shuffled_group[part] for part in shares]
-    return parts
+            labels_of_group = labels[shuffled_group]
+            parts = draw_dirichlet(labels_of_group, num_users, alpha=alpha, key=(*key, number), where=where)
+            images_of_users += [shuffled_group[part] for part in parts]
+    return images_of_users
 
 
 def _shuffle(indices: Int64[Tensor, " n"], *key: str | int) -> Int64[Tensor, " n"]:
@@ -230,8 +235,8 @@ def draw_dirichlet(
     """Partition each label's samples among users by shares drawn from Dir(alpha), in random order for each user.
 
     As in FedMerge's public code, a user that has the average number of samples gets no more, and the whole draw is
-    repeated until each user has enough samples. The required number is the number of labels, or a twentieth of the
-    average if that is smaller, since otherwise almost every draw would fail; but at least four.
+    repeated until each user has enough samples: one for each label, but no more than a twentieth of the average, and at
+    least four.
 
     Args:
         labels: The label of each sample.
@@ -247,8 +252,10 @@ def draw_dirichlet(
         DataError: ``flwr-datasets`` is missing, or no draw of about two hundred gave each user enough samples.
     """
     partitioners = _import_partitioners()
-    rows = {"label": labels.tolist(), "row": list(range(len(labels)))}
-    min_samples = max(_MIN_SAMPLES, min(len(labels.unique()), len(labels) // (_FAR_BELOW_AVERAGE * users)))
+    num_samples, num_labels = len(labels), len(labels.unique())
+    columns = {"label": labels.tolist(), "row": list(range(num_samples))}
+    twentieth_of_average = num_samples // (_FAR_BELOW_AVERAGE * users)
+    min_samples = max(_MIN_SAMPLES, min(num_labels, twentieth_of_average))
     for attempt in range(_ATTEMPTS):
         partitioner = partitioners.DirichletPartitioner(
             num_partitions=users,
@@ -258,20 +265,20 @@ def draw_dirichlet(
             self_balancing=True,
             seed=derive(*key, "dirichlet", attempt),
         )
-        partitioner.dataset = import_module("datasets").Dataset.from_dict(rows)
+        partitioner.dataset = import_module("datasets").Dataset.from_dict(columns)
         parts = _load_partitions(partitioner, users)
         # With a tiny alpha all shares may be 0; the partitioner's result then lacks or repeats samples.
-        if torch.equal(torch.cat(parts).sort().values, torch.arange(len(labels))):
+        has_each_sample_once = torch.equal(torch.cat(parts).sort().values, torch.arange(num_samples))
+        if has_each_sample_once:
             return parts
-    got = f"no draw of alpha={alpha} gives each of {users} users {min_samples} of {len(labels)} images"
+    got = f"no draw of alpha={alpha} gives each of {users} users {min_samples} of {num_samples} images"
     raise DataError(f"{where or f'task {key[0]!r}'}: {got}; allowed: fewer users, a larger alpha or more images")
 
 
 def _load_partitions(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
     """Return the indices of each user's samples; a single empty tensor if the partitioner gives up.
 
-    The partitioner gives up after eleven draws in which a user got too few samples. The caller, which checks that all
-    samples are dealt out, then tries another seed.
+    It gives up after eleven draws in which a user got too few samples.
 
     Args:
         partitioner: A partitioner of ``flwr-datasets`` with its data.
@@ -281,10 +288,10 @@ def _load_partitions(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of each repeated draw
             # ``[:]`` reads a column as a list.
-            partitions = [partitioner.load_partition(user)["row"][:] for user in range(users)]
+            rows_of_users = [partitioner.load_partition(user)["row"][:] for user in range(users)]
     except ValueError:
         return [torch.arange(0)]
-    return [torch.tensor(rows, dtype=torch.int64) for rows in partitions]
+    return [torch.tensor(rows, dtype=torch.int64) for rows in rows_of_users]
 
 
 def _import_partitioners() -> ModuleType:
@@ -307,40 +314,44 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
 
     Args:
         source: A data set as ``hub:NAME?config=C``.
-        columns: Groups of alternative names of a column. Of each group the first name that the data set has is read.
+        columns: For each column its possible names, such as ``("label", "fine_label")``; the first that the data set
+            has is read.
         split: The split to read.
 
     Raises:
-        DataError: The source or split is unknown, a group has no known name, or rows cannot be read.
+        DataError: The source or split is unknown, a column has none of its names, or rows cannot be read.
     """
     with open_splits(source, decoded=True) as splits:
         for found_split, rows in splits:
-            if found_split == split:
-                assert not isinstance(rows, Table)  # with ``decoded`` rows are a data set, never a table
-                chosen = _choose_columns(rows.column_names, columns, source)
-                for batch in iterate_batches(rows.select_columns(chosen), source):
-                    yield from zip(*(batch[name] for name in chosen), strict=True)
-                return
+            if found_split != split:
+                continue
+            assert not isinstance(rows, Table)  # with ``decoded`` rows are a data set, never a table
+            names = _choose_columns(rows.column_names, columns, source)
+            for batch in iterate_batches(rows.select_columns(names), source):
+                yield from zip(*(batch[name] for name in names), strict=True)
+            return
         split_names = list_names(found_split for found_split, _ in splits)
         raise DataError(f"{source}: no split {split!r}; found: {split_names}")
 
 
 def _choose_columns(existing: Sequence[str], wanted: Sequence[Sequence[str]], where: str) -> list[str]:
-    """Return one column for each group of alternative column names: the first name that the data set has.
+    """Return the name of each wanted column: the first of its possible names that the data set has.
 
     Args:
         existing: Names of the columns of the data set.
-        wanted: Groups of alternative names.
+        wanted: For each column its possible names, such as ``("label", "fine_label")``.
         where: Name of the data, for error messages.
 
     Raises:
-        DataError: No name of a group exists.
+        DataError: The data set has none of a column's names.
     """
-    chosen = [next((name for name in names if name in existing), None) for names in wanted]
-    for name, names in zip(chosen, wanted, strict=True):
-        if name is None:
-            raise DataError(f"{where}: no column {' or '.join(names)}; found: {list_names(existing)}")
-    return [name for name in chosen if name is not None]
+    chosen: list[str] = []
+    for possible_names in wanted:
+        found = [name for name in possible_names if name in existing]
+        if not found:
+            raise DataError(f"{where}: no column {' or '.join(possible_names)}; found: {list_names(existing)}")
+        chosen.append(found[0])
+    return chosen
 
 
 _IDX_BYTES = 0x08
@@ -359,13 +370,13 @@ def read_idx(path: Path) -> UInt8[Tensor, "*shape"]:
     content = _read_bytes(path)
     if len(content) < 4 or content[:2] != b"\0\0":
         raise DataError(f"{path}: not an IDX file; it should begin with two zero bytes")
-    kind, axes = content[2], content[3]
-    if kind != _IDX_BYTES:
-        raise DataError(f"{path}: IDX values of type 0x{kind:02x}; allowed: 0x{_IDX_BYTES:02x}, unsigned bytes")
-    header_bytes = 4 + 4 * axes
+    value_type, num_axes = content[2], content[3]
+    if value_type != _IDX_BYTES:
+        raise DataError(f"{path}: IDX values of type 0x{value_type:02x}; allowed: 0x{_IDX_BYTES:02x}, unsigned bytes")
+    header_bytes = 4 + 4 * num_axes
     if len(content) < header_bytes:
         raise DataError(f"{path}: truncated within its header of {header_bytes} bytes, got {len(content)}")
-    shape = struct.unpack(f">{axes}I", content[4:header_bytes])
+    shape = struct.unpack(f">{num_axes}I", content[4:header_bytes])  # big-endian uint32
     values = np.frombuffer(content, np.uint8, offset=header_bytes)
     if len(values) != np.prod(shape, dtype=np.int64):
         expected = " x ".join(map(str, shape))
@@ -410,9 +421,9 @@ def decode_jpegs(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray
         raise DataError(f"{path}: offset should rise from 0 to {len(jpeg)}, the length of jpeg; truncated or damaged")
     pillow = _import_pillow(path)
     content = jpeg.tobytes()
-    ranges = zip(offset[:-1].tolist(), offset[1:].tolist(), strict=True)
+    starts, ends = offset[:-1].tolist(), offset[1:].tolist()
     try:
-        images = [_open_image(pillow, content[start:stop]) for start, stop in ranges]
+        images = [_open_image(pillow, content[start:end]) for start, end in zip(starts, ends, strict=True)]
     except Exception as error:  # Pillow's readers raise errors of many types
         raise DataError(f"{path}: a damaged JPEG image: {describe_cause(error)}") from error
     return stack_images(images, str(path))
@@ -441,7 +452,9 @@ def shrink_to_square(image: Any, largest: int) -> Any:
     """Resize a Pillow image to a square (Lanczos) if one of its sides is longer than ``largest``."""
     from PIL import Image
 
-    return image.resize((largest, largest), Image.Resampling.LANCZOS) if max(image.size) > largest else image
+    if max(image.size) <= largest:
+        return image
+    return image.resize((largest, largest), Image.Resampling.LANCZOS)
 
 
 def stack_images(images: Sequence[np.ndarray], where: str) -> np.ndarray:
@@ -488,8 +501,9 @@ class Images:
 
     def as_floats(self, indices: Int64[Tensor, " m"]) -> Float[Tensor, "m c h w"]:
         """Return the images at these indices with values from 0 to 1; grey images get one channel."""
-        pixels = self.pixels[indices].float() / 255
-        return pixels if pixels.dim() == 4 else pixels[:, None]
+        images = self.pixels[indices].float() / 255
+        is_grey = images.dim() == 3
+        return images[:, None] if is_grey else images
 
 
 def check_images(images: Images, *, classes: int, coloured: bool, where: str) -> None:
@@ -505,10 +519,17 @@ def check_images(images: Images, *, classes: int, coloured: bool, where: str) ->
         DataError: Channels or labels differ.
     """
     shape = tuple(images.pixels.shape)
-    if coloured != (len(shape) == 4) or (coloured and shape[1] != 3):
-        allowed = "3 channels, as (n, 3, height, width)" if coloured else "grey ones, as (n, height, width)"
+    if coloured:
+        has_right_channels = len(shape) == 4 and shape[1] == 3
+        allowed = "3 channels, as (n, 3, height, width)"
+    else:
+        has_right_channels = len(shape) == 3
+        allowed = "grey ones, as (n, height, width)"
+    if not has_right_channels:
         raise DataError(f"{where} have shape {shape}; allowed: {allowed}")
-    low, high = (int(images.labels.min()), int(images.labels.max())) if len(images) else (0, 0)
+    if len(images) == 0:
+        return
+    low, high = int(images.labels.min()), int(images.labels.max())
     if low < 0 or high >= classes:
         raise DataError(f"{where} have labels from {low} to {high}; allowed: 0 to {classes - 1}")
 
@@ -534,16 +555,14 @@ def read_images(name: str, source: str | Path) -> dict[str, Images]:
 def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
     """Read all images of a data set with domains, from a folder or the split "train" of ``hub:OWNER/NAME``.
 
-    Images of the hub with sides longer than ``largest`` are resized to squares of that size (Lanczos). Images in a
-    folder's file are not resized.
-
     Args:
         name: The data set.
         source: The folder, or the name on the hub.
-        largest: Longest side of an image of the hub, in pixels.
+        largest: Longest side of an image in pixels. Larger images of the hub are resized to squares of this size
+            (Lanczos); those of a folder are not.
 
     Raises:
-        DataError: As :func:`read_images`; or images have no domains.
+        DataError: A folder or file is missing or has another format than its name says, or images have no domains.
     """
     if str(source).startswith(HUB_PREFIX):
         return read_hub(str(source), "train", largest=largest, domains=True)
@@ -552,8 +571,8 @@ def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
         raise DataError(f"{folder}: no such folder; it should contain the images of {name}")
     path = _find_domain_file(folder, name)
     if path is None:
-        looked = ", ".join(f"{name}{side}.npz" for side in _DOMAIN_IMAGE_SIDES)
-        raise DataError(f"{folder}: no images of {name}; looked for {looked}")
+        possible_names = ", ".join(f"{name}{side}.npz" for side in _DOMAIN_IMAGE_SIDES)
+        raise DataError(f"{folder}: no images of {name}; looked for {possible_names}")
     images = read_npz(path)
     if images.domains is None:
         raise DataError(
@@ -563,17 +582,24 @@ def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
     return images
 
 
+def _first_file(paths: Sequence[Path]) -> Path | None:
+    """Return the first path that is a file; None if there is none."""
+    for path in paths:
+        if path.is_file():
+            return path
+    return None
+
+
 def _find_domain_file(folder: Path, name: str) -> Path | None:
-    """Return the npz file of a data set with domains, the first of its possible names; None if there is none."""
-    candidates = (folder / f"{name}{side}.npz" for side in _DOMAIN_IMAGE_SIDES)
-    return next((path for path in candidates if path.is_file()), None)
+    """Return the npz file of a data set with domains, such as ``pacs.npz`` or ``pacs32.npz``; None if there is none."""
+    return _first_file([folder / f"{name}{side}.npz" for side in _DOMAIN_IMAGE_SIDES])
 
 
 def has_images(name: str, folder: Path) -> bool:
     """Return whether the folder holds files of this data set under a name that the readers look for."""
-    return bool(_find_domain_file(folder, name)) or all(
-        _find_idx(folder, name, split, "images") or _find_npz(folder, name, split) for split in _SPLITS
-    )
+    if _find_domain_file(folder, name):
+        return True
+    return all(_find_idx(folder, name, split, "images") or _find_npz(folder, name, split) for split in _SPLITS)
 
 
 def _read_split(folder: Path, name: str, split: str) -> Images:
@@ -587,16 +613,19 @@ def _read_split(folder: Path, name: str, split: str) -> Images:
     Raises:
         DataError: Files are missing or damaged.
     """
-    images, labels = (_find_idx(folder, name, split, kind) for kind in ("images", "labels"))
-    if images and labels:
-        return read_idx_pair(images, labels)
-    if images:
-        raise DataError(f"{images}: no labels beside it; looked for {_idx_stems(name, split, 'labels')[0]}[.gz|.xz]")
-    path = _find_npz(folder, name, split)
-    if path is None:
-        looked = f"{_idx_stems(name, split, 'images')[0]}[.gz|.xz], {name}-{split}.npz or {name}.npz"
-        raise DataError(f"{folder}: no {split} images of {name}; looked for {looked}")
-    return read_npz(path, split=split)
+    idx_images = _find_idx(folder, name, split, "images")
+    idx_labels = _find_idx(folder, name, split, "labels")
+    if idx_images and idx_labels:
+        return read_idx_pair(idx_images, idx_labels)
+    if idx_images:
+        labels_name = _idx_stems(name, split, "labels")[0]
+        raise DataError(f"{idx_images}: no labels beside it; looked for {labels_name}[.gz|.xz]")
+    npz = _find_npz(folder, name, split)
+    if npz is None:
+        images_name = _idx_stems(name, split, "images")[0]
+        looked_for = f"{images_name}[.gz|.xz], {name}-{split}.npz or {name}.npz"
+        raise DataError(f"{folder}: no {split} images of {name}; looked for {looked_for}")
+    return read_npz(npz, split=split)
 
 
 def _find_idx(folder: Path, name: str, split: str, kind: str) -> Path | None:
@@ -608,15 +637,15 @@ def _find_idx(folder: Path, name: str, split: str, kind: str) -> Path | None:
         split: "train" or "test".
         kind: "images" or "labels".
     """
-    candidates = (folder / f"{stem}{suffix}" for stem in _idx_stems(name, split, kind) for suffix in OPENERS)
-    return next((path for path in candidates if path.is_file()), None)
+    stems = _idx_stems(name, split, kind)
+    return _first_file([folder / f"{stem}{suffix}" for stem in stems for suffix in OPENERS])
 
 
 def _idx_stems(name: str, split: str, kind: str) -> list[str]:
-    """Return the possible names of an IDX file without its compression's suffix.
+    """Return the possible names of an IDX file, without ``.gz`` or ``.xz``.
 
-    These are comingle's own name and, for MNIST, the original name, ``train-images-idx3-ubyte``. Some copies of MNIST
-    have a dot instead of the second hyphen.
+    MNIST's train images are in ``mnist-train-images-ubyte``, or in the original ``train-images-idx3-ubyte``, of which
+    some copies have a dot instead of the second hyphen.
 
     Args:
         name: The data set.
@@ -625,8 +654,10 @@ def _idx_stems(name: str, split: str, kind: str) -> list[str]:
     """
     stems = [f"{name}-{split}-{kind}-ubyte"]
     if name == "mnist":
-        axes = 3 if kind == "images" else 1
-        stems += [f"{_SPLITS[split]}-{kind}{separator}idx{axes}-ubyte" for separator in "-."]
+        original_split = _SPLITS[split]
+        num_axes = 3 if kind == "images" else 1
+        stems.append(f"{original_split}-{kind}-idx{num_axes}-ubyte")
+        stems.append(f"{original_split}-{kind}.idx{num_axes}-ubyte")
     return stems
 
 
@@ -638,8 +669,7 @@ def _find_npz(folder: Path, name: str, split: str) -> Path | None:
         name: The data set.
         split: "train" or "test".
     """
-    candidates = (folder / f"{name}-{split}.npz", folder / f"{name}.npz")
-    return next((path for path in candidates if path.is_file()), None)
+    return _first_file([folder / f"{name}-{split}.npz", folder / f"{name}.npz"])
 
 
 def read_idx_pair(images: Path, labels: Path) -> Images:
@@ -650,13 +680,14 @@ def read_idx_pair(images: Path, labels: Path) -> Images:
         labels: The file of the labels.
 
     Raises:
-        DataError: As :func:`read_idx`; or axes or lengths do not match.
+        DataError: A file is missing or damaged, or axes or lengths do not match.
     """
-    pixels, classes = read_idx(images), read_idx(labels)
-    for path, values, axes in ((images, pixels, 3), (labels, classes, 1)):
-        if values.dim() != axes:
-            raise DataError(f"{path}: {values.dim()} axes; allowed: {axes}")
-    return _convert_pair(pixels, classes, f"{images} and {labels.name}")
+    pixels = read_idx(images)
+    label_values = read_idx(labels)
+    for path, values, num_axes in ((images, pixels, 3), (labels, label_values, 1)):
+        if values.dim() != num_axes:
+            raise DataError(f"{path}: {values.dim()} axes; allowed: {num_axes}")
+    return _convert_pair(pixels, label_values, f"{images} and {labels.name}")
 
 
 def read_npz(path: Path, *, split: str | None = None) -> Images:
@@ -675,16 +706,20 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
     """
     arrays = read_arrays(path)
     labels = arrays[_find_key(arrays, _LABEL_KEYS, split, path, "labels")]
-    if {"jpeg", "offset"} <= set(arrays):
-        images = _convert_pair(decode_jpegs(arrays["jpeg"], arrays["offset"], path), labels, str(path))
+    has_jpegs = "jpeg" in arrays and "offset" in arrays
+    if has_jpegs:
+        pixels = decode_jpegs(arrays["jpeg"], arrays["offset"], path)
     else:
-        images = _convert_pair(arrays[_find_key(arrays, _IMAGE_KEYS, split, path, "images")], labels, str(path))
+        pixels = arrays[_find_key(arrays, _IMAGE_KEYS, split, path, "images")]
+    images = _convert_pair(pixels, labels, str(path))
     if "domain" not in arrays:
         return images
-    names = arrays.get("domains")
-    if names is not None and names.ndim != 1:
-        raise DataError(f"{path}: domains has {names.ndim} axes; allowed: 1, a name for each number in domain")
-    return _with_domains(images, arrays["domain"], None if names is None else list(map(str, names)), str(path))
+    domain_names = arrays.get("domains")
+    if domain_names is None:
+        return _with_domains(images, arrays["domain"], None, str(path))
+    if domain_names.ndim != 1:
+        raise DataError(f"{path}: domains has {domain_names.ndim} axes; allowed: 1, a name for each number in domain")
+    return _with_domains(images, arrays["domain"], list(map(str, domain_names)), str(path))
 
 
 def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | None, where: str) -> Images:
@@ -701,33 +736,37 @@ def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | No
     """
     if domains.shape != (len(images),):
         raise DataError(f"{where}: {len(images)} images but domains of shape {domains.shape}; one is needed per image")
-    if domains.dtype.kind not in "iuUS":  # integers with or without sign, or text
+    has_indices = domains.dtype.kind in "iu"  # integers with or without sign
+    has_names = domains.dtype.kind in "US"  # text or bytes
+    if not has_indices and not has_names:
         raise DataError(f"{where}: domains are {domains.dtype}; allowed: whole numbers, or names")
-    if domains.dtype.kind not in "iu":
-        unique, domains = np.unique(domains.astype(str), return_inverse=True)
-        names = unique.tolist()
+    if has_names:
+        unique_names, domains = np.unique(domains.astype(str), return_inverse=True)
+        names = unique_names.tolist()
     low, high = (int(domains.min()), int(domains.max())) if len(domains) else (0, 0)
-    names = [f"domain-{number}" for number in range(high + 1)] if names is None else names
+    if names is None:
+        names = [f"domain-{number}" for number in range(high + 1)]
     if low < 0 or high >= len(names):
         raise DataError(f"{where}: domains go from {low} to {high}; allowed: 0 to {len(names) - 1}, those with names")
     return replace(images, domains=torch.as_tensor(domains.astype(np.int64)), domain_names=tuple(names))
 
 
 def _find_key(arrays: Mapping[str, object], keys: Sequence[str], split: str | None, path: Path, what: str) -> str:
-    """Return the first of some keys that a file has; keys with the split appended, as ``x_train``, come first.
+    """Return the key of images or labels in an npz file: the first that exists of ``x_train`` ..., then of ``x`` ...
 
     Args:
         arrays: The file's content.
-        keys: Keys without split.
+        keys: Possible keys without split, such as ``("images", "x")``.
         split: The split; None for a file without splits.
         path: The file, for error messages.
-        what: What the keys name, for error messages.
+        what: "images" or "labels", for error messages.
 
     Raises:
         DataError: The file has none of them.
     """
-    suffixes = (f"_{split}", "") if split else ("",)
-    candidates = [f"{key}{suffix}" for suffix in suffixes for key in keys]
+    candidates = list(keys)
+    if split:
+        candidates = [f"{key}_{split}" for key in keys] + candidates
     for key in candidates:
         if key in arrays:
             return key
@@ -746,15 +785,20 @@ def read_hub(source: str, split: str, *, largest: int | None = None, domains: bo
     Raises:
         DataError: The data set, split or column is unknown, or images differ in size.
     """
-    images, labels, domain_names = [], [], []
     where = f"{source} {split}"
-    columns = (_IMAGE_KEYS, _LABEL_KEYS, *((_DOMAIN_KEYS,) if domains else ()))
+    columns = [_IMAGE_KEYS, _LABEL_KEYS]
+    if domains:
+        columns.append(_DOMAIN_KEYS)
+    images, labels, domain_names = [], [], []
     for image, label, *domain in iterate_values(source, columns, split=split):
-        images.append(np.asarray(image if largest is None else shrink_to_square(image, largest)))
+        resized = image if largest is None else shrink_to_square(image, largest)
+        images.append(np.asarray(resized))
         labels.append(label)
         domain_names += domain  # empty without domains
     pair = _convert_pair(stack_images(images, where), np.asarray(labels), where)
-    return _with_domains(pair, np.asarray(domain_names), None, where) if domains else pair
+    if not domains:
+        return pair
+    return _with_domains(pair, np.asarray(domain_names), None, where)
 
 
 def _convert_pair(pixels: object, labels: object, where: str) -> Images:
@@ -768,18 +812,24 @@ def _convert_pair(pixels: object, labels: object, where: str) -> Images:
     Raises:
         DataError: Types or shapes differ from these.
     """
-    labels = np.asarray(labels)
-    if labels.dtype.kind not in "iu":
-        raise DataError(f"{where}: labels are {labels.dtype}; allowed: whole numbers")
-    pixels, labels = np.asarray(pixels), torch.as_tensor(labels.astype(np.int64))
-    labels = labels.flatten() if labels.dim() == 2 and labels.shape[1] == 1 else labels  # CIFAR's (n, 1) in Keras
-    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
-        got = f"{pixels.dtype} with {pixels.ndim} axes"
+    label_array = np.asarray(labels)
+    if label_array.dtype.kind not in "iu":
+        raise DataError(f"{where}: labels are {label_array.dtype}; allowed: whole numbers")
+    label_tensor = torch.as_tensor(label_array.astype(np.int64))
+    if label_tensor.dim() == 2 and label_tensor.shape[1] == 1:  # CIFAR's labels in Keras
+        label_tensor = label_tensor.flatten()
+
+    pixel_array = np.asarray(pixels)
+    if pixel_array.dtype != np.uint8 or pixel_array.ndim not in (3, 4):
+        got = f"{pixel_array.dtype} with {pixel_array.ndim} axes"
         raise DataError(f"{where}: images are {got}; allowed: uint8 with 3 (grey) or 4 axes")
-    if labels.dim() != 1 or len(labels) != len(pixels):
+    if label_tensor.dim() != 1 or len(label_tensor) != len(pixel_array):
         raise DataError(
-            f"{where}: {len(pixels)} images but labels of shape {tuple(labels.shape)}; one is needed per image"
+            f"{where}: {len(pixel_array)} images but labels of shape {tuple(label_tensor.shape)}; one is needed per "
+            "image"
         )
-    pixels = torch.as_tensor(pixels)
-    has_channels_last = pixels.dim() == 4 and pixels.shape[-1] in (1, 3) and pixels.shape[1] not in (1, 3)
-    return Images(pixels=pixels.permute(0, 3, 1, 2).contiguous() if has_channels_last else pixels, labels=labels)
+    images = torch.as_tensor(pixel_array)
+    has_channels_last = images.dim() == 4 and images.shape[-1] in (1, 3) and images.shape[1] not in (1, 3)
+    if has_channels_last:
+        images = images.permute(0, 3, 1, 2).contiguous()
+    return Images(pixels=images, labels=label_tensor)

@@ -90,29 +90,31 @@ class Task(Population):
     def augmented(
         self, rows: Sequence[int], inputs: Float[Tensor, "users batch c h w"], generator: torch.Generator
     ) -> Float[Tensor, "users batch c h w"]:
-        """Flip and crop train images at random, as if this was done before the images were rotated by cluster.
+        """Flip left to right and crop train images at random, as if this was done before their cluster's rotation.
 
-        A crop with black borders commutes with rotations by 90 degrees. A horizontal flip before an odd number of such
-        rotations equals a vertical flip after them. With any other angle a flip would change the angle of the image,
-        so if a user has such an angle, images are only cropped.
+        After an odd number of rotations by 90 degrees this is a flip top to bottom. If the cluster of any user has
+        another angle, images are only cropped.
 
         Args:
             rows: Indices of the users in ``self.users``.
             inputs: The users' normalised images, shape ``(users, batch, c, h, w)``.
             generator: Source of the draws.
         """
-        turns_of_users = [self._quarter_turns(self.users[row].cluster or 0) for row in rows]
+        batch_size = inputs.shape[1]
         images = inputs.flatten(0, 1)
-        is_turned_oddly = [turns % 2 == 1 for turns in turns_of_users for _ in range(inputs.shape[1])]  # by image
-        if all(turns == int(turns) for turns in turns_of_users):
-            images = image_tasks.flip_some(images, generator, vertically=is_turned_oddly)
-        # Black in normalised images, which all augmented tasks normalise with these colours.
-        black = [-mean / std for mean, std in zip(*CIFAR10_COLOURS, strict=True)]
+        quarter_turns = [self._quarter_turns(self.users[row].cluster or 0) for row in rows]  # of each user
+        if all(turns == int(turns) for turns in quarter_turns):
+            is_flipped_vertically = [turns % 2 == 1 for turns in quarter_turns for _ in range(batch_size)]
+            images = image_tasks.flip_some(images, generator, vertically=is_flipped_vertically)
+        means, deviations = CIFAR10_COLOURS  # with which the images of all augmented tasks are normalised
+        black = [-mean / std for mean, std in zip(means, deviations, strict=True)]
         return image_tasks.crop_randomly(images, generator, fill=black).view(inputs.shape)
 
     def _quarter_turns(self, cluster: int) -> float:
-        """Return the rotation of the cluster's images in multiples of 90 degrees."""
-        return 4 * cluster / self.clusters if self.shift == "rotate" else 0.0
+        """Return the rotation of the cluster's images in multiples of 90 degrees, such as 3.0, or 0.5 of 8 clusters."""
+        if self.shift != "rotate":
+            return 0.0
+        return 4 * cluster / self.clusters
 
 
 def make_task(
@@ -202,15 +204,12 @@ def _find_setting(name: str) -> Setting:
 
 
 def _given_or_default(given: object, default: object) -> Any:
-    """Return the given value, or the task's default if it is None."""
+    """Return the given value, or the default if it is None."""
     return default if given is None else given
 
 
 def _split_and_check(task: Task, setting: Setting, *, fraction: float, valid: float) -> Task:
     """Keep a fraction of the train samples, hold out validation samples, and check the users.
-
-    FedMerge's tasks have a ``setting.partition``. When their users were made, the fraction was already applied, so
-    nothing is removed here. Their users must have train samples of each of their labels.
 
     Args:
         task: The task, whose users have train and test samples.
@@ -221,10 +220,12 @@ def _split_and_check(task: Task, setting: Setting, *, fraction: float, valid: fl
     Raises:
         DataError: A user has no samples of some kind, or lacks a label in its train samples.
     """
-    reduced = task.users if setting.partition else [_reduce_train_samples(user, fraction) for user in task.users]
-    users = tuple(hold_out_valid(user, valid) for user in reduced)
+    users = list(task.users)
+    if not setting.is_skewed:  # FedMerge's skewed tasks have applied the fraction already
+        users = [_reduce_train_samples(user, fraction) for user in users]
+    users = [hold_out_valid(user, valid) for user in users]
     check(users, classes=task.classes if task.loss == "cross_entropy" else None)
-    if setting.partition:
+    if setting.is_skewed:
         check_labels(users)
     return replace(task, users=as_users(users))
 
@@ -245,9 +246,10 @@ def _check_partition(
         RecipeError: An option does not apply, or alpha is out of range.
     """
     where = f"task {name!r}"
-    if clusters is not None and setting.partition in ("personal", "domain"):
-        why = "users are in no clusters" if setting.partition == "personal" else "clusters are its domains"
-        raise RecipeError(f"{where}: clusters={clusters}; its {why}; allowed: none")
+    if clusters is not None and setting.partition == "personal":
+        raise RecipeError(f"{where}: clusters={clusters}; its users are in no clusters; allowed: none")
+    if clusters is not None and setting.partition == "domain":
+        raise RecipeError(f"{where}: clusters={clusters}; its clusters are its domains; allowed: none")
     if alpha is not None and setting.partition not in ("personal", "cluster"):
         raise RecipeError(
             f"{where}: alpha={alpha}; this task does not split labels by shares; {_list_tasks_with('alpha')}"
@@ -255,16 +257,17 @@ def _check_partition(
     if alpha is not None and not 0 < alpha < float("inf"):
         raise RecipeError(f"{where}: alpha={alpha}; allowed: above 0")
     if labels_per_cluster is not None and setting.partition != "cluster":
-        got = f"labels_per_cluster={labels_per_cluster}"
         raise RecipeError(
-            f"{where}: {got}; this task has no clusters of labels; {_list_tasks_with('labels_per_cluster')}"
+            f"{where}: labels_per_cluster={labels_per_cluster}; this task has no clusters of labels; "
+            f"{_list_tasks_with('labels_per_cluster')}"
         )
 
 
 def _list_tasks_with(option: str) -> str:
-    """Return the end of an error message: the tasks that an option applies to."""
+    """Return the end of an error message, "allowed for: cifar100-cluster, ...": the tasks that an option applies to."""
     partitions = {"alpha": ("personal", "cluster"), "labels_per_cluster": ("cluster",)}[option]
-    return "allowed for: " + ", ".join(name for name, setting in TASKS.items() if setting.partition in partitions)
+    tasks = [name for name, setting in TASKS.items() if setting.partition in partitions]
+    return f"allowed for: {', '.join(tasks)}"
 
 
 def _check_numbers(
@@ -283,22 +286,27 @@ def _check_numbers(
     Raises:
         RecipeError: A number is out of range; the message says what is allowed.
     """
+    where = f"task {name!r}"
     if users < 1:
-        raise RecipeError(f"task {name!r}: users={users}; allowed: from 1")
-    # The domains of a task are its clusters, and a later check requires a user for each.
-    if not 1 <= clusters <= users and TASKS[name].partition != "domain":
-        empty = f", as cluster {users} would have no user" if clusters > users else ""
-        raise RecipeError(f"task {name!r}: clusters={clusters}; allowed: 1 to {users}, the number of users{empty}")
+        raise RecipeError(f"{where}: users={users}; allowed: from 1")
+    has_domains = TASKS[name].partition == "domain"  # these are the clusters, and are checked when images are read
+    if not has_domains and clusters < 1:
+        raise RecipeError(f"{where}: clusters={clusters}; allowed: 1 to {users}, the number of users")
+    if not has_domains and clusters > users:
+        raise RecipeError(
+            f"{where}: clusters={clusters}; allowed: 1 to {users}, the number of users, as cluster {users} would have "
+            "no user"
+        )
     if not 0 < fraction <= 1:
-        raise RecipeError(f"task {name!r}: fraction={fraction}; allowed: above 0, up to 1")
+        raise RecipeError(f"{where}: fraction={fraction}; allowed: above 0, up to 1")
     if test_samples is not None and test_samples < 1:
-        raise RecipeError(f"task {name!r}: test_samples={test_samples}; allowed: from 1")
+        raise RecipeError(f"{where}: test_samples={test_samples}; allowed: from 1")
     if not 0 <= valid < 1:
-        raise RecipeError(f"task {name!r}: valid={valid}; allowed: from 0, below 1")
+        raise RecipeError(f"{where}: valid={valid}; allowed: from 0, below 1")
 
 
 def _choose_shift(name: str, shift: str | None) -> Shift | None:
-    """Return the shift between clusters: the given one, else the task's own; None if the task has none.
+    """Return how clusters differ, "rotate" or "labels": as given, else the task's own shift; None if it has none.
 
     Args:
         name: The task.
@@ -307,11 +315,12 @@ def _choose_shift(name: str, shift: str | None) -> Shift | None:
     Raises:
         RecipeError: The shift is unknown, or the task has none.
     """
-    shift_of_task, allowed = TASKS[name].shift, get_args(Shift)
+    shift_of_task = TASKS[name].shift
     if shift is None:
         return shift_of_task
     if shift_of_task is None:
         raise RecipeError(f"task {name!r}: shift={shift!r}; this task has no shift, since its users already differ")
+    allowed = get_args(Shift)
     if shift not in allowed:
         raise RecipeError(
             f"task {name!r}: shift={shift!r}.{did_you_mean(shift, allowed)} Allowed: {', '.join(allowed)}"
@@ -321,21 +330,22 @@ def _choose_shift(name: str, shift: str | None) -> Shift | None:
 
 def _reduce_train_samples(user: UserSamples, fraction: float) -> UserSamples:
     """Keep the first part of a user's train samples, but at least ``REDUCED_MINIMUM`` of them."""
-    return replace(user, train=user.train.first(max(REDUCED_MINIMUM, round(fraction * len(user.train)))))
+    num_kept = max(REDUCED_MINIMUM, round(fraction * len(user.train)))
+    return replace(user, train=user.train.first(num_kept))
 
 
 def _make_synthetic_task(
     kind: Kind, path: str | Path | None, *, seed: int, users: int, clusters: int, test_samples: int | None
 ) -> Task:
-    """Return one of FLoRAL's regressions.
+    """Return one of FLoRAL's regressions, whose samples are generated.
 
     Args:
         kind: The regression.
-        path: Must be None, as samples are generated.
+        path: Must be None.
         seed: Seed of the samples.
         users: Number of users.
         clusters: Number of clusters.
-        test_samples: Fresh test samples per user; None for the task's own.
+        test_samples: Test samples per user; None for the task's own.
 
     Raises:
         RecipeError: A path was given.
@@ -343,7 +353,7 @@ def _make_synthetic_task(
     if path is not None:
         raise RecipeError(f"task {kind!r}: path={str(path)!r}; this task is generated and takes no path")
     setting = TASKS[kind]
-    made_users = make_synthetic(
+    users_with_samples = make_synthetic(
         kind,
         users=users,
         clusters=clusters,
@@ -353,7 +363,7 @@ def _make_synthetic_task(
         fresh_test=test_samples,
     )
     return Task(
-        users=as_users(made_users),
+        users=as_users(users_with_samples),
         loss="mse",
         classes=OUTPUTS[kind],  # of a regression, the number of outputs
         clusters=clusters,
@@ -372,12 +382,12 @@ def _make_shifted_task(
         name: The task.
         path: The folder or hub name of the images; None for ``$COMINGLE_DATA/images``, else the hub.
         clusters: Number of clusters.
-        shift: The shift between clusters, if there is one.
+        shift: "rotate" or "labels"; None if clusters have different labels.
         **options: Further arguments of :func:`~comingle_papers.tasks.image_tasks.make_shifted`.
     """
     setting = TASKS[name]
-    by_split = _read_splits(name, setting, path)
-    users = make_shifted(name, setting, by_split, clusters=clusters, shift=shift, **options)
+    images_of_split = _read_splits(name, setting, path)
+    users = make_shifted(name, setting, images_of_split, clusters=clusters, shift=shift, **options)
     return _image_task(setting, users, clusters, shift)
 
 
@@ -387,16 +397,21 @@ def _make_skewed_task(name: str, path: str | Path | None, **options: Any) -> Tas
     Args:
         name: The task.
         path: The folder or hub name of the images; None for ``$COMINGLE_DATA/images``, else the hub.
-        **options: Arguments of :func:`~comingle_papers.tasks.image_tasks.make_skewed`. In a task whose users differ in
-            their images' domain, each domain is a cluster, and the argument ``clusters`` is ignored.
+        **options: Arguments of :func:`~comingle_papers.tasks.image_tasks.make_skewed`; if users differ in their images'
+            domain, ``clusters`` is replaced by the number of domains.
     """
     setting = TASKS[name]
     if setting.partition == "domain":
-        images = _read_from_source(lambda source: read_domains(setting.images, source, largest=DOMAIN_SIDE), name, path)
+
+        def read(source: str | Path) -> Images:
+            return read_domains(setting.images, source, largest=DOMAIN_SIDE)
+
+        images = _read_from_source(read, name, path)
         check_images(images, classes=setting.classes, coloured=setting.coloured, where=f"task {name!r}: images")
         options["clusters"] = len(images.domain_names)
     else:
-        images = pool_images(list(_read_splits(name, setting, path).values()), f"task {name!r}")
+        images_of_split = _read_splits(name, setting, path)
+        images = pool_images(list(images_of_split.values()), f"task {name!r}")
     users = make_skewed(name, setting, images, **options)
     return _image_task(setting, users, options["clusters"], shift=None)
 
@@ -433,11 +448,15 @@ def _read_splits(name: str, setting: Setting, path: str | Path | None) -> dict[s
     Raises:
         DataError: Images cannot be read, or do not have the task's channels or labels.
     """
-    by_split = _read_from_source(lambda source: read_images(setting.images or name, source), name, path)
-    for split, images in by_split.items():
+
+    def read(source: str | Path) -> dict[str, Images]:
+        return read_images(setting.images or name, source)
+
+    images_of_split = _read_from_source(read, name, path)
+    for split, images in images_of_split.items():
         where = f"task {name!r}: {split} images"
         check_images(images, classes=setting.classes, coloured=setting.coloured, where=where)
-    return by_split
+    return images_of_split
 
 
 def _read_from_source(read: Callable[[str | Path], ReadImages], name: str, path: str | Path | None) -> ReadImages:
@@ -449,21 +468,21 @@ def _read_from_source(read: Callable[[str | Path], ReadImages], name: str, path:
         path: The source as given; None for ``$COMINGLE_DATA/images``, else the hub.
 
     Raises:
-        DataError: As ``read``; if no path was given, the message names the alternatives to the hub.
+        DataError: The images cannot be read; if no path was given, the message names the alternatives to the hub.
     """
+    if path is not None:
+        return read(path)
     data_set = TASKS[name].images or name
     data_folder = os.environ.get(FOLDER_VARIABLE, "")
     images_folder = expand_home(data_folder) / "images"
-    if path is not None:
-        return read(path)
     if data_folder and has_images(data_set, images_folder):
         return read(images_folder)
     try:
         return read(TASKS[name].hub)
     except DataError as error:
-        why = f"{images_folder} has no images of {data_set}" if data_folder else f"${FOLDER_VARIABLE} is not set"
+        reason = f"{images_folder} has no images of {data_set}" if data_folder else f"${FOLDER_VARIABLE} is not set"
         raise DataError(
-            f"{error}; without the hub, give data.task.path or ${FOLDER_VARIABLE}/images ({why})"
+            f"{error}; without the hub, give data.task.path or ${FOLDER_VARIABLE}/images ({reason})"
         ) from error
 
 
@@ -541,14 +560,16 @@ class TaskKind(NetKind):
         Raises:
             DataError: A caller of the Python interface passes data of its own, which tasks do not take.
         """
-        recipe = request.recipe
         if request.given is not None:
             raise DataError(f"users: {self.name} takes its users from the recipe; a program cannot pass them")
-        return self.run_data(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.data_seed))
+        recipe = request.recipe
+        section = cast(TaskDataSection, recipe.data).task
+        return self.run_data(prepare_task(section, recipe.data_seed))
 
     def run_data(self, task: Task) -> RunData:
-        """Return the data of a task for a run; warn of users that are evaluated on labels that they do not train on."""
-        if task.loss == "cross_entropy":
+        """Return the data of a task for a run; warn of users whose test labels are not among their train labels."""
+        has_labels = task.loss == "cross_entropy"
+        if has_labels:
             warn_unseen(task.users)
         return RunData(kind=self, base=None, users=task.users, common=task)
 
@@ -567,7 +588,7 @@ class TaskKind(NetKind):
 
         Args:
             base: The base model; None for a net.
-            users: The users. Their samples are not in memory (``unread``) but are read from disk on first use.
+            users: The users, whose samples are read from disk on first use.
             settings: The task's attributes besides its users, as :meth:`settings` returned them.
             net: Ignored, since the settings name the net.
         """
@@ -578,7 +599,8 @@ class TaskKind(NetKind):
 
 def prepare_task(section: TaskSection, seed: int) -> Task:
     """Return a recipe's task with its users and samples."""
-    return make_task(section.name, **section.model_dump(exclude={"name"}, exclude_unset=True), seed=seed)
+    options = section.model_dump(exclude={"name"}, exclude_unset=True)
+    return make_task(section.name, **options, seed=seed)
 
 
 KIND = TaskKind()
