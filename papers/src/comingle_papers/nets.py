@@ -74,7 +74,7 @@ NORMS: Mapping[str, Norm] = {
 
 
 class Residual(nn.Module):
-    """``relu(body(x) + shortcut(x))``."""
+    """Module that returns ``relu(body(x) + shortcut(x))``."""
 
     by_sample = is_relu_of_sum = True
 
@@ -83,30 +83,26 @@ class Residual(nn.Module):
         self.body, self.shortcut = body, shortcut
 
     def forward(self, x: Float[Tensor, "n c_in h w"]) -> Float[Tensor, "n c_out h_out w_out"]:
-        """Return ``relu(body(x) + shortcut(x))``.
-
-        The sum is not in place: under ``vmap`` one of the two may have a dimension of users that the other lacks.
-        """
+        """Return ``relu(body(x) + shortcut(x))``."""
+        # Not in place: under ``vmap`` one of the two terms may have a dimension of users that the other lacks.
         return F.relu(self.body(x) + self.shortcut(x))
 
 
 class Average(nn.Module):
-    """Mean of each channel over the image, by an operation that ``vmap`` batches in every memory layout."""
+    """Mean of each channel over the image."""
 
     by_sample = True
 
     def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n c"]:
-        """Return the mean of each channel.
-
-        PyTorch's adaptive pooling falls back to a loop over users for images with channels last.
-        """
+        """Return the mean of each channel."""
+        # PyTorch's adaptive pooling falls back to a loop over users under ``vmap`` for images with channels last.
         return x.mean((-2, -1))
 
 
 def make_resnet(layers: int, *, channels: int, outputs: int, norm: str = "batch") -> nn.Module:
     """Return a ResNet of four stages for small images, with FedMerge's few channels: 8 in the first stage.
 
-    The stem does not pool. Each stage but the first halves the image. The last layer is named ``head``.
+    The stem does not pool. Each stage but the first halves the image.
 
     Args:
         layers: A key of :data:`STAGES`.
@@ -114,40 +110,52 @@ def make_resnet(layers: int, *, channels: int, outputs: int, norm: str = "batch"
         outputs: Outputs of the head.
         norm: A key of :data:`NORMS`.
     """
-    bottleneck = layers >= _MIN_BOTTLENECK_LAYERS
+    has_bottlenecks = layers >= _MIN_BOTTLENECK_LAYERS
     convolution = partial(_convolution, NORMS[norm])
-    parts = OrderedDict[str, nn.Module](stem=nn.Sequential(*convolution(channels, WIDTH, 3), nn.ReLU()))
-    c_in = WIDTH
-    for number, blocks in enumerate(STAGES[layers]):
-        inner = WIDTH * 2**number
-        stage = []
-        for block in range(blocks):
-            stride = 2 if number > 0 and block == 0 else 1  # each stage but the first halves the image
-            stage.append(_block(convolution, c_in, inner, stride, bottleneck))
-            c_in = inner * (EXPANSION if bottleneck else 1)
-        parts[f"stage{number + 1}"] = nn.Sequential(*stage)
-    parts |= {"pool": Average(), "head": nn.Linear(c_in, outputs)}
+    stem = nn.Sequential(*convolution(channels, WIDTH, 3), nn.ReLU())
+    parts = OrderedDict[str, nn.Module](stem=stem)
+    c_in = WIDTH  # channels of the input of the next block
+    for stage_index, num_blocks in enumerate(STAGES[layers]):
+        inner_channels = WIDTH * 2**stage_index
+        blocks = []
+        for block_index in range(num_blocks):
+            halves_image = stage_index > 0 and block_index == 0
+            stride = 2 if halves_image else 1
+            blocks.append(_block(convolution, c_in, inner_channels, stride, has_bottlenecks))
+            c_in = EXPANSION * inner_channels if has_bottlenecks else inner_channels
+        parts[f"stage{stage_index + 1}"] = nn.Sequential(*blocks)
+    parts["pool"] = Average()
+    parts["head"] = nn.Linear(c_in, outputs)
     return nn.Sequential(parts)
 
 
-def _block(convolution: Callable[..., Layers], c_in: int, inner: int, stride: int, bottleneck: bool) -> Residual:
+def _block(
+    convolution: Callable[..., Layers], c_in: int, inner_channels: int, stride: int, is_bottleneck: bool
+) -> Residual:
     """Return a residual block, with a 1 x 1 convolution as shortcut if the shape changes.
 
     Args:
-        convolution: Makes a convolution and its norm.
+        convolution: Makes a convolution and its norm, from input and output channels, kernel and stride.
         c_in: Channels of the input.
-        inner: Channels inside the block; a bottleneck has ``EXPANSION`` times as many outputs, other blocks as many.
+        inner_channels: Channels inside the block; a bottleneck has ``EXPANSION`` times as many outputs, other blocks as
+            many.
         stride: Stride of the first 3 x 3 convolution.
-        bottleneck: Whether the block has three convolutions instead of two.
+        is_bottleneck: Whether the block has three convolutions instead of two.
     """
-    if bottleneck:
-        c_out = EXPANSION * inner
-        shapes = [(c_in, inner, 1, 1), (inner, inner, 3, stride), (inner, c_out, 1, 1)]
+    if is_bottleneck:
+        c_out = EXPANSION * inner_channels
+        shapes = [
+            (c_in, inner_channels, 1, 1),
+            (inner_channels, inner_channels, 3, stride),
+            (inner_channels, c_out, 1, 1),
+        ]
     else:
-        c_out = inner
-        shapes = [(c_in, inner, 3, stride), (inner, inner, 3, 1)]
-    # The last ReLU follows the addition of the shortcut, in ``Residual``.
-    body = [layer for shape in shapes for layer in (*convolution(*shape), nn.ReLU())][:-1]
+        c_out = inner_channels
+        shapes = [(c_in, inner_channels, 3, stride), (inner_channels, inner_channels, 3, 1)]
+    body: list[nn.Module] = []
+    for shape in shapes:
+        body += [*convolution(*shape), nn.ReLU()]
+    del body[-1]  # the last ReLU follows the addition of the shortcut, in ``Residual``
     keeps_shape = stride == 1 and c_in == c_out
     shortcut = nn.Identity() if keeps_shape else nn.Sequential(*convolution(c_in, c_out, 1, stride))
     return Residual(nn.Sequential(*body), shortcut)
@@ -172,11 +180,7 @@ _VGG_CHANNELS = (16, 32, 64, 128, 512)
 
 
 def mlp_norm(input_shape: Shape, outputs: int) -> nn.Module:
-    """Return an MLP with batch norm between the hidden layer and its activation, for FLoRAL's task "mlp-norm".
-
-    The model that generates the task's targets normalises at the same place (appendix F.2); the paper's public code
-    normalises after the activation.
-    """
+    """Return an MLP with batch norm before the activation, for FLoRAL's task "mlp-norm" (appendix F.2)."""
     (inputs,) = require_shape(input_shape, "mlp-norm", axes=1)
     hidden = 2 * inputs
     return nn.Sequential(nn.Linear(inputs, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, outputs))
@@ -191,15 +195,14 @@ def mnist(input_shape: Shape, outputs: int) -> nn.Module:
 def cifar10(input_shape: Shape, outputs: int) -> nn.Module:
     """Return FLoRAL's net for CIFAR-10: two convolutions without padding, each with max-pooling, and one hidden layer.
 
-    Images of 32 x 32 become maps of 28 (convolution), 14 (pooling), 12 and 4, so the hidden layer of 64 units gets
-    64 * 4 * 4 = 1024 features.
+    Images of 32 x 32 become maps of 28 x 28 (convolution), 14 x 14 (pooling), 12 x 12 and 4 x 4.
 
     Args:
         input_shape: Channels, height and width of the images.
         outputs: Number of classes.
     """
     channels, height, width = require_shape(input_shape, "cifar10", 3, smallest=14)  # leaves maps of 1 x 1
-    positions = _cifar10_side(height) * _cifar10_side(width)
+    num_positions = _cifar10_side(height) * _cifar10_side(width)
     return nn.Sequential(
         nn.Conv2d(channels, 32, 5),
         nn.ReLU(),
@@ -208,42 +211,52 @@ def cifar10(input_shape: Shape, outputs: int) -> nn.Module:
         nn.ReLU(),
         nn.MaxPool2d(3),
         nn.Flatten(),
-        nn.Linear(64 * positions, 64),
+        nn.Linear(64 * num_positions, 64),
         nn.ReLU(),
         nn.Linear(64, outputs),
     )
 
 
 def _cifar10_side(side: int) -> int:
-    """Return the side of the feature maps after both convolutions and poolings of :func:`cifar10`."""
-    return ((side - 4) // 2 - 2) // 3
+    """Return the side of the feature maps before the hidden layer of :func:`cifar10`: 4 for images of side 32."""
+    after_first_pooling = (side - 4) // 2
+    return (after_first_pooling - 2) // 3
 
 
 def vgg8(input_shape: Shape, outputs: int, *, norm: bool = False) -> nn.Module:
-    """Return FLoRAL's VGG-8: five 3 x 3 convolutions and three linear layers of 512, 512 and ``outputs`` units.
+    """Return FLoRAL's VGG-8: five 3 x 3 convolutions, each with max-pooling, and three linear layers.
 
-    Max-pooling follows each convolution; dropout precedes each linear layer but the last. The net is expressive enough
-    for 10 labels of CIFAR-100 and not for all 100 (FLoRAL, section 5). Convolutions start at N(0, 2 / (k k c_out)) with
-    zero bias, as in the public code.
+    The net is expressive enough for 10 labels of CIFAR-100 and not for all 100 (FLoRAL, section 5).
 
     Args:
         input_shape: Channels, height and width of the images.
         outputs: Number of classes.
         norm: Whether batch norm follows each convolution.
     """
-    reduction = 2 ** len(_VGG_CHANNELS)  # each of the convolutions is followed by a pooling, which halves the image
+    reduction = 2 ** len(_VGG_CHANNELS)  # each pooling halves the image
     channels, height, width = require_shape(input_shape, "vgg8", 3, smallest=reduction)
     layers: list[nn.Module] = []
-    for c_in, c_out in zip((channels, *_VGG_CHANNELS), _VGG_CHANNELS, strict=False):
-        layers += [_vgg_convolution(c_in, c_out), *([nn.BatchNorm2d(c_out)] if norm else []), nn.ReLU()]
-        layers.append(nn.MaxPool2d(2))
-    features = _VGG_CHANNELS[-1] * (height // reduction) * (width // reduction)
-    head = [nn.Dropout(), nn.Linear(features, 512), nn.ReLU(), nn.Dropout(), nn.Linear(512, 512), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), *head, nn.Linear(512, outputs))
+    c_in = channels
+    for c_out in _VGG_CHANNELS:
+        layers.append(_vgg_convolution(c_in, c_out))
+        if norm:
+            layers.append(nn.BatchNorm2d(c_out))
+        layers += [nn.ReLU(), nn.MaxPool2d(2)]
+        c_in = c_out
+    num_features = c_in * (height // reduction) * (width // reduction)
+    hidden_layers = [
+        nn.Dropout(),
+        nn.Linear(num_features, 512),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Linear(512, 512),
+        nn.ReLU(),
+    ]
+    return nn.Sequential(*layers, nn.Flatten(), *hidden_layers, nn.Linear(512, outputs))
 
 
 def _vgg_convolution(c_in: int, c_out: int) -> nn.Conv2d:
-    """Return a 3 x 3 convolution initialised at N(0, 2 / (k k c_out)) with zero bias, k = 3."""
+    """Return a 3 x 3 convolution with weights of N(0, 2 / (9 c_out)) and zero bias, as in FLoRAL's public code."""
     convolution = nn.Conv2d(c_in, c_out, 3, padding=1)
     nn.init.normal_(convolution.weight, std=math.sqrt(2 / (9 * c_out)))
     assert convolution.bias is not None

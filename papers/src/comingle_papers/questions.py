@@ -96,18 +96,17 @@ def _xquad_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question
         raise ValueError(f"qas is {reprlib.repr(questions)}; allowed: a list of questions")
     for question in questions:
         text = f"Text: {_read_text(row, 'context')}\nQuestion: {_read_text(question, 'question')}"
-        if "answer" in question:
-            answer = _read_text(question, "answer")
-        else:
-            first_answer = {"answer": _first_answer(question.get("answers"))}
-            answer = _read_text(first_answer, "answer")  # raises if there is none
-        yield _read_id(question), Question(prompt=build_prompt(instruction, text), answer=answer)
+        answer = question["answer"] if "answer" in question else _first_answer(question.get("answers"))
+        answer_text = _read_text({"answer": answer}, "answer")  # raises if there is none
+        yield _read_id(question), Question(prompt=build_prompt(instruction, text), answer=answer_text)
 
 
 def _first_answer(answers: object) -> object:
     """Return the first of SQuAD's accepted answers ``{"text": [...]}``; None if there is none."""
     texts = answers.get("text") if isinstance(answers, dict) else None
-    return texts[0] if isinstance(texts, list) and texts else None
+    if not isinstance(texts, list) or not texts:
+        return None
+    return texts[0]
 
 
 def _read_id(row: Row) -> str:
@@ -122,17 +121,20 @@ def _read_id(row: Row) -> str:
 
 
 def _read_text(row: Row, key: str) -> str:
-    """Return the text in a column of a row; raise an error for a blank answer, as losses are computed on answers.
+    """Return the text in a column of a row.
 
     Args:
         row: A row of a file or of the hub.
-        key: The column; "answer" must not be blank.
+        key: The column; "answer" must not be blank, as losses are computed on answers.
 
     Raises:
         ValueError: The column has no text, or the text cannot be encoded.
     """
     value = row.get(key)
-    if not isinstance(value, str) or (key == "answer" and not value.strip()):
+    if not isinstance(value, str):
+        raise ValueError(f"{key} is {reprlib.repr(value)}; allowed: text")
+    is_blank_answer = key == "answer" and not value.strip()
+    if is_blank_answer:
         raise ValueError(f"{key} is {reprlib.repr(value)}; allowed: text")
     value.encode()  # raises for an unpaired surrogate
     return value
@@ -206,27 +208,31 @@ def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, .
     if name not in QUESTIONS:
         raise RecipeError(f"no questions {name!r}.{did_you_mean(name, QUESTIONS)} Allowed: {', '.join(QUESTIONS)}")
     languages_of_set = QUESTIONS[name].languages
-    wanted = tuple(languages or ())
-    for i, language in enumerate(wanted):
+    if not languages:
+        return tuple(languages_of_set)
+    chosen: list[str] = []
+    for language in languages:
         if language not in languages_of_set:
             raise RecipeError(f"{name}: no language {language!r}; allowed: {', '.join(languages_of_set)}")
-        if language in wanted[:i]:
+        if language in chosen:
             raise RecipeError(
                 f"{name}: language {language!r} twice; allowed: each once, since it is the name of a user"
             )
-    return wanted or tuple(languages_of_set)
+        chosen.append(language)
+    return tuple(chosen)
 
 
-def shared_keys(by_language: Mapping[str, Collection[str]]) -> list[str]:
+def shared_ids(ids_by_language: Mapping[str, Collection[str]]) -> list[str]:
     """Return the ids of the questions that exist in every language, in the order of the first language."""
-    shared = set.intersection(*(set(keys) for keys in by_language.values()))
-    return [key for key in next(iter(by_language.values())) if key in shared]
+    shared = set.intersection(*(set(ids) for ids in ids_by_language.values()))
+    ids_of_first_language = next(iter(ids_by_language.values()))
+    return [question_id for question_id in ids_of_first_language if question_id in shared]
 
 
 def draw_parts(
     name: str,
     languages: Sequence[str],
-    is_short: Sequence[bool],
+    fits_context: Sequence[bool],
     *,
     context: int,
     seed: int,
@@ -239,7 +245,7 @@ def draw_parts(
     Args:
         name: A key of :data:`QUESTIONS`.
         languages: The languages, for messages.
-        is_short: For each question, whether it fits the context in all languages.
+        fits_context: For each question, whether it fits the context in all languages.
         context: Length of the context in tokens.
         seed: Seed of the draw.
         train: Number of questions to train on; None for the published number.
@@ -252,28 +258,29 @@ def draw_parts(
     Raises:
         DataError: There are too few questions.
     """
-    if not is_short:
+    if not fits_context:
         raise DataError(
             f"{name}: no question occurs in all of {', '.join(languages)}; allowed: one id in all languages"
         )
-    num_short, num_all = sum(is_short), len(is_short)
-    if num_short < num_all:
-        logger.info("%s: %d of %d questions are longer than %d tokens", name, num_all - num_short, num_all, context)
-    setting = QUESTIONS[name]
-    train, test = train or setting.train, test or setting.test
-    _check_counts(name, languages, num_short, num_all, context, train, valid, test)
-    order = torch.randperm(num_short, generator=generator(seed, "questions", name))
-    short_indices = [index for index, fits in enumerate(is_short) if fits]
-    shuffled = [short_indices[position] for position in order.tolist()]
+    num_all = len(fits_context)
+    fitting = [index for index, fits in enumerate(fits_context) if fits]
+    num_fitting = len(fitting)
+    if num_fitting < num_all:
+        logger.info("%s: %d of %d questions are longer than %d tokens", name, num_all - num_fitting, num_all, context)
+    train = train or QUESTIONS[name].train
+    test = test or QUESTIONS[name].test
+    _check_counts(name, languages, num_fitting, num_all, context, train, valid, test)
+    order = torch.randperm(num_fitting, generator=generator(seed, "questions", name))
+    shuffled = [fitting[position] for position in order.tolist()]
     train_end, valid_end = train, train + valid
-    test_end = len(shuffled) if test is None else valid_end + test
+    test_end = num_fitting if test is None else valid_end + test
     return shuffled[:train_end], shuffled[train_end:valid_end], shuffled[valid_end:test_end]
 
 
 def _check_counts(
     name: str,
     languages: Sequence[str],
-    num_short: int,
+    num_fitting: int,
     num_all: int,
     context: int,
     train: int,
@@ -285,7 +292,7 @@ def _check_counts(
     Args:
         name: A key of :data:`QUESTIONS`.
         languages: The languages, for the message.
-        num_short: Number of questions that fit the context in all languages.
+        num_fitting: Number of questions that fit the context in all languages.
         num_all: Number of all questions.
         context: Length of the context in tokens.
         train: Number of questions to train on.
@@ -295,12 +302,12 @@ def _check_counts(
     Raises:
         DataError: There are too few questions.
     """
-    needed = train + valid + (test or 1)
-    if num_short < needed:
+    num_needed = train + valid + (1 if test is None else test)
+    if num_fitting < num_needed:
         test_count = "the rest" if test is None else test
         raise DataError(
-            f"{name}: {num_short} of {num_all} questions have at most {context} tokens (training.context) in each of "
-            f"{', '.join(languages)}; train {train}, valid {valid} and test {test_count} need {needed}"
+            f"{name}: {num_fitting} of {num_all} questions have at most {context} tokens (training.context) in each of "
+            f"{', '.join(languages)}; train {train}, valid {valid} and test {test_count} need {num_needed}"
         )
 
 
@@ -323,17 +330,21 @@ def user_of(
         tokenizer: The tokenizer of the base model.
         train_on_prompts: Whether the training loss includes the prompts; the evaluation loss never does.
     """
-    measures = MEASURES if QUESTIONS[name].labels else MEASURES[1:]  # accuracy, the first, needs labels
-    end = cast(int, tokenizer.eos_token_id)
-    train, valid, test = ([encoded[number] for number in part] for part in parts)
-    longest = max(question.longest for part in (train, valid, test) for question in part)
+    measures = MEASURES
+    if not QUESTIONS[name].labels:
+        measures = tuple(measure for measure in MEASURES if measure != "accuracy")
+    end_token = cast(int, tokenizer.eos_token_id)
+    train, valid, test = ([encoded[index] for index in indices] for indices in parts)
+    longest = max(question.longest for question in (*train, *valid, *test))
 
-    def as_windows(part: Sequence[Encoded], *, prompts: bool = False) -> Answers:
-        return build_answers(part, limit=longest, loss_on_all=prompts, measures=measures, ends=(end,))
+    def as_windows(questions: Sequence[Encoded], *, loss_on_prompts: bool = False) -> Answers:
+        return build_answers(
+            questions, limit=longest, loss_on_all=loss_on_prompts, measures=measures, ends=(end_token,)
+        )
 
     return UserAnswers(
         name=language,
-        train=as_windows(train, prompts=train_on_prompts),
+        train=as_windows(train, loss_on_prompts=train_on_prompts),
         valid=as_windows(valid),
         test=as_windows(test),
     )
@@ -353,12 +364,14 @@ def find_source(name: str, path: str | Path | None) -> Path | str:
     Raises:
         DataError: There is no such file or folder.
     """
-    folder = expand_home(os.environ.get(FOLDER_VARIABLE) or "-") / name  # "-": a folder that does not exist
-    default = folder if folder.is_dir() else QUESTIONS[name].hub
-    source = default if path is None else path
-    if str(source).startswith(HUB_PREFIX):
-        return str(source)
-    return _find_file(name, expand_home(source))
+    if path is None:
+        data_folder = os.environ.get(FOLDER_VARIABLE)
+        if not data_folder or not (expand_home(data_folder) / name).is_dir():
+            return QUESTIONS[name].hub
+        path = expand_home(data_folder) / name
+    if str(path).startswith(HUB_PREFIX):
+        return str(path)
+    return _find_file(name, expand_home(path))
 
 
 def iterate_questions(
@@ -374,28 +387,31 @@ def iterate_questions(
     Raises:
         DataError: The source is missing, has rows of another set or a question twice, or lacks a language.
     """
-    setting, source, bad_rows = QUESTIONS[name], find_source(name, path), BadRows()
+    question_set = QUESTIONS[name]
+    questions_of_row = QUESTIONS_OF[name]
+    source = find_source(name, path)
+    bad_rows = BadRows()
     if isinstance(source, Path):
         rows = read_json(source, bad_rows)
     else:
-        rows = _read_hub_rows(name, source, setting, languages, asked_for=path is not None)
-    seen = {language: set[str]() for language in languages}
+        rows = _read_hub_rows(name, source, question_set, languages, is_default_source=path is None)
+    ids_by_language = {language: set[str]() for language in languages}
     for place, row in rows:
         language = str(row.get("lang"))
-        keys = seen.get(language)
-        if keys is None:  # a language that is not read
+        if language not in ids_by_language:
             continue
+        ids = ids_by_language[language]
         try:
-            for key, question in QUESTIONS_OF[name](row, setting.instruction):
-                if key in keys:
-                    raise ValueError(f"id {key!r} occurs twice; allowed: once per language")
-                keys.add(key)
-                yield language, key, question
+            for question_id, question in questions_of_row(row, question_set.instruction):
+                if question_id in ids:
+                    raise ValueError(f"id {question_id!r} occurs twice; allowed: once per language")
+                ids.add(question_id)
+                yield language, question_id, question
         except ValueError as error:
             raise DataError(f"{source}: {place} is not a row of {name}: {error}") from None
     bad_rows.report()
-    for language, keys in seen.items():
-        if not keys:
+    for language, ids in ids_by_language.items():
+        if not ids:
             raise DataError(f"{source}: no row in language {language!r}; every user needs some")
 
 
@@ -413,43 +429,42 @@ def _find_file(name: str, path: Path) -> Path:
         return path
     if not path.is_dir():
         raise DataError(f"{path}: no such file or folder; without data.questions.path {name} comes from the hub")
-    files = sorted(p for p in path.glob(f"{name}*.jsonl*") if p.suffix in (".jsonl", ".xz", ".gz"))
+    files = sorted(file for file in path.glob(f"{name}*.jsonl*") if file.suffix in (".jsonl", ".xz", ".gz"))
     if not files:
         raise DataError(f"{path}: no file {name}*.jsonl in it (.xz and .gz allowed)")
     return files[0]
 
 
 def _read_hub_rows(
-    name: str, source: str, setting: QuestionSet, languages: Sequence[str], *, asked_for: bool
+    name: str, source: str, question_set: QuestionSet, languages: Sequence[str], *, is_default_source: bool
 ) -> Iterator[tuple[str, Row]]:
-    """Yield rows of a set of questions on the hub, in the format of local files.
+    """Yield each row of a set of questions on the hub, after its place, as ("row 3 in language 'de'", row).
 
-    Local files have the columns ``id`` and ``lang``, which are added here. Each row is yielded in a pair, after a text
-    for error messages that says where the row is.
+    Rows get the columns ``id`` and ``lang``, which local files have.
 
     Args:
         name: A key of :data:`QUESTIONS`.
         source: The set on the hub.
-        setting: The set's defaults.
+        question_set: The set's settings.
         languages: The languages to read.
-        asked_for: Whether the recipe names this source; if not, an error also names the alternatives to the hub.
+        is_default_source: Whether the recipe names no source; an error then also names the alternatives to the hub.
 
     Raises:
         DataError: The hub or a language cannot be read.
     """
     columns = COLUMNS[name]
+    possible_names = [[column] for column in columns]  # of each column
     for language in languages:
-        address = f"{source}?config={setting.config.format(language)}&split=validation"
+        address = f"{source}?config={question_set.config.format(language)}&split=validation"
         try:
-            groups = [[column] for column in columns]  # each column has one possible name
-            for number, values in enumerate(iterate_values(address, groups, split="validation")):
+            for number, values in enumerate(iterate_values(address, possible_names, split="validation")):
                 row = {"id": number, "lang": language, **dict(zip(columns, values, strict=True))}
                 yield f"row {number} in language {language!r}", row
         except DataError as error:
-            if asked_for:
+            if not is_default_source:
                 raise
-            instead = f"give data.questions.path or the folder ${FOLDER_VARIABLE}/{name}"
-            raise DataError(f"{error}; without the hub, {instead}") from error
+            alternatives = f"give data.questions.path or the folder ${FOLDER_VARIABLE}/{name}"
+            raise DataError(f"{error}; without the hub, {alternatives}") from error
 
 
 class QuestionsSection(Section):
@@ -507,10 +522,14 @@ class QuestionsDataSection(DataSection):
             resolve: Makes a path absolute if it exists beside the recipe's file, and returns other text unchanged.
         """
         content = self.model_dump(mode="json", exclude_unset=True, include={"questions"})
-        if (path := content["questions"].get("path")) is not None:
-            content["questions"]["path"] = resolve(path)
+        questions = content["questions"]
+        if questions.get("path") is not None:
+            questions["path"] = resolve(questions["path"])
         return content
 
+
+_NO_SPLIT = ""
+"""Key of all questions on disk: splits are drawn after all were read."""
 
 EncodedLanguage = tuple[str, Mapping[int, Encoded], Parts]
 """A language, its selected questions, and the indices of each split."""
@@ -532,7 +551,7 @@ def stream_questions(
     """Draw the questions of each split, and yield them encoded, one language after another.
 
     All users have the same questions, each in its own language. Languages are read twice: first to find the questions
-    that are short enough in all of them, then to encode those that are drawn.
+    that fit the context in all of them, then to encode those that are drawn.
 
     Args:
         name: A key of :data:`QUESTIONS`.
@@ -552,51 +571,54 @@ def stream_questions(
         same for all languages. Indices number the questions that all languages have, in the order of the first one.
 
     Raises:
-        DataError: unreadable rows, or too few questions that are short enough.
+        DataError: unreadable rows, or too few questions that fit the context.
     """
-    # The ids of each language, as an ordered set.
-    by_language: dict[str, dict[str, None]] = {language: {} for language in languages}
+    ids_by_language: dict[str, dict[str, None]] = {language: {} for language in languages}  # ordered sets
 
-    def read_and_note_keys() -> Iterator[tuple[str, str, tuple[str, Question]]]:
-        for language, key, question in iterate_questions(name, path, languages):
-            by_language[language][key] = None
-            yield language, "", (key, question)  # "": splits are drawn below
+    def read_and_note_ids() -> Iterator[tuple[str, str, tuple[str, Question]]]:
+        for language, question_id, question in iterate_questions(name, path, languages):
+            ids_by_language[language][question_id] = None
+            yield language, _NO_SPLIT, (question_id, question)
 
-    rows.fill(read_and_note_keys(), pack=_pack_question, unpack=_unpack_question)
-    keys, tokenizer = shared_keys(by_language), tokenizer_of_base()
-    is_short = [True] * len(keys)
+    rows.fill(read_and_note_ids(), pack=_pack_question, unpack=_unpack_question)
+    ids = shared_ids(ids_by_language)
+    tokenizer = tokenizer_of_base()
+
+    fits_context = [True] * len(ids)
     for _, groups in rows.groups(languages):
-        encoded = encode(_select_questions(groups, keys), tokenizer)
-        is_short = [fits and len(question) <= context for fits, question in zip(is_short, encoded, strict=True)]
-    parts = draw_parts(name, languages, is_short, context=context, seed=seed, train=train, valid=valid, test=test)
-    drawn = sorted(index for part in parts for index in part)
-    drawn_keys = [keys[index] for index in drawn]
+        encoded = encode(_select_questions(groups, ids), tokenizer)
+        fits_here = [len(question) <= context for question in encoded]
+        fits_context = [fits and here for fits, here in zip(fits_context, fits_here, strict=True)]
+    parts = draw_parts(name, languages, fits_context, context=context, seed=seed, train=train, valid=valid, test=test)
+
+    drawn_indices = sorted(index for part in parts for index in part)
+    drawn_ids = [ids[index] for index in drawn_indices]
     for language, groups in rows.groups(languages):
-        encoded = encode(_select_questions(groups, drawn_keys), tokenizer)
-        yield language, dict(zip(drawn, encoded, strict=True)), parts
+        encoded = encode(_select_questions(groups, drawn_ids), tokenizer)
+        yield language, dict(zip(drawn_indices, encoded, strict=True)), parts
 
 
-def _pack_question(content: tuple[str, Question]) -> bytes:
-    """Serialise the id and question of a row for storage between the two passes."""
-    key, question = content
-    return json.dumps([key, question.prompt, question.answer]).encode()
+def _pack_question(id_and_question: tuple[str, Question]) -> bytes:
+    """Serialise a question and its id for storage on disk."""
+    question_id, question = id_and_question
+    return json.dumps([question_id, question.prompt, question.answer]).encode()
 
 
 def _unpack_question(content: bytes) -> tuple[str, Question]:
-    """Return the id and question that :func:`_pack_question` serialised."""
-    key, prompt, answer = json.loads(content)
-    return key, Question(prompt=prompt, answer=answer)
+    """Return the id and the question that :func:`_pack_question` serialised."""
+    question_id, prompt, answer = json.loads(content)
+    return question_id, Question(prompt=prompt, answer=answer)
 
 
-def _select_questions(groups: Mapping[str, Sequence[tuple[str, Question]]], keys: Sequence[str]) -> list[Question]:
+def _select_questions(groups: Mapping[str, Sequence[tuple[str, Question]]], ids: Sequence[str]) -> list[Question]:
     """Return the questions of a language that have these ids, in the order of the ids.
 
     Args:
-        groups: Pairs of id and question by split. All are under the split "", since splits are drawn later.
-        keys: The ids.
+        groups: Pairs of id and question, all under the key ``_NO_SPLIT``.
+        ids: The ids.
     """
-    by_key = dict(groups[""])
-    return [by_key[key] for key in keys]
+    question_by_id = dict(groups[_NO_SPLIT])
+    return [question_by_id[question_id] for question_id in ids]
 
 
 class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
@@ -627,11 +649,15 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
         Args:
             rows: Stores the questions on disk between the two passes over them.
         """
+
+        def tokenizer_of_base() -> PreTrainedTokenizerBase:
+            return self.tokenizer
+
         return stream_questions(
             self.section.name,
             self.languages,
             rows,
-            lambda: self.tokenizer,
+            tokenizer_of_base,
             context=self.context,
             seed=self.seed,
             path=self.section.path,
@@ -642,12 +668,18 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
 
     def encode(self, unencoded: EncodedLanguage) -> UserAnswers:
         """Return the user of a language, with its questions as padded windows of tokens."""
-        language, encoded, parts = unencoded
-        on_prompts = self.section.train_on_prompts
-        return user_of(self.section.name, language, encoded, parts, self.tokenizer, train_on_prompts=on_prompts)
+        language, encoded_questions, parts = unencoded
+        return user_of(
+            self.section.name,
+            language,
+            encoded_questions,
+            parts,
+            self.tokenizer,
+            train_on_prompts=self.section.train_on_prompts,
+        )
 
     def inspect(self, unencoded: EncodedLanguage, user: UserAnswers) -> None:
-        """Check a user's data: validation questions, if the method needs them, and no token unknown to the base model.
+        """Check that a user has validation questions, if the method needs them, and only tokens of the base model.
 
         Args:
             unencoded: The language as read, with its encoded questions.
@@ -666,11 +698,11 @@ class QuestionsKind(AnswersKind):
     name = "questions"
 
     def reader(self, request: DataRequest) -> QuestionReader | None:
-        """Return a reader that yields one user after another, so that not all users' questions are in memory.
+        """Return a reader that yields one user (language) after another, so that not all are in memory.
 
-        Each user has one language. None if a caller of the Python interface passes data of its own.
+        None if a caller of the Python interface passes data of its own, which is an error that is raised later.
         """
-        if request.given is not None:  # the caller of this method raises an error: users come from the recipe only
+        if request.given is not None:
             return None
         recipe = request.recipe
         return QuestionReader(
@@ -690,7 +722,7 @@ class QuestionsKind(AnswersKind):
         """Return recipes that train on text instead of questions, for counting costs without reading the questions.
 
         The new recipes take as many steps as there are batches of questions, and each sequence of text fills the
-        context. Questions are at most as long, so the costs of the new recipes are upper bounds.
+        context. So their costs are upper bounds.
 
         Args:
             recipes: Recipes of several methods with the same questions.
@@ -699,11 +731,13 @@ class QuestionsKind(AnswersKind):
         Returns:
             The recipes, the names of users that would be left out (none), and a note for the reader.
         """
-        questions = section(recipes[0])
+        any_recipe = recipes[0]
+        questions = section(any_recipe)
         num_train = questions.train or QUESTIONS[questions.name].train
-        num_train_of_users = dict.fromkeys(self.names_of(recipes[0]), num_train)
+        num_train_by_user = dict.fromkeys(self.names_of(any_recipe), num_train)
+        text_recipes = [as_text_recipe(recipe, num_train_by_user) for recipe in recipes]
         users_left_out: set[str] = set()
-        return [as_text_recipe(recipe, num_train_of_users) for recipe in recipes], users_left_out, NOTE
+        return text_recipes, users_left_out, NOTE
 
 
 def section(recipe: Recipe) -> QuestionsSection:

@@ -17,14 +17,16 @@ from comingle.utils.errors import RecipeError
 
 def published_recipes() -> Path:
     """Return the folder with one folder of recipes per paper."""
-    installed = Path(__file__).parent / "shipped_recipes"
-    return installed if installed.is_dir() else Path(__file__).parents[2] / "recipes"  # in a source checkout
+    in_package = Path(__file__).parent / "shipped_recipes"
+    in_checkout = Path(__file__).parents[2] / "recipes"
+    return in_package if in_package.is_dir() else in_checkout
 
 
 def published_runs() -> dict[str, Path]:
     """Return the archives of finished runs that come with comingle, by name, such as ``comigs-cpu``."""
-    installed = Path(__file__).parent / "shipped_measured"
-    folder = installed if installed.is_dir() else Path(__file__).parents[2] / "measured"  # in a source checkout
+    in_package = Path(__file__).parent / "shipped_measured"
+    in_checkout = Path(__file__).parents[2] / "measured"
+    folder = in_package if in_package.is_dir() else in_checkout
     return {path.name.removesuffix(RUNS_SUFFIX): path for path in sorted(folder.glob(f"*{RUNS_SUFFIX}"))}
 
 

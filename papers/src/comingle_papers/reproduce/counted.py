@@ -113,7 +113,7 @@ def _count_server_state(server: ServerHalf, num_users: int) -> int:
 
     Args:
         server: A server that was built for one user.
-        num_users: The number of users of the run, for each of whom the server stores some tensors.
+        num_users: The number of users of the run; the server stores some tensors for each user.
     """
     names_of_tensors_per_user = server.method.server.by_user
     total = 0

@@ -90,6 +90,7 @@ class Setting:
     classes: int = 0
     shift: Shift | None = None
     colours: Colours | None = None
+    """Mean and standard deviation of each channel."""
     partition: Partition | None = None
     alpha: float | None = None
     valid: float = 0.0
@@ -107,7 +108,7 @@ class Setting:
 
     @property
     def coloured(self) -> bool:
-        """Whether images have three channels."""
+        """True if images have three channels."""
         return self.colours is not None
 
 
@@ -124,11 +125,12 @@ def _fedmerge_setting(
         classes: Number of labels.
         colours: Mean and standard deviation of each channel; None for grey images.
     """
-    users = 4 if partition == "domain" else 50  # one user for each domain
-    images_per_user = total_images / users
+    num_users = 4 if partition == "domain" else 50  # one user for each domain
+    num_clusters = {"personal": 1, "cluster": 5, "domain": 4}[partition]
+    images_per_user = total_images / num_users
     return Setting(
-        users=users,
-        clusters={"personal": 1, "cluster": 5, "domain": 4}[partition],
+        users=num_users,
+        clusters=num_clusters,
         net="resnet9",
         train=round(images_per_user * (1 - TEST_SHARE) * (1 - VALID_SHARE)),
         test=round(images_per_user * TEST_SHARE),
@@ -198,11 +200,11 @@ def rotate_freely(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Ten
     """
     height, width = images.shape[-2:]
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    # A grid says where each output pixel comes from, so this is the inverse rotation. Both axes run from -1 to 1
-    # whatever their length, hence the ratios; y points down.
-    inverse = [[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]]
-    theta = torch.tensor(inverse, dtype=images.dtype, device=images.device).expand(len(images), 2, 3)
-    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    # ``affine_grid`` says where each output pixel comes from, so it takes the inverse rotation. Its axes run from -1 to
+    # 1, so that a height has the length of a width (hence the ratios), and y points down.
+    inverse_rotation = [[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]]
+    matrices = torch.tensor(inverse_rotation, dtype=images.dtype, device=images.device).expand(len(images), 2, 3)
+    grid = F.affine_grid(matrices, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
@@ -215,9 +217,11 @@ def rotate(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Tensor, "n
         images: The images.
         degrees: The angle.
     """
-    turns, rest = divmod(degrees, 90)
-    if rest == 0 and (turns % 2 == 0 or images.shape[-1] == images.shape[-2]):
-        return rotate_quarters(images, int(turns))
+    quarter_turns, rest = divmod(degrees, 90)
+    is_square = images.shape[-1] == images.shape[-2]
+    is_half_turn = quarter_turns % 2 == 0  # or none, or several
+    if rest == 0 and (is_half_turn or is_square):
+        return rotate_quarters(images, int(quarter_turns))
     return rotate_freely(images, degrees)
 
 
@@ -228,10 +232,7 @@ def flip_some(
     probability: float = 0.5,
     vertically: Sequence[bool] | None = None,
 ) -> Float[Tensor, "n c h w"]:
-    """Flip each image with some probability, for augmentation.
-
-    Upright images are flipped left to right. Images that were rotated by 90 degrees should be flipped top to bottom,
-    which equals a flip left to right before the rotation.
+    """Flip each image left to right or top to bottom with some probability.
 
     Args:
         images: The images.
@@ -240,12 +241,12 @@ def flip_some(
         vertically: For each image, whether its flip is top to bottom; None if all flips are left to right.
     """
     draws = torch.rand(len(images), generator=generator, device=generator.device)
+    is_flipped = (draws < probability).to(images.device)
     flipped = images.flip(-1)  # left to right
     if vertically is not None:
         is_vertical = torch.tensor(list(vertically), dtype=torch.bool, device=images.device)
         flipped = torch.where(is_vertical[:, None, None, None], images.flip(-2), flipped)
-    is_chosen = (draws < probability).to(images.device)
-    return torch.where(is_chosen[:, None, None, None], flipped, images)
+    return torch.where(is_flipped[:, None, None, None], flipped, images)
 
 
 def crop_randomly(
@@ -263,15 +264,15 @@ def crop_randomly(
         padding: Largest shift in pixels.
         fill: One value, or one per channel: black is not zero once images are normalised.
     """
-    count, channels, height, width = images.shape
-    corners = torch.randint(2 * padding + 1, (2, count, 1), generator=generator, device=generator.device)
+    num_images, channels, height, width = images.shape
+    corners = torch.randint(2 * padding + 1, (2, num_images, 1), generator=generator, device=generator.device)
     top, left = corners.to(images.device)
     rows = top + torch.arange(height, device=images.device)  # (n, h)
     columns = left + torch.arange(width, device=images.device)  # (n, w)
     padded = _pad(images, padding, fill)
-    # Two thin gathers: rows of all columns, then columns.
-    tall = padded.gather(2, rows[:, None, :, None].expand(-1, channels, -1, padded.shape[-1]))
-    return tall.gather(3, columns[:, None, None, :].expand(-1, channels, height, -1))
+    padded_width = padded.shape[-1]
+    with_cut_rows = padded.gather(2, rows[:, None, :, None].expand(-1, channels, -1, padded_width))
+    return with_cut_rows.gather(3, columns[:, None, None, :].expand(-1, channels, height, -1))
 
 
 def _pad(images: Float[Tensor, "n c h w"], padding: int, fill: Sequence[float] | float) -> Float[Tensor, "n c _ _"]:
@@ -282,8 +283,8 @@ def _pad(images: Float[Tensor, "n c h w"], padding: int, fill: Sequence[float] |
         padding: Width of the border in pixels.
         fill: One value, or one per channel.
     """
-    count, channels, height, width = images.shape
-    padded = images.new_empty(count, channels, height + 2 * padding, width + 2 * padding)
+    num_images, channels, height, width = images.shape
+    padded = images.new_empty(num_images, channels, height + 2 * padding, width + 2 * padding)
     padded[:] = images.new_tensor(fill).view(-1, 1, 1)
     padded[:, :, padding : padding + height, padding : padding + width] = images
     return padded
@@ -299,7 +300,9 @@ def normalise(
         mean: Mean of each channel.
         std: Standard deviation of each channel.
     """
-    return (images - images.new_tensor(mean).view(-1, 1, 1)) / images.new_tensor(std).view(-1, 1, 1)
+    mean_of_channels = images.new_tensor(mean).view(-1, 1, 1)
+    std_of_channels = images.new_tensor(std).view(-1, 1, 1)
+    return (images - mean_of_channels) / std_of_channels
 
 
 def make_shifted(
@@ -313,11 +316,10 @@ def make_shifted(
     shift: Shift | None,
     test_samples: int | None,
 ) -> tuple[UserSamples, ...]:
-    """Divide images among users in clusters, and make the clusters' data differ.
+    """Divide images among users in clusters, and make the clusters' data differ; user k is in cluster k mod C.
 
-    User k is in cluster k mod ``clusters``. With the shift "rotate" each cluster has its own angle, by which its images
-    are rotated; with "labels" each cluster has its own number, which is added to its labels. Without a shift each
-    cluster gets images of its own labels only.
+    With the shift "rotate" the images of cluster c are rotated by ``360 c / C`` degrees; with "labels" c is added to
+    the labels. Without a shift each cluster gets images of its own labels only.
 
     Args:
         name: The task.
@@ -325,7 +327,7 @@ def make_shifted(
         images_of_split: The images of the splits "train" and "test".
         seed: Seed of the partition.
         users: Number of users.
-        clusters: Number of clusters.
+        clusters: Number of clusters C.
         shift: How clusters differ: "rotate" or "labels"; None if each has labels of its own.
         test_samples: Largest number of test images per user; None for no limit.
 
@@ -335,48 +337,60 @@ def make_shifted(
     max_users = min(len(images) for images in images_of_split.values())
     if users > max_users:
         raise RecipeError(f"task {name!r}: users={users}; allowed: 1 to {max_users}, one image per split and user")
-    dealt: dict[str, list[Samples]] = {}
+    samples_of_split: dict[str, list[Samples]] = {}
     for split, images in images_of_split.items():
         stream = generator("task", name, seed, split)
-        # With a shift, clusters differ by it alone, so images of all labels are dealt to all users.
-        clusters_with_own_labels = clusters if shift is None else None
-        parts = _deal_evenly(images.labels, users, clusters_with_own_labels, stream)
+        if shift is None:
+            parts = _deal_labels_of_clusters(images.labels, users, clusters, stream)
+        else:
+            parts = _deal_evenly(len(images), users, stream)
         if split == "test":
             parts = [part[:test_samples] for part in parts]
-        dealt[split] = [
+        samples_of_split[split] = [
             _shifted_samples(images, part, k % clusters, clusters, shift, setting) for k, part in enumerate(parts)
         ]
-    return tuple(  # without validation samples, which are held out later
-        UserSamples(name=f"user-{k}", train=train, valid=train.first(0), test=test, cluster=k % clusters)
-        for k, (train, test) in enumerate(zip(dealt["train"], dealt["test"], strict=True))
-    )
+    users_with_samples = []
+    for k, (train, test) in enumerate(zip(samples_of_split["train"], samples_of_split["test"], strict=True)):
+        no_samples = train.first(0)  # validation samples are held out later
+        user = UserSamples(name=f"user-{k}", train=train, valid=no_samples, test=test, cluster=k % clusters)
+        users_with_samples.append(user)
+    return tuple(users_with_samples)
 
 
-def _deal_evenly(
-    labels: Int64[Tensor, " n"], users: int, clusters: int | None, generator: torch.Generator
+def _deal_evenly(num_images: int, users: int, generator: torch.Generator) -> list[Int64[Tensor, " _"]]:
+    """Deal all images out to users evenly in random order; return the image indices of each user.
+
+    Args:
+        num_images: Number of images.
+        users: Number of users.
+        generator: Source of the order.
+    """
+    order = torch.randperm(num_images, generator=generator)
+    return list(order.tensor_split(users))
+
+
+def _deal_labels_of_clusters(
+    labels: Int64[Tensor, " n"], users: int, clusters: int, generator: torch.Generator
 ) -> list[Int64[Tensor, " _"]]:
-    """Deal images out to users evenly in random order, either all images or each cluster's own labels.
+    """Deal images of label y out to the users of cluster y mod C, evenly in random order.
 
     Args:
         labels: The label of each image.
         users: Number of users; user k is in cluster k mod C.
-        clusters: Number of clusters C; images of label y go to users of cluster y mod C. None deals images of all
-            labels to all users.
+        clusters: Number of clusters C.
         generator: Source of the order.
 
     Returns:
         The image indices of each user.
     """
     order = torch.randperm(len(labels), generator=generator)
-    if clusters is None:
-        return list(order.tensor_split(users))
-    parts = [order[:0]] * users  # empty; each is replaced below
+    images_of_users = [order[:0]] * users  # empty; each is replaced below
     for cluster in range(clusters):
         cluster_images = order[labels[order] % clusters == cluster]
         cluster_users = range(cluster, users, clusters)
         for user, part in zip(cluster_users, cluster_images.tensor_split(len(cluster_users)), strict=True):
-            parts[user] = part
-    return parts
+            images_of_users[user] = part
+    return images_of_users
 
 
 def _shifted_samples(
@@ -397,7 +411,9 @@ def _shifted_samples(
         pixels = rotate(pixels, 360 * cluster / clusters)  # before normalising: corners become black
     elif shift == "labels":
         labels = (labels + cluster) % setting.classes
-    return Samples(inputs=normalise(pixels, *setting.colours) if setting.colours else pixels, targets=labels)
+    if setting.colours is not None:
+        pixels = normalise(pixels, *setting.colours)
+    return Samples(inputs=pixels, targets=labels)
 
 
 def pool_images(parts: Sequence[Images], where: str) -> Images:
@@ -410,7 +426,7 @@ def pool_images(parts: Sequence[Images], where: str) -> Images:
     Raises:
         DataError: Images differ in size.
     """
-    shapes = dict.fromkeys(tuple(part.pixels.shape[1:]) for part in parts)
+    shapes = dict.fromkeys(tuple(part.pixels.shape[1:]) for part in parts)  # without duplicates
     if len(shapes) > 1:
         raise DataError(f"{where}: images of sizes {', '.join(map(str, shapes))}; allowed: one size in train and test")
     return Images(pixels=torch.cat([part.pixels for part in parts]), labels=torch.cat([part.labels for part in parts]))
@@ -453,19 +469,20 @@ def make_skewed(
     key: Key = (name, seed)  # of all random streams
     groups, sizes, group_names = _group_images(setting, images, users, clusters, labels_per_cluster, key)
     parts = deal_images(groups, sizes, images.labels, alpha=alpha, key=key, names=group_names)
+    user_names = _user_names(images, sizes)
     group_of_user = [group for group, size in enumerate(sizes) for _ in range(size)]
-    names = _user_names(images, sizes)
+    groups_are_clusters = setting.partition != "personal"  # in which all users are in one group
     users_with_samples = []
-    for k, part in enumerate(parts):
-        train, test = _split_part(images.labels, part, fraction, names[k])
+    for user_name, group, part in zip(user_names, group_of_user, parts, strict=True):
+        train, test = _split_part(images.labels, part, fraction, user_name)
+        no_images = train[:0]  # validation samples are held out later
         users_with_samples.append(
             UserSamples(
-                name=names[k],
+                name=user_name,
                 train=_samples_at(images, train, setting),
-                valid=_samples_at(images, train[:0], setting),  # validation samples are held out later
+                valid=_samples_at(images, no_images, setting),
                 test=_samples_at(images, test[:test_samples], setting),
-                # In tasks with the partition "personal" all users are in one group, which is no cluster.
-                cluster=None if setting.partition == "personal" else group_of_user[k],
+                cluster=group if groups_are_clusters else None,
             )
         )
     return tuple(users_with_samples)
@@ -489,15 +506,16 @@ def _group_images(
         empty if there is a single group.
     """
     if setting.partition == "personal":  # a single group; users differ by their shares of the labels
-        return [torch.arange(len(images))], [users], []
+        all_images = torch.arange(len(images))
+        return [all_images], [users], []
     if setting.partition == "domain":
-        return _group_by_domain(images, users, task=str(key[0]))
+        task, _ = key
+        return _group_by_domain(images, users, str(task))
     sizes = cluster_sizes(users, clusters)
-    chosen = choose_labels(setting.classes, clusters, labels_per_cluster, key)
-    group_names = [
-        f"cluster {number} (labels {list_labels(labels_of_cluster)})" for number, labels_of_cluster in enumerate(chosen)
-    ]
-    return group_by_labels(images.labels, chosen, sizes, key), sizes, group_names
+    labels_of_clusters = choose_labels(setting.classes, clusters, labels_per_cluster, key)
+    groups = group_by_labels(images.labels, labels_of_clusters, sizes, key)
+    group_names = [f"cluster {c} (labels {list_labels(labels)})" for c, labels in enumerate(labels_of_clusters)]
+    return groups, sizes, group_names
 
 
 def _group_by_domain(images: Images, users: int, task: str) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
@@ -519,25 +537,28 @@ def _group_by_domain(images: Images, users: int, task: str) -> tuple[list[Int64[
     if users < num_domains:
         raise RecipeError(f"task {task!r}: users={users}; allowed: from {num_domains}, one per domain")
     groups = [(images.domains == domain).nonzero().flatten() for domain in range(num_domains)]
+    users_of_domains = torch.arange(users).tensor_split(num_domains)
+    sizes = [len(users_of_domain) for users_of_domain in users_of_domains]
     group_names = [f"domain {name!r}" for name in images.domain_names]
-    sizes = [len(users_of_domain) for users_of_domain in torch.arange(users).tensor_split(num_domains)]
     return groups, sizes, group_names
 
 
 def _user_names(images: Images, sizes: Sequence[int]) -> list[str]:
-    """Return the users' names: their domain if images have domains, with a number if the domain has several users.
+    """Return the users' names: "user-0", or their images' domain, as "photo", "photo-1" if it has several users.
 
     Args:
         images: All images.
-        sizes: Number of users of each group.
+        sizes: Number of users of each group of images.
     """
     if not images.domain_names:
         return [f"user-{k}" for k in range(sum(sizes))]
-    return [
-        domain if size == 1 else f"{domain}-{k}"
-        for domain, size in zip(images.domain_names, sizes, strict=True)
-        for k in range(size)
-    ]
+    names: list[str] = []
+    for domain, num_users in zip(images.domain_names, sizes, strict=True):
+        if num_users == 1:
+            names.append(domain)
+        else:
+            names += [f"{domain}-{k}" for k in range(num_users)]
+    return names
 
 
 def _split_part(
@@ -557,18 +578,17 @@ def _split_part(
     Raises:
         DataError: No image can be held out for testing.
     """
-    kept, held_out = hold_out(labels[part], TEST_SHARE)
-    if not len(held_out):
+    train_positions, test_positions = hold_out(labels[part], TEST_SHARE)
+    if not len(test_positions):
         got = f"no two of {len(part)} images share a label, so none can be held out for testing"
         raise DataError(
             f"user {name!r}: {got}; allowed: more images, fewer users, or a larger alpha where there is one"
         )
-    train = part[kept]
+    train, test = part[train_positions], part[test_positions]
     num_kept = max(REDUCED_MINIMUM, round(fraction * len(train)))
-    # Hold the other images out and drop them, which keeps the labels' proportions. With a negative share none is
-    # dropped.
-    reduced, _ = hold_out(labels[train], 1 - num_kept / len(train))
-    return train[reduced], part[held_out]
+    dropped_share = 1 - num_kept / len(train)  # negative if there are fewer than ``num_kept``; then none is dropped
+    kept_positions, _ = hold_out(labels[train], dropped_share)  # keeps the labels' proportions
+    return train[kept_positions], test
 
 
 def _samples_at(images: Images, indices: Int64[Tensor, " m"], setting: Setting) -> Samples:
@@ -579,6 +599,7 @@ def _samples_at(images: Images, indices: Int64[Tensor, " m"], setting: Setting) 
         indices: Indices of the images.
         setting: The task's defaults, with mean and deviation of each channel.
     """
-    pixels = images.as_floats(indices)
-    inputs = normalise(pixels, *setting.colours) if setting.colours else pixels
+    inputs = images.as_floats(indices)
+    if setting.colours is not None:
+        inputs = normalise(inputs, *setting.colours)
     return Samples(inputs=inputs, targets=images.labels[indices])

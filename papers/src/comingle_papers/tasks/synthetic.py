@@ -52,20 +52,18 @@ class Truth:
         return x @ self.weights[cluster] + self.bias
 
     def respond(self, hidden: Float[Tensor, "n d"]) -> Float[Tensor, "n outputs"]:
-        """Return the targets of hidden vectors.
-
-        For the task "linear" the targets are the first entries of the hidden vectors, for "mlp" a linear readout of
-        their relu. For "mlp-norm" the targets are as for "mlp", but the caller normalises the hidden vectors first.
-        """
-        return hidden[:, : OUTPUTS["linear"]] if self.readout is None else hidden.relu() @ self.readout
+        """Return the targets of hidden vectors: their first entries (task "linear"), or a readout of their relu."""
+        if self.readout is None:
+            return hidden[:, : OUTPUTS["linear"]]
+        return hidden.relu() @ self.readout
 
 
 def draw_truth(kind: Kind, *, clusters: int, seed: int) -> Truth:
     """Draw the models that generate the targets of all clusters, in float64.
 
     Cluster c has ``H_c(x) = x (W + 2 u_c v_c) + b`` with a change ``u_c v_c`` of rank 1. Targets are the first entries
-    of ``H_c(x)`` (linear) or ``relu(H_c(x)) W_out`` (mlp, mlp-norm). W, b and W_out (``readout``) are common to all
-    clusters. Each change has its own random stream, so it does not depend on the number of clusters.
+    of ``H_c(x)`` (linear) or ``relu(H_c(x)) W_out`` (mlp, mlp-norm). Each change has its own random stream, so it does
+    not depend on the number of clusters.
 
     Args:
         kind: The regression: linear, mlp or mlp-norm.
@@ -73,16 +71,20 @@ def draw_truth(kind: Kind, *, clusters: int, seed: int) -> Truth:
         seed: Seed of all draws.
     """
     source = generator("synthetic", kind, seed, "shared")
-    shared = _draw_normal((DIMENSION, DIMENSION), DIMENSION, source)
-    bias = _draw_normal((DIMENSION,), DIMENSION, source)
-    readout = None if kind == "linear" else _draw_normal((DIMENSION, OUTPUTS[kind]), DIMENSION, source)
-    changes = [_draw_change(generator("synthetic", kind, seed, "cluster", c)) for c in range(clusters)]
-    return Truth(weights=shared + STRENGTH * torch.stack(changes), bias=bias, readout=readout)
+    shared_weights = _draw_normal((DIMENSION, DIMENSION), DIMENSION, source)  # W
+    bias = _draw_normal((DIMENSION,), DIMENSION, source)  # b
+    readout = None
+    if kind != "linear":
+        readout = _draw_normal((DIMENSION, OUTPUTS[kind]), DIMENSION, source)  # W_out
+    changes = [_draw_change(generator("synthetic", kind, seed, "cluster", c)) for c in range(clusters)]  # u_c v_c
+    return Truth(weights=shared_weights + STRENGTH * torch.stack(changes), bias=bias, readout=readout)
 
 
 def _draw_change(source: torch.Generator) -> Float[Tensor, "d d"]:
     """Draw ``u v``, the difference of rank ``RANK`` between a cluster's map and the shared one."""
-    return _draw_normal((DIMENSION, RANK), DIMENSION, source) @ _draw_normal((RANK, DIMENSION), RANK, source)
+    u = _draw_normal((DIMENSION, RANK), DIMENSION, source)
+    v = _draw_normal((RANK, DIMENSION), RANK, source)
+    return u @ v
 
 
 def _draw_normal(shape: tuple[int, ...], inverse_variance: int, source: torch.Generator) -> Tensor:
@@ -106,20 +108,16 @@ def make_synthetic(
     seed: int,
     fresh_test: int | None = None,
 ) -> tuple[UserSamples, ...]:
-    """Return the users of a synthetic task, with inputs and targets in float32.
-
-    User k is in cluster k mod ``clusters``. Each user has ``train`` train samples and ``test`` test samples, which are
-    drawn together. With ``fresh_test`` the test samples are replaced by newly drawn ones.
+    """Return the users of a synthetic task, with inputs and targets in float32; user k is in cluster k mod C.
 
     Args:
         kind: The regression: linear, mlp or mlp-norm.
         users: Number of users.
-        clusters: Number of clusters.
+        clusters: Number of clusters C.
         train: Number of train samples per user.
         test: Number of test samples per user.
         seed: Seed of all draws.
-        fresh_test: Number of newly drawn test samples; None keeps the ``test`` samples. For mlp-norm, new samples are
-            normalised by mean and deviation of the samples that were drawn first.
+        fresh_test: Number of newly drawn test samples, which replace the ``test`` samples; None keeps these.
     """
     truth = draw_truth(kind, clusters=clusters, seed=seed)
     return tuple(_make_user(kind, truth, k, k % clusters, train, test, seed, fresh_test) for k in range(users))
@@ -136,47 +134,47 @@ def _make_user(
         user: Index of the user, which determines its random streams.
         cluster: The user's cluster.
         train: Number of train samples.
-        test: Number of test samples. They are drawn together with the train samples. Mean and deviation for mlp-norm
-            are those of train and test samples, even if ``fresh_test`` replaces the test samples.
+        test: Number of test samples.
         seed: Seed of all draws.
-        fresh_test: Number of newly drawn test samples that replace the first ones; None keeps the first ones.
+        fresh_test: Number of newly drawn test samples, which replace the ``test`` samples; None keeps these.
     """
-    x = _draw_inputs(kind, seed, user, "fixed", train + test)
-    fixed_hidden = truth.hidden(x, cluster)
-    test_inputs = x[train:] if fresh_test is None else _draw_inputs(kind, seed, user, "fresh", fresh_test)
-    mean, std = _mean_and_std(fixed_hidden) if kind == "mlp-norm" else (0.0, 1.0)
+    fixed_inputs = _draw_inputs(kind, seed, user, "fixed", train + test)
+    train_inputs, test_inputs = fixed_inputs[:train], fixed_inputs[train:]
+    if fresh_test is not None:
+        test_inputs = _draw_inputs(kind, seed, user, "fresh", fresh_test)
+    mean, std = 0.0, 1.0
+    if kind == "mlp-norm":  # fresh test samples do not change these
+        mean, std = _mean_and_std(truth.hidden(fixed_inputs, cluster))
 
     def add_targets(x: Tensor) -> Samples:
         y = truth.respond((truth.hidden(x, cluster) - mean) / std)
         return Samples(inputs=x.float(), targets=y.float())
 
-    no_inputs = x[:0]  # validation samples are held out later
+    no_inputs = fixed_inputs[:0]  # validation samples are held out later
     return UserSamples(
         name=f"user-{user}",
-        train=add_targets(x[:train]),
+        train=add_targets(train_inputs),
         valid=add_targets(no_inputs),
         test=add_targets(test_inputs),
         cluster=cluster,
     )
 
 
-def _draw_inputs(kind: Kind, seed: int, user: int, purpose: str, count: int) -> Float[Tensor, "n d"]:
-    """Draw inputs of N(0, I) as float32 and return them as float64.
-
-    Targets are computed in float64, and belong exactly to the inputs, which are stored in float32.
+def _draw_inputs(kind: Kind, seed: int, user: int, stream: str, count: int) -> Float[Tensor, "n d"]:
+    """Draw inputs of N(0, I) as float32, in which they are stored, and return them as float64 to compute their targets.
 
     Args:
         kind: The task: linear, mlp or mlp-norm.
         seed: Seed of all draws.
         user: Index of the user.
-        purpose: Name of the random stream: "fixed" for the user's train and test samples, "fresh" for new test samples
+        stream: Name of the random stream: "fixed" for the user's train and test samples, "fresh" for new test samples
             that replace its test samples.
         count: Number of inputs.
     """
-    source = generator("synthetic", kind, seed, "user", user, purpose)
+    source = generator("synthetic", kind, seed, "user", user, stream)
     return torch.randn((count, DIMENSION), generator=source).double()
 
 
 def _mean_and_std(hidden: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
-    """Return mean and population standard deviation of each coordinate, as in batch norm."""
+    """Return mean and population standard deviation (without Bessel's correction) of each coordinate."""
     return hidden.mean(0), hidden.std(0, correction=0)
