@@ -56,7 +56,8 @@ def choose_seeds(recipe: Recipe, run_data: RunData, unit: str) -> tuple[int, ...
     skips_by_seed = len(run_data.skipped) > 0 and recipe.data.seed is None
     if draws_evaluated_users or skips_by_seed:
         return SEEDS[:1]
-    has_small_user = any(len(user.test) < _FEW_TESTED.get(unit, 0) for user in run_data.users)
+    little_test_data = _FEW_TESTED.get(unit, 0)
+    has_small_user = any(len(user.test) < little_test_data for user in run_data.users)
     if len(run_data.users) == 2 and not has_small_user:
         return SEEDS
     return tuple(range(_MANY_SEEDS))
@@ -74,12 +75,13 @@ def warnings_before_advice(recipe: Recipe, run_data: RunData, seeds: Sequence[in
     if len(seeds) == 1:
         yield "one seed gives no intervals, so no user can be shown to gain or be harmed; give --seeds 0,1,2"
     yield from _warn_of_equal_users(run_data)
-    small = [user.name for user in run_data.users if len(user.test) < _FEW_TESTED.get(unit, 0)]
-    if small:
+    little_test_data = _FEW_TESTED.get(unit, 0)
+    small_users = [user.name for user in run_data.users if len(user.test) < little_test_data]
+    if small_users:
         smallest_test = min(len(user.test) for user in run_data.users)
         yield (
-            f"little test data (from {smallest_test:,} {unit}): {list_names(small)}; intervals will be wide; give more "
-            "test data or more --seeds to narrow them"
+            f"little test data (from {smallest_test:,} {unit}): {list_names(small_users)}; intervals will be wide; "
+            "give more test data or more --seeds to narrow them"
         )
     yield from _warn_of_short_runs(recipe, run_data, unit)
     for overlap in run_data.overlaps():

@@ -248,6 +248,7 @@ def run(
         with reporter.waiting(loading(full_recipe)):
             if resumed_folder is not None:  # chat templates may write the date, which must be that of the start
                 given = replace(given, date=recorded_date(resumed_folder))
+            # If the data is loaded, `prepare` has checked the recipe already.
             run_method = method_of(full_recipe, checked=is_loaded)
             if run_data is None:
                 run_data = prepare(full_recipe, given=given, method=run_method)

@@ -74,7 +74,8 @@ def open_folder(
         check_folder(folder, recipe, resume=resume, force=force, is_locked_here=True)
         _refuse_links(folder)
         if resume:
-            check_inputs(folder, read_inputs(folder), inputs, pooled=recipe.method.name if pooled else "")
+            pooling_method = recipe.method.name if pooled else ""
+            check_inputs(folder, read_inputs(folder), inputs, pooled=pooling_method)
             if not _has_trained(folder):  # until the first checkpoint a user may change the code of a method or net
                 write_origin(folder, recipe.method.name, net_name)
         else:
