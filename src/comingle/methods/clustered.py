@@ -25,11 +25,11 @@ def ifca(*, models: Models = 5) -> Method:
     with model averaging.
     Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: nothing.
     Frozen: a language model's base.
-    Client: downloads all models, picks one by the loss on all of its training data, takes joint steps on it, uploads it
-    with its number.
+    Client: downloads all models, picks the one with the lowest loss on all of its training data, takes joint steps on
+    it, and uploads it with its index.
     Server: each model becomes the weighted mean of the uploads for it; a model that no participant picked is unchanged.
-    Differs from the paper: means are weighted by training samples if ``training.weighting`` says so.  Among equally
-    good models a user keeps the one it has, at first a random one: before training the models' LoRA do not differ.
+    Differs from the paper: means are weighted by ``training.weighting``.  Among equally good models a user keeps the
+    one it has, at first a random one, because all LoRA give the same loss before training.
 
     Args:
         models: Number of models on the server.
@@ -147,14 +147,16 @@ def best_model(losses: Float[Tensor, "users models"], before: Int[Tensor, " user
 
 
 def fedem(*, models: Models = 3) -> Method:
-    """FedEM: M whole models; each sample has its own weights on them, and each user mixes their predictions.
+    """FedEM: all users train M whole models, with a weight for each sample and model, and mix their predictions.
 
     Source: Marfoq et al. 2021, "Federated Multi-Task Learning under a Mixture of Distributions", arXiv:2108.10252,
     Algorithm 2 (FedEM), eq. 7, 8 and 11.
     Shared: M models with their running statistics.  Local: the mixture pi, M numbers.  Frozen: nothing.
-    Client: q_m(s) ~ pi_m exp(-loss_m(s)) for all training samples s under the downloaded models, then pi = mean_s q(s),
-    then joint steps on sum_m q_m(s) loss_m(s) with q fixed.  Server: mean of each model over users.
-    Differs from the paper: none known.  A user predicts sum_m pi_m p_m(y|x); for a regression, the mean of the outputs.
+    Client: computes weights q_m(s) ~ pi_m exp(-loss_m(s)) of each training sample s under the downloaded models m, and
+    pi = mean_s q(s).  Then joint steps on sum_m q_m(s) loss_m(s) with q fixed.
+    Server: mean of each model over users.
+    Differs from the paper: none known.  A user predicts sum_m pi_m p_m(y|x), in a regression the mean of the models'
+    outputs with the weights pi.
 
     Args:
         models: Number M of models that all users train and mix.

@@ -11,16 +11,17 @@ from comingle.utils.trees import Tree
 
 
 def ditto(*, nearness: NotNegative = 0.1) -> Method:
-    """Ditto: FedAvg, and for each user a personal model v that descends on ``F_k(v) + nearness / 2 |v - w_t|^2``.
+    """Ditto: FedAvg, and for each user a personal model v that is kept near the global model.
 
     Source: Li et al. 2021, "Ditto: Fair and Robust Federated Learning Through Personalization", arXiv:2012.04221,
-    Algorithm 1; ``nearness`` is lambda, w_t the global model that the user has downloaded.
-    Shared: attention and 1 LoRA expert per MLP of the global copy; a net with its statistics.  Local: the personal
-    copy, which is the user's model.  Frozen: a language model's base.
-    Client: joint steps on training data on both copies, the personal one's gradient with ``nearness (v - w_t)``.
-    Server: mean of the global copies over users.
-    Differs from the paper: both copies see the same batches and take equally many steps.  The paper chooses lambda for
-    each data set; the default here is ours.  With two copies a user also trains attention twice.
+    Algorithm 1.
+    Shared: the global model: attention and 1 LoRA expert per MLP; a net with its statistics.  Local: the personal
+    model, of the same shapes, which the user predicts with.  Frozen: a language model's base.
+    Client: joint steps on both models on training data; the personal model's loss has the additional term ``nearness /
+    2 |v - w_t|^2``, with the downloaded global model w_t.
+    Server: mean of the global models over users.
+    Differs from the paper: both models see the same batches and take equally many steps.  The paper chooses lambda
+    (``nearness``) for each data set; the default here is ours.
 
     Args:
         nearness: Weight of half the squared distance of the personal model to the global one: Ditto's lambda.

@@ -13,26 +13,26 @@ from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Tree
 
 
 def fedalt() -> Method:
-    """FedALT: an individual LoRA that is never replaced by a mean, a frozen rest-of-world LoRA, and a mixer of the two.
+    """FedALT: each user trains an individual LoRA, mixed token by token with a frozen mean of all other users' LoRA.
 
     Source: Bian et al. 2026, "FedALT: Federated Fine-Tuning through Adaptive Local Training with Rest-of-World LoRA",
     AAAI 2026, arXiv:2503.11880; its public code (jmbian/FedALT) for what is aggregated.
-    Shared: the individual LoRA of each MLP (a specialist), only for the others' means.  Local: attention, the mixer (a
-    router).  Frozen: the base, and the rest-of-world LoRA of each MLP (a generalist), which comes from the server.
-    Client: joint steps on individual LoRA and mixer on training text, the mixer with its own settings.
-    Server: user k gets the plain mean of A and of B over all other users, each as last uploaded.
-    Differs from the paper: there is one mixer per MLP, which mixes its outputs; ``adapters: {mix: linear}`` mixes in
-    each linear as in the paper, but with weights from the MLP's input, where the paper has a mixer for each linear.
-    The attention's LoRA, the only place that the public code adapts, is local.  All individual LoRA start equal.
-    Before the first exchange the rest-of-world LoRA contributes nothing.  Users who have never taken part are in no
-    mean.
+    Shared: the individual LoRA of each MLP (a specialist); users keep their own and download only means.
+    Local: attention, the mixer (a router).
+    Frozen: the base, and the rest-of-world LoRA of each MLP (a generalist), which comes from the server.
+    Client: joint steps on attention, individual LoRA and mixer on training text, the mixer with its own settings.
+    Server: user k gets the plain mean of A and of B over the last uploads of all other users.
+    Differs from the paper: one mixer for each MLP mixes its outputs, where the paper has a mixer for each linear.
+    ``adapters: {mix: linear}`` mixes in each linear, with the same weights in all linears of an MLP.  The attention's
+    LoRA, the only place that the public code adapts, is local.  All individual LoRA start equal.  Before the first
+    exchange the rest-of-world LoRA contributes nothing.  Users who have never taken part are in no mean.
     """
+    individual_lora, rest_of_world_lora = frozenset({SPECIALIST}), frozenset({GENERALIST})
+    phase = Phase(roles=frozenset({ATTENTION, SPECIALIST, ROUTER}), optimizer="both")
     return Method(
         name="fedalt",
-        placement=Placement(
-            specialists=1, routed=True, shared=frozenset({SPECIALIST}), received=frozenset({GENERALIST})
-        ),
-        client=Client(phases=(Phase(roles=frozenset({ATTENTION, SPECIALIST, ROUTER}), optimizer="both"),)),
+        placement=Placement(specialists=1, routed=True, shared=individual_lora, received=rest_of_world_lora),
+        client=Client(phases=(phase,)),
         server=RestOfWorld(),
     )
 

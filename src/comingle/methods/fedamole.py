@@ -358,26 +358,26 @@ def fedamole(
     most: Annotated[int, Range(least=1, most=999)] = 8,
     instances: Count = 16,
 ) -> Method:
-    """FedAMoLE: a shared LoRA expert that is always active, and domain experts that the server reassigns each round.
+    """FedAMoLE: a LoRA expert that all users share, and domain experts that the server assigns to users each round.
 
     Source: Zhang et al. 2024, "Personalized Federated Fine-Tuning for LLMs via Data-Driven Heterogeneous Model
     Architectures", arXiv:2411.19128, and its public code (zyc140345/FedAMoLE), whose defaults these are.
-    Shared: attention, 1 generalist per MLP; up to ``most`` of ``experts`` domain experts per MLP, in the places of
-    specialists; the routers' token projection T.  Local: nothing.  Frozen: the base.
-    Client: joint steps on all of it on training text, the router with its own settings, both optimisers new in each
-    round.  Domain expert e weighs ``softmax over the top k of (A_e x)^T (T x) / sqrt(rank)``, over the experts that the
-    user has.  Then the client sends the mean of T x and of each A_e x over ``instances`` windows.
-    Server: means of the shared tensors over users, of a domain expert over the users who have it, and likewise of A_e
-    x. From these and T x each expert gets a softmax over users; an integer program maximises the sum of the chosen
-    values, where each expert chooses ``choices`` users (all, if there are fewer) and each user is chosen at least twice
-    (once, if there are fewer experts) and at most ``most`` times.
-    Differs from the paper: we had its code and its abstract, not its equations.  There is one router and one assignment
-    for each MLP, instead of each linear; A_e is that of ``up``.  An MLP's output is one half of the shared expert's and
-    one half of the mixture of whole experts; ``adapters: {mix: linear}`` with twice the alpha is the paper's sum inside
-    each linear.  The attention has a shared LoRA only.  For the means, x is the direction of a window's mean, over
-    random training windows and with averaged experts, instead of every token of held-out windows.  Means are weighted
-    by ``training.weighting``; an expert without participants is unchanged, and absent users count with their last T x.
-    Empty places are sent as zeros.  Users who join later get the experts that fit best.
+    Shared: attention, 1 generalist per MLP; a user's domain experts in each MLP (specialists), up to ``most`` of
+    ``experts``; the routers' projection T.  Local: nothing.  Frozen: the base.
+    Client: joint steps on all of these on training text, the router with its own settings, with new optimisers each
+    round.  Domain expert e has the weight softmax_e of ``(A_e x)^T (T x) / sqrt(rank)`` over the top k of the user's
+    experts, where A_e is its LoRA factor and x the token.  Then the client sends its means of T x and of each A_e x.
+    Server: means of the shared tensors over users, and of a domain expert and its A_e x over the users who have it.
+    Then expert e gets a score for each user, the softmax over users of ``(A_e x)^T (T x) / sqrt(rank)`` for these
+    means.  Each expert chooses ``choices`` users, and each user is chosen by 2 (if there are enough experts) to
+    ``most`` experts, so that the sum of the chosen scores is maximal.
+    Differs from the paper: there is one router and one assignment for each MLP, instead of each linear; A_e is that of
+    the linear ``up``.  An MLP's output is one half of the generalist's and one half of the domain experts' mixture;
+    ``adapters: {mix: linear}`` with twice the alpha is the paper's sum inside each linear.  Attention has a shared LoRA
+    only.  The means of T x and A_e x are over directions of random training windows, computed with averaged experts,
+    instead of all tokens of held-out windows.  Means over users are weighted by ``training.weighting``.  An expert
+    without participants is unchanged, and absent users count with their last T x.  Missing experts are sent as zeros.
+    Users who join later get the experts that fit best.  We had the paper's code and abstract, not its equations.
 
     Args:
         experts: Domain experts for each MLP on the server; 0 is three for each user.

@@ -20,17 +20,16 @@ LORA = frozenset({ATTENTION, GENERALIST})
 
 
 def fedex_lora(*, residual_rank: CountOrNone = 0) -> Method:
-    """FedEx-LoRA: A and B are averaged, and the error ``mean(B_i A_i) - mean(B) mean(A)`` is added to the weights.
+    """FedEx-LoRA: the server averages A and B, and adds the error ``mean(B_i A_i) - mean(B) mean(A)`` to the weights.
 
     Source: Singhal et al. 2024, "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation
     Models", arXiv:2410.09432, section 3: W = W_0 + the sum of all rounds' residuals.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base, and each weight's residual,
     which comes from the server.
     Client: joint steps on training text.  Server: means of A and of B; the sum of all residuals.
-    Differs from the paper: the residual is kept beside the base, as two factors, instead of being added to it; a
-    download has the sum of all rounds' residuals, because users may have been absent, while the paper's has that of one
-    round.  With ``residual_rank`` above 0 the residual is the best approximation of that rank, recomputed each round; 0
-    is exact.  All users have the same rank.
+    Differs from the paper: the residual is kept beside the base, as two factors.  A download has the sum of all rounds'
+    residuals, because users may have been absent; the paper's has that of one round.  With ``residual_rank`` above 0
+    the residual is approximated by that rank in each round.  All users have the same LoRA rank.
 
     Args:
         residual_rank: Rank of the residual that is added to each weight; 0 is exact.
@@ -128,18 +127,17 @@ def factorise(
 
 
 def flora_stacking(*, residual_rank: CountOrNone = 0) -> Method:
-    """FLoRA: the stack of all users' LoRA, ``sum_i p_i B_i A_i`` without error, is added to the weights each round.
+    """FLoRA: each round the server adds the users' mean change, ``sum_i p_i B_i A_i`` without error, to the weights.
 
     Source: Wang et al. 2024, "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank
     Adaptations", arXiv:2409.05976, Algorithm 1.  Ranks are ``adapters.rank``: one for each user, if it is a list.
-    Shared: attention, 2 averaged LoRA experts per MLP, for the stack.  Local: nothing.  Frozen: the base, and the sum
-    of all stacks for each weight, which comes from the server.
-    Client: downloads that sum, reinitialises its LoRA, with its own A and a new optimiser, takes joint steps on
-    training text.
-    Server: adds ``sum_i p_i s_i B_i A_i``.
-    Differs from the paper: the sum is kept beside the base, as two factors; a download has the sum of all rounds'
-    stacks, because users may have been absent, while the paper's has the last stack.  With ``residual_rank`` above 0 it
-    is the best approximation of that rank, recomputed each round; 0 is exact.
+    Shared: attention, 2 averaged LoRA experts per MLP, which are uploaded.  Local: nothing.  Frozen: the base, and a
+    residual for each weight, which is downloaded.
+    Client: reinitialises its LoRA, with its own random A and a new optimiser, then takes joint steps on training text.
+    Server: adds ``sum_i p_i s_i B_i A_i`` to the residual, with aggregation weight p_i and LoRA scale s_i of user i.
+    Differs from the paper: the residual is kept beside the base, as two factors.  A download has the sum over all
+    rounds, because users may have been absent; the paper's has that of the last round, as stacked factors.  With
+    ``residual_rank`` above 0 the residual is approximated by that rank in each round.
 
     Args:
         residual_rank: Rank of the residual that is added to each weight; 0 is exact.

@@ -432,32 +432,30 @@ def fedmerge(
     global_iterations: Count = 1,
     proximal: NotNegative = 0.0,
 ) -> Method:
-    """FedMerge: the server keeps d models and all merging weights; users exchange one merged model each.
+    """FedMerge: the server keeps d models, and merges them for each user with the user's own merging weights.
 
     Source: Chen et al. 2025, "FedMerge: Federated Personalization via Model Merging", arXiv:2504.06768, Algorithm 1.
     Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: nothing.
     Frozen: a language model's base.
-    Client: joint steps on the merged model, as in FedAvg; ``proximal`` times |theta - theta_i|^2 is added to the loss.
-    Server: the models by eq. 5 and 8, then the weights by eq. 6 and 9; with ``softmax`` the weights are the softmax of
-    logits (appendix D).
-    Differs from the paper: with eq. 5 the models would move d times less than "the global model is replaced" says, so a
-    model moves by a mean over its users, as in the public code (``column_normalize``; false is eq. 5); weights below
-    zero (without ``softmax``) count there with their magnitude.  A model that no participant uses is unchanged.  The
-    public code moves weights first; its ``proximal`` is 0.01.  The search for the step is in closed form.  Users'
-    shares in eq. 5 and 6 are ``training.weighting``, one setting for all methods that a recipe compares: equal by
-    default, the paper's n_i / n with ``samples`` (or ``tokens``), as in the published recipes.
+    Client: joint steps on its merged model theta_i; ``proximal`` times |theta - theta_i|^2 is added to the loss.
+    Server: a step on the models by eq. 5 and 8, then one on the merging weights by eq. 6 and 9.
+    Differs from the paper: a model moves by a mean over its users, as in the public code, where eq. 5
+    (``column_normalize: false``) would move it d times less.  Negative merging weights (without ``softmax``) count in
+    that mean with their magnitude.  A model that no participant uses is unchanged.  The number of small steps on the
+    merging weights is computed; the public code counts them.  That code moves the weights first, and its ``proximal``
+    is 0.01.  Users' shares p_i in eq. 5 and 6 are ``training.weighting``: equal by default, the paper's n_i / n with
+    ``samples`` (or ``tokens``), as in the published recipes.
 
     Args:
         models: Number of models on the server.
         softmax: Use the softmax of logits as merging weights (FedMerge, appendix D).
-        column_normalize: Move a model by a mean over its users, as the public code does; ``false`` is FedMerge's eq. 5
-            as printed.
+        column_normalize: Move a model by a mean over its users, as the public code does; ``false`` is eq. 5 as printed.
         models_first: Update the models before the merging weights; the public code updates the weights first.
         inner_product_keys: Tensors whose inner products move the weights (eq. 6): ``head`` (the last layer, as in the
             public code; all of LoRA, which has none), ``all``, ``trained`` (all but running statistics), ``body``
             (trained tensors without the head), ``first`` (the first layer).
-        inner_product_share: Share of the entries of ``inner_product_keys`` that are used: those that the user's update
-            changed most; above 0. FedMerge's section 3 names pruning without details.
+        inner_product_share: Share of these tensors' numbers that is used, above 0: those that the user has changed
+            most. FedMerge's section 3 names pruning without details.
         weight_step: Largest change of a merging weight, or of its logit, in an update; 0 freezes the weights.
         global_rate: Learning rate of the server's models.
         global_iterations: Updates of the server's models and merging weights in a round.
@@ -491,15 +489,14 @@ def fedmerge_fixed(
     weights: Literal["even", "random"] = "even",
     global_rate: NotNegative = 1.0,
 ) -> Method:
-    """FedMerge with frozen merging weights: each user merges randomly drawn models with equal or random weights.
+    """FedMerge with frozen merging weights: each user merges some random models, with equal or random weights.
 
     Source: Chen et al. 2025 (FedMerge, arXiv:2504.06768), Table 4, "Fixed (``chosen`` / ``models``)".
     Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: nothing.
     Frozen: a language model's base.
-    Client: joint steps on the merged model, as in FedAvg.  Server: the models move as for ``fedmerge``, by a mean over
-    the users that merge them; the merging weights do not.
-    Differs from the paper: none known; Table 4's caption has even weights, the text below it random ones from an
-    unnamed distribution: ours are uniform on the simplex.
+    Client: joint steps on the merged model.  Server: moves each model by a mean over the users who merge it.
+    Differs from the paper: none known.  Table 4's caption has even weights, the text below it random ones from an
+    unnamed distribution; ours are uniform on the simplex.
 
     Args:
         models: Number of models on the server.

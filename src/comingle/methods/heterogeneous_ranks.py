@@ -17,17 +17,18 @@ from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 
 def hetlora(*, regularisation: NotNegative = 5e-3, gamma: BelowOne = 0.99, prune: bool = True) -> Method:
-    """HetLoRA: users have different ranks; matrices with a larger change weigh more; unused ranks are pruned.
+    """HetLoRA: users have different LoRA ranks, larger changes weigh more in the mean, and unused ranks are pruned.
 
     Source: Cho et al. 2023, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models",
     arXiv:2401.06432; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.3 and C.3.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text. The last ranks of a user are those from ``gamma`` times its rank on;
-    ``regularisation`` times their norm is added to the loss. With ``prune`` a user drops its last ranks if their norm
-    has shrunk over its local steps.
-    Server: zero-padding, mean weighted by the norm of each user's change, truncated to each user's rank.
-    Differs from the paper: weights are computed for each linear; a user's scale alpha / sqrt(rank) stays that of its
-    initial rank.  The regularisation is one of the three values that CoMiGS sweeps.
+    Client: joint steps on training text.  A user's last ranks are those from ``gamma`` times its rank on;
+    ``regularisation`` times their norm is added to the loss.  With ``prune`` they are dropped if that norm has shrunk
+    over the local steps.
+    Server: the mean of the users' factors, padded with zeros, with weights proportional to the norms of their changes
+    ``B A``; each user gets as many ranks of it as it has.
+    Differs from the paper: weights are computed for each linear.  A user's scale alpha / sqrt(rank) stays that of its
+    initial rank.  The regularisation is one of the three values that CoMiGS tries.
 
     Args:
         regularisation: Weight of the norms of a user's last ranks in its objective.
@@ -164,15 +165,16 @@ class Prune(ClientHook):
 
 
 def flexlora() -> Method:
-    """FlexLoRA: users have different ranks; the mean weight change is truncated to each user's rank by an SVD.
+    """FlexLoRA: users have different LoRA ranks, and the server truncates their mean change to each user's rank.
 
     Source: Bai et al. 2024, "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client
     Resources", arXiv:2402.11505; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.3.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: nothing.  Frozen: the base.
     Client: joint steps on training text, with a new optimiser each round, as the factors change.
-    Server: dW = sum_u p_u s_u B_u A_u = U S V; user u gets A = the first rows of V, B = the first columns of U S / s_u.
-    Differs from the paper: the rank-stabilised scale s_u = alpha / sqrt(rank) of the forward pass is part of dW; dW
-    itself is never formed, its singular values come from those of a matrix as small as the sum of all ranks.
+    Server: an SVD ``U S V`` of the mean change ``sum_u p_u s_u B_u A_u``, with aggregation weight p_u and LoRA scale
+    s_u.  User u gets the first rows of V as A and the first columns of ``U S / s_u`` as B.
+    Differs from the paper: the mean change includes the scale s_u = alpha / sqrt(rank) of the forward pass.  It is
+    never formed as a matrix.
     """
     return Method(
         name="flexlora",

@@ -155,25 +155,25 @@ def momentum_clustering(
     iterations: Count = 2,
     server_rate: NotNegative = 1.0,
 ) -> Method:
-    """Momentum clustering: users upload momentum, threshold clustering finds C centres, each user moves by its centre.
+    """Momentum clustering: the server finds C centres of the users' momenta, and moves each user by the nearest one.
 
     Source: Werner et al. 2023, "Provably Personalized and Robust Federated Learning", arXiv:2306.08393, the algorithm
     that is linear in the number of users, which FLoRAL's section 6 tries; as FLoRAL's public code runs it.
     Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: the momentum.
     Frozen: a language model's base.
-    Client: joint steps on training data, which change the downloaded model x by ``-g``; then the momentum becomes ``m =
-    momentum m + (1 - momentum) g``, in the first round ``m = g``; the client uploads ``x - m``.
-    Server: ``iterations`` times each centre v_c becomes the mean over users of ``m_i``, or of the centre itself for
-    users further from it than the ``quantile`` of all distances; then ``x_i = x_i - server_rate v_k``, where v_k is the
-    centre nearest to m_i.
-    Differs from the paper: we had its abstract and public code, and FLoRAL's code, not its text.  g is the change of a
-    round of local steps, statistics included; in the paper's code, which has this momentum and first value, it is by
-    default one gradient step of rate 0.001, and FLoRAL's server has no momentum.  With many steps of Adam in a round
-    this momentum is too large.  The server keeps x_i for absent users.  A centre starts at the momentum of a
-    random user (in FLoRAL's code at the mean of random groups, so close together that they collapse; in the paper's
-    each user has a centre, at its own), and later rounds start from the last centres.  Means are weighted by
-    ``training.weighting``.  Users who join later move by the total change of the nearest cluster.  The other defaults
-    are FLoRAL's; its recipe has a quantile of 0.1 and 10 iterations, the paper's code also 10.
+    Client: joint steps on training data, which change the downloaded model x to ``x - g``.  The momentum becomes ``m =
+    momentum m + (1 - momentum) g``, in the first round ``m = g``.  The client uploads ``x - m``.
+    Server: ``iterations`` times each centre v becomes the mean over users of their momenta m_i, where users further
+    from v than the ``quantile`` of all distances count as if they were at v.  Then user i's model becomes ``x_i -
+    server_rate v``, with the centre v nearest to m_i.
+    Differs from the paper: g is the change of a whole round, statistics included; in the paper's code it is by default
+    one gradient step of rate 0.001, and FLoRAL's server has no momentum.  With many steps of Adam in a round this
+    momentum is too large.  Centres start at the momenta of random users, and later rounds start from the last centres.
+    In FLoRAL's code they start at means of random groups, so close together that they collapse; in the paper's code
+    each user has a centre.  Means are weighted by ``training.weighting``.  The server keeps x_i for absent users.
+    Users who join later move by all steps of the nearest cluster.  The other defaults are FLoRAL's; its recipe has a
+    quantile of 0.1 and 10 iterations, the paper's code also 10.  We had the paper's abstract and public code, and
+    FLoRAL's code, not the paper's text.
 
     Args:
         clusters: Number C of clusters of users, each with a centre of momentum.

@@ -81,17 +81,17 @@ SENDERS = "senders"
 
 
 def pcl(*, exchange_from: Count = 5, exchange_every: Count = 2) -> Method:
-    """Personalised collaborative fine-tuning: each user averages the models that do well on its validation text.
+    """PCL: each user averages all users' models, with larger weights for those that predict its validation text well.
 
     Source: Wagner et al. 2024, "Personalized Collaborative Fine-Tuning for On-Device Large Language Models",
     arXiv:2404.09753, strategy 2; as in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text; after rounds 5, 7, 9 ... (``exchange_from``, ``exchange_every``; the public
-    code counts from 0, so there they are 4, 6, 8) each model is sent to each user and scored on the user's validation
-    text, on the client: the scores are not sent.
-    Server: none; user i keeps sum_j w_ij model_j, row i of w the softmax of the negative perplexities.
-    Differs from the paper: the whole validation text is scored instead of 20 random batches; users who are absent from
-    a round are not averaged.
+    Client: joint steps on training text.  After rounds 5, 7, 9 ... (``exchange_from``, ``exchange_every``) user i
+    downloads the models of all participants j, computes their perplexity_ij on its validation text, and continues with
+    sum_j w_ij model_j, where ``w_ij = softmax_j(-perplexity_ij)``.
+    Server: sends all uploads to all participants.
+    Differs from the paper: perplexities are those of the whole validation text, instead of 20 random batches.  Only
+    participants of the round are averaged.  (The public code counts rounds from 0, so it exchanges after 4, 6, 8 ...)
 
     Args:
         exchange_from: First round, counted from 1, after which users exchange models.

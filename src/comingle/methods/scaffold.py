@@ -16,21 +16,21 @@ from comingle.utils.trees import Tree
 
 
 def scaffold(*, server_rate: NotNegative = 1.0) -> Method:
-    """SCAFFOLD: each step is corrected by ``-rate (c - c_i)``, so that users with different data do not drift apart.
+    """SCAFFOLD: FedAvg whose local steps are corrected, so that users with different data do not drift apart.
 
     Source: Karimireddy et al. 2020, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
     arXiv:1910.06378, Algorithm 1 with option II; ``server_rate`` is its eta_g.
     Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics; the server's c comes with each
     download.  Local: c_i.  Frozen: a language model's base.
-    Client: joint steps on training data, each followed by the correction; then ``c_i = c_i - c + (x - y_i) / sum of
-    rates``.
-    Server: ``x = x + eta_g (mean of y_i - x)`` and ``c = c + 1/N sum_i (new c_i - old c_i)`` over the round's
-    users, N being the number of all users.
-    Differs from the paper: users do not send the change of c_i, which halves the upload; the server computes it from
-    y_i and from the sum of the user's learning rates, which is sent.  With plain descent at a constant rate all is as
-    in the paper; with other optimisers the control variates are of steps, not gradients.  With compressed uploads, c
-    follows the compressed y_i and c_i the exact one.  x is a mean by ``training.weighting``; ``evaluation.model:
-    exchanged`` scores it, the default y_i.
+    Client: joint steps on training data from the model x to y_i, each corrected by ``-rate (c - c_i)`` with the control
+    variates c of all users and c_i of the user.  Then ``c_i = c_i - c + (x - y_i) / sum of rates``.
+    Server: ``x = x + server_rate (mean of y_i - x)`` and ``c = c + 1/N sum_i (new c_i - old c_i)`` over the round's
+    participants i, of N users in all.
+    Differs from the paper: users upload the sum of their learning rates instead of the change of c_i, which the server
+    computes from that sum and y_i.  With plain descent at a constant rate all is as in the paper; with other optimisers
+    the control variates are means of steps, not of gradients.  With compressed uploads, c follows the compressed y_i
+    and c_i the exact one.  The mean of y_i is weighted by ``training.weighting``.  Users are evaluated with y_i, or
+    with x if ``evaluation.model`` is ``exchanged``.
 
     Args:
         server_rate: Size of the server's step towards the mean of the uploads; 1 takes the mean.

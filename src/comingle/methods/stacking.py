@@ -99,47 +99,44 @@ MODELS = 2
 
 
 def stacking(*, generalists: Annotated[int, Range(least=0, most=MODELS)] = 1, temperatures: bool = False) -> Method:
-    """Stacking: FedAvg's and Local's models, trained as in their own runs, and one mixture weight w for each user.
+    """Stacking: each user mixes the predictions of a shared and a local model, with one weight fitted to its own data.
 
-    A user predicts ``p = w p_shared + (1 - w) p_own`` for each next token. w has the largest likelihood on its
-    validation text, which trains neither model. The log-likelihood is concave in w and both ends are allowed, so at
-    each evaluation
+    A user predicts each next token by ``p = w p_shared + (1 - w) p_local``. The weight w has the largest likelihood on
+    its validation text, which trains neither model. So
 
     - on validation text the mixture's loss is at most that of the better model (Smyth and Wolpert, section 3);
-    - on any text its loss is at most ``w loss_shared + (1 - w) loss_own`` (Jensen), so never above that of the worse
-      model, and at most ``loss_shared + log(1 / w)`` and ``loss_own + log(1 / (1 - w))``;
-    - one number is fitted: with n independent tokens that costs 1 / (2 n) nats per token on new text, if n is large.
+    - on any text its loss is at most ``w loss_shared + (1 - w) loss_local`` (Jensen's inequality), which is never above
+      that of the worse model;
+    - on new text the fit of w costs about 1 / (2 n) nats per token, with n independent validation tokens.
 
-    With ``temperatures`` both models are first raised to a power, ``p_shared^a`` and ``p_own^b`` up to normalisation,
-    each with the largest likelihood by itself (from 1/4 to 4; a temperature is its inverse). That log-likelihood is
-    concave too, so all of the above holds for the two models with their temperatures, neither of which is worse on
-    validation text than without.
+    With ``temperatures`` the mixture is of ``p_shared^a`` and ``p_local^b``, normalised, where a and b (from 1/4 to 4)
+    each have the largest likelihood for their model alone. On validation text neither model is worse than without.
 
     Source: linear stacking of densities: Smyth and Wolpert 1999, Machine Learning 36, 59-83, here with one split; a
     global and a local model mixed for each user: Peterson, Hanif and Darling 2019, arXiv:1912.06733, Mansour et al.
     2020, arXiv:2002.10619.
-    Shared: attention and 2 averaged LoRA experts per MLP of one model.  Local: the same of another, and w.  Frozen: the
-    base.
-    Client: joint steps on training text, of both models on the same batches, each by its own loss.  Server: mean.
-    Differs from the paper: w is the same for all tokens, where Peterson et al. gate by the input.  Both models are
-    bit for bit what ``fedavg`` and ``local`` train, unless a ``clip_norm`` clips the gradients of both by their
-    common norm.  It has twice the trained parameters and passes of either.  With ``generalists`` 2 or 0 both models are
-    shared, or both local, from different initial values: a control for the gain of any second model.
+    Shared: attention and 2 averaged LoRA experts per MLP of one model.  Local: the same of another model, and w.
+    Frozen: the base.
+    Client: steps of both models on the same batches of training text, each for its own loss.  Server: mean over users.
+    Differs from the paper: w is the same for all tokens, where Peterson et al. compute it from the input.  The two
+    models are bit for bit those of ``fedavg`` and ``local``, unless ``clip_norm`` clips the gradients of both together.
+    Training costs as much as both methods.  With ``generalists`` 2 or 0 both models are shared, or both local, with
+    different initial values.
 
     Args:
         generalists: Number of its two models that are shared; 0 and 2 are for comparison.
         temperatures: Fit a temperature for each of the two models on validation text, before their weights.
     """
+    mixture = ClientMixture(clusters=MODELS, of="models", at="predictions", experts=2, tempered=temperatures)
+    if generalists > 0:
+        shared, server = frozenset({GENERALIST}), Mean()
+    else:
+        shared, server = frozenset(), Server()
     return Method(
         name="stacking",
-        placement=Placement(
-            generalists=generalists,
-            specialists=MODELS - generalists,
-            shared=frozenset({GENERALIST} if generalists else ()),
-            mixture=ClientMixture(clusters=MODELS, of="models", at="predictions", experts=2, tempered=temperatures),
-        ),
+        placement=Placement(generalists=generalists, specialists=MODELS - generalists, shared=shared, mixture=mixture),
         client=Client(phases=joint(routed=False), parts=(FitWeights(tempered=temperatures),)),
-        server=Mean() if generalists else Server(),
+        server=server,
     )
 
 
