@@ -62,14 +62,14 @@ class AssignmentServer(Server):
     def start(self, setup: ServerSetup) -> Tree:
         """Return the initial state: experts with random factors A, assigned to users at random.
 
-        The assignment is random because ``tokens`` and ``embeddings``, by which experts fit users, are random until
-        users report them.
+        The server assigns experts by the products of their ``embeddings`` and the users' ``tokens``. Users report these
+        later; until then they are random.
 
         Raises:
             RecipeError: The mean number of experts per user is above ``most`` or below 1. A single user is exempt: it
                 gets the experts that fit best.
         """
-        num_users, num_mlps = len(setup.users), len(layers_of(setup.models))
+        num_users, num_mlps = len(setup.users), len(mlps_of(setup.models))
         num_experts = self.experts or EXPERTS_PER_USER * num_users
         self._check_number_of_choices(num_experts, num_users)
         kept: Tree = {}
@@ -109,13 +109,15 @@ class AssignmentServer(Server):
         Raises:
             RecipeError: The mean number of experts per user is too small or too large.
         """
+        if num_users == 1:
+            return
         users_per_expert = min(self.choices, num_users)
         choices = num_experts * users_per_expert
-        if num_users > 1 and not num_users <= choices <= num_users * self.most:
+        least, most = num_users, num_users * self.most
+        if not least <= choices <= most:
             raise RecipeError(
                 f"method fedamole: got {num_experts} experts that choose {users_per_expert} of {num_users} users each, "
-                f"{choices} choices in all; allowed: {num_users} to {num_users * self.most} (method.experts, choices, "
-                "most)"
+                f"{choices} choices in all; allowed: {least} to {most} (method.experts, choices, most)"
             )
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
@@ -130,7 +132,7 @@ class AssignmentServer(Server):
             Tensors by name, ``(users, 1, *shape)``: each user gets one model.
         """
         model = model_of(kept)
-        mlps = layers_of(model)
+        mlps = mlps_of(model)
         places = kept[PLACES][list(users)]
         rank = kept[TOKENS].shape[-1]
         sent = {}
@@ -143,7 +145,7 @@ class AssignmentServer(Server):
             elif EXPERTS + name in kept:
                 generalist, missing_expert = shared, torch.zeros_like(t)
                 pool = torch.cat([kept[EXPERTS + name], missing_expert])
-                mlp_index = mlps.index(layer_of(name))
+                mlp_index = mlps.index(mlp_of(name))
                 by_user = torch.cat([generalist, pool[places[:, mlp_index]]], dim=1)
             else:
                 by_user = shared
@@ -153,26 +155,27 @@ class AssignmentServer(Server):
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Average the uploads, then assign experts to users by the means of T x and A_e x that participants report.
 
-        With ``fixed`` experts (for users who join later) nothing is averaged, and only the participants get experts.
+        x are a user's hidden states, T is the routers' projection and A_e the LoRA factor A of domain expert e. With
+        ``fixed`` experts (for users who join later) nothing is averaged, and only participants get new experts.
 
         Args:
             kept: State of the server, changed in place.
-            received: The uploads. An uploaded router has the reported means in the rows below its projection T.
+            received: The uploads. An uploaded router has the reported means in the rows below T.
         """
         users, weights = list(received.users), received.weights
         if not self.fixed:
             self._average_shared_tensors(kept, received)
         users_to_assign = users if self.fixed else list(range(len(kept[PLACES])))
         rank = kept[TOKENS].shape[-1]
-        for mlp_index, mlp in enumerate(layers_of(model_of(kept))):
+        for mlp_index, mlp in enumerate(mlps_of(model_of(kept))):
             means = unpack_means(received.tensors[f"{mlp}{ROUTER}"], rank, self.most)
-            mean_tokens, mean_embeddings = means[:, 0], means[:, 1:]  # T x; A_e x of each of the user's experts
+            mean_tokens, mean_embeddings = means[:, 0], means[:, 1:]  # of T x, and of A_e x for each expert of the user
             kept[TOKENS][users, mlp_index] = mean_tokens.to(kept[TOKENS])
             if not self.fixed:
                 places = kept[PLACES][users, mlp_index]
                 set_expert_means(kept[EMBEDDINGS][mlp_index], mean_embeddings, places, weights)
                 for name, t in received.tensors.items():
-                    if layer_of(name) == mlp and EXPERTS + name in kept:
+                    if mlp_of(name) == mlp and EXPERTS + name in kept:
                         domain_experts = t[:, 1:]
                         set_expert_means(kept[EXPERTS + name], domain_experts, places, weights)
             scores = fit_scores(kept, mlp_index, users_to_assign)
@@ -237,12 +240,13 @@ class AssignmentServer(Server):
 
 
 def fit_scores(kept: Tree, mlp: int, users: Sequence[int]) -> Float[Tensor, "experts users"]:
-    """Return how well expert e fits each user: ``(mean of A_e x)^T (mean of T x) / sqrt(rank)``.
+    """Return how well domain expert e fits each user: ``(mean of A_e x)^T (mean of T x) / sqrt(rank)``.
 
-    x are hidden states of tokens: in the first mean those of the users who have the expert, in the second the user's.
+    A_e is the expert's LoRA factor A and T the routers' projection. x are hidden states: in the first mean those of the
+    users who had the expert, in the second the user's own.
 
     Args:
-        kept: State of the server, with the means of A_e x and of T x.
+        kept: State of the server, with both means.
         mlp: Index of the MLP.
         users: Indices of the users.
     """
@@ -252,30 +256,32 @@ def fit_scores(kept: Tree, mlp: int, users: Sequence[int]) -> Float[Tensor, "exp
     return embeddings @ tokens.T / math.sqrt(rank)
 
 
-def layer_of(name: str) -> str:
-    """Return the MLP that a tensor belongs to, such as "layers.0.mlp.", or an empty string."""
-    return name[: name.rfind("mlp.") + 4] if "mlp." in name else ""
+def mlp_of(name: str) -> str:
+    """Return the MLP that a tensor belongs to: "layers.0.mlp." for "layers.0.mlp.up.a"; else an empty string."""
+    if "mlp." not in name:
+        return ""
+    return name[: name.rfind("mlp.") + len("mlp.")]
 
 
-def layers_of(tensors: Tree) -> list[str]:
-    """Return the names of all MLPs with a router."""
+def mlps_of(tensors: Tree) -> list[str]:
+    """Return the names of all MLPs with a router, such as "layers.0.mlp."."""
     return [name.removesuffix(ROUTER) for name in tensors if name.endswith(f".{ROUTER}")]
 
 
 def unpack_means(router: Float[Tensor, "users rows width"], rank: int, most: int) -> Float[Tensor, "users means rank"]:
-    """Return the mean projections that each user reports in its uploaded router, below the ``rank`` rows of T.
+    """Return the means that users report in their uploaded routers: of T x, then of A_e x for each domain expert.
+
+    The first ``rank`` rows of a router are the projection T of hidden states x. The rows below have the means, followed
+    by padding. A_e is the LoRA factor A of expert e.
 
     Args:
         router: Uploaded routers.
-        rank: Rank of the projection T.
+        rank: LoRA rank, which is the length of a mean.
         most: Largest number of domain experts of a user.
-
-    Returns:
-        First the mean of T x over the user's tokens x, then the mean of A_e x for each domain expert of the user.
     """
     num_means = 1 + most
-    numbers = router[:, rank:].flatten(1)  # the means, then padding
-    return numbers[:, : num_means * rank].unflatten(1, (num_means, rank))
+    means_and_padding = router[:, rank:].flatten(1)
+    return means_and_padding[:, : num_means * rank].unflatten(1, (num_means, rank))
 
 
 def set_expert_means(
@@ -292,23 +298,36 @@ def set_expert_means(
         assigned: Index of the expert that each upload is for; the number of experts for an upload to ignore.
         weights: Aggregation weights of the users.
     """
-    num_experts, most = len(experts), assigned.shape[1]
-    expert_by_upload = assigned.flatten()
-    uploads_per_expert = expert_by_upload.bincount(minlength=num_experts + 1)[:num_experts]
-    # All means are computed in one product. Row e of ``positions`` says which uploads are for expert e. All rows
-    # are as long as the longest; shorter ones are filled with uploads for other experts, which get a share of 0.
-    by_expert = expert_by_upload.argsort(stable=True)
-    first = (uploads_per_expert.cumsum(0) - uploads_per_expert).unsqueeze(1)  # of each expert, in ``by_expert``
-    columns = torch.arange(int(uploads_per_expert.max()), device=experts.device)
-    positions = by_expert[(first + columns).clamp(max=len(by_expert) - 1)]
-    is_own = columns < uploads_per_expert.unsqueeze(1)
+    most = assigned.shape[1]
+    indices, is_padding = _uploads_by_expert(assigned.flatten(), len(experts))
     weight_by_upload = weights.to(experts).repeat_interleave(most)
-    shares = weight_by_upload[positions] * is_own
+    shares = weight_by_upload[indices] * ~is_padding
     shares = shares / shares.sum(1, keepdim=True).clamp(min=torch.finfo(experts.dtype).tiny)
-    uploads_by_expert = uploads.flatten(0, 1)[positions].to(experts)  # (experts, columns, ...)
+    uploads_by_expert = uploads.flatten(0, 1)[indices].to(experts)  # (experts, columns, ...)
     means = torch.einsum("ec,ec...->e...", shares, uploads_by_expert)
-    has_uploads = (uploads_per_expert > 0).view(-1, *[1] * (experts.dim() - 1))
+    has_uploads = (~is_padding).any(1).view(-1, *[1] * (experts.dim() - 1))
     experts.copy_(torch.where(has_uploads, means, experts))
+
+
+def _uploads_by_expert(
+    expert_by_upload: Int[Tensor, " uploads"], num_experts: int
+) -> tuple[Int[Tensor, "experts columns"], Bool[Tensor, "experts columns"]]:
+    """Return a row for each expert with the indices of the uploads for it, and a mask of the rows' padding.
+
+    For ``expert_by_upload = [1, 0, 1]`` the rows are ``[1, p]`` and ``[0, 2]`` with a padding p.
+
+    Args:
+        expert_by_upload: Index of the expert that each upload is for; ``num_experts`` for an upload to ignore.
+        num_experts: Number of experts.
+    """
+    num_uploads = expert_by_upload.bincount(minlength=num_experts + 1)[:num_experts]  # for each expert
+    sorted_by_expert = expert_by_upload.argsort(stable=True)
+    start_of_expert = num_uploads.cumsum(0) - num_uploads  # in ``sorted_by_expert``
+    columns = torch.arange(int(num_uploads.max()), device=expert_by_upload.device)
+    places = start_of_expert.unsqueeze(1) + columns
+    indices = sorted_by_expert[places.clamp(max=len(sorted_by_expert) - 1)]
+    is_padding = columns >= num_uploads.unsqueeze(1)
+    return indices, is_padding
 
 
 def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most: int) -> Bool[Tensor, "experts users"]:
@@ -400,7 +419,10 @@ def fedamole(
 
 @dataclass(frozen=True)
 class PairGating:
-    """Gating that weighs domain experts by the product of two projections of the input: the expert's A, and T."""
+    """Gating of FedAMoLE: domain expert e has the logit ``(A_e x)^T (T x)`` for input x.
+
+    A_e is the expert's LoRA factor A and T a projection that all experts share.
+    """
 
     def __str__(self) -> str:
         return "weighted by pairs of projections"
