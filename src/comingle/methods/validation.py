@@ -159,7 +159,7 @@ def _require_trained_router(name: str, method: Method) -> None:
         )
 
 
-def require_per_user(
+def require_one_penalty_per_user(
     name: str, hook: ClientHook, penalty: Tensor | float, users: int
 ) -> Float[Tensor, " users"] | float:
     """Return a client hook's penalty unchanged, or raise an error unless it has one value for each user, or is 0.

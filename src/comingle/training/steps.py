@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from comingle.methods.base import Phase
-from comingle.methods.validation import require_per_user
+from comingle.methods.validation import require_one_penalty_per_user
 from comingle.models.model import Model
 from comingle.privacy.accounting import Work, check_delta
 from comingle.privacy.base import PrivacyMechanism, PrivateStep, overrides
@@ -845,7 +845,9 @@ class Steps:
             objective = means + self.plan.training.balance_weight * penalty
             for hook in self.plan.method.client.parts:
                 penalty_of_hook = hook.penalty(tensors, cohort.ranks)
-                objective = objective + require_per_user(self.plan.method.name, hook, penalty_of_hook, len(owners))
+                objective = objective + require_one_penalty_per_user(
+                    self.plan.method.name, hook, penalty_of_hook, len(owners)
+                )
             weight = share if scales is None else share * scales.to(share)
             new_gradients = torch.autograd.grad((objective * weight).sum(), leaves, materialize_grads=True)
             preconditioned = self._preconditioned(tensors, dict(zip(leaf_names, new_gradients, strict=True)))
