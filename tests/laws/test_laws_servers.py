@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comingle.methods.base import Client, Method, Placement
-from comingle.methods.mixtures import by_layer
+from comingle.methods.mixtures import mixtures_by_tensor
 from comingle.methods.server import Received, Server
 from comingle.training.backends.local import InProcess
 from comingle.utils.trees import Tree
@@ -86,7 +86,7 @@ def exchanged(server: Server, received: Received) -> Received:
     for i, (name, t) in enumerate(tensors.items()):
         shares = received.weights.unsqueeze(1)
         if name in received.clustered and "mixture" in received.reports:
-            shares = shares * by_layer(received.reports["mixture"], received.clustered)[name].double()
+            shares = shares * mixtures_by_tensor(received.reports["mixture"], received.clustered)[name].double()
         ratio = (shares[one] / shares[two]).view(-1, *[1] * (t.dim() - 2)) if t.dim() > 1 else shares[one] / shares[two]
         ratio = ratio.nan_to_num()  # of a component that neither has
         change = some(t.shape[1:], 100 + i)

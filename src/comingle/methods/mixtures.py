@@ -38,7 +38,7 @@ class WarmUp(ClientHook):
         return (Phase(roles=ROUTERS, steps=self.steps, optimizer="router"),)
 
 
-def by_layer(mixtures: Float[Tensor, "users *layers clusters"], names: Collection[str]) -> Tree:
+def mixtures_by_tensor(mixtures: Float[Tensor, "users *layers clusters"], names: Collection[str]) -> Tree:
     """Return the users' mixture weights ``(users, clusters)`` for each of the components' tensors.
 
     Args:
@@ -156,7 +156,7 @@ class MeanByCluster(Mean):
             Weights by tensor name: ``(users,)`` for the base, ``(users, components)`` for components.
         """
         weights_by_tensor = super().coefficients(received)  # p(k)
-        pi_by_tensor = by_layer(received.reports["mixture"], names=received.clustered)
+        pi_by_tensor = mixtures_by_tensor(received.reports["mixture"], names=received.clustered)
         for name, pi in pi_by_tensor.items():
             weights_by_tensor[name] = aggregation_weights(pi, received.weights)  # p(k|c)
         return weights_by_tensor
