@@ -158,9 +158,9 @@ def make_task(
     """
     setting = _find_setting(name)
     _check_partition(name, setting, clusters=clusters, alpha=alpha, labels_per_cluster=labels_per_cluster)
-    num_users = _given_or_default(users, setting.users)
-    num_clusters = _given_or_default(clusters, setting.clusters)
-    valid_share = float(_given_or_default(valid, setting.valid))
+    num_users = setting.users if users is None else users
+    num_clusters = setting.clusters if clusters is None else clusters
+    valid_share = setting.valid if valid is None else float(valid)
     _check_numbers(
         name,
         users=num_users,
@@ -170,25 +170,37 @@ def make_task(
         valid=valid_share,
     )
     chosen_shift = _choose_shift(name, shift)
-    common_arguments: dict[str, Any] = {
-        "seed": seed,
-        "users": num_users,
-        "clusters": num_clusters,
-        "test_samples": test_samples,
-    }
     if setting.is_synthetic:  # FLoRAL's regressions
-        task = _make_synthetic_task(cast(Kind, name), path, **common_arguments)
+        task = _make_synthetic_task(
+            cast(Kind, name),
+            path,
+            seed=seed,
+            users=num_users,
+            clusters=num_clusters,
+            test_samples=test_samples,
+        )
     elif setting.is_skewed:  # FedMerge's image tasks
         task = _make_skewed_task(
             name,
             path,
-            alpha=_given_or_default(alpha, setting.alpha),
+            seed=seed,
+            users=num_users,
+            clusters=num_clusters,
+            test_samples=test_samples,
+            alpha=setting.alpha if alpha is None else alpha,
             labels_per_cluster=labels_per_cluster,
             fraction=fraction,
-            **common_arguments,
         )
     else:  # FLoRAL's image tasks
-        task = _make_shifted_task(name, path, shift=chosen_shift, **common_arguments)
+        task = _make_shifted_task(
+            name,
+            path,
+            seed=seed,
+            users=num_users,
+            clusters=num_clusters,
+            test_samples=test_samples,
+            shift=chosen_shift,
+        )
     return _split_and_check(task, setting, fraction=fraction, valid=valid_share)
 
 
@@ -201,11 +213,6 @@ def _find_setting(name: str) -> Setting:
     if name not in TASKS:
         raise RecipeError(f"no task {name!r}.{did_you_mean(name, TASKS)} Allowed: {', '.join(TASKS)}")
     return TASKS[name]
-
-
-def _given_or_default(given: object, default: object) -> Any:
-    """Return the given value, or the default if it is None."""
-    return default if given is None else given
 
 
 def _split_and_check(task: Task, setting: Setting, *, fraction: float, valid: float) -> Task:
