@@ -28,7 +28,7 @@ class Prompts:
         self.begin = base.begin
 
     def of_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of messages in the chat template, up to where the model's answer begins.
+        """Return the tokens of messages in the chat template, followed by the template's beginning of an answer.
 
         Raises:
             DataError: The template refuses the messages, or a token has no row in the embedding.
@@ -52,19 +52,22 @@ class Prompts:
             prompt: A text, the tokens of one prompt, or a list of texts or of tokens.
 
         Raises:
-            DataError: There is no prompt, or a token is outside the vocabulary. Or a prompt is empty, and the tokenizer
-                has no token with which a text begins.
+            DataError: There is no prompt; a token is outside the vocabulary; or a prompt is empty, and the base has no
+                begin-of-text token.
         """
-        # A list that begins with a number is the tokens of one prompt; other lists have an item for each prompt.
-        is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-        items = [prompt] if is_single else list(prompt)
-        if not items:
+        is_text = isinstance(prompt, str)
+        is_tokens = not is_text and bool(prompt) and isinstance(prompt[0], int)  # such as [5, 8, 2]
+        text_or_tokens_by_prompt = [prompt] if is_text or is_tokens else list(prompt)
+        if not text_or_tokens_by_prompt:
             raise DataError("prompt: got an empty list; allowed: a text, tokens, or a list of either")
-        given_tokens = [token for item in items if not isinstance(item, str) for token in item]
-        for token in given_tokens:
-            if not 0 <= token < self.base.rows:
-                raise DataError(f"prompt: got token {token}; allowed: 0 to {self.base.rows - 1:,}")
-        prompts = [encode_prompt(self.tokenizer, item, self.begin) for item in items]
+        vocabulary_size = self.base.rows
+        for text_or_tokens in text_or_tokens_by_prompt:
+            if isinstance(text_or_tokens, str):
+                continue
+            for token in text_or_tokens:
+                if not 0 <= token < vocabulary_size:
+                    raise DataError(f"prompt: got token {token}; allowed: 0 to {vocabulary_size - 1:,}")
+        prompts = [encode_prompt(self.tokenizer, item, self.begin) for item in text_or_tokens_by_prompt]
         for tokens in prompts:
             self.base.require_rows(tokens, "the prompt")
         return prompts
@@ -76,35 +79,44 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass(kw_only=True)
 class Choice:
-    """One text of an answer, as generated so far."""
+    """One text of an answer, as generated so far.
+
+    Args:
+        text: The text.
+        tokens: Its tokens, without the one that ends it.
+        num_sampled: Number of sampled tokens, with the one that ends it; the API's usage counts these.
+        finish: Why the text has ended; None if it has not.
+    """
 
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
-    count: int = 0
+    num_sampled: int = 0
     finish: Finish | None = None
 
     def add(self, piece: Piece, ends: Sequence[int]) -> list[SampledToken]:
-        """Append the result of one step.
+        """Append a piece to the text.
 
         Args:
-            piece: The result.
+            piece: New text and the token that was sampled.
             ends: Tokens that end a text and are not part of it.
 
         Returns:
-            The token that belongs to the text, in a list; an empty list if there is none or it only ends the text.
+            The tokens that were appended: one, or none if the piece has no token or one of ``ends``.
         """
         self.text += piece.text
-        if piece.sampled is not None:
-            self.count += 1  # also a token that only ends the text, as in the API's usage
         self.finish = piece.finish
-        new_tokens = [piece.sampled] if piece.sampled and piece.sampled.token not in ends else []
+        new_tokens: list[SampledToken] = []
+        if piece.sampled is not None:
+            self.num_sampled += 1
+            if piece.sampled.token not in ends:
+                new_tokens.append(piece.sampled)
         self.tokens += new_tokens
         return new_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Values common to all chunks of one answer.
+    """Formats one answer as a response body or as server-sent events of the OpenAI API.
 
     Args:
         chat: Whether it answers a chat request rather than a completion request.
@@ -130,79 +142,108 @@ class Answer:
         """Return the body of an answer that is not streamed."""
         return {
             **self._common_fields("chat.completion" if self.chat else "text_completion"),
-            "choices": [self._choice(number, choice) for number, choice in enumerate(choices)],
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
             "usage": self.usage(choices),
         }
 
-    def _choice(self, number: int, choice: Choice) -> dict[str, object]:
-        """Return a complete choice in the API's form: text of a completion, or message of a chat."""
-        rest = {"logprobs": self._logprobs(choice.tokens), "finish_reason": choice.finish}
-        if not self.chat:
-            return {"index": number, "text": choice.text, **rest}
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"index": number, "message": message, **rest}
+    def _choice(self, index: int, choice: Choice) -> dict[str, object]:
+        """Return an item of ``choices`` for a text that has ended."""
+        fields: dict[str, object] = {"index": index}
+        if self.chat:
+            fields["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            fields["text"] = choice.text
+        fields["logprobs"] = self._logprobs(choice.tokens)
+        fields["finish_reason"] = choice.finish
+        return fields
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         """Return the API's ``usage``: numbers of prompt tokens, generated tokens, and both."""
-        generated = sum(choice.count for choice in choices)
+        num_generated = sum(choice.num_sampled for choice in choices)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": generated,
-            "total_tokens": self.prompt_tokens + generated,
+            "completion_tokens": num_generated,
+            "total_tokens": self.prompt_tokens + num_generated,
         }
 
     # ------------------------------------------------------------ in chunks
 
     def chunk(self, choices: Sequence[Mapping[str, object]], usage: Mapping[str, int] | None = None) -> str:
-        """Return one server-sent event of a stream."""
-        body = {**self._common_fields("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
-        return event(body if usage is None else {**body, "usage": usage})
-
-    def first_choice(self, number: int) -> dict[str, object]:
-        """Return the first choice of a chat's stream, which carries the role."""
-        return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-
-    def choice_chunk(
-        self, number: int, text: str, tokens: Sequence[SampledToken], finish: Finish | None
-    ) -> dict[str, object]:
-        """Return a choice of a stream's chunk with newly generated text.
+        """Return one server-sent event of a stream.
 
         Args:
-            number: Index of the choice.
+            choices: From :meth:`first_choice` or :meth:`choice_chunk`.
+            usage: From :meth:`usage`, for the last event.
+        """
+        body = self._common_fields("chat.completion.chunk" if self.chat else "text_completion")
+        body["choices"] = choices
+        if usage is not None:
+            body["usage"] = usage
+        return event(body)
+
+    def first_choice(self, index: int) -> dict[str, object]:
+        """Return the item of ``choices`` with which a text of a streamed chat begins: its role, without content."""
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def choice_chunk(
+        self, index: int, text: str, tokens: Sequence[SampledToken], finish: Finish | None
+    ) -> dict[str, object]:
+        """Return an item of ``choices`` with the text that a streamed answer adds.
+
+        Args:
+            index: Index of the choice.
             text: The new text.
             tokens: Its tokens.
             finish: Why the text has ended; None if it has not.
         """
-        rest = {"logprobs": self._logprobs(tokens), "finish_reason": finish}
-        if not self.chat:
-            return {"index": number, "text": text, **rest}
-        return {"index": number, "delta": {"content": text} if text else {}, **rest}
+        fields: dict[str, object] = {"index": index}
+        if self.chat:
+            fields["delta"] = {"content": text} if text else {}
+        else:
+            fields["text"] = text
+        fields["logprobs"] = self._logprobs(tokens)
+        fields["finish_reason"] = finish
+        return fields
 
     # ------------------------------------------------------------ parts of both
 
-    def _common_fields(self, kind: str) -> dict[str, object]:
-        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.random_id}"
-        return {"id": name, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": None}
+    def _common_fields(self, object_type: str) -> dict[str, object]:
+        """Return the fields that the API's responses and events begin with."""
+        prefix = "chatcmpl" if self.chat else "cmpl"
+        return {
+            "id": f"{prefix}-{self.random_id}",
+            "object": object_type,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+        }
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, object] | None:
-        """Return the tokens' log probabilities in the API's form for chats or completions; None if not requested."""
+        """Return the API's ``logprobs`` of tokens, in its form for chats or completions; None if not requested."""
         if not self.wants_logprobs:
             return None
-        if self.chat:
-            entries = [
-                {**self._token_entry(sampled.token, sampled.logprob), "top_logprobs": self._top_entries(sampled)}
-                for sampled in tokens
-            ]
-            return {"content": entries, "refusal": None}
+        return self._chat_logprobs(tokens) if self.chat else self._completion_logprobs(tokens)
+
+    def _chat_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, object]:
+        """Return a list with an entry per token."""
+        entries = []
+        for sampled in tokens:
+            entry = self._token_entry(sampled.token, sampled.logprob)
+            entry["top_logprobs"] = [self._token_entry(token, logprob) for token, logprob in sampled.top]
+            entries.append(entry)
+        return {"content": entries, "refusal": None}
+
+    def _completion_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, object]:
+        """Return a list per field, each with a value per token."""
+        top_logprobs = []
+        for sampled in tokens:
+            top_logprobs.append({self._text(token): logprob for token, logprob in sampled.top})
         return {
             "tokens": [self._text(sampled.token) for sampled in tokens],
             "token_logprobs": [sampled.logprob for sampled in tokens],
-            "top_logprobs": [{self._text(token): value for token, value in sampled.top} for sampled in tokens],
+            "top_logprobs": top_logprobs,
             "text_offset": [sampled.text_offset for sampled in tokens],
         }
-
-    def _top_entries(self, sampled: SampledToken) -> list[dict[str, object]]:
-        return [self._token_entry(token, value) for token, value in sampled.top]
 
     def _token_entry(self, token: int, logprob: float | None) -> dict[str, object]:
         text = self._text(token)
@@ -223,7 +264,10 @@ Show = Callable[[str], None]
 
 @dataclass(kw_only=True)
 class Chat:
-    """A conversation with one user's model; with ``plain``, independent texts that the model continues."""
+    """A conversation with a user's model in the terminal.
+
+    With ``plain``, there is no conversation: the model continues each text that the person types.
+    """
 
     engine: Engine
     user: str
@@ -252,7 +296,7 @@ class Chat:
         self.messages, self.last = [], None
 
     def say(self, text: str, show: Show) -> str:
-        """Answer a message and add both to the conversation; with ``plain`` continue the text instead.
+        """Answer a message, and add message and answer to the conversation; with ``plain`` only continue the text.
 
         Args:
             text: The message.
@@ -264,19 +308,19 @@ class Chat:
         Raises:
             DataError: The conversation is too long, or the base's template refuses it.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._prompt(text)
         answer = self._generate(self.engine, self.user, prompt, show)
         if not self.plain:
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
-        self.last = (self.user, prompt, answer)  # from which `route` shows the experts of each token
+            question_and_answer = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+            self.messages = [*self.messages, *question_and_answer]
+        self.last = (self.user, prompt, answer)
         return answer
 
     def compare(self, models: Mapping[str, tuple[Engine, str]], text: str) -> dict[str, str]:
         """Return the answers of several models to the same message, without adding them to the conversation.
 
         Args:
-            models: By title of each answer, the engine that generates it, and the user whose model answers.
+            models: Engine and user of each model, by a title such as "ann's model".
             text: The message.
 
         Returns:
@@ -287,36 +331,43 @@ class Chat:
         """
         prompt = self._prompt(text)
 
-        def ignore(_piece: str) -> None:
-            """Do not show pieces of text, since only whole answers are returned."""
+        def show_nothing(_piece: str) -> None:
+            pass
 
-        return {title: self._generate(engine, name, prompt, ignore) for title, (engine, name) in models.items()}
+        answers = {}
+        for title, (engine, user) in models.items():
+            answers[title] = self._generate(engine, user, prompt, show_nothing)
+        return answers
 
     def route(self) -> Routing:
         """Return the expert that each token of the last answer was routed to.
 
         Raises:
-            DataError: There is no answer yet, or no router.
+            DataError: There is no answer yet, it is empty, or the model has no routers.
         """
-        user, prompt, answer = self.last or ("", [], "")  # None before the first answer
+        if self.last is None:
+            raise DataError("/route: no answer yet")
+        user, prompt, answer = self.last
         if not answer:
-            raise DataError("/route: no answer yet, or an empty one")
+            raise DataError("/route: the last answer is empty")
         tokens: Any = self.engine.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return self.engine.route(user, prompt, list(tokens))
 
     def _prompt(self, text: str) -> list[int]:
+        """Return the tokens of the conversation with a new message; with ``plain`` the tokens of the text alone."""
         if self.plain:
-            return self.prompts.of_texts(text)[0]  # one text, so one prompt
+            (tokens,) = self.prompts.of_texts(text)
+            return tokens
         return self.prompts.of_messages([*self.messages, {"role": "user", "content": text}])
 
-    def _generate(self, engine: Engine, name: str, prompt: list[int], show: Callable[[str], object]) -> str:
-        """Generate an answer with an engine that has no other requests, and return the whole text.
+    def _generate(self, engine: Engine, user: str, prompt: list[int], show: Show) -> str:
+        """Generate an answer and return it.
 
         Args:
-            engine: Generates the tokens. To compare models, it may be another engine than the conversation's.
-            name: User whose model answers.
+            engine: Generates the tokens; has no other requests.
+            user: User whose model answers.
             prompt: The prompt's tokens.
-            show: Called with each piece of text.
+            show: Called with each piece of the answer as it is generated.
 
         Raises:
             TooLongError: The conversation and the answer exceed the context; the message says what to do.
@@ -328,7 +379,7 @@ class Chat:
             show(piece.text)
 
         sampling = self._sampling(engine, len(prompt))
-        request = Request(name=name, prompt=prompt, sampling=sampling, on_piece=on_piece, continues=self.plain)
+        request = Request(name=user, prompt=prompt, sampling=sampling, on_piece=on_piece, continues=self.plain)
         try:
             engine.submit(request)
         except TooLongError as error:
@@ -337,23 +388,23 @@ class Chat:
         try:
             while engine.busy:
                 engine.step()
-        except BaseException:  # Ctrl-C cancels the answer only.
+        except BaseException:  # also Ctrl-C: the engine must not continue this answer with the next one
             engine.fail_all(InterruptedError())
             raise
         return "".join(texts)
 
-    def _sampling(self, engine: Engine, prompt_tokens: int) -> Sampling:
+    def _sampling(self, engine: Engine, num_prompt_tokens: int) -> Sampling:
         """Return the sampling settings of an answer.
 
         Args:
             engine: Generates the tokens; its context limits their number.
-            prompt_tokens: Number of tokens in the prompt.
+            num_prompt_tokens: Number of tokens in the prompt.
         """
         max_new_tokens = self.max_tokens
         if engine.context_length is not None:
-            max_new_tokens = min(max_new_tokens, engine.context_length - prompt_tokens)
+            max_new_tokens = min(max_new_tokens, engine.context_length - num_prompt_tokens)
         return Sampling(
-            max_new_tokens=max(1, max_new_tokens),  # without room for one, the engine reports the error
+            max_new_tokens=max(1, max_new_tokens),  # without room for one token, `Engine.submit` raises an error
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=50 if self.temperature else 0,  # transformers' default; temperature 0 does not sample

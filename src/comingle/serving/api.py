@@ -44,8 +44,8 @@ from comingle.serving.schemas import (
     collect_choices,
     invalid_request,
     model_not_found,
+    result_while_connected,
     stream,
-    while_connected,
 )
 from comingle.utils.errors import ComingleError
 
@@ -73,17 +73,17 @@ def make_app(
         engine: The users' models.
         keys: Which keys open which models.
         limits: Limits on requests.
-        answers: Whether the models answer messages rather than continue a text; decides how the page starts.
+        answers: Whether the models answer messages rather than continue a text; decides what the chat page shows first.
         when_idle: Called by the engine's thread when all requests have been answered.
     """
     service = Service(engine, keys, limits, answers=answers, when_idle=when_idle)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def close_worker_at_shutdown(app: FastAPI) -> AsyncIterator[None]:
         yield
         service.worker.close()
 
-    app = FastAPI(title="comingle", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(title="comingle", docs_url=None, redoc_url=None, openapi_url=None, lifespan=close_worker_at_shutdown)
     app.state.service = service
     app.add_exception_handler(ApiError, lambda _, error: error.response())  # type: ignore[attr-defined,arg-type]
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
@@ -105,15 +105,16 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 class Service:
-    """Request handlers and their shared state."""
+    """Handlers of the API's requests, for the models of one run's users."""
 
     def __init__(
         self, engine: Engine, keys: Keys, limits: Limits, *, answers: bool, when_idle: Callable[[], object]
     ) -> None:
         self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
         self.rates = Rates(limits.rate)
-        self.worker = Worker(engine, queue=limits.queue, when_idle=when_idle)
-        self.prompts = Prompts(next(iter(engine.models.values())).model.base)
+        self.worker = Worker(engine, max_waiting=limits.queue, when_idle=when_idle)
+        any_model = next(iter(engine.models.values())).model  # the base is the same for all users
+        self.prompts = Prompts(any_model.base)
         self.started = int(time.time())
 
     # ------------------------------------------------------------ who asks
@@ -121,53 +122,58 @@ class Service:
     async def refuse_cross_site(
         self, request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        """Refuse requests that a page of another site sends through a browser on this machine, if there are no keys.
+        """Refuse requests that pages of other sites send through a browser on this machine, if keys are not required.
 
-        Without keys, the server trusts programs on this machine. A page that is open in a browser could reach it too,
-        directly or by a host name that points to this machine (DNS rebinding).
+        Without keys, the server answers programs on this machine only. A page in a browser could otherwise reach it
+        too: by the address 127.0.0.1, or by a host name that resolves to it (DNS rebinding).
         """
+        if self.keys.required:
+            return await call_next(request)
         host = hostname(request.headers.get("host", ""))
-        if not self.keys.required and not is_loopback(host):
+        if not is_loopback(host):
             return ApiError(400, f"got host {host!r}; without keys the server answers only this machine").response()
-        if not self.keys.required and (page := cross_site_page(request.headers)):
+        page = cross_site_page(request.headers)
+        if page:
             message = f"got a request from {page}; allowed without keys: the server's own page, and programs"
             return ApiError(403, message).response()
         return await call_next(request)
 
     def _accessible_users(self, request: Request) -> tuple[str, ...]:
-        """Return the users whose models the request's key opens.
+        """Return the users whose models the request's key opens; all users if keys are not required.
 
         Raises:
-            ApiError: The key opens no model.
+            ApiError: The key is missing or opens no model.
         """
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        names = self.keys.users_of(key.strip() if scheme.lower() == "bearer" else "")
+        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+        key = credentials.strip() if scheme.lower() == "bearer" else ""
+        names = self.keys.users_of(key)
         if self.keys.required and not names:
             raise ApiError(401, "invalid or missing key; send it as Authorization: Bearer KEY", code="invalid_api_key")
         return names
 
     def _admit(self, request: Request, name: str) -> None:
-        """Check that the request's key opens a user's model, and count the request against the user's rate limit.
+        """Refuse a request if its key does not open a user's model, or if the user's rate limit is reached.
 
         Args:
             request: The request, with the key in a header.
-            name: The user whose model it names.
+            name: The user.
 
         Raises:
-            ApiError: The key does not open this model, or the user has sent too many requests within a minute.
+            ApiError: The request is refused.
         """
         if name not in self._accessible_users(request):
             raise model_not_found(name)
-        if wait := self.rates.take_request(name):
+        wait_seconds = self.rates.take_request(name)
+        if wait_seconds > 0:
             message = f"user {name!r} has sent {self.limits.rate} requests within a minute"
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait)
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait_seconds)
 
-    async def _read_body(self, request: Request, kind: type[Body]) -> Body:
+    async def _read_body(self, request: Request, body_class: type[Body]) -> Body:
         """Read and validate the body of a request.
 
         Args:
             request: The request.
-            kind: Pydantic class of the body.
+            body_class: Pydantic class of the body.
 
         Raises:
             ApiError: The body is too large or invalid, or the client has disconnected.
@@ -181,19 +187,19 @@ class Service:
         except ClientDisconnect:
             raise ApiError(499, "the client disconnected before its request was read") from None
         try:
-            return kind.model_validate_json(bytes(body))
+            return body_class.model_validate_json(bytes(body))
         except ValidationError as error:
             raise invalid_request(error) from None
 
     # ------------------------------------------------------------ models
 
     async def page(self) -> Response:
-        """Return the chat page. The attribute ``data-keys`` tells its script to ask for a key."""
-        text = PAGE.read_text(encoding="utf-8")
-        if self.keys.required:
-            text = text.replace("<html ", "<html data-keys ", 1)
+        """Return the chat page."""
+        html = PAGE.read_text(encoding="utf-8")
+        if self.keys.required:  # the page's script looks for this attribute, and asks for a key
+            html = html.replace("<html ", "<html data-keys ", 1)
         headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY, "X-Content-Type-Options": "nosniff"}
-        return HTMLResponse(text, headers=headers)
+        return HTMLResponse(html, headers=headers)
 
     async def models(self, request: Request) -> dict[str, object]:
         """List the users whose models the key opens."""
@@ -206,9 +212,15 @@ class Service:
         return self._describe(name)
 
     def _describe(self, name: str) -> dict[str, object]:
-        """Return a model's entry in the OpenAI format, with two fields for the chat page."""
-        own = {"answers": self.answers, "routed": self.engine.models[name].model.routed}
-        return {"id": name, "object": "model", "created": self.started, "owned_by": "comingle", **own}
+        """Return a model's entry in the OpenAI format, with two more fields for the chat page."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "comingle",
+            "answers": self.answers,
+            "routed": self.engine.models[name].model.routed,
+        }
 
     # ------------------------------------------------------------ answers
 
@@ -232,7 +244,7 @@ class Service:
         return await self._respond(request, parsed, prompts, ends=None)  # None: the base's own end tokens
 
     async def route(self, request: Request) -> Response:
-        """Handle ``POST /v1/route``: return the expert that each token of an answer is routed to, in every layer."""
+        """Handle ``POST /v1/route``: return the expert that each token of a text is routed to, in every layer."""
         self._accessible_users(request)  # refuses an invalid key before the body is read
         parsed = await self._read_body(request, RouteRequest)
         self._admit(request, parsed.model)
@@ -240,145 +252,165 @@ class Service:
             raise ApiError(400, "prompt: got messages too; allowed: one of the two", param="prompt")
         messages = [message.plain() for message in parsed.messages or ()]
 
-        def prompt_tokens() -> list[int]:
-            """Return the tokens before the answer: of the messages, or else of the prompt."""
+        def encode_prompt() -> list[int]:
+            """Return the tokens before the text: the messages, the prompt, or only the begin-of-text token."""
             if messages:
                 return self.prompts.of_messages(messages)
-            (tokens,) = self.prompts.of_texts(parsed.prompt or "")  # without a prompt the answer begins a document
+            (tokens,) = self.prompts.of_texts(parsed.prompt or "")
             return tokens
 
-        prompt = self._refuse_invalid(prompt_tokens)
-        # `split_special_tokens`: "<|im_end|>" in the answer is read as characters, not as the special token.
+        prompt = self._refuse_invalid(encode_prompt)
+        # `split_special_tokens`: "<|im_end|>" in the text is read as characters, not as the special token.
         text: Any = self.engine.tokenizer(parsed.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         self._refuse_invalid(lambda: self.prompts.base.require_rows(text, "the text"), "text")
-        self._require_room(len(prompt) + len(text), 0, "text")  # 0: no tokens are generated
+        self._refuse_too_long(len(prompt) + len(text), num_new_tokens=0, param="text")
         try:
-            job = self.worker.call(lambda: self.engine.route(parsed.model, prompt, list(text)))
-            routing = await asyncio.wrap_future(job)
+            routing_future = self.worker.call(lambda: self.engine.route(parsed.model, prompt, list(text)))
+            routing = await asyncio.wrap_future(routing_future)
         except Overloaded as error:
             raise ApiError(503, str(error), code="overloaded", retry_after=1) from None
         except ComingleError as error:
             raise ApiError(400, str(error), code="no_routers") from None
         return JSONResponse({"experts": routing.experts, "tokens": routing.tokens, "gates": routing.gates.tolist()})
 
-    def _refuse_invalid(self, call: Callable[[], T], param: str = "prompt") -> T:
-        """Return the result of a function, and convert its error to one of the API.
+    def _refuse_invalid(self, compute: Callable[[], T], param: str = "prompt") -> T:
+        """Call a function and return its result; raise its :class:`ComingleError` as an :class:`ApiError`.
 
         Args:
-            call: Computes something from a request, such as the tokens of its prompt.
+            compute: Computes something from a request, such as the tokens of its prompt.
             param: The key of the request that the error names.
 
         Raises:
             ApiError: The function has raised a :class:`ComingleError`.
         """
         try:
-            return call()
+            return compute()
         except ComingleError as error:
             raise ApiError(400, str(error), param=param) from None
 
-    def _require_room(self, prompt_tokens: int, new_tokens: int, param: str) -> None:
-        """Check that prompt and new tokens fit the model's context.
+    def _refuse_too_long(self, num_prompt_tokens: int, *, num_new_tokens: int, param: str) -> None:
+        """Raise an error if prompt and new tokens together are longer than the model's context.
 
         Args:
-            prompt_tokens: Number of tokens in the prompt.
-            new_tokens: Number of tokens to generate; 0 for a request that only reads.
-            param: Key of the prompt in the request, for the error.
+            num_prompt_tokens: Number of tokens in the prompt.
+            num_new_tokens: Number of tokens to generate; may be 0.
+            param: The key of the request that the error names.
 
         Raises:
-            ApiError: Prompt and new tokens together are longer than the context.
+            ApiError: They are longer.
         """
-        limit = self.engine.context_length
-        if limit is not None and prompt_tokens + new_tokens > limit:
-            message = f"the context length of this model is {limit:,} tokens; the prompt has {prompt_tokens:,}"
-            message += f", and {new_tokens:,} new ones are requested" if new_tokens else ""
-            raise ApiError(400, message, code="context_length_exceeded", param=param)
+        context_length = self.engine.context_length
+        if context_length is None or num_prompt_tokens + num_new_tokens <= context_length:
+            return
+        message = f"the context length of this model is {context_length:,} tokens; the prompt has {num_prompt_tokens:,}"
+        if num_new_tokens:
+            message += f", and {num_new_tokens:,} new ones are requested"
+        raise ApiError(400, message, code="context_length_exceeded", param=param)
 
-    def _new_tokens(self, prompt_tokens: int, max_new_tokens: int | None, param: str) -> int:
-        """Return the number of new tokens to allow: the requested one, or else the most that server and context allow.
+    def _num_new_tokens(self, num_prompt_tokens: int, requested: int | None, param: str) -> int:
+        """Return the largest number of tokens to generate: the requested number, or else as many as are allowed.
 
         Args:
-            prompt_tokens: Number of tokens in the prompt.
-            max_new_tokens: The requested number; None if there is none.
-            param: Key of the prompt in the request, for the error if prompt and answer exceed the context.
+            num_prompt_tokens: Number of tokens in the prompt.
+            requested: The requested number; None if the request has none.
+            param: The key of the prompt in the request, for the error.
 
         Raises:
-            ApiError: The number is above the server's limit, or prompt and answer exceed the context.
+            ApiError: The requested number is above the server's limit, or prompt and answer exceed the context.
         """
-        if max_new_tokens is not None and max_new_tokens > self.limits.max_tokens:
-            raise ApiError(
-                400,
-                f"max_tokens: got {max_new_tokens:,}; allowed: up to {self.limits.max_tokens:,}",
-                param="max_tokens",
-            )
         limit = self.limits.max_tokens
-        if self.engine.context_length is not None:
-            limit = min(limit, self.engine.context_length - prompt_tokens)
-        # Without room for a single token, ask for one, which the check refuses.
-        new_tokens = max(1, limit) if max_new_tokens is None else max_new_tokens
-        self._require_room(prompt_tokens, new_tokens, param)
-        return new_tokens
+        if requested is not None:
+            if requested > limit:
+                raise ApiError(400, f"max_tokens: got {requested:,}; allowed: up to {limit:,}", param="max_tokens")
+            num_new_tokens = requested
+        else:
+            context_length = self.engine.context_length
+            room = limit if context_length is None else context_length - num_prompt_tokens
+            num_new_tokens = max(1, min(limit, room))  # at least 1, which is refused below if there is no room
+        self._refuse_too_long(num_prompt_tokens, num_new_tokens=num_new_tokens, param=param)
+        return num_new_tokens
 
     async def _respond(
         self, http: Request, parsed: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], *, ends: object
     ) -> Response:
-        """Generate all choices for all prompts, and return the response: streamed, or whole once all have ended.
-
-        Choice i of a prompt samples with the seed of the request plus i.
+        """Generate an answer and return the response, either streamed or complete.
 
         Args:
             http: The HTTP request.
             parsed: Its body.
             prompts: Tokens of each prompt.
-            ends: Tokens that end an answer, as an ``eos_token_id`` of transformers; None for those of the base.
+            ends: Tokens that end a text, as an ``eos_token_id`` of transformers; None for those of the base.
 
         Raises:
-            ApiError: Too many or too long answers are requested, or the queue is full.
+            ApiError: Too many or too long texts are requested, or the queue is full.
         """
-        count = parsed.n or 1
-        if count * len(prompts) > self.limits.choices:
-            message = f"got {count * len(prompts)} answers in one request; allowed: up to {self.limits.choices}"
-            raise ApiError(400, message, param="n")
-        # A request may have any whole number as its seed, but random generators take 64 bits at most.
-        seed = secrets.randbits(48) if parsed.seed is None else parsed.seed % 2**63
-        piece_queue, requests = PieceQueue(), list[engines.Request]()
-        for prompt in prompts:
-            param = "messages" if isinstance(parsed, ChatRequest) else "prompt"
-            new_tokens = self._new_tokens(len(prompt), parsed.max_new_tokens, param)
-            for number in range(count):
-                sampling = replace(parsed.sampling(new_tokens, (seed + number) % 2**63), eos_token_id=ends)
-                on_piece = piece_queue.callback(len(requests))
-                requests.append(
-                    engines.Request(
-                        name=parsed.model,
-                        prompt=prompt,
-                        sampling=sampling,
-                        on_piece=on_piece,
-                        logprobs=parsed.num_top_logprobs,
-                        continues=isinstance(parsed, CompletionRequest),
-                    )
-                )
+        piece_queue = PieceQueue()
+        piece_queue.requests = self._engine_requests(parsed, prompts, ends=ends, piece_queue=piece_queue)
         answer = Answer(
             chat=isinstance(parsed, ChatRequest),
             model=parsed.model,
             tokenizer=self.engine.tokenizer,
             wants_logprobs=parsed.num_top_logprobs is not None,
-            prompt_tokens=sum(map(len, prompts)),
+            prompt_tokens=sum(len(prompt) for prompt in prompts),
         )
         try:
-            self.worker.submit(requests)
+            self.worker.submit(piece_queue.requests)
         except Overloaded as error:
             raise ApiError(503, str(error), code="overloaded", retry_after=1) from None
         except ComingleError as error:
             raise ApiError(400, str(error)) from None
-        # Tokens that end a text; they are the same for all texts of the answer.
-        piece_queue.requests, stops = requests, self.engine.ends(requests[0])
+        end_tokens = self.engine.ends(piece_queue.requests[0])  # the same for all texts of the answer
         if parsed.stream:
-            events = stream(piece_queue, answer, stops, usage=parsed.includes_usage)
+            events = stream(piece_queue, answer, end_tokens, includes_usage=parsed.includes_usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        choices = await while_connected(http, collect_choices(piece_queue, stops))
-        if choices is None:  # the client has disconnected, so no one reads the response
+        choices = await result_while_connected(http, collect_choices(piece_queue, end_tokens))
+        if choices is None:  # the client has disconnected
             return Response(status_code=499)
         return JSONResponse(answer.body(choices))
+
+    def _engine_requests(
+        self,
+        parsed: ChatRequest | CompletionRequest,
+        prompts: Sequence[list[int]],
+        *,
+        ends: object,
+        piece_queue: PieceQueue,
+    ) -> list[engines.Request]:
+        """Return the engine's requests for an API request: ``n`` for each prompt, with the seeds s, s + 1, ...
+
+        Args:
+            parsed: The API request.
+            prompts: Tokens of each prompt.
+            ends: Tokens that end a text, as an ``eos_token_id`` of transformers; None for those of the base.
+            piece_queue: Receives the generated pieces.
+
+        Raises:
+            ApiError: Too many or too long texts are requested.
+        """
+        texts_per_prompt = parsed.n or 1
+        num_texts = texts_per_prompt * len(prompts)
+        if num_texts > self.limits.choices:
+            message = f"got {num_texts} answers in one request; allowed: up to {self.limits.choices}"
+            raise ApiError(400, message, param="n")
+        # A request's seed may be negative; the remainder is not.
+        first_seed = secrets.randbits(48) if parsed.seed is None else parsed.seed % 2**63
+        param = "messages" if isinstance(parsed, ChatRequest) else "prompt"
+        requests: list[engines.Request] = []
+        for prompt in prompts:
+            num_new_tokens = self._num_new_tokens(len(prompt), parsed.max_new_tokens, param)
+            for i in range(texts_per_prompt):
+                seed = (first_seed + i) % 2**63
+                sampling = replace(parsed.sampling(num_new_tokens, seed), eos_token_id=ends)
+                request = engines.Request(
+                    name=parsed.model,
+                    prompt=prompt,
+                    sampling=sampling,
+                    on_piece=piece_queue.callback(len(requests)),
+                    logprobs=parsed.num_top_logprobs,
+                    continues=isinstance(parsed, CompletionRequest),
+                )
+                requests.append(request)
+        return requests
 
 
 def serve(
@@ -395,10 +427,10 @@ def serve(
     Args:
         models: Model by user.
         sock: The socket to listen on.
-        keys: API key by user; None: requests need no key.
+        keys: API key by user; None if requests need no key.
         limits: Limits on requests.
         answers: Whether the models answer messages rather than continue a text.
-        ready: Called with the URL before the first request.
+        ready: Called once with the server's URL, before the first request is answered.
     """
     app = make_app(Engine(models, rows=limits.rows), Keys(models, keys), limits, answers=answers)
     server = uvicorn.Server(uvicorn.Config(app, **UVICORN_OPTIONS))

@@ -49,9 +49,9 @@ class SampledToken:
     """A sampled token.
 
     Args:
-        token: The token.
-        logprob: Its log probability under the model, before temperature and other settings; None if not requested.
-        top: The most likely tokens with theirs, in descending order.
+        token: ID of the token.
+        logprob: Its log probability before temperature and other settings are applied; None if not requested.
+        top: ID and log probability of the most likely tokens, most likely first.
         text_offset: Length of the text before the token, in characters.
     """
 
@@ -62,38 +62,49 @@ class SampledToken:
 
 
 class TokenSampler:
-    """Samples the tokens of one text as transformers' ``generate`` does, with a random stream of its own."""
+    """Samples the tokens of one text as transformers' ``generate`` does, with its own random generator."""
 
     def __init__(
-        self, sampling: Sampling, prompt_tokens: int, ends: tuple[int, ...], device: torch.device, logprobs: int | None
+        self,
+        sampling: Sampling,
+        num_prompt_tokens: int,
+        end_tokens: tuple[int, ...],
+        device: torch.device,
+        num_top_logprobs: int | None,
     ) -> None:
-        """Create the sampler of a text that has not begun.
+        """Create the sampler.
 
         Args:
-            sampling: How tokens are sampled.
-            prompt_tokens: Number of tokens in the prompt.
-            ends: Tokens that end the text.
+            sampling: Temperature, top-k and so on.
+            num_prompt_tokens: Number of tokens in the prompt.
+            end_tokens: Tokens that end the text.
             device: Device of the logits.
-            logprobs: Number of most likely tokens to return with each token; None for no log probabilities.
+            num_top_logprobs: How many of the most likely tokens to return with their log probabilities at each step; 0
+                to return only that of the sampled token, None to return no log probabilities.
         """
-        # Temperature, top-k and so on. If sampling is on, the last one draws a token and sets all other scores to -inf.
-        self.process_scores: Callable[..., Tensor] = row_processors(sampling, prompt_tokens, ends, device)
-        self.has_processors = bool(self.process_scores)  # the list of processors may be empty
-        self.device, self.logprobs = device, logprobs
+        # transformers' logits processors. With temperature 0 the list is empty if no other setting changes the scores.
+        self.process_scores: Callable[..., Tensor] = row_processors(sampling, num_prompt_tokens, end_tokens, device)
+        self.has_processors = bool(self.process_scores)
+        self.device, self.num_top_logprobs = device, num_top_logprobs
 
     def __call__(self, logits: Float[Tensor, " vocab"], tokens: list[int]) -> SampledToken:
-        """Return the token that follows ``tokens``, prompt included, from the logits after the last of them."""
+        """Sample the token that follows ``tokens``.
+
+        Args:
+            logits: The network's output after the last token.
+            tokens: The prompt and all tokens generated so far.
+        """
         scores = logits.float().unsqueeze(0)
         if self.has_processors:
             scores = self.process_scores(torch.tensor([tokens], device=self.device), scores.clone())
-        # If sampling is on, the last processor has drawn the token: all other scores are minus infinity.
+        # If the temperature is not 0, the last processor draws a token and sets the scores of all others to -inf.
         token = int(scores.argmax())
-        if self.logprobs is None:
+        if self.num_top_logprobs is None:
             return SampledToken(token=token)
         log_probs = logits.float().log_softmax(-1)
         top_pairs: tuple[tuple[int, float], ...] = ()
-        if self.logprobs:  # 0 asks for the log probability of the token alone
-            top = log_probs.topk(self.logprobs)
+        if self.num_top_logprobs > 0:
+            top = log_probs.topk(self.num_top_logprobs)
             top_pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return SampledToken(token=token, logprob=float(log_probs[token]), top=top_pairs)
 
@@ -118,54 +129,55 @@ class Detokenizer:
             tokenizer: Decodes the tokens.
             stops: Strings that end the text.
             ends: Tokens that end the text.
-            after: Tokens before the text, which decide whether the text begins with a space; the last few suffice.
+            after: The prompt's last tokens, if the text continues the prompt. Some tokenizers drop the space at the
+                beginning of a text; with tokens before it the space stays.
         """
         self.tokenizer, self.stops, self.ends = tokenizer, tuple(stops), frozenset(ends)
         self.tokens = list(after)
-        # tokens[:read] are decoded; tokens[context_start:read] are decoded again together with the next ones.
-        self.read, self.context_start = len(after), 0
+        self.num_decoded = len(after)  # tokens[:num_decoded] are decoded
+        self.context_start = 0  # tokens[context_start:num_decoded] are decoded again together with the next tokens
         self.text = ""
-        self.emitted = 0  # number of characters of the text that were returned
+        self.num_returned = 0  # text[:num_returned] was returned to the caller
         self.stopped = False  # whether a token or a string has ended the text
 
     def add(self, token: int) -> str:
         """Add a token and return the new text that no later token can change; it may be empty."""
+        is_end_token = token in self.ends
         self.tokens.append(token)
-        self._read(last=token in self.ends)
-        self.stopped = token in self.ends or any(stop in self.text for stop in self.stops)
-        return self.finish() if self.stopped else self._emit(len(self.text) - self._num_held_back())
+        self._decode_new_tokens(is_last=is_end_token)
+        self.stopped = is_end_token or any(stop in self.text for stop in self.stops)
+        if self.stopped:
+            return self.finish()
+        return self._take_text(len(self.text) - self._num_held_back())
 
     def finish(self) -> str:
-        """Return the rest of the text up to a stop string."""
-        self._read(last=True)
+        """Return the text that :meth:`add` has not returned, up to the first stop string."""
+        self._decode_new_tokens(is_last=True)
         self.text = truncate_at(self.text, self.stops)
-        return self._emit(len(self.text))
+        return self._take_text(len(self.text))
 
-    def _read(self, *, last: bool) -> None:
+    def _decode_new_tokens(self, *, is_last: bool) -> None:
         """Decode the tokens that are not decoded yet, and append their text to ``self.text``.
 
-        Some tokenizers drop a space at the beginning of a text. So the new tokens are decoded together with the tokens
-        before them (from ``context_start``), and only the text that the new tokens add is appended.
-
         Args:
-            last: Whether no token follows; otherwise tokens that end within a character wait for the next one.
+            is_last: Whether no token follows. Otherwise, tokens that end within a character are decoded with the next.
         """
-        added = added_text(self.tokenizer, self.tokens[self.context_start : self.read], self.tokens[self.read :])
-        if added.endswith(UNFINISHED) and not last:  # part of a character, which the next token may complete
+        context = self.tokens[self.context_start : self.num_decoded]
+        new_tokens = self.tokens[self.num_decoded :]
+        # Some tokenizers drop a space at the beginning of a text. So context and new tokens are decoded together.
+        new_text = added_text(self.tokenizer, context, new_tokens)
+        if new_text.endswith(UNFINISHED) and not is_last:
             return
-        self.text += added
-        # Next time, the tokens decoded now are the context, unless they are special tokens, which have no text.
-        if self._decode(self.read, len(self.tokens)):
-            self.context_start = self.read
-        self.read = len(self.tokens)
-
-    def _decode(self, start: int, stop: int) -> str:
-        return str(self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=True))
+        self.text += new_text
+        has_text = bool(self.tokenizer.decode(new_tokens, skip_special_tokens=True))
+        if has_text:  # special tokens have no text, so they cannot be the context of the next tokens
+            self.context_start = self.num_decoded
+        self.num_decoded = len(self.tokens)
 
     def _num_held_back(self) -> int:
         """Return the number of characters at the end of the text that may be the beginning of a stop string.
 
-        These characters are held back until later tokens show whether the stop string is complete.
+        For the text "Hello wo" and the stop string "world" it is 2.
         """
         longest = 0
         for stop in self.stops:
@@ -174,23 +186,31 @@ class Detokenizer:
                     longest = max(longest, length)
         return longest
 
-    def _emit(self, upto: int) -> str:
-        """Return the text up to a position that has not been returned before."""
-        start, self.emitted = self.emitted, max(self.emitted, upto)
-        return self.text[start : self.emitted]
+    def _take_text(self, end: int) -> str:
+        """Return the part of ``text[:end]`` that was not returned before."""
+        start = self.num_returned
+        self.num_returned = max(start, end)
+        return self.text[start : self.num_returned]
 
 
 logger = logging.getLogger("comingle")
 
 PROMPT_TOKENS = 2048
-"""Limit on prompt tokens, with padding, in one forward pass; rows being generated wait for it."""
+"""Largest number of prompt tokens, with padding, in one forward pass."""
 
 Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Result of one step for one text: a token, newly certain text, and at the end why the text has ended."""
+    """What one step of the engine adds to a text.
+
+    Args:
+        text: New text; empty if the token only begins a character or a stop string.
+        sampled: The token; None if there is an error.
+        finish: Why the text has ended; None if it has not.
+        error: The error that has ended the text.
+    """
 
     text: str
     sampled: SampledToken | None = None
@@ -207,9 +227,10 @@ class Request:
         prompt: The prompt's tokens.
         sampling: How tokens are sampled.
         on_piece: Called with each piece, in the thread that calls :meth:`Engine.step`.
-        logprobs: Number of most likely tokens to return with each token's log probability; None for no probabilities.
-        continues: Whether the text continues the prompt's, so that it may begin with a space. An answer does not.
-        cancelled: Set to free the row before the next step.
+        logprobs: How many of the most likely tokens to return with their log probabilities at each step; 0 to return
+            only that of the sampled token, None to return no log probabilities.
+        continues: Whether the text continues the prompt's text, rather than answers it; then it may begin with a space.
+        cancelled: Set to True to stop the generation before the next step.
     """
 
     name: str
@@ -223,6 +244,8 @@ class Request:
 
 @dataclass(eq=False, kw_only=True)
 class _Row:
+    """A row of the batch: a text that is being generated. ``tokens`` begins with the prompt."""
+
     request: Request
     sampler: TokenSampler
     detokenizer: Detokenizer
@@ -230,7 +253,7 @@ class _Row:
 
 
 class Engine:
-    """Generates text with the models of one run's users over one base in memory."""
+    """Generates texts with the users' models, one text per row of a batch; all models share one base."""
 
     def __init__(self, models: Mapping[str, PersonalModel], *, rows: int) -> None:
         """Create an engine without requests.
@@ -239,58 +262,61 @@ class Engine:
             models: Model by user; all have the same base.
             rows: Largest number of texts that are generated at the same time, one per row of a batch.
         """
-        base = next(iter(models.values())).model.base
+        any_model = next(iter(models.values())).model
+        base = any_model.base
         assert base.tokenizer is not None
         self.models, self.tokenizer, self.device = dict(models), base.tokenizer, base.device
         self.begin = base.begin  # the begin-of-text token; None if texts have none
         # Rows of different lengths need padding, which not all architectures support.
         max_rows = rows if can_pad(base.model) else 1
-        self.rows = rows_of(models, max_rows)
+        self.rows = rows_of(models, max_rows)  # the adapters of each row's user
         self.network = self.rows.network
-        self.cache = RowCache(max_rows)
+        self.cache = RowCache(max_rows)  # the keys and values of each row
         self.active: list[_Row] = []
         self.waiting: deque[Request] = deque()
         self.context_length = max_positions(base.model)
-        # Not all architectures have these two arguments. `logits_to_keep=1` computes the logits of the last token only.
-        known = signature(self.network.forward).parameters
-        self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-        self._takes_position_ids = "position_ids" in known
+        # Not all architectures have these two arguments.
+        forward_arguments = signature(self.network.forward).parameters
+        self._takes_logits_to_keep = "logits_to_keep" in forward_arguments
+        self._takes_position_ids = "position_ids" in forward_arguments
         self._is_bound = False  # whether the network has the adapters of the active rows
 
     # ------------------------------------------------------------ asked from outside
 
-    def check(self, request: Request) -> None:
-        """Check that a request can be answered.
+    def raise_unless_valid(self, request: Request) -> None:
+        """Raise an error if a request cannot be answered.
 
         Raises:
             DataError: There is no such user or no prompt.
             TooLongError: Prompt and new tokens exceed the base's context length.
         """
         require_user(request.name, self.models)
-        if not request.prompt:
+        num_prompt_tokens, max_new_tokens = len(request.prompt), request.sampling.max_new_tokens
+        if num_prompt_tokens == 0:
             raise DataError("the prompt has no tokens")
-        longest = len(request.prompt) + request.sampling.max_new_tokens
-        if self.context_length is not None and longest > self.context_length:
-            new = request.sampling.max_new_tokens
+        if self.context_length is not None and num_prompt_tokens + max_new_tokens > self.context_length:
             raise TooLongError(
-                f"the prompt has {len(request.prompt):,} tokens, and {new:,} new ones are requested; allowed together: "
-                f"{self.context_length:,}"
+                f"the prompt has {num_prompt_tokens:,} tokens, and {max_new_tokens:,} new ones are requested; "
+                f"allowed together: {self.context_length:,}"
             )
 
     def submit(self, request: Request) -> None:
-        """Queue a request, which :meth:`step` answers.
+        """Append a request to the queue, from which :meth:`step` takes it.
 
         Raises:
             DataError: There is no such user or no prompt.
             TooLongError: Prompt and new tokens exceed the base's context length.
         """
-        self.check(request)
+        self.raise_unless_valid(request)
         self.waiting.append(request)
 
     def replace(self, personal: PersonalModel) -> None:
-        """Replace a user's model, or add one, for requests that begin later; its tensors have the shapes of the others.
+        """Replace or add a user's model. Texts that are being generated continue with the old model.
 
         Call it between two steps.
+
+        Args:
+            personal: The new model; its tensors have the same shapes as the other users'.
         """
         self.models[personal.name] = personal
         self.rows.replace(personal)
@@ -300,27 +326,27 @@ class Engine:
         return stop_tokens(self.network, self.tokenizer, request.sampling)
 
     def route(self, name: str, prompt: list[int], text: list[int]) -> Routing:
-        """Return how a user's model routes the tokens of ``text``.
+        """Return how a user's model routes each token of ``text``.
 
-        Call it between two steps, as it uses the network with another batch.
+        Call it between two steps.
 
         Args:
             name: The user.
-            prompt: Tokens before the text.
-            text: The tokens.
+            prompt: Tokens before the text, which begin with the begin-of-text token if the base has one.
+            text: Tokens of the text.
 
         Raises:
             DataError: The model has no routers.
         """
-        self._is_bound = False  # the next step has to bind the adapters of its rows again
+        self._is_bound = False  # `PersonalModel.route` binds the adapters of this user
         tokens = torch.tensor([*prompt, *text])
-        # One pass over all tokens; the prompt has the begin-of-text token already.
+        # context: one forward pass over all tokens. begins: whether to add a begin-of-text token.
         routing = self.models[name].route(tokens, context=len(tokens), begins=False)
-        start = len(prompt)
-        return Routing(tokens=routing.tokens[start:], experts=routing.experts, gates=routing.gates[:, start:])
+        text_start = len(prompt)
+        return Routing(tokens=routing.tokens[text_start:], experts=routing.experts, gates=routing.gates[:, text_start:])
 
     @property
-    def free(self) -> int:
+    def num_free_rows(self) -> int:
         """Number of free rows."""
         return self.cache.max_rows - len(self.active)
 
@@ -332,19 +358,20 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Free the rows of cancelled requests, read waiting prompts, and generate a token for every row."""
-        # From the last row on: freeing a row moves the last row, which is checked by then, into its place.
-        for number in reversed(range(len(self.active))):
-            if self.active[number].request.cancelled:
-                self._free_row(number)
-        # Lengths change with every token, so compiling for each would cost more than it saves.
+        # In reverse order, since freeing a row moves the last row to its index.
+        for row_index in reversed(range(len(self.active))):
+            if self.active[row_index].request.cancelled:
+                self._free_row(row_index)
+        # The cache grows with every token, so compiled code would be compiled again in each step.
         with without_compiling(), padded_attention(self.network):
-            self._add_waiting()
+            self._start_waiting()
             if self.active:
                 self._decode()
 
     def fail_all(self, error: Exception) -> None:
-        """Answer all requests with an error and free all rows."""
-        for request in [*(row.request for row in self.active), *self.waiting]:
+        """End all active and waiting requests with an error, and free all rows."""
+        active_requests = [row.request for row in self.active]
+        for request in [*active_requests, *self.waiting]:
             request.on_piece(Piece(text="", error=error))
         self.active, self._is_bound = [], False
         self.waiting.clear()
@@ -352,71 +379,77 @@ class Engine:
 
     # ------------------------------------------------------------ a step
 
-    def _add_waiting(self) -> None:
-        """Read the prompts of waiting requests in one forward pass, and add a row with its first token for each.
+    def _start_waiting(self) -> None:
+        """Add a row for each waiting request that fits, and generate the first token of the new rows."""
+        requests = self._take_waiting()
+        if not requests:
+            return
+        first_new_row = len(self.active)
+        self.active += [self._make_row(request) for request in requests]
+        for row_index, request in enumerate(requests, start=first_new_row):
+            self.rows.set(row_index, request.name)
+        self.rows.bind(slice(first_new_row, len(self.active)))
+        self._is_bound = False  # the network has the adapters of the new rows only
+        prompt_cache = DynamicCache()
+        logits = self._read_prompts(requests, prompt_cache)
+        self.cache.join(prompt_cache, [len(request.prompt) for request in requests])
+        self._sample_tokens(first_new_row, logits)
 
-        Requests wait for the next step if no row is free, or if the padded prompts of the pass would have more than
-        :data:`PROMPT_TOKENS` tokens. A pass has at least one prompt, whatever its length.
+    def _take_waiting(self) -> list[Request]:
+        """Remove from the queue the requests whose prompts the next forward pass reads, and return them.
+
+        It takes as many as there are free rows and as fit into :data:`PROMPT_TOKENS` after padding. If a row is free,
+        it takes at least one request, however long the prompt is.
         """
-        admitted: list[Request] = []
-        while self.waiting and len(self.active) + len(admitted) < self.cache.max_rows:
-            if self.waiting[0].cancelled:
+        taken: list[Request] = []
+        while self.waiting and len(self.active) + len(taken) < self.cache.max_rows:
+            candidate = self.waiting[0]
+            if candidate.cancelled:
                 self.waiting.popleft()
                 continue
-            longest = max(len(request.prompt) for request in [*admitted, self.waiting[0]])
-            if admitted and longest * (len(admitted) + 1) > PROMPT_TOKENS:
+            padded_length = max(len(request.prompt) for request in [*taken, candidate])
+            if taken and padded_length * (len(taken) + 1) > PROMPT_TOKENS:
                 break
-            admitted.append(self.waiting.popleft())
-        if not admitted:
-            return
-        first = len(self.active)
-        self.active += [self._make_row(request) for request in admitted]
-        for number, request in enumerate(admitted, start=first):
-            self.rows.set(number, request.name)
-        self.rows.bind(slice(first, first + len(admitted)))
-        self._is_bound = False  # the network has the adapters of the new rows only
-        lengths = [len(request.prompt) for request in admitted]
-        prompt_cache = DynamicCache()
-        logits = self._read_prompts(admitted, lengths, prompt_cache)
-        self.cache.join(prompt_cache, lengths)
-        self._emit(first, logits)
+            taken.append(self.waiting.popleft())
+        return taken
 
     def _make_row(self, request: Request) -> _Row:
-        """Return the state of a text that is to be generated: its sampler, its detokenizer and the prompt's tokens."""
+        """Return a new row for a request, with a sampler, a detokenizer and the prompt's tokens."""
         ends = self.ends(request)
         sampler = TokenSampler(request.sampling, len(request.prompt), ends, self.device, request.logprobs)
-        # The end of the prompt decides whether a text that continues it begins with a space.
-        after = decodable_suffix(self.tokenizer, request.prompt) if request.continues else ()
-        detokenizer = Detokenizer(self.tokenizer, request.sampling.stop, ends=ends, after=after)
+        text_before: list[int] = []
+        if request.continues:  # then the text may begin with a space, depending on the tokens before it
+            text_before = decodable_suffix(self.tokenizer, request.prompt)
+        detokenizer = Detokenizer(self.tokenizer, request.sampling.stop, ends=ends, after=text_before)
         return _Row(request=request, sampler=sampler, detokenizer=detokenizer, tokens=list(request.prompt))
 
-    def _read_prompts(
-        self, requests: list[Request], lengths: list[int], cache: DynamicCache
-    ) -> Float[Tensor, "rows vocab"]:
-        """Return the logits after each prompt, from one forward pass over all left-padded prompts.
+    def _read_prompts(self, requests: list[Request], cache: DynamicCache) -> Float[Tensor, "rows vocab"]:
+        """Return the logits after each prompt, from one forward pass over all prompts with padding on the left.
 
         Args:
             requests: The requests.
-            lengths: Numbers of tokens of their prompts.
-            cache: An empty cache, to which keys and values of the prompts are written.
+            cache: An empty cache, to which the network writes the keys and values of the prompts.
         """
-        width = max(lengths)
-        # Padding may be any token, here 0: the mask excludes it.
-        ids = torch.tensor([[0] * (width - len(request.prompt)) + request.prompt for request in requests])
-        mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)
+        lengths = [len(request.prompt) for request in requests]
+        padded_length = max(lengths)
+        padding_token = 0  # any token will do, since the mask excludes it
+        ids = torch.tensor(
+            [[padding_token] * (padded_length - len(request.prompt)) + request.prompt for request in requests]
+        )
+        mask = torch.arange(padded_length) >= padded_length - torch.tensor(lengths).unsqueeze(1)
         position_ids = (mask.cumsum(-1) - 1).clamp(min=0)  # 0, 1, ... from the prompt's first token; 0 for padding
         return self._forward(ids, mask, position_ids, cache)
 
     def _decode(self) -> None:
         """Generate a token for every row, in one forward pass."""
-        if not self._is_bound:  # rows were added or freed, so the network has the adapters of other rows
+        if not self._is_bound:  # rows were added or freed since the adapters were bound
             self.rows.bind(slice(0, len(self.active)))
             self._is_bound = True
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
         position_ids = self.cache.lengths().unsqueeze(1)
         logits = self._forward(ids, self.cache.mask(), position_ids, self.cache)
         self.cache.advance()
-        self._emit(0, logits)  # from row 0 on: every row gets a token
+        self._sample_tokens(0, logits)
 
     def _forward(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
         """Return the logits after each row's last token; the network appends keys and values to the cache.
@@ -427,53 +460,59 @@ class Engine:
             position_ids: Positions of ``ids`` in their rows.
             cache: Keys and values of earlier tokens.
         """
-        options: dict[str, Any] = {"position_ids": position_ids.to(self.device)} if self._takes_position_ids else {}
-        out = self.network(
-            input_ids=ids.to(self.device),
-            attention_mask=mask.to(self.device, torch.long),
-            use_cache=True,
-            **{cache_name(type(self.network)): cache},
-            **options,
-            **self._options,
-        )
-        return out.logits[:, -1]  # all rows end at the last position
+        arguments: dict[str, Any] = {
+            "input_ids": ids.to(self.device),
+            "attention_mask": mask.to(self.device, torch.long),
+            "use_cache": True,
+            cache_name(type(self.network)): cache,  # "past_key_values", or "cache" in newer versions of transformers
+        }
+        if self._takes_position_ids:
+            arguments["position_ids"] = position_ids.to(self.device)
+        if self._takes_logits_to_keep:
+            arguments["logits_to_keep"] = 1  # compute the logits of the last token only
+        return self.network(**arguments).logits[:, -1]
 
-    def _emit(self, first: int, logits: Float[Tensor, "rows vocab"]) -> None:
-        """Sample a token for each row from ``first`` on, pass it to the request, and free rows that have finished."""
-        # From the last row on: freeing a row moves the last row into its place, and the last row has its token by then.
-        for number in reversed(range(first, len(self.active))):
-            row = self.active[number]
+    def _sample_tokens(self, first_row: int, logits: Float[Tensor, "rows vocab"]) -> None:
+        """Sample a token for each row, pass it to the row's request, and free rows whose text has ended.
+
+        Args:
+            first_row: The first row that gets a token; all later rows get one too.
+            logits: Logits of these rows.
+        """
+        # In reverse order, since freeing a row moves the last row to its index.
+        for row_index in reversed(range(first_row, len(self.active))):
+            row = self.active[row_index]
             try:
-                piece = self._next_piece(row, row.sampler(logits[number - first], row.tokens))
-            except Exception as error:  # Other rows are not affected.
+                sampled = row.sampler(logits[row_index - first_row], row.tokens)
+                piece = self._add_token(row, sampled)
+            except Exception as error:  # ends the text of this row only
                 logger.exception("failed to sample a token for %r", row.request.name)
                 row.request.on_piece(Piece(text="", error=error))
-                self._free_row(number)
+                self._free_row(row_index)
                 continue
             row.request.on_piece(piece)
             if piece.finish:
-                self._free_row(number)
+                self._free_row(row_index)
 
-    def _next_piece(self, row: _Row, sampled: SampledToken) -> Piece:
-        """Append a token to a row; return it with the text that it completes, and the reason if the text has ended."""
+    def _add_token(self, row: _Row, sampled: SampledToken) -> Piece:
+        """Append a token to a row, and return it with the new text and the reason if the text has ended."""
         row.tokens.append(sampled.token)
         sampled = replace(sampled, text_offset=len(row.detokenizer.text))  # where the token's text begins
-        text = row.detokenizer.add(sampled.token)
+        new_text = row.detokenizer.add(sampled.token)
         if row.detokenizer.stopped:
-            return Piece(text=text, sampled=sampled, finish="stop")
-        if len(row.tokens) - len(row.request.prompt) >= row.request.sampling.max_new_tokens:
-            return Piece(text=text + row.detokenizer.finish(), sampled=sampled, finish="length")
-        return Piece(text=text, sampled=sampled)
+            return Piece(text=new_text, sampled=sampled, finish="stop")
+        num_new_tokens = len(row.tokens) - len(row.request.prompt)
+        if num_new_tokens >= row.request.sampling.max_new_tokens:
+            new_text += row.detokenizer.finish()
+            return Piece(text=new_text, sampled=sampled, finish="length")
+        return Piece(text=new_text, sampled=sampled)
 
-    def _free_row(self, number: int) -> None:
-        """Remove a row whose text has ended or was cancelled.
-
-        The last row moves into its place, so that the active rows stay contiguous.
-        """
+    def _free_row(self, row_index: int) -> None:
+        """Remove a row. The last row moves to its index, so that there is no gap between the remaining rows."""
         last = len(self.active) - 1
-        self.cache.leave(number)
-        if number != last:
-            self.rows.move(last, number)
-        self.active[number] = self.active[last]
+        self.cache.leave(row_index)
+        if row_index != last:
+            self.rows.move(last, row_index)
+        self.active[row_index] = self.active[last]
         self.active.pop()
-        self._is_bound = False  # so that the next step binds the adapters of the remaining rows
+        self._is_bound = False  # the next step binds the adapters of the remaining rows

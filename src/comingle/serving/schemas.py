@@ -33,21 +33,25 @@ _NULL_OR_EMPTY: tuple[Any, ...] = (None, "", [], {})
 def _accept_only(*allowed: object) -> BeforeValidator:
     """Return a validator for a key of the OpenAI API that this server does not implement.
 
-    It accepts only values with which the key changes nothing, such as ``"n": 1`` for the number of answers, and
-    replaces them by None. Every other value is an error, whose message lists the accepted ones that are not empty.
+    It refuses every value except those with which the key has no effect, such as 1 for ``best_of``.
 
     Args:
-        allowed: The accepted values.
+        allowed: The accepted values, which the validator replaces with None.
     """
-    listed = [json.dumps(item) for item in allowed if item not in _NULL_OR_EMPTY]
-    message = f"not supported here{'; allowed: ' if listed else ''}{', '.join(listed)}"
+    message = "not supported here"
+    allowed_in_message = [json.dumps(item) for item in allowed if item not in _NULL_OR_EMPTY]
+    if allowed_in_message:
+        message += f"; allowed: {', '.join(allowed_in_message)}"
 
-    def check(value: object) -> None:
-        # In Python True equals 1 and False equals 0.
-        if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
+    def equals(value: object, item: object) -> bool:
+        """Return whether two JSON values are equal. In Python True also equals 1, and False equals 0."""
+        return value == item and isinstance(value, bool) == isinstance(item, bool)
+
+    def refuse_others(value: object) -> None:
+        if not any(equals(value, item) for item in allowed):
             raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
 
-    return BeforeValidator(check)
+    return BeforeValidator(refuse_others)
 
 
 NullOrEmpty = Annotated[None, _accept_only(*_NULL_OR_EMPTY)]
@@ -55,26 +59,34 @@ NullOrEmpty = Annotated[None, _accept_only(*_NULL_OR_EMPTY)]
 
 
 def _as_list(value: object) -> object:
-    return [] if value is None else [value] if isinstance(value, str) else value
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
 
 
-def _join_parts(value: object) -> object:
-    """Join the content of a message that consists of parts ``{"type": "text", "text": ...}`` to one text.
+def _join_parts(content: object) -> object:
+    """Join a message's list of text parts, such as ``[{"type": "text", "text": "Hello"}]``, to one text.
 
-    Other values are returned unchanged, for pydantic to accept or to report.
+    Content of another form is returned unchanged; pydantic then accepts or refuses it.
     """
-    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-        return value
-    for part in value:
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content
+
+    def unsupported_part(kind_or_key: object) -> PydanticCustomError:
+        message = f"a part with {str(kind_or_key)!r:.40} is not supported here; allowed: text"
+        return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
+
+    for part in content:
         kind = part.get("type", "text")
+        if kind != "text":  # such as "image_url"
+            raise unsupported_part(kind)
         other_keys = {key for key, item in part.items() if item is not None} - {"type", "text"}
-        if kind != "text" or other_keys:
-            # The message names one problem, cut to 40 characters: the kind of the part, or its first other key.
-            unsupported = str(min(other_keys) if kind == "text" else kind)
-            message = f"a part with {unsupported!r:.40} is not supported here; allowed: text"
-            raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
-    texts = [part.get("text") for part in value]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else value
+        if other_keys:
+            raise unsupported_part(min(other_keys))
+    texts = [part.get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        return content
+    return "".join(texts)
 
 
 Stops = Annotated[
@@ -83,6 +95,8 @@ Stops = Annotated[
 
 
 class _Strict(BaseModel):
+    """JSON object that refuses unknown keys and does not convert types."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
@@ -110,7 +124,7 @@ class SamplingKeys(_Strict):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
 
     def sampling(self, max_new_tokens: int, seed: int) -> Sampling:
-        """Return the sampling settings, with the API's defaults: temperature 1, no truncation.
+        """Return the sampling settings; keys that the request omits have the API's defaults, such as temperature 1.
 
         Args:
             max_new_tokens: Largest number of new tokens.
@@ -139,7 +153,7 @@ class _Request(SamplingKeys):
     user: str | None = None
 
     @model_validator(mode="after")
-    def _is_streamed(self) -> _Request:
+    def _refuse_usage_without_stream(self) -> _Request:
         if self.includes_usage and not self.stream:
             raise ValueError("stream_options: only with stream: true")
         return self
@@ -165,8 +179,9 @@ class ChatMessage(_Strict):
     tool_call_id: NullOrEmpty = None
 
     def plain(self) -> dict[str, str]:
-        """Return the message as chat templates expect it."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        """Return the message with the keys that chat templates know. They have no role "developer"."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content}
 
 
 class _WithoutTools(_Request):
@@ -210,7 +225,7 @@ class ChatRequest(_TextAlone):
     prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
-    def _has_probabilities(self) -> ChatRequest:
+    def _refuse_top_logprobs_without_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs: true")
         return self
@@ -222,8 +237,10 @@ class ChatRequest(_TextAlone):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of most likely tokens to return with each token's log probability; None for no probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+        """How many of the most likely tokens to return at each step; None if no log probabilities are requested."""
+        if not self.logprobs:
+            return None
+        return self.top_logprobs or 0
 
 
 class CompletionRequest(_Request):
@@ -243,7 +260,7 @@ class CompletionRequest(_Request):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of most likely tokens to return with each token's log probability; None for no probabilities."""
+        """How many of the most likely tokens to return at each step; None if no log probabilities are requested."""
         return self.logprobs
 
 
@@ -257,55 +274,65 @@ class RouteRequest(_Strict):
 
 
 def invalid_request(error: ValidationError) -> ApiError:
-    """Return the API's error for an invalid body: about an unsupported key if there is one, else its first problem."""
+    """Return the API's error for an invalid request body.
+
+    A body may have several problems. The error reports the first unsupported key, or else the first problem.
+
+    Args:
+        error: The problems that pydantic has found.
+    """
     problems = error.errors(include_url=False, include_input=False)
-    unsupported = [problem for problem in problems if problem["type"] in ("extra_forbidden", UNSUPPORTED)]
-    problem = (unsupported or problems)[0]
+    unsupported_keys = [problem for problem in problems if problem["type"] in ("extra_forbidden", UNSUPPORTED)]
+    problem = unsupported_keys[0] if unsupported_keys else problems[0]
     key = ".".join(str(part) for part in problem["loc"])  # such as "messages.0.role"; empty if the body is no JSON
-    if unsupported:
-        message = problem["msg"] if problem["type"] == UNSUPPORTED else "not supported here"
+    message = problem["msg"]
+    if unsupported_keys:
+        if problem["type"] == "extra_forbidden":
+            message = "not supported here"
         return ApiError(400, f"{key}: {message}", code="unsupported_parameter", param=key)
-    return ApiError(400, f"{key}: {problem['msg']}" if key else problem["msg"], param=key or None)
+    if not key:
+        return ApiError(400, message)
+    return ApiError(400, f"{key}: {message}", param=key)
 
 
 def model_not_found(name: str) -> ApiError:
-    """Return the error for an unknown model or one that the key does not open, without revealing which."""
+    """Return the same error for a model that does not exist and for one that the key does not open."""
     return ApiError(404, f"no model {name!r} for this key", code="model_not_found", param="model")
 
 
 class PieceQueue:
-    """Transfers pieces from the engine's thread to the event loop."""
+    """Transfers the pieces of an answer's texts from the engine's thread to the event loop."""
 
     def __init__(self) -> None:
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
-        self.requests: list[Request] = []
+        self.requests: list[Request] = []  # one per text; set before `pieces` is called
 
-    def callback(self, number: int) -> Callable[[Piece], None]:
-        """Return a callback for the engine's thread that queues the pieces of the text with this index."""
+    def callback(self, text_index: int) -> Callable[[Piece], None]:
+        """Return a function that adds a piece of a text to the queue; the engine's thread calls it."""
 
         def on_piece(piece: Piece) -> None:
-            # A closed loop means that the server has stopped, so the answer has no reader.
-            if not self.loop.is_closed():
-                self.loop.call_soon_threadsafe(self.queue.put_nowait, (number, piece))
+            if not self.loop.is_closed():  # a closed loop means that the server has stopped
+                self.loop.call_soon_threadsafe(self.queue.put_nowait, (text_index, piece))
 
         return on_piece
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Yield the pieces of all texts as they are generated, each with the index of its text, until all have ended.
+        """Yield the index of a text and its next piece, as pieces are generated, until all texts have ended.
 
         If the caller stops iterating earlier, the requests are cancelled.
 
         Raises:
             ApiError: The model failed.
         """
-        unfinished = len(self.requests)  # each request generates one text
+        num_unfinished = len(self.requests)
         try:
-            while unfinished:
-                number, piece = await self.queue.get()
+            while num_unfinished:
+                text_index, piece = await self.queue.get()
                 if piece.error is not None:
                     raise ApiError(500, "the model failed on this request; the server's log has the details")
-                unfinished -= piece.finish is not None
-                yield number, piece
+                if piece.finish is not None:
+                    num_unfinished -= 1
+                yield text_index, piece
         finally:
             for request in self.requests:
                 request.cancelled = True
@@ -315,59 +342,62 @@ async def collect_choices(piece_queue: PieceQueue, ends: Sequence[int]) -> list[
     """Wait until all texts have ended, and return them.
 
     Args:
-        piece_queue: Source of the pieces.
+        piece_queue: Yields the pieces of the texts.
         ends: Tokens that end a text.
     """
     choices = [Choice() for _ in piece_queue.requests]
     async with aclosing(piece_queue.pieces()) as pieces:
-        async for number, piece in pieces:
-            choices[number].add(piece, ends)
+        async for text_index, piece in pieces:
+            choices[text_index].add(piece, ends)
     return choices
 
 
-async def stream(piece_queue: PieceQueue, answer: Answer, ends: Sequence[int], *, usage: bool) -> AsyncIterator[str]:
-    """Yield an answer as server-sent events.
+async def stream(
+    piece_queue: PieceQueue, answer: Answer, ends: Sequence[int], *, includes_usage: bool
+) -> AsyncIterator[str]:
+    """Yield an answer as server-sent events, one per piece of text.
 
     Args:
-        piece_queue: Source of the pieces.
-        answer: Values common to all chunks.
+        piece_queue: Yields the pieces of the texts.
+        answer: Formats the events.
         ends: Tokens that end a text.
-        usage: Whether to add a chunk with the numbers of tokens.
+        includes_usage: Whether to add an event with the numbers of tokens at the end.
     """
     choices = [Choice() for _ in piece_queue.requests]
     try:
         async with aclosing(piece_queue.pieces()) as pieces:
             if answer.chat:
-                yield answer.chunk([answer.first_choice(number) for number in range(len(choices))])
-            async for number, piece in pieces:
-                tokens = choices[number].add(piece, ends)
-                # A token may add no text yet, for example if it is a part of a character; clients that have requested
-                # log probabilities get its log probability anyway.
-                if piece.text or piece.finish or (answer.wants_logprobs and tokens):
-                    yield answer.chunk([answer.choice_chunk(number, piece.text, tokens, piece.finish)])
+                yield answer.chunk([answer.first_choice(index) for index in range(len(choices))])
+            async for text_index, piece in pieces:
+                tokens = choices[text_index].add(piece, ends)
+                # A token that only begins a character has a log probability, but no text yet.
+                has_logprobs = answer.wants_logprobs and bool(tokens)
+                if piece.text or piece.finish or has_logprobs:
+                    yield answer.chunk([answer.choice_chunk(text_index, piece.text, tokens, piece.finish)])
     except ApiError as error:
         yield event(error.body())
         return
-    if usage:
+    if includes_usage:
         yield answer.chunk([], answer.usage(choices))
     yield DONE
 
 
-async def while_connected(http: Http, work: Awaitable[Result]) -> Result | None:
-    """Return the result of ``work``; cancel it and return None if the client disconnects first."""
+async def result_while_connected(http: Http, work: Awaitable[Result]) -> Result | None:
+    """Return the result of ``work``; if the client disconnects before it is done, cancel it and return None."""
 
     async def wait_for_disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(wait_for_disconnect())
     try:
-        await asyncio.wait([working, disconnected], return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        await asyncio.wait([work_task, disconnect_task], return_when=asyncio.FIRST_COMPLETED)
+        return work_task.result() if work_task.done() else None
     finally:
-        working.cancel()
-        disconnected.cancel()
-        await asyncio.gather(working, disconnected, return_exceptions=True)
+        work_task.cancel()
+        disconnect_task.cancel()
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
 
 
 logger = logging.getLogger("comingle")
@@ -378,53 +408,49 @@ class Overloaded(Exception):
 
 
 class Worker:
-    """Runs an engine in a thread of its own; at most ``queue`` requests wait for a row."""
+    """Runs an engine in a thread of its own; other threads submit requests and jobs."""
 
-    def __init__(self, engine: Engine, *, queue: int, when_idle: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, engine: Engine, *, max_waiting: int, when_idle: Callable[[], object] = lambda: None) -> None:
         """Start the thread.
 
         Args:
             engine: The engine, which no other thread may use from now on.
-            queue: Largest number of requests that wait for a row.
+            max_waiting: Largest number of requests that wait for a row of the engine, and of jobs that wait.
             when_idle: Called by the thread when all requests have been answered.
         """
-        self.engine, self.queue, self._when_idle = engine, queue, when_idle
+        self.engine, self.max_waiting, self._when_idle = engine, max_waiting, when_idle
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # functions to call between two steps
-        self._changed = threading.Condition()  # notified of new requests and jobs, and at the end
+        self._changed = threading.Condition()  # notified of new requests and jobs, and by `close`
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="comingle-serving", daemon=True)
         self._thread.start()
 
     def submit(self, requests: list[Request]) -> None:
-        """Queue requests for the engine, all or none. Those that find a free row do not count as waiting.
+        """Append requests to the engine's queue, either all of them or none.
 
         Raises:
-            Overloaded: The queue has no room for all.
+            Overloaded: More requests than ``max_waiting`` would wait, in addition to those for which a row is free.
             DataError: A request cannot be answered.
         """
         for request in requests:
-            self.engine.check(request)
+            self.engine.raise_unless_valid(request)
         with self._changed:
-            waiting = sum(not request.cancelled for request in tuple(self.engine.waiting))
-            if self._closed or waiting + len(requests) > self.queue + self.engine.free:
-                raise Overloaded(f"{waiting} requests are already waiting; try again later")
+            num_waiting = sum(not request.cancelled for request in tuple(self.engine.waiting))
+            max_queued = self.max_waiting + self.engine.num_free_rows
+            if self._closed or num_waiting + len(requests) > max_queued:
+                raise Overloaded(f"{num_waiting} requests are already waiting; try again later")
             self.engine.waiting.extend(requests)
             self._changed.notify()
 
     def call(self, job: Callable[[], Result]) -> Future[Result]:
-        """Queue a function for the engine's thread and return the future of its result.
-
-        The function runs between two steps of the engine, since it may use the network with a batch of its own.
-
-        Args:
-            job: The function.
+        """Call a function in the engine's thread, between two steps of the engine, and return a future of its result.
 
         Raises:
-            Overloaded: ``queue`` functions are already waiting.
+            Overloaded: ``max_waiting`` functions are already waiting.
         """
         future: Future[Result] = Future()
         with self._changed:
-            if len(self._jobs) >= self.queue:
+            if len(self._jobs) >= self.max_waiting:
                 raise Overloaded(f"{len(self._jobs)} requests are already waiting; try again later")
             self._jobs.append((job, future))
             self._changed.notify()
@@ -438,26 +464,28 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        """Generate tokens while there are requests; run jobs of other threads between two steps."""
+        """Call waiting jobs and run a step of the engine, in turn, until the worker is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._jobs or self.engine.busy)
                 if self._closed:
                     return
             while self._jobs:
-                self._compute(*self._jobs.popleft())
+                job, future = self._jobs.popleft()
+                self._call_job(job, future)
             try:
                 if self.engine.busy:
                     self.engine.step()
                     if not self.engine.busy:
                         self._when_idle()
-            except Exception as error:  # Fail the current requests, and keep answering later ones.
+            except Exception as error:  # ends the current requests; later ones are answered
                 logger.exception("a generation step failed")
                 self.engine.fail_all(error)
 
-    def _compute(self, job: Callable[[], Result], future: Future[Result]) -> None:
-        """Run a function unless it was cancelled, and store its result or error in its future."""
-        if not future.set_running_or_notify_cancel():
+    def _call_job(self, job: Callable[[], Result], future: Future[Result]) -> None:
+        """Call a function unless its future was cancelled, and set its result or error in the future."""
+        was_cancelled = not future.set_running_or_notify_cancel()
+        if was_cancelled:
             return
         try:
             future.set_result(job())
