@@ -43,7 +43,7 @@ from comingle.models.personal import PersonalModel
 from comingle.runs.results import Run
 from comingle.runs.session import build
 from comingle.serving.engine import Engine, Request
-from comingle.serving.rows import prepare
+from comingle.serving.rows import reorder_weights
 from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import KIND
 from comingle.utils.files import cache_folder
@@ -203,7 +203,7 @@ def main() -> None:
         if args.alone == "exported"
         else {name: model.generating for name, model in models.items()}
     )
-    prepare(engine.models[names[0]].model.base.model)
+    reorder_weights(engine.models[names[0]].model.base.model)
     serve_together(engine, prompts, 4)
     generate_alone(networks, prompts, 4)
     served, alone, same = [], [], 0

@@ -43,16 +43,17 @@ class Keys:
         return self._digests is not None
 
     def users_of(self, key: str) -> tuple[str, ...]:
-        """Return the users whose models a key opens; all users if no keys are required.
-
-        The key is compared with every known one in constant time, so that response times reveal nothing about keys.
-        """
+        """Return the users whose models a key opens; all users if no keys are required."""
         import hmac  # loads OpenSSL, which `comingle --help` does not need
 
         if self._digests is None:
             return tuple(self.names)
-        given = _digest(key)
-        return tuple([name for name, known in self._digests.items() if hmac.compare_digest(given, known)])
+        given_digest = _digest(key)
+        users = []
+        for name, digest in self._digests.items():
+            if hmac.compare_digest(given_digest, digest):  # in constant time, so that its duration reveals nothing
+                users.append(name)
+        return tuple(users)
 
 
 def _digest(key: str) -> bytes:
@@ -62,10 +63,14 @@ def _digest(key: str) -> bytes:
 
 
 def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
-    """Read keys from a YAML file with lines of ``USER: KEY``. A user without a key cannot be reached.
+    """Read the users' keys from a YAML file with lines of ``USER: KEY``.
+
+    Args:
+        path: The file. Users that it does not list have no key, so their models cannot be used.
+        names: All users.
 
     Raises:
-        DataError: The file has another form, a user does not exist, a key is too short, or two users have the same key.
+        DataError: The file has another form, a user does not exist, a key is invalid, or two users have the same key.
     """
     from comingle.config.files import read_text
 
@@ -76,12 +81,13 @@ def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
         raise DataError(f"--keys {path}: cannot be read as UTF-8 text ({type(error).__name__})") from None
     if not isinstance(content, Mapping) or not content:
         raise DataError(f"--keys {path}: allowed: lines of USER: KEY")
-    known, keys = list(names), dict[str, str]()
+    known_users, keys = list(names), dict[str, str]()
     for name, key in content.items():
-        require_user(str(name), known, f"--keys {path}: ")
+        require_user(str(name), known_users, f"--keys {path}: ")
         if not isinstance(key, str) or len(key) < MIN_KEY_LENGTH:
             raise DataError(f"--keys {path}: the key of {name!r} is not a text of at least {MIN_KEY_LENGTH} characters")
-        if not (key.isascii() and key.isprintable()) or " " in key:
+        fits_http_header = key.isascii() and key.isprintable() and " " not in key
+        if not fits_http_header:
             raise DataError(f"--keys {path}: the key of {name!r} has characters that HTTP headers do not allow")
         if key in keys.values():
             raise DataError(f"--keys {path}: {name!r} has the key of another user; keys must be unique")
@@ -111,7 +117,7 @@ def make_keys(path: Path, names: Iterable[str]) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is reachable from this machine only."""
+    """Return whether a host is reachable from this machine only: "localhost", 127.0.0.1 or [::1], for example."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -127,21 +133,30 @@ def hostname(address: str) -> str:
 
 
 def cross_site_page(headers: Mapping[str, str]) -> str:
-    """Return a description of the page of another site that sent a request through a browser; empty if none did.
+    """Return a description of the web page of another site that sent a request; empty if there is no such page.
 
-    Browsers send the ``Origin`` of the page, or mark the request as cross-site; other programs send neither header.
+    Browsers set one of the headers ``Origin`` and ``Sec-Fetch-Site``; other programs set neither.
 
     Args:
         headers: Headers of the request.
     """
-    origin = headers.get("origin")
-    if origin is not None and origin.lower().partition("://")[2] != headers.get("host", "").lower():
-        return f"a page of {origin!r}"
-    return "a page of another site" if headers.get("sec-fetch-site") == "cross-site" else ""
+    origin = headers.get("origin")  # such as "https://example.com"
+    if origin is not None:
+        _scheme, _, origin_host = origin.lower().partition("://")
+        own_host = headers.get("host", "").lower()
+        if origin_host != own_host:
+            return f"a page of {origin!r}"
+    if headers.get("sec-fetch-site") == "cross-site":
+        return "a page of another site"
+    return ""
 
 
 def check_host(host: str, keys: Mapping[str, str] | None) -> None:
-    """Check that a server without keys listens on loopback only.
+    """Raise an error if a server without keys would listen on an address that other machines can reach.
+
+    Args:
+        host: The address to listen on.
+        keys: Key by user; None for a server without keys.
 
     Raises:
         ComingleError: Other machines could reach the models.
@@ -161,12 +176,12 @@ class Limits:
     """Limits of the server.
 
     Args:
-        max_tokens: New tokens per answer.
+        max_tokens: New tokens per text.
         rate: Requests per user and minute.
-        rows: Answers generated at the same time.
-        queue: Waiting requests.
-        body_bytes: Size of a request.
-        choices: Answers per request.
+        rows: Texts that are generated at the same time.
+        queue: Texts that wait for a row.
+        body_bytes: Size of the body of an HTTP request.
+        choices: Texts per HTTP request.
     """
 
     max_tokens: int = 1024
@@ -178,24 +193,27 @@ class Limits:
 
 
 class Rates:
-    """A token bucket per user: ``rate`` requests, refilled at ``rate`` per minute."""
+    """Rate limits by token buckets: a user's bucket holds ``rate`` requests, and refills at ``rate`` per minute."""
 
     def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate, self.clock = rate, clock
-        self._left: dict[str, tuple[float, float]] = {}
+        self._buckets: dict[str, tuple[float, float]] = {}  # by user: requests left, and the time of the last request
 
     def take_request(self, name: str) -> float:
         """Take one request from a user's bucket.
 
         Returns:
-            0, or, if the bucket is empty, the seconds until the next request is allowed.
+            Seconds to wait until a request is allowed; 0 if this one is.
         """
         now = self.clock()
-        left, last_time = self._left.get(name, (float(self.rate), now))
-        left = min(float(self.rate), left + (now - last_time) * self.rate / MINUTE)
-        is_allowed = left >= 1
-        self._left[name] = (left - 1 if is_allowed else left, now)
-        return 0.0 if is_allowed else (1 - left) * MINUTE / self.rate
+        capacity = float(self.rate)
+        left, last_time = self._buckets.get(name, (capacity, now))
+        left = min(capacity, left + (now - last_time) * self.rate / MINUTE)
+        if left >= 1:
+            self._buckets[name] = (left - 1, now)
+            return 0.0
+        self._buckets[name] = (left, now)
+        return (1 - left) * MINUTE / self.rate
 
 
 UVICORN_OPTIONS: dict[str, Any] = {
@@ -208,7 +226,11 @@ UVICORN_OPTIONS: dict[str, Any] = {
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a socket. Call it before loading a model, so that a port in use is reported at once.
+    """Open a listening socket.
+
+    Args:
+        host: Address to listen on, such as "127.0.0.1" or "[::1]".
+        port: Port; 0 for any free one.
 
     Raises:
         RunError: The address is in use or does not exist.
@@ -221,12 +243,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Return the URL of a socket for a browser."""
+    """Return the URL of a listening socket, such as "http://127.0.0.1:8000"."""
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    is_ipv6 = ":" in host
+    return f"http://[{host}]:{port}" if is_ipv6 else f"http://{host}:{port}"
 
 
-KINDS = {
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -239,7 +262,7 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """A request that is refused."""
+    """Error that becomes the response to a request, in the OpenAI API's form."""
 
     def __init__(
         self,
@@ -264,15 +287,16 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, object]:
         """Return the error body of the OpenAI API."""
-        kind = KINDS.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        error_type = ERROR_TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """Return the HTTP response."""
         from fastapi.responses import JSONResponse
 
-        # HTTP's header has whole seconds; 0 would make clients retry at once.
-        headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after)))  # HTTP allows only whole seconds
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), status_code=self.status, headers=headers)

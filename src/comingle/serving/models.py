@@ -11,7 +11,7 @@ from comingle.models.base import Base
 from comingle.models.kernels import expert_mlp
 from comingle.models.personal import PersonalModel
 from comingle.runs.api import load
-from comingle.serving.rows import prepare
+from comingle.serving.rows import reorder_weights
 from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import DataError, RunError, did_you_mean
 from comingle.utils.files import cache_folder
@@ -20,59 +20,71 @@ from comingle.utils.records import read_metrics
 
 
 def find_run(folder: Path, method: str | None = None, seed: int | None = None) -> Path:
-    """Return the folder of one run, in a folder that may be that of a comparison of several runs.
+    """Return the folder of a run, given the folder of the run itself or of a comparison, which contains several runs.
 
     Args:
-        folder: Folder of a run, or of a comparison, which contains runs.
-        method: The method of the run to find in a comparison; None if it has only one.
-        seed: The seed of that run; None for the lowest.
+        folder: The folder of the run or of the comparison.
+        method: Method of the run to find in a comparison; None if the comparison has only one method.
+        seed: Seed of the run to find in a comparison; None for the lowest.
 
     Raises:
-        RunError: The comparison has several methods and ``method`` is None, or no run matches.
+        RunError: The comparison has several methods and ``method`` is None, or no run has this method and seed.
     """
-    if (folder / "recipe.yaml").exists() or not folder.is_dir():
+    is_run = (folder / "recipe.yaml").exists()
+    if is_run or not folder.is_dir():
         return _single_run(folder, method, seed)
-    recipes = [(load_recipe(path.parent), path.parent) for path in sorted(folder.glob("*/metrics.json"))]
-    if not recipes:
-        return folder  # The caller reports the error when it reads the folder.
-    runs = [(_label(recipe, path), recipe.seed, path) for recipe, path in recipes]
-    known = list(dict.fromkeys(label for label, _seed, _path in runs))
-    if method is None and len(known) > 1:
-        raise RunError(f"{folder}: is a comparison; say which run with --method: {', '.join(known)}")
-    name = method if method is not None else known[0]
-    if name not in known:
-        raise RunError(f"{folder}: no run of {name!r}; allowed: {', '.join(known)}.{did_you_mean(name, known)}")
-    by_seed = {number: path for label, number, path in runs if label == name}
-    if seed is not None and seed not in by_seed:
-        raise RunError(f"--seed: got {seed}; allowed for {name}: {', '.join(map(str, sorted(by_seed)))}")
-    return by_seed[min(by_seed) if seed is None else seed]
+    run_folders = [metrics_file.parent for metrics_file in sorted(folder.glob("*/metrics.json"))]
+    if not run_folders:
+        return folder  # the caller raises the error when it reads the folder
+    runs_by_label: dict[str, dict[int, Path]] = {}  # folders by seed, by label, such as "fedavg"
+    for run_folder in run_folders:
+        recipe = load_recipe(run_folder)
+        runs_by_label.setdefault(_label(recipe, run_folder), {})[recipe.seed] = run_folder
+    labels = list(runs_by_label)
+    if method is None and len(labels) > 1:
+        raise RunError(f"{folder}: is a comparison; say which run with --method: {', '.join(labels)}")
+    label = labels[0] if method is None else method
+    if label not in runs_by_label:
+        raise RunError(f"{folder}: no run of {label!r}; allowed: {', '.join(labels)}.{did_you_mean(label, labels)}")
+    runs_by_seed = runs_by_label[label]
+    if seed is None:
+        return runs_by_seed[min(runs_by_seed)]
+    if seed not in runs_by_seed:
+        raise RunError(f"--seed: got {seed}; allowed for {label}: {', '.join(map(str, sorted(runs_by_seed)))}")
+    return runs_by_seed[seed]
 
 
-def _label(recipe: Recipe, path: Path) -> str:
-    """Return the name of a comparison's run for the option ``--method``.
+def _label(recipe: Recipe, run_folder: Path) -> str:
+    """Return the value of the option ``--method`` that selects a run of a comparison.
 
-    The name is that of the method. If the comparison has several variants of the method, with different settings, the
-    settings follow: a run in the folder ``METHOD-KEY=VALUE-seed0`` is called ``METHOD:KEY=VALUE``.
+    It is the method's name, such as "fedprox". A comparison of settings has folders such as "fedprox-mu=0.1-seed0";
+    then it is "fedprox:mu=0.1".
 
     Args:
         recipe: The run's recipe.
-        path: The run's folder.
+        run_folder: The run's folder.
     """
-    method, variant = recipe.method.name, path.name.rpartition("-seed")[0]
-    if variant.startswith(f"{method}-") and "=" in variant:
-        return f"{method}:{variant.removeprefix(method + '-')}"
+    method = recipe.method.name
+    method_and_settings, _, _seed = run_folder.name.rpartition("-seed")
+    if method_and_settings.startswith(f"{method}-") and "=" in method_and_settings:
+        settings = method_and_settings.removeprefix(f"{method}-")
+        return f"{method}:{settings}"
     return method
 
 
 def _single_run(folder: Path, method: str | None, seed: int | None) -> Path:
-    """Return the folder of a single run, after checking that method and seed, if given, are those of the run."""
+    """Return the folder of a single run.
+
+    Raises:
+        RunError: ``method`` or ``seed`` is given, but is not that of the run.
+    """
     if method is None and seed is None:
         return folder
     recipe = load_recipe(folder)
-    for option, wanted, got in (("--method", method, recipe.method.name), ("--seed", seed, recipe.seed)):
-        if wanted not in (None, got):
-            message = f"is a single run, with {option} {got}; omit {option}"
-            raise RunError(f"{folder}: {message}")
+    if method not in (None, recipe.method.name):
+        raise RunError(f"{folder}: is a single run, with --method {recipe.method.name}; omit --method")
+    if seed not in (None, recipe.seed):
+        raise RunError(f"{folder}: is a single run, with --seed {recipe.seed}; omit --seed")
     return folder
 
 
@@ -97,26 +109,30 @@ class UserModels:
 
 
 def open_models(run: Path, method: str | None = None) -> UserModels:
-    """Load the users' models of a finished run; in a comparison's folder, of the run of ``method``.
+    """Load the users' models of a finished run.
+
+    Args:
+        run: The folder of the run, or of a comparison.
+        method: Method of the run in a comparison; None if the comparison has only one method.
 
     Raises:
         RunError: There is no finished run, or there are several and ``method`` is None.
         DataError: The models generate no text.
         BaseModelError: The base is missing or has changed.
     """
-    folder = find_run(run, method)
-    opened = load(folder)
-    if not kind_of(opened.recipe).needs_base:
-        raise DataError(f"{folder}: {opened.federation.clients.model.name} does not generate text")
-    models = {name: cast(PersonalModel, opened.user(name)) for name in opened.users}
+    run_folder = find_run(run, method)
+    finished_run = load(run_folder)
+    if not kind_of(finished_run.recipe).needs_base:
+        raise DataError(f"{run_folder}: {finished_run.federation.clients.model.name} does not generate text")
+    models = {name: cast(PersonalModel, finished_run.user(name)) for name in finished_run.users}
     base = next(iter(models.values())).model.base  # the same for all users
-    # Native code (C++ kernels for a CPU) takes seconds to compile, which is too long for a small base.
-    may_compile = opened.recipe.runtime.compile is not False  # True, or "auto"
-    is_worth_compiling = base.model.num_parameters() >= MIN_COMPILED_PARAMETERS
-    if may_compile and is_worth_compiling and expert_mlp.fits(base.device, base.dtype):
+    # C++ kernels take seconds to compile, which is too long for a small base.
+    may_compile = finished_run.recipe.runtime.compile is not False
+    is_large = base.model.num_parameters() >= MIN_COMPILED_PARAMETERS
+    if may_compile and is_large and expert_mlp.fits(base.device, base.dtype):
         expert_mlp.enable(cache_folder() / "native")
-    prepare(base.model)  # stores weights in an order that is faster for few rows
-    return UserModels(models=models, answers=answers_messages(opened.recipe, base))
+    reorder_weights(base.model)
+    return UserModels(models=models, answers=answers_messages(finished_run.recipe, base))
 
 
 def answers_messages(recipe: Recipe, base: Base) -> bool:
@@ -128,13 +144,14 @@ def answers_messages(recipe: Recipe, base: Base) -> bool:
 
 
 def users_in(run: Path) -> list[str]:
-    """Return the users of a run without loading models.
+    """Return the users of a run, without loading their models.
 
-    If the users are stored on disk, a run has no list of all of them. Then only those with results in ``metrics.json``
-    are returned, which are a sample if the recipe sets ``evaluation.users``.
+    A run whose users are stored on disk has no list of all users. Then only the users in ``metrics.json`` are returned;
+    they are a sample if the recipe sets ``evaluation.users``.
 
     Raises:
         RunError: The run is not finished.
     """
     evaluated_users = list(read_metrics(run)["users"])
-    return list(read_inputs(run).users) or evaluated_users  # inputs list no users if they are stored on disk
+    all_users = list(read_inputs(run).users)
+    return all_users if all_users else evaluated_users

@@ -10,6 +10,7 @@ are batched, as in training with a batch of one per user.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +42,10 @@ Window = Float[Tensor, "rows heads window width"]
 
 
 class _Layer(DynamicLayer):
-    """Keys and values of one layer: a window of two larger tensors, into which steps are written."""
+    """Keys and values of one layer in the cache.
+
+    ``stores`` holds a tensor of keys and one of values, with more rows and positions than are in use.
+    """
 
     def __init__(self, cache: RowCache) -> None:
         super().__init__()
@@ -51,32 +55,31 @@ class _Layer(DynamicLayer):
     def update(
         self, key_states: States, value_states: States, *args: object, **kwargs: object
     ) -> tuple[Window, Window]:
-        """Write the keys and values of a step after those of earlier steps, and return all of them.
+        """Write the keys and values of new tokens in place, and return those of all positions in use.
 
-        transformers calls this in every layer. Writing in place avoids the copy of all earlier steps that
-        concatenation needs.
+        transformers calls this in every layer.
         """
-        stop, num_new = self.cache.stop, key_states.shape[-2]
-        window = slice(self.cache.start, stop + num_new)
-        rows = slice(len(self.cache.starts))
-        for store, states in zip(self.stores, (key_states, value_states), strict=True):
-            store[rows, :, stop : stop + num_new] = states
-        keys, values = (store[rows, :, window] for store in self.stores)
-        return keys, values
+        num_rows, num_new = len(self.cache.starts), key_states.shape[-2]
+        new_positions = slice(self.cache.stop, self.cache.stop + num_new)
+        used_positions = slice(self.cache.start, self.cache.stop + num_new)
+        key_store, value_store = self.stores
+        key_store[:num_rows, :, new_positions] = key_states
+        value_store[:num_rows, :, new_positions] = value_states
+        return key_store[:num_rows, :, used_positions], value_store[:num_rows, :, used_positions]
 
     def get_seq_length(self) -> int:
-        """Return the number of positions before the current step."""
+        """Return the number of cached positions in use."""
         return self.cache.stop - self.cache.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of the window with the current step, and the window's offset."""
+        """Return the number of positions in the mask, with ``query_length`` new ones, and the offset of the first."""
         return self.get_seq_length() + query_length, 0
 
 
 class RowCache(Cache):
-    """Key-value cache of up to ``max_rows`` rows.
+    """Key-value cache of up to ``max_rows`` rows, which all end at the position before ``stop``.
 
-    ``starts`` holds the position where each row's text starts; ``start`` and ``stop`` bound the window of all rows.
+    ``starts`` has the position of each row's first token, and ``start`` is the smallest of them.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -89,43 +92,41 @@ class RowCache(Cache):
         return self.stop - torch.tensor(self.starts)
 
     def mask(self) -> Bool[Tensor, "rows places"]:
-        """Return which positions of the window and of the next step belong to each row."""
+        """Return for each row which positions have a token of the row, from ``start`` up to that of the next token."""
         return torch.arange(self.start, self.stop + 1) >= torch.tensor(self.starts).unsqueeze(1)
 
     def join(self, prompts: Cache, lengths: Sequence[int]) -> None:
-        """Append rows for new prompts, with a copy of their keys and values.
+        """Append a row for each prompt, and copy the prompt's keys and values into it.
 
-        All rows end at the position ``stop``, since a step writes its keys and values at one position for all rows.
-        Shorter texts therefore start later; ``starts`` has the position of each row's first token.
+        All rows end at position ``stop``, so the row of a shorter prompt starts later.
 
         Args:
-            prompts: Keys and values of the left-padded prompts, from the base's forward pass over them.
+            prompts: Keys and values of the prompts, which are padded on the left.
             lengths: Number of tokens of each prompt.
         """
         prompt_layers: list[Any] = prompts.layers
-        if not self.starts:  # there are no rows, so the window of used positions begins again at position 0
+        if not self.starts:  # without rows, the next ones may start at position 0
             self.start = self.stop = 0
         self._reserve(prompt_layers, max(lengths))
-        for own, other in zip(self.layers, prompt_layers, strict=True):
-            for store, states in zip(own.stores, (other.keys, other.values), strict=True):
-                for row, length in enumerate(lengths):
-                    new_row = store[len(self.starts) + row]
+        first_new_row = len(self.starts)
+        new_starts = [self.stop - length for length in lengths]
+        for layer, prompt_layer in zip(self.layers, prompt_layers, strict=True):
+            for store, states in zip(layer.stores, (prompt_layer.keys, prompt_layer.values), strict=True):
+                for i, (row_start, length) in enumerate(zip(new_starts, lengths, strict=True)):
+                    new_row = store[first_new_row + i]
                     # Clear an old row's values: attention multiplies masked positions by zero, and 0 * NaN is NaN.
-                    new_row[:, : self.stop - length] = 0
-                    new_row[:, self.stop - length : self.stop] = states[row, :, -length:]
-        self.starts += [self.stop - length for length in lengths]
+                    new_row[:, :row_start] = 0
+                    new_row[:, row_start : self.stop] = states[i, :, -length:]
+        self.starts += new_starts
         self.start = min(self.starts)
 
     def advance(self) -> None:
-        """Extend the window by the step that was written."""
+        """Count the position that every row has written as used, and make room for the next."""
         self.stop += 1
-        self._reserve(self.layers, 0)
+        self._reserve(self.layers, longest_new_row=0)
 
     def leave(self, row: int) -> None:
-        """Remove a row; the last row, with its keys and values in all layers, takes its index.
-
-        If the removed row had the longest text, the window of used positions becomes shorter.
-        """
+        """Remove a row, and move the last row to its index."""
         last = len(self.starts) - 1
         if row != last:
             for layer in self.layers:
@@ -133,52 +134,53 @@ class RowCache(Cache):
                     store[row, :, : self.stop] = store[last, :, : self.stop]
         self.starts[row] = self.starts[last]
         self.starts.pop()
-        self.start = min(self.starts, default=self.stop)  # without rows the window is empty
+        self.start = min(self.starts, default=self.stop)
 
-    def _reserve(self, like: Sequence[Any], longest: int) -> None:
-        """Make room for the next step and for new rows of at most ``longest`` tokens.
+    def _reserve(self, template_layers: Sequence[Any], longest_new_row: int) -> None:
+        """Make sure that every row has room for one more token, and that new rows fit before ``stop``.
 
-        All rows end at ``stop``, so a new row fits if ``longest <= stop``, and a step fits if ``stop < capacity``.
-        Otherwise larger tensors are made, in which rows end at the length of the longest row, old or new: that row
-        starts at position 0.
+        If they do not, move all rows to larger tensors, where the longest row, old or new, starts at position 0.
 
         Args:
-            like: Layers with keys and values. An empty cache gets tensors of the same shapes and dtypes.
-            longest: Number of tokens of the longest new row; 0 without new rows.
+            template_layers: Layers whose shapes and dtypes the first tensors get.
+            longest_new_row: Number of tokens of the longest new row; 0 without new rows.
         """
-        if longest <= self.stop < self.capacity:
-            return  # there is room
+        new_rows_fit = longest_new_row <= self.stop
+        next_token_fits = self.stop < self.capacity
+        if new_rows_fit and next_token_fits:
+            return
         if not self.layers:
-            self.layers = [_Layer(self) for _ in like]
-        stop = max(self.stop - self.start, longest)
-        # A multiple of the step with at least half a step to spare, so that the next steps need no larger tensors.
-        capacity = -(-(stop + CAPACITY_STEP // 2) // CAPACITY_STEP) * CAPACITY_STEP
-        for own, other in zip(self.layers, like, strict=True):
-            stores = own.stores or (other.keys, other.values)  # without stores, for their shapes and dtypes only
-            own.stores = [self._reallocated(store, stop, capacity) for store in stores]
-        shift = stop - self.stop  # all rows have moved by this number of positions
-        self.starts = [begin + shift for begin in self.starts]
-        self.start, self.stop, self.capacity = self.start + shift, stop, capacity
+            self.layers = [_Layer(self) for _ in template_layers]
+        new_stop = max(self.stop - self.start, longest_new_row)
+        # Round up to a multiple of the step, with at least half a step of free positions.
+        num_steps = math.ceil((new_stop + CAPACITY_STEP // 2) / CAPACITY_STEP)
+        new_capacity = num_steps * CAPACITY_STEP
+        for layer, template in zip(self.layers, template_layers, strict=True):
+            old_stores = layer.stores or [template.keys, template.values]
+            layer.stores = [self._enlarged(store, new_stop, new_capacity) for store in old_stores]
+        shift = new_stop - self.stop
+        self.starts = [row_start + shift for row_start in self.starts]
+        self.start, self.stop, self.capacity = self.start + shift, new_stop, new_capacity
 
-    def _reallocated(self, store: States, stop: int, capacity: int) -> Stores:
-        """Copy the keys or values of all rows to a larger tensor, where they end at position ``stop``.
-
-        Copies the positions from the first token of the longest row to the newest token (``self.start`` to
-        ``self.stop``); others are zero.
+    def _enlarged(self, store: States, new_stop: int, new_capacity: int) -> Stores:
+        """Return a tensor of zeros with a copy of all rows, which end at position ``new_stop``.
 
         Args:
-            store: Keys or values of one layer, ``(rows, heads, positions, width)``.
-            stop: Position in the new tensor at which all rows end.
-            capacity: Number of positions of the new tensor.
+            store: Keys or values of one layer. Without rows, only its shape and dtype are used.
+            new_stop: Position in the new tensor at which all rows end.
+            new_capacity: Number of positions of the new tensor.
         """
-        moved = store.new_zeros(self.max_rows, store.shape[1], capacity, store.shape[3])
-        if rows := len(self.starts):
-            moved[:rows, :, stop - (self.stop - self.start) : stop] = store[:rows, :, self.start : self.stop]
-        return moved
+        _rows, heads, _positions, width = store.shape
+        enlarged = store.new_zeros(self.max_rows, heads, new_capacity, width)
+        num_rows, longest_row = len(self.starts), self.stop - self.start
+        if num_rows:
+            used = store[:num_rows, :, self.start : self.stop]
+            enlarged[:num_rows, :, new_stop - longest_row : new_stop] = used
+        return enlarged
 
 
 class Rows(ABC):
-    """``max_rows`` rows of a batch, each with the model of one user."""
+    """``max_rows`` rows of a batch, each with a copy of one user's adapters."""
 
     network: PreTrainedModel
     """The causal language model; computes the models of the rows that were bound last."""
@@ -187,35 +189,40 @@ class Rows(ABC):
         self.user_tensors = {name: self._adapters_of(personal) for name, personal in models.items()}
         self.numbers = {name: personal.row for name, personal in models.items()}
         """Index of each user among all users of the run."""
-        first = next(iter(self.user_tensors.values()))
-        self.stacked: Tree = {name: t.new_zeros(max_rows, *t.shape[1:]) for name, t in first.items()}
+        any_tensors = next(iter(self.user_tensors.values()))
+        self.stacked: Tree = {key: t.new_zeros(max_rows, *t.shape[1:]) for key, t in any_tensors.items()}
+        """The adapters of all rows, with shapes ``(max_rows, ...)``."""
         self.names = [""] * max_rows
+        """The user of each row."""
         self.copied: list[Tree | None] = [None] * max_rows
-        """The tensors that each row has a copy of; None for a row that was never used."""
+        """The tensors that were copied into each row; None for a row that was never used."""
 
     def set(self, row: int, name: str) -> None:
-        """Assign a row to a user: copy the user's adapters into the row, unless the row has them already."""
+        """Assign a row to a user: copy the user's adapters into the row, unless it has them already."""
         tensors = self.user_tensors[name]
-        if self.names[row] != name or self.copied[row] is not tensors:
-            for slot, tensor in tensors.items():
-                self.stacked[slot][row] = tensor[0]  # from (1, ...), one user, into (max_rows, ...)
-            self.names[row], self.copied[row] = name, tensors
+        if self.names[row] == name and self.copied[row] is tensors:
+            return
+        for key, tensor in tensors.items():
+            self.stacked[key][row] = tensor.squeeze(0)
+        self.names[row], self.copied[row] = name, tensors
 
-    def move(self, row: int, to: int) -> None:
-        """Copy a row's adapters to the row ``to``; those of its user may have been replaced since the row was set."""
-        if self.copied[to] is not self.copied[row]:
-            for tensor in self.stacked.values():
-                tensor[to] = tensor[row]
-            self.names[to], self.copied[to] = self.names[row], self.copied[row]
+    def move(self, source: int, target: int) -> None:
+        """Copy the adapters and the user of row ``source`` to row ``target``."""
+        if self.copied[target] is self.copied[source]:
+            return
+        for tensor in self.stacked.values():
+            tensor[target] = tensor[source]
+        self.names[target], self.copied[target] = self.names[source], self.copied[source]
 
     def replace(self, personal: PersonalModel) -> None:
-        """Replace a user's model, or add one, for rows that are set from now on; other rows keep their adapters."""
+        """Replace or add a user's model. Rows that have the user's old adapters keep them."""
         self.user_tensors[personal.name] = self._adapters_of(personal)
         self.numbers[personal.name] = personal.row
 
     def bind(self, rows: slice) -> None:
-        """Make the network compute the models of these rows' users, from now on, with one text per row."""
-        self._bind({name: t[rows] for name, t in self.stacked.items()}, self.names[rows])
+        """Make the network use the adapters of these rows in each forward pass, one row per text of the batch."""
+        tensors_of_rows = {key: tensor[rows] for key, tensor in self.stacked.items()}
+        self._bind(tensors_of_rows, self.names[rows])
 
     @abstractmethod
     def _adapters_of(self, personal: PersonalModel) -> Tree:
@@ -242,10 +249,10 @@ class AdaptedRows(Rows):
 
 
 class MixedRows(Rows):
-    """Rows of client-level mixtures: C components of rank r, mixed for a user, are one LoRA of rank C r."""
+    """Rows of models that mix the LoRAs of several clusters, with shares that each user learns."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
-        """Put the base's linear layers that have a LoRA into wrappers that add the LoRA of each row's user.
+        """Wrap each linear layer that has a LoRA, in a copy of the base that shares its weights.
 
         Args:
             models: Model by user; all have the same base.
@@ -253,30 +260,30 @@ class MixedRows(Rows):
         """
         super().__init__(models, max_rows)
         any_model = next(iter(models.values())).model
-        self.network = share_weights(any_model.base.model)  # other code keeps using the base without wrappers
-        inner = self.network.base_model  # without the output layer; names of LoRAs are relative to it
+        self.network = share_weights(any_model.base.model)
+        without_head = self.network.base_model  # names of LoRAs are relative to it
         self.linears: dict[str, LoraLinear] = {}
-        # Only the layers' names are needed here: `_bind` sets the factors A and B of the LoRAs.
-        for name, _a, _b in lora_pairs(self.stacked):
-            # Scale 1, since the stored factors B are multiplied by the LoRA's scale already.
-            self.linears[name] = LoraLinear(inner.get_submodule(name), scale=1.0)
-            inner.set_submodule(name, self.linears[name])
+        for name, _a, _b in lora_pairs(self.stacked):  # `_bind` sets the factors A and B
+            # Scale 1, since `_adapters_of` multiplies the factors B by the LoRA's scale.
+            self.linears[name] = LoraLinear(without_head.get_submodule(name), scale=1.0)
+            without_head.set_submodule(name, self.linears[name])
 
     def _adapters_of(self, personal: PersonalModel) -> Tree:
-        """Return the user's mixture as one LoRA per layer, as factors A and B by name.
+        """Return the user's mixture as one LoRA per layer.
 
-        ``sum_c share_c B_c A_c`` over C components of rank r is one product of rank C r, with the shares and the scale
-        in B.
+        The mixture ``alpha sum_c share_c B_c A_c`` of C clusters' LoRAs of rank r equals one LoRA of rank C r: its
+        factor A concatenates the ``A_c``, and its factor B the ``alpha share_c B_c``.
         """
         model = cast(MixedLanguageModel, personal.model)
         layers = cast(FloralModel, model.net).layers()
-        shares, tree = model.shares(personal.tensors)[0], Tree()  # [0]: the tensors are those of a single user
-        for layer_name, a, b in lora_pairs(personal.tensors):
+        shares = model.shares(personal.tensors).squeeze(0)  # of the only user
+        tree = Tree()
+        for layer_name, a, b in lora_pairs(personal.tensors):  # (1, clusters, rank, d_in), (1, clusters, d_out, rank)
             name = layer_name.removeprefix("model.")
             layer = layers[layer_name]
             layer_shares = layer.own_mixture(shares)  # (clusters,): a mixture may have shares of its own for each layer
-            factors = layer.alpha * layer_shares
-            scaled_b = b[0] * factors.to(b).view(-1, 1, 1)  # (clusters, d_out, rank)
+            scales = layer.alpha * layer_shares
+            scaled_b = b.squeeze(0) * scales.to(b).view(-1, 1, 1)  # (clusters, d_out, rank)
             tree[f"{name}.a"] = a.flatten(1, 2)  # (1, clusters rank, d_in)
             tree[f"{name}.b"] = scaled_b.mT.flatten(0, 1).unsqueeze(0)  # (1, clusters rank, d_out)
         return tree
@@ -287,20 +294,20 @@ class MixedRows(Rows):
 
 
 class EnsembleRows(Rows):
-    """Rows of ensembles: each has the adapters of all of its user's models, and their weights."""
+    """Rows of users' ensembles: several models whose predicted probabilities are mixed."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
-        """Make the network mix the predictions of all models in the ensemble of a row's user.
+        """Make the network mix the predictions of the models in each row's ensemble.
 
         Args:
-            models: Personal model by user, each an ensemble; all have the same network.
+            models: Ensemble by user; all have the same network.
             max_rows: Largest number of rows of a batch.
         """
         super().__init__(models, max_rows)
         self.model = cast(EnsembleModel, next(iter(models.values())).model)
-        # For the rows that were bound last: weights of the mixture, and exponents of the probabilities before they are
-        # mixed. No rows are bound yet.
-        self.network, self.mixing = self.model.inner.network, (torch.empty(0, 0), None)
+        self.network = self.model.inner.network
+        # Weights of the models, and exponents of their probabilities, for the rows that were bound last.
+        self.mixing = (torch.empty(0, 0), None)
         mix_forward(self.network, lambda: self.mixing)
 
     def _adapters_of(self, personal: PersonalModel) -> Tree:
@@ -311,7 +318,7 @@ class EnsembleRows(Rows):
         self.mixing = self.model.mixing(tensors)
 
 
-KINDS: dict[type, type[Rows]] = {
+ROWS_BY_MODEL: dict[type, type[Rows]] = {
     AdaptedModel: AdaptedRows,
     EnsembleModel: EnsembleRows,
     MixedLanguageModel: MixedRows,
@@ -319,42 +326,43 @@ KINDS: dict[type, type[Rows]] = {
 
 
 def rows_of(models: Mapping[str, PersonalModel], max_rows: int) -> Rows:
-    """Return rows for the users of one run, of the class for its kind of model.
+    """Return the rows of a batch for the users of a run.
 
     The output layer is replaced by one that is faster for few rows.
     """
     any_model = next(iter(models.values())).model  # all models of a run are of one class
-    rows = KINDS[type(any_model)](models, max_rows)
+    rows_class = ROWS_BY_MODEL[type(any_model)]
+    rows = rows_class(models, max_rows)
     head = rows.network.get_output_embeddings()
     if type(head) is nn.Linear:
         rows.network.set_output_embeddings(RowsLinear(head))
     return rows
 
 
-def prepare(network: PreTrainedModel) -> None:
-    """Prepare a base in place for steps of few rows on a CPU.
+def reorder_weights(network: PreTrainedModel) -> None:
+    """Store a base's float32 weights on a CPU in column-major order, in place, for faster batches of few rows.
 
-    Weights in float32 are stored in column-major order, with which PyTorch's products of few rows are faster. Measured
-    with 8 rows on SmolLM2-135M, one thread: 128 ms per step instead of 168 ms; with one row there is little change. If
-    compiled code is enabled (:mod:`comingle.models.kernels.expert_mlp`), nothing is changed, since this code reads
-    weights in row-major order.
-
-    Other code must not use the base afterwards: transformers cannot save weights in this order.
+    Measured with 8 rows on SmolLM2-135M, one thread: 128 ms per step instead of 168 ms. Other code must not use the
+    base afterwards, since transformers cannot save weights in this order.
     """
+    if expert_mlp.is_enabled():  # its compiled code reads weights in row-major order
+        return
     for module in network.modules():
-        weight = module.weight if isinstance(module, nn.Linear) else None
-        if weight is None or expert_mlp.is_enabled() or (weight.device.type, weight.dtype) != ("cpu", torch.float32):
+        if not isinstance(module, nn.Linear):
             continue
-        weight.data = weight.data.t().contiguous().t()
+        weight = module.weight
+        if weight.device.type == "cpu" and weight.dtype == torch.float32:
+            weight.data = weight.data.t().contiguous().t()
 
 
 def without_adapters(personal: PersonalModel) -> PersonalModel:
-    """Return a user's model named "pretrained" that computes the same as the base, for comparison with it.
+    """Return a copy of a user's model that computes the same as the base, with the name "pretrained".
 
-    All factors B of LoRAs and all residuals are set to zero, so that adapters add nothing. In a mixture of models, each
-    component then equals the base. A mixture may raise the components' probabilities to learned powers, whose
-    logarithms are in the router. The router is set to zero, so these powers are 1, and the mixture equals the base.
+    The factors B of all LoRAs and all residuals are set to zero, so that adapters add nothing. The router of an
+    ensemble is set to zero too, since it has the logarithms of exponents that are applied to the probabilities.
     """
-    zeroed = (".b", f".{OUT}", CLIENT_ROUTER)  # ends of the names of factors B, residuals and a mixture's router
-    tensors = {name: torch.zeros_like(t) if name.endswith(zeroed) else t for name, t in personal.tensors.items()}
-    return replace(personal, name="pretrained", tensors=cast(dict[str, Tensor], tensors))
+    suffixes_to_zero = (".b", f".{OUT}", CLIENT_ROUTER)  # factors B, residuals, routers of ensembles
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in personal.tensors.items():
+        tensors[name] = torch.zeros_like(tensor) if name.endswith(suffixes_to_zero) else tensor
+    return replace(personal, name="pretrained", tensors=tensors)
