@@ -41,7 +41,7 @@ from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.random_bases import RANDOM_BASE_PREFIX
 from comingle.models.scoring import PAD, inputs_of, perplexity_of
 from comingle.models.stacked import MixedLanguageModel
-from comingle.serving.export.gguf import KINDS, why_no_gguf, write_gguf
+from comingle.serving.export.gguf import GGUF_WEIGHT_TYPES, why_no_gguf, write_gguf
 from comingle.serving.export.networks import (
     SPARSE,
     Source,
@@ -69,12 +69,12 @@ TAG = "comingle"
 
 @dataclass(frozen=True, kw_only=True)
 class UsageExample:
-    """Example for the model card that generates a text.
+    """Example in the model card that generates a text.
 
     Args:
-        code: Code that follows the lines that open the model.
-        prompt: The prompt as the model reads it.
-        ends: Tokens that end the text.
+        code: Python code that uses the variables ``model`` and ``tokenizer``.
+        prompt: The prompt as the model reads it, in the chat template if there is one; empty to omit it.
+        ends: Tokens that end the text, such as "<|im_end|>".
         is_chat: Whether the model answers messages rather than continues a text.
     """
 
@@ -84,14 +84,17 @@ class UsageExample:
     is_chat: bool
 
     def text(self) -> list[str]:
-        """Return the lines of the card that follow the code: the prompt as the model reads it, and how texts end."""
+        """Return the lines of the card that show the prompt and the tokens that end a text."""
+        if self.is_chat:
+            heading, what_ends = "The model answers messages in its chat template. The prompt above is:", "An answer"
+        else:
+            heading, what_ends = "The prompt is:", "A text"
         lines: list[str] = []
         if self.prompt:
-            template = "The model answers messages in its chat template. The prompt above is:"
-            lines += [template if self.is_chat else "The prompt is:", "", *_block("text", self.prompt)]
+            lines += [heading, "", *_block("text", self.prompt)]
         if self.ends:
-            what = "An answer" if self.is_chat else "A text"
-            lines += [f"{what} ends with {' or '.join(f'`{end}`' for end in self.ends)}.", ""]
+            quoted_ends = [f"`{end}`" for end in self.ends]
+            lines += [f"{what_ends} ends with {' or '.join(quoted_ends)}.", ""]
         return lines
 
 
@@ -114,35 +117,42 @@ print(answer["choices"][0]["text"])""",
 
 
 def usage_example(base: Base, about: ModelInfo | None, format: str) -> UsageExample:
-    """Return the model card's example of usage: code that generates a text, its prompt, and the tokens that end it.
-
-    The prompt is a message in the chat template if the model was trained on conversations, else a text to continue.
+    """Return the model card's example: a message to answer, or a text to continue.
 
     Args:
         base: The base.
-        about: Facts about the user's data; None if unknown.
+        about: What the run knows about the user's data; None without a run.
         format: The export format.
     """
     tokenizer, template = base.tokenizer, chat_template_of(base, about)
     assert tokenizer is not None
-    is_chat = template is not None and (about is None or about.kind == CONVERSATIONS)
-    prompt = "" if is_chat else _EXAMPLE_TEXT
-    if is_chat and template is not None:
-        with suppress(DataError):  # The template requires other roles, so the card shows no prompt.
+    was_trained_on_texts = about is not None and about.kind != CONVERSATIONS
+    if template is not None and not was_trained_on_texts:
+        is_chat, prompt = True, ""
+        with suppress(DataError):  # the template refuses this message; the card then shows no prompt
             prompt = template.render([{"role": "user", "content": "Hello!"}], add_prompt=True)
-    eos = generation_of(base, about).eos_token_id
-    ends = () if eos is None else as_tuple(eos)
+    else:
+        is_chat, prompt = False, _EXAMPLE_TEXT
+    end_tokens = generation_of(base, about).eos_token_id  # an integer, a list or None
+    end_ids = () if end_tokens is None else as_tuple(end_tokens)
+    library = "gguf" if format == "gguf" else "transformers"
     return UsageExample(
-        code=_CODE["gguf" if format == "gguf" else "transformers", is_chat],
+        code=_CODE[library, is_chat],
         prompt=prompt,
-        ends=[str(tokenizer.decode([end])) for end in ends],
+        ends=[str(tokenizer.decode([token_id])) for token_id in end_ids],
         is_chat=is_chat,
     )
 
 
 def _block(language: str, text: str) -> list[str]:
-    """Return a fenced block whose fence is longer than any in its text."""
-    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
+    """Return the lines of a fenced code block in Markdown.
+
+    The fence has three backticks, or one more than the longest run of backticks in the text.
+    """
+    num_backticks = 3
+    for run in re.findall("`+", text):
+        num_backticks = max(num_backticks, len(run) + 1)
+    fence = "`" * num_backticks
     return [f"{fence}{language}", text.rstrip("\n"), fence, ""]
 
 
@@ -153,10 +163,10 @@ class Card:
     Args:
         name: The user.
         base: The base.
-        library: The library that opens the export.
+        library: The library that opens the export, such as "transformers".
         form: Sentence on the format that was written.
         usage: Code that opens the model.
-        about: Facts about the user's data and scores; None if unknown.
+        about: What the run knows about the user's data and scores; None without a run.
         example: Example that generates a text; None without a tokenizer.
         lost: Scores before and after an approximation.
     """
@@ -176,51 +186,51 @@ class Card:
         return "\n".join([*self._front_matter(), "", *body, ""])
 
     def _front_matter(self) -> list[str]:
-        """Return the front matter that the Hugging Face Hub reads: licence and base if known, library, tags."""
-        licence, name = licence_of(self.base), name_of(self.base)
-        # Random bases ("random:...") are made here, not loaded from the Hub.
-        is_on_hub = "/" in name and is_public(name) and not name.startswith(RANDOM_BASE_PREFIX)
-        return [
-            "---",
-            *([f"base_model: {name}"] if is_on_hub else []),
-            *([f"license: {licence}"] if licence else []),
-            f"library_name: {self.library}",
-            "tags:",
-            f"- {TAG}",
-            "- federated-learning",
-            "---",
-        ]
+        """Return the front matter that the Hugging Face Hub reads."""
+        licence, base_name = licence_of(self.base), name_of(self.base)
+        is_random = base_name.startswith(RANDOM_BASE_PREFIX)  # such as "random:llama"
+        is_on_hub = "/" in base_name and is_public(base_name) and not is_random
+        lines = ["---"]
+        if is_on_hub:
+            lines.append(f"base_model: {base_name}")
+        if licence:
+            lines.append(f"license: {licence}")
+        lines += [f"library_name: {self.library}", "tags:", f"- {TAG}", "- federated-learning", "---"]
+        return lines
 
     def _head(self) -> list[str]:
-        """Return the first lines of the card: title, what the model is, its format, and its usage with an example."""
-        how = f"with the method {self.about.method}" if self.about else "with adapters"
-        others = f", in a federation of {self.about.users} users" if self.about and self.about.users > 1 else ""
-        tuned = f"{name_of(self.base)} fine-tuned {how}{others}"
-        summary = f"The personal language model of one user, {self.name}: {tuned}."
-        code = self.usage if self.example is None else f"{self.usage}\n{self.example.code}"
-        example_lines = [] if self.example is None else self.example.text()
+        """Return the first lines of the card: title, summary, format and code."""
+        how = "with adapters"
+        if self.about is not None:
+            how = f"with the method {self.about.method}"
+            if self.about.users > 1:
+                how += f", in a federation of {self.about.users} users"
+        base_name = name_of(self.base)
+        summary = f"The personal language model of one user, {self.name}: {base_name} fine-tuned {how}."
         lines = [f"# {self.name}", "", summary, "", self.form, "", "## Usage", ""]
-        return [*lines, *_block("python", code), *example_lines]
+        if self.example is None:
+            return [*lines, *_block("python", self.usage)]
+        code = f"{self.usage}\n{self.example.code}"
+        return [*lines, *_block("python", code), *self.example.text()]
 
     def _data(self) -> list[str]:
-        """Return the section on the amount of the user's data; no lines if it is unknown."""
+        """Return the lines of the section on the amount of the user's data; empty if it is unknown."""
         if self.about is None or not self.about.counts:
             return []
-        amounts = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in self.about.counts.items())
+        amounts = [f"{count:,} {key.replace('_', ' ')}" for key, count in self.about.counts.items()]
         note = "This folder contains none of it, only the trained weights."
-        return ["## Data", "", f"The user's own {self.about.kind}: {amounts}. {note}", ""]
+        return ["## Data", "", f"The user's own {self.about.kind}: {', '.join(amounts)}. {note}", ""]
 
     def _metrics(self) -> list[str]:
-        """Return the section with the model's scores as Markdown lines; no lines if there are none.
-
-        The card of an approximation also compares two perplexities (``lost``): that of the exported model, and that of
-        the mixture of experts that it replaces.
-        """
-        scores = {**(self.about.scores if self.about else {}), **self.lost}
+        """Return the lines of the section with the model's scores; empty if there are none."""
+        scores: dict[str, float] = {}
+        if self.about is not None:
+            scores.update(self.about.scores)
+        scores.update(self.lost)
         if not scores:
             return []
-        rows = [f"| {key.replace('_', ' ')} | {value:.4g} |" for key, value in scores.items()]
-        return ["## Metrics", "", "| on the user's own data | |", "|---|---|", *rows, ""]
+        table_rows = [f"| {key.replace('_', ' ')} | {value:.4g} |" for key, value in scores.items()]
+        return ["## Metrics", "", "| on the user's own data | |", "|---|---|", *table_rows, ""]
 
     def _licence(self) -> list[str]:
         licence = licence_of(self.base) or "the base's files do not name it; see the base model"
@@ -228,26 +238,34 @@ class Card:
 
 
 def name_of(base: Base) -> str:
-    """Return the base's name for the model card: its name on the Hub, or else the last part of its local path."""
-    path = expand_home(base.name)
+    """Return the base's name for the model card: its name on the Hub, or the name of its local folder."""
     if base.name == GIVEN:  # a program has passed the model as an object
         return f"a {type(base.model).__name__} without a name"
-    if not (path.exists() or path.is_absolute() or base.name.startswith(".")):
+    path = expand_home(base.name)
+    is_local = path.exists() or path.is_absolute() or base.name.startswith(".")
+    if not is_local:
         return base.name
     path = Path(os.path.normpath(path.absolute()))
-    if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):  # Hugging Face's cache
-        return path.parents[1].name.removeprefix("models--").replace("--", "/", 1)
+    # In Hugging Face's cache, the path ends with "models--OWNER--NAME/snapshots/COMMIT".
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
     return path.name
 
 
 def licence_of(base: Base) -> str:
-    """Return the licence in the base's model card, as the Hub spells it; an empty string if there is none."""
-    card = base.origin / "README.md" if isinstance(base.origin, Path) else None
-    if card is None or not card.is_file():
+    """Return the licence in the base's model card, such as "apache-2.0"; empty if there is none."""
+    if not isinstance(base.origin, Path):
         return ""
-    # A card begins with YAML between two lines "---"; the text before the first of them is empty.
-    front_matter = card.read_text(encoding="utf-8", errors="replace").split("---")[1:2]
-    match = re.search(r"^license:\s*([\w.-]+)\s*$", front_matter[0], re.MULTILINE) if front_matter else None
+    card = base.origin / "README.md"
+    if not card.is_file():
+        return ""
+    # A card begins with YAML between two lines "---".
+    parts = card.read_text(encoding="utf-8", errors="replace").split("---")
+    if len(parts) < 2:
+        return ""
+    _before, front_matter, *_after = parts
+    match = re.search(r"^license:\s*([\w.-]+)\s*$", front_matter, re.MULTILINE)
     return match[1] if match else ""
 
 
@@ -266,7 +284,11 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def check_target(folder: Path, *, force: bool) -> None:
-    """Check that an export may be written to a folder, without changing anything.
+    """Raise an error if an export may not be written to a folder.
+
+    Args:
+        folder: The folder, which need not exist.
+        force: Whether an existing export may be replaced.
 
     Raises:
         RunError: The path is a file, the folder exists without ``force``, or it has files that no export has written.
@@ -274,27 +296,31 @@ def check_target(folder: Path, *, force: bool) -> None:
     check_name(folder)
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; allowed for --to: a folder")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists():
+        return
+    is_empty = not any(folder.iterdir())
+    if is_empty:
         return
     if not force:
         raise RunError(f"{folder}: exists; --force replaces an export, --to names another folder")
     if not _is_export(folder):
         raise RunError(f"{folder}: is not an exported model, so --force does not touch it; use another --to")
-    if (foreign := _foreign_file(folder)) is not None:
-        reason = f"has a file that export did not write, {foreign!r}, so --force does not touch it"
+    other_file = _file_not_exported(folder)
+    if other_file is not None:
+        reason = f"has a file that export did not write, {other_file!r}, so --force does not touch it"
         raise RunError(f"{folder}: {reason}; move the file, or use another --to")
 
 
 @contextmanager
 def replace_folder(folder: Path, *, force: bool) -> Iterator[Path]:
-    """Yield an empty temporary folder, which replaces ``folder`` when the caller has written its files.
+    """Yield an empty draft folder, to which the caller writes; then put it in the place of ``folder``.
 
-    If the caller fails, ``folder`` stays as it was. Only the owner can read the new folder, because the weights have
-    been trained on private text.
+    If the caller raises an error, ``folder`` stays as it was. Only the owner can read the new folder, since the weights
+    were trained on private text.
 
     Args:
-        folder: Where the export is to be.
-        force: Whether to replace an existing export.
+        folder: The folder to create or to replace.
+        force: Whether an existing export may be replaced.
 
     Raises:
         RunError: An export may not be written to the folder (:func:`check_target`), or the disk cannot be written to.
@@ -309,14 +335,16 @@ def replace_folder(folder: Path, *, force: bool) -> Iterator[Path]:
             draft.mkdir(mode=0o700)
             yield draft
             write_json(draft / LIST, {"written": sorted(_relative_paths(draft))})
-            check_target(folder, force=force)  # The folder may have changed in the meantime.
+            check_target(folder, force=force)  # the folder may have changed since the first check
             if folder.exists():
                 shutil.rmtree(folder)
             draft.rename(folder)
     except (SafetensorError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        is_error_of_system = isinstance(error, OSError) and error.errno is not None
+        if is_error_of_system:
             raise
-        raise RunError(f"{folder}: cannot be written to: {error}") from None  # an OSError wrapped by a library
+        # A library has raised its own error for a failed write.
+        raise RunError(f"{folder}: cannot be written to: {error}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -327,55 +355,50 @@ def _is_export(folder: Path) -> bool:
 
 
 def _relative_paths(folder: Path) -> set[str]:
-    """Return relative paths of everything below the folder, folders and links included; links are not followed."""
+    """Return the relative paths of all files, links and folders in a folder, at any depth."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
-def _foreign_file(folder: Path) -> str | None:
-    """Return a file in an exported folder that no export has written, the first by name; None if there is none.
-
-    The caller then refuses to replace the folder, since the file would be lost.
-    """
+def _file_not_exported(folder: Path) -> str | None:
+    """Return the first file by name in an export's folder that no export has written; None if there is none."""
     try:
-        exported = {LIST, *json.loads((folder / LIST).read_text(encoding="utf-8"))["written"]}
-    except (OSError, ValueError, KeyError, TypeError):  # The list is damaged, or an older version wrote none.
-        # Names of files that exports write: fixed ones, and parts of large models.
+        file_list = json.loads((folder / LIST).read_text(encoding="utf-8"))
+        exported = {LIST, *file_list["written"]}
+    except (OSError, ValueError, KeyError, TypeError):  # the list is damaged, or an older version wrote none
         exported = {path.name for path in folder.iterdir() if path.name in _KNOWN or _SHARD.fullmatch(path.name)}
     return min(_relative_paths(folder) - exported, default=None)
 
 
 def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
-    """Validate a model on its user's validation data, and measure how much its routers use each expert.
+    """Return the perplexity of a model on its user's validation data, and the mean gate of each expert.
 
-    A gate is the weight of an expert for a token. Without a router all gates are equal.
+    A gate is the weight of an expert for a token.
 
     Returns:
-        The perplexity, and for each layer the mean gate of each expert over all tokens. The list is empty for a mixture
-        of components, whose weights do not depend on the token.
+        The perplexity, and for each layer the mean gates of the experts. The list is empty for a mixture of clusters'
+        LoRAs, which has no gates.
     """
     model = source.model
-    if not isinstance(model, AdaptedModel):  # a mixture of components, without token routers
-        return perplexity(source, _personal_losses(source, [])), []
-    num_experts = int(model.adapters.present[source.row].sum())
-    num_layers = len(model.adapters.experts)
-    if not routing.routed(model.adapters):
+    if not isinstance(model, AdaptedModel):  # a mixture of clusters' LoRAs
+        return perplexity(source, _losses_of_user(source)), []
+    present = model.adapters.present[source.row]  # (experts,): whether the user has the expert
+    if not routing.routed(model.adapters):  # without routers, experts have equal weights
+        num_experts, num_layers = int(present.sum()), len(model.adapters.experts)
         equal_gates = torch.full((num_experts,), 1 / num_experts)
-        return perplexity(source, _personal_losses(source, [])), [equal_gates] * num_layers
-    # The gates of the last batch of windows: `validate` computes the losses of a batch, which writes the gates here,
-    # and then asks for the gates.
-    last_gates: list[Tensor] = []
-    assert source.model_info is not None  # it has the user's validation data
+        return perplexity(source, _losses_of_user(source)), [equal_gates] * num_layers
+    # For each batch, `validate` first computes the losses, which fills this list, and then calls `gates_of_batch`.
+    recorded_gates: list[Tensor] = []
+    assert source.model_info is not None
 
-    def gates_of_last_batch() -> Tensor:
-        """Return the gates of the last batch, ``(layers, windows, ...)``."""
-        return torch.cat(last_gates, 1)
+    def gates_of_batch() -> Tensor:
+        """Return the gates of the tokens whose losses were computed last, ``(layers, windows, ...)``."""
+        return torch.cat(recorded_gates, 1)
 
     # Compiled code does not record gates.
     with routing.record_gates(model.adapters), without_compiling():
-        score = source.model_info.validate(_personal_losses(source, last_gates), gates_of_last_batch)
-    present = model.adapters.present[source.row]
-    mean_gates = score.expert_scores  # the score averages the gates that it gets, by layer and expert
-    return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in mean_gates]
+        score = source.model_info.validate(_losses_of_user(source, recorded_gates), gates_of_batch)
+    mean_gates_by_layer = [torch.tensor(mean_gates)[present] for mean_gates in score.expert_scores]
+    return perplexity_of(score.mean_loss), mean_gates_by_layer
 
 
 def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]) -> float:
@@ -383,48 +406,50 @@ def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]
 
     Args:
         source: The user's model, with its data.
-        losses: Computes per-token losses of windows of tokens.
+        losses: Computes the loss of each token, by any model.
     """
     assert source.model_info is not None
-    score = source.model_info.validate(losses, None)  # None: without the gates of experts
+    gates_of_batch = None  # the score has no gates of experts
+    score = source.model_info.validate(losses, gates_of_batch)
     return perplexity_of(score.mean_loss)
 
 
-def _personal_losses(source: Source, last_gates: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
-    """Return a function that computes per-token losses of the user's model for windows of tokens.
-
-    While routers record their gates (:func:`comingle.models.routing.record_gates`), each call of the function replaces
-    the content of ``last_gates`` with the gates of its windows.
+def _losses_of_user(
+    source: Source, recorded_gates: list[Tensor] | None = None
+) -> Callable[[Sequence[int], Tensor], Tensor]:
+    """Return a function that computes the loss of each token by the user's model.
 
     Args:
         source: The user's model.
-        last_gates: A list to which the gates are written.
+        recorded_gates: A list in which each call of the function stores the gates of its tokens. They are only available
+            within :func:`comingle.models.routing.record_gates`. None to store no gates.
     """
     model = source.model
-    mlps = model.adapters.experts.values() if isinstance(model, AdaptedModel) else ()
 
     def losses(_users: Sequence[int], windows: Tensor) -> Tensor:  # there is only one user
-        last_gates.clear()  # each call of model.predict overwrites the routers' gates, so they are collected here
-        losses_of_batches = []
-        for batch in windows.to(model.device).unsqueeze(1):
-            (losses_of_batch,) = model.predict(source.tensors, [source.row], batch)  # (1, ...): of the only user
-            losses_of_batches.append(losses_of_batch)
-            if isinstance(model, AdaptedModel) and any(mlp.router.record_gates for mlp in mlps):
-                last_gates.append(routing.gates(model.adapters))
-        return torch.stack(losses_of_batches)
+        if recorded_gates is not None:
+            recorded_gates.clear()
+        losses_of_windows = []
+        for window in windows.to(model.device).unsqueeze(1):
+            (losses_of_window,) = model.predict(source.tensors, [source.row], window)  # of the only user
+            losses_of_windows.append(losses_of_window)
+            if recorded_gates is not None:
+                assert isinstance(model, AdaptedModel)
+                recorded_gates.append(routing.gates(model.adapters))  # the next call of `predict` overwrites them
+        return torch.stack(losses_of_windows)
 
     return losses
 
 
 def losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
-    """Return a function that computes per-token losses of a network of transformers.
+    """Return a function that computes the loss of each token by a network of transformers.
 
-    Targets that do not count are marked by negative numbers: padding by ``PAD`` = -1, and tokens of a conversation
-    outside responses by numbers below it. Their loss is 0.
+    The loss of padding and of tokens outside a conversation's responses is 0. They are marked by negative numbers:
+    padding by ``PAD`` = -1, the others by numbers below it.
     """
 
     def losses(_users: Sequence[int], windows: Tensor) -> Tensor:  # all users share the network
-        targets = windows[..., 1:].clamp(min=PAD)  # all targets that do not count become PAD, which is ignored
+        targets = windows[..., 1:].clamp(min=PAD)  # every negative number becomes PAD, which the loss ignores
         logits = network(input_ids=inputs_of(windows).flatten(0, 1), use_cache=False).logits
         token_losses = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=PAD, reduction="none"
@@ -441,7 +466,7 @@ _PROBE_TOKENS = 16
 
 
 def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
-    """Export a user's model to a folder, in a format of another program; this implements ``PersonalModel.export``.
+    """Export a user's model to a folder; implements ``PersonalModel.export``.
 
     Args:
         personal: The model to export.
@@ -491,19 +516,21 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
         "transformers": _write_transformers,
         "merged-approximately": _write_approximate,
     }[format]
+    base = source.model.base
     with replace_folder(folder, force=force) as draft, quiet_transformers():
-        # For the card: the library that opens the files, and code to do so with placeholders for folder and base.
-        exported, library, usage = write(source, draft, number_format)
-        tokenizer = _tokenizer_with_template(source.model.base, source.model_info)
-        if tokenizer is not None and format != "gguf":
-            tokenizer.save_pretrained(draft)
+        exported, library, code_template = write(source, draft, number_format)
+        tokenizer, example = _tokenizer_with_template(base, source.model_info), None
+        if tokenizer is not None:
+            example = usage_example(base, source.model_info, format)
+            if format != "gguf":  # a GGUF file contains the tokenizer
+                tokenizer.save_pretrained(draft)
         card = Card(
             name=source.name,
-            base=source.model.base,
+            base=base,
             library=library,
             form=exported.form,
-            usage=usage.format(folder=folder.name, base=name_of(source.model.base)),
-            example=usage_example(source.model.base, source.model_info, format) if tokenizer is not None else None,
+            usage=code_template.format(folder=folder.name, base=name_of(base)),
+            example=example,
             about=source.model_info,
             lost=exported.lost,
         )
@@ -512,33 +539,31 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
 
 
 def _number_format(source: Source, format: str, dtype: str | None) -> str:
-    """Return the number format of the exported weights: the requested one, or by default that of the base.
-
-    If the export format has no weights of the base's dtype, the default is float32.
+    """Return the number format of the exported weights, such as "bfloat16".
 
     Args:
         source: The model to export.
         format: Export format, one of :data:`FORMATS`.
-        dtype: The requested number format; None for the default.
+        dtype: The requested number format; None for that of the base, or float32 if the export format does not have it.
 
     Raises:
-        RunError: The format or the number format is unknown.
+        RunError: The export format is unknown, or does not have the requested number format.
     """
     if format not in FORMATS:
         raise RunError(f"--format: got {format!r}; allowed: {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
-    base_dtype = str(source.model.base.dtype).removeprefix("torch.")
-    allowed = tuple(KINDS) if format == "gguf" else tuple(DTYPES)
+    number_formats = tuple(GGUF_WEIGHT_TYPES) if format == "gguf" else tuple(DTYPES)
     if dtype is None:
-        return base_dtype if base_dtype in allowed else "float32"
-    if dtype not in allowed:
-        raise RunError(f"--dtype: got {dtype!r}; allowed for {format}: {', '.join(allowed)}")
+        base_dtype = str(source.model.base.dtype).removeprefix("torch.")
+        return base_dtype if base_dtype in number_formats else "float32"
+    if dtype not in number_formats:
+        raise RunError(f"--dtype: got {dtype!r}; allowed for {format}: {', '.join(number_formats)}")
     return dtype
 
 
 # -------------------------------------------------------------------- formats
 
 _Written = tuple[Exported, str, str]
-"""The written export, the name of the library that opens it, and code that opens it."""
+"""The written export, the library that opens it, and code that opens it with placeholders for folder and base."""
 
 _OPEN = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -569,9 +594,9 @@ def _write_transformers(source: Source, draft: Path, number_format: str) -> _Wri
     Returns:
         The written export, the name of the library that opens it, and code that opens it.
     """
-    network, form = _exact_network(source)
+    network, description = _exact_network(source)
     _save(source, cast_parameters(network, DTYPES[number_format]), draft)
-    return _exported(draft, f"{form} Weights: {number_format}."), "transformers", _OPEN
+    return _exported(draft, f"{description} Weights: {number_format}."), "transformers", _OPEN
 
 
 def _write_gguf_folder(source: Source, draft: Path, number_format: str) -> _Written:
@@ -589,19 +614,22 @@ def _write_gguf_folder(source: Source, draft: Path, number_format: str) -> _Writ
         DataError: llama.cpp cannot represent the model, or the base has no tokenizer.
     """
     base = source.model.base
-    is_sparse = base.model.config.model_type in SPARSE and is_mixture(source)
-    # Fail before any computation. A sparse network has another configuration and is checked when it is written.
-    if not is_sparse and (why := why_no_gguf(base.model.config)):
-        raise DataError(f"user {source.name!r}: {why}; --format transformers has no such limit")
+    will_be_sparse = base.model.config.model_type in SPARSE and is_mixture(source)
+    if not will_be_sparse:  # `write_gguf` checks the configuration of a sparse network
+        problem = why_no_gguf(base.model.config)
+        if problem:
+            raise DataError(f"user {source.name!r}: {problem}; --format transformers has no such limit")
     if base.tokenizer is None:
         raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file needs")
-    network, form = _exact_network(source)
+    network, description = _exact_network(source)
     network.generation_config = generation_of(base, source.model_info)
     tokenizer = _tokenizer_with_template(base, source.model_info)
     assert tokenizer is not None
-    weight_type, end_token = KINDS[number_format], turn_end(base, source.model_info)
+    weight_type = GGUF_WEIGHT_TYPES[number_format]
+    end_token = turn_end(base, source.model_info)
     write_gguf(draft / GGUF_FILE, source.name, network, tokenizer, weight_type, turn_end=end_token)
-    return _exported(draft, f"{form} Saved as {GGUF_FILE} for llama.cpp. Weights: {number_format}."), "gguf", _OPEN_GGUF
+    form = f"{description} Saved as {GGUF_FILE} for llama.cpp. Weights: {number_format}."
+    return _exported(draft, form), "gguf", _OPEN_GGUF
 
 
 def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Written:
@@ -618,7 +646,8 @@ def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Writ
     Raises:
         DataError: The model cannot be written as a single LoRA, for example if it is a mixture of experts.
     """
-    if reason := why_not_plain(source):
+    reason = why_not_plain(source)
+    if reason:
         raise DataError(f"user {source.name!r}: its model is not one LoRA: {reason}; {format_hint(source)}")
     base = source.model.base
     base_name = name_of(base)
@@ -632,10 +661,10 @@ def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Writ
 
 
 def _write_approximate(source: Source, draft: Path, number_format: str) -> _Written:
-    """Write a network with the base's architecture, in which a mixture of experts is approximated.
+    """Write a network with the base's architecture that approximates a mixture of experts.
 
-    The experts' LoRAs are added to the base's weights with the same gates for every token: their mean on the user's
-    validation data. The model card compares the perplexities of both models.
+    The experts' LoRAs are merged into the base's weights. Each expert's LoRA is multiplied by its mean gate on the
+    user's validation data, instead of a gate for each token.
 
     Args:
         source: The user's model.
@@ -650,17 +679,17 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
     """
     if source.model_info is None:
         raise DataError(f"user {source.name!r}: the model has no validation data; open the user's run")
-    perplexity_before, gates = validate_with_gates(source)
-    # Changes with a key belong to experts, which get the mean gates as weights. Other changes, such as those of
-    # attention, are the same for all tokens and stay exact.
-    changes = [change.reweighted(gates[change.layer]) if change.key else change for change in changes_of(source)]
+    perplexity_of_mixture, mean_gates_by_layer = validate_with_gates(source)
+    changes = []
+    for change in changes_of(source):
+        is_of_experts = change.key != ""
+        changes.append(change.reweighted(mean_gates_by_layer[change.layer]) if is_of_experts else change)
     network = cast_parameters(plain_network(source.model.base.model, changes), DTYPES[number_format])
-    perplexity_after = perplexity(source, losses_of(network))
-    _save(source, network, draft)
     perplexities = {
-        "validation_perplexity_of_the_mixture": perplexity_before,
-        "validation_perplexity_of_this_model": perplexity_after,
+        "validation_perplexity_of_the_mixture": perplexity_of_mixture,
+        "validation_perplexity_of_this_model": perplexity(source, losses_of(network)),
     }
+    _save(source, network, draft)
     if is_mixture(source):
         relation = "that replaces a mixture of experts, with gates fixed at their mean"
     else:
@@ -669,24 +698,29 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
 
 
 def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
-    """Write a network of transformers with the generation settings for the user's data.
+    """Write a network of transformers with its generation settings.
 
-    transformers' default implementation of experts fails for some sizes. For a network of such a size, a key in
-    ``config.json`` selects the implementation "eager", which runs the experts one after another.
+    Args:
+        source: The user's model.
+        network: The network.
+        draft: The folder.
     """
     network.generation_config = generation_of(source.model.base, source.model_info)
     network.save_pretrained(draft)
-    if needs_eager_experts(network.config):  # transformers reads this key of config.json but does not write it.
+    if needs_eager_experts(network.config):
+        # transformers reads this key of config.json but does not write it.
         path = draft / "config.json"
-        write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "experts_implementation": "eager"})
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["experts_implementation"] = "eager"
+        write_json(path, config)
 
 
 def _tokenizer_with_template(base: Base, model_info: ModelInfo | None) -> PreTrainedTokenizerBase | None:
-    """Return the base's tokenizer with the chat template to export; None if the base has no tokenizer.
+    """Return the base's tokenizer with the chat template of the user's model; None if the base has no tokenizer.
 
     Args:
         base: The base model.
-        model_info: Facts about the training data, such as whether it has conversations; None if unknown.
+        model_info: What the run knows about the training data; None without a run.
     """
     if base.tokenizer is None:
         return None
@@ -708,30 +742,41 @@ def _exported(draft: Path, form: str, lost: Mapping[str, float] | None = None) -
 def _exact_network(source: Source) -> tuple[PreTrainedModel, str]:
     """Return a network of transformers that computes the same as the user's model, and a description for the card.
 
-    A model without a mixture is the base with merged adapters; a mixture is a sparse mixture-of-experts architecture.
-
     Raises:
-        DataError: No architecture of transformers supports the mixture.
+        DataError: No architecture of transformers supports the user's mixture of experts.
         BaseModelError: The network's logits differ from those of the user's model.
     """
     base = source.model.base
-    if not is_mixture(source):
-        network = plain_network(base.model, plain_changes(source))
-        form = f"{type(network).__name__} with the user's adapters merged into its weights."
+    if is_mixture(source):
+        network, description = _mixture_network(source)
     else:
-        if mixing := unsupported_mixing(source):
-            raise DataError(
-                f"user {source.name!r}: its experts are {mixing}, which no architecture of transformers supports; "
-                f"{format_hint(source)}"
-            )
-        check_sparse(source.name, base.model.config)
-        routing = routing_of(source)
-        network = sparse_network(base.model, changes_of(source), routing)
-        form = (
-            f"{type(network).__name__} with {len(routing.gates[0])} experts, of which {routing.top_k} are chosen for "
-            "each token; every expert is the base's MLP with that expert's LoRA merged in."
+        network = plain_network(base.model, plain_changes(source))
+        description = f"{type(network).__name__} with the user's adapters merged into its weights."
+    arbitrary_tokens = torch.arange(_PROBE_TOKENS).unsqueeze(0) * 7 % base.model.config.vocab_size
+    user_logits = source.logits(arbitrary_tokens).cpu()
+    exported_logits = network(input_ids=arbitrary_tokens).logits
+    check_same_logits(source.name, user_logits, exported_logits, base.dtype)
+    return network, description
+
+
+def _mixture_network(source: Source) -> tuple[PreTrainedModel, str]:
+    """Return a user's mixture of experts as a network of transformers, and a description for the card.
+
+    Raises:
+        DataError: No architecture of transformers supports the mixture.
+    """
+    base = source.model.base
+    mixing = unsupported_mixing(source)
+    if mixing:
+        raise DataError(
+            f"user {source.name!r}: its experts are {mixing}, which no architecture of transformers supports; "
+            f"{format_hint(source)}"
         )
-    # Compare the logits of both networks for arbitrary tokens.
-    tokens = torch.arange(_PROBE_TOKENS).unsqueeze(0) * 7 % base.model.config.vocab_size
-    check_same_logits(source.name, source.logits(tokens).cpu(), network(input_ids=tokens).logits, base.dtype)
-    return network, form
+    check_sparse(source.name, base.model.config)
+    routing = routing_of(source)
+    network = sparse_network(base.model, changes_of(source), routing)
+    description = (
+        f"{type(network).__name__} with {len(routing.gates[0])} experts, of which {routing.top_k} are chosen for "
+        "each token; every expert is the base's MLP with that expert's LoRA merged in."
+    )
+    return network, description

@@ -214,7 +214,7 @@ ARCHITECTURES = {
     "gpt2": "gpt2",
 }
 """llama.cpp's names of architectures by transformers' model type."""
-KINDS = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
+GGUF_WEIGHT_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 """GGUF's weight types by ``--dtype``."""
 
 _ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "qwen3moe": "silu", "gpt2": "gelu_new"}
