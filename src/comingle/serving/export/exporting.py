@@ -421,8 +421,8 @@ def _losses_of_user(
 
     Args:
         source: The user's model.
-        recorded_gates: A list in which each call of the function stores the gates of its tokens. They are only available
-            within :func:`comingle.models.routing.record_gates`. None to store no gates.
+        recorded_gates: A list in which each call of the function stores the gates of its tokens, within
+            :func:`comingle.models.routing.record_gates`. None to store no gates.
     """
     model = source.model
 
