@@ -20,13 +20,14 @@ from comingle.models.generation import as_tuple
 from comingle.models.pretrained import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from comingle.utils.errors import DataError, RunError
 
-_LLAMA3 = (
+_LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2"}
+_SPLITS = {_LLAMA3_PATTERN: "llama-bpe", _LLAMA3_PATTERN.replace("{1,3}", ""): "qwen2"}
 """llama.cpp's names of pre-tokenizers by their regular expressions."""
 _SPACE = "▁"
+"""SentencePiece's character for a space."""
 
 
 class TokenType(IntEnum):
@@ -56,54 +57,74 @@ class Vocabulary:
 def vocabulary(
     name: str, tokenizer: PreTrainedTokenizerBase, size: int, *, turn_end: int | None = None, ends: Sequence[int] = ()
 ) -> Vocabulary:
-    """Return a tokenizer's vocabulary and settings in GGUF's form, padded with unused tokens to ``size``.
-
-    GGUF knows two kinds of BPE tokenizers: "llama" (SentencePiece, with a score for each token) and "gpt2" (byte-level,
-    with a list of merges).
+    """Return a tokenizer's vocabulary and settings in GGUF's form.
 
     Args:
         name: The user, for messages.
-        tokenizer: A fast tokenizer.
-        size: Rows of the model's embedding.
+        tokenizer: A fast BPE tokenizer.
+        size: Rows of the model's embedding. The vocabulary is padded to this size with unused tokens.
         turn_end: The token that ends a response.
-        ends: All tokens that end a text. A GGUF file has fields for three: the tokenizer's own ("eos"), ``turn_end``
-            ("eot"), and one more ("eom"), for which the first other token of ``ends`` is taken.
+        ends: All tokens that end a text.
 
     Raises:
         DataError: The tokenizer is of another kind, or llama.cpp has no name for its pre-tokenizer.
     """
     settings = _tokenizer_json(name, tokenizer)
     model, merges = settings["model"], _merges(settings["model"])
-    is_sentencepiece = bool(model.get("byte_fallback"))
-    added = {token["id"]: token for token in settings["added_tokens"]}
-    token_by_id = {token_id: token for token, token_id in model["vocab"].items()}
-    token_by_id |= {token_id: token["content"] for token_id, token in added.items()}
+    added_tokens = {token["id"]: token for token in settings["added_tokens"]}
+    token_by_id: dict[int, str] = {token_id: token for token, token_id in model["vocab"].items()}
+    for token_id, added_token in added_tokens.items():
+        token_by_id[token_id] = added_token["content"]
     tokens = tuple(token_by_id.get(token_id, f"[UNUSED{token_id}]") for token_id in range(size))
+    # GGUF has two kinds of BPE tokenizers: "llama" is SentencePiece, with scores; "gpt2" is byte-level, with merges.
+    is_sentencepiece = bool(model.get("byte_fallback"))
+    if is_sentencepiece:
+        kind, pre_tokenizer = "llama", "default"
+        scores, merges_as_text = _scores(tokens, merges), ()
+    else:
+        kind, pre_tokenizer = "gpt2", _pre_tokenizer(name, settings)
+        scores, merges_as_text = (), tuple(" ".join(pair) for pair in merges)
     types = [
-        _token_type(token_id, token, token_by_id, added, model, is_sentencepiece)
+        _token_type(token_id, token, token_by_id, added_tokens, model, is_sentencepiece)
         for token_id, token in enumerate(tokens)
     ]
-    special_ids = {key: getattr(tokenizer, f"{key}_token_id", None) for key in ("bos", "eos", "unk", "pad")}
-    special_ids["eot"] = turn_end
-    special_ids["eom"] = next((end for end in ends if end not in (special_ids["eos"], turn_end)), None)
-    # Encode any text with and without special tokens, to see whether the tokenizer adds bos, eos and a space to texts.
-    with_added, without_added = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    # Encode any text, to see whether the tokenizer adds the tokens bos and eos, and a space before the text.
+    ids = tokenizer("a")["input_ids"]
+    ids_without_special_tokens = tokenizer("a", add_special_tokens=False)["input_ids"]
+    special_ids = _special_ids(tokenizer, turn_end, ends)
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         template = [{"name": key, "template": text} for key, text in template.items()]
     return Vocabulary(
-        model="llama" if is_sentencepiece else "gpt2",
-        pre="default" if is_sentencepiece else _pre_tokenizer(name, settings),
+        model=kind,
+        pre=pre_tokenizer,
         tokens=tokens,
         token_types=tuple(types),
-        scores=_scores(tokens, merges) if is_sentencepiece else (),
-        merges=() if is_sentencepiece else tuple(" ".join(pair) for pair in merges),
-        special_ids={key: token_id for key, token_id in special_ids.items() if token_id is not None},
-        adds_bos=with_added[0] == special_ids["bos"],
-        adds_eos=with_added[-1] == special_ids["eos"],
-        adds_space=tokens[without_added[0]].startswith(_SPACE),
+        scores=scores,
+        merges=merges_as_text,
+        special_ids=special_ids,
+        adds_bos=ids[0] == special_ids.get("bos"),
+        adds_eos=ids[-1] == special_ids.get("eos"),
+        adds_space=tokens[ids_without_special_tokens[0]].startswith(_SPACE),
         chat_template=template,
     )
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase, turn_end: int | None, ends: Sequence[int]) -> dict[str, int]:
+    """Return the IDs of the special tokens that exist, by their names in GGUF.
+
+    GGUF has names for three tokens that end a text: "eos", "eot" for ``turn_end``, and "eom" for another.
+
+    Args:
+        tokenizer: The tokenizer.
+        turn_end: The token that ends a response.
+        ends: All tokens that end a text.
+    """
+    id_or_none = {key: getattr(tokenizer, f"{key}_token_id", None) for key in ("bos", "eos", "unk", "pad")}
+    id_or_none["eot"] = turn_end
+    other_ends = [end for end in ends if end not in (id_or_none["eos"], turn_end)]
+    id_or_none["eom"] = other_ends[0] if other_ends else None
+    return {key: token_id for key, token_id in id_or_none.items() if token_id is not None}
 
 
 def _tokenizer_json(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -114,19 +135,22 @@ def _tokenizer_json(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
         tokenizer: The tokenizer.
 
     Raises:
-        DataError: The tokenizer is not a BPE tokenizer, or it is written in Python (not "fast") and has no such file.
+        DataError: The tokenizer is not a BPE tokenizer, or it is written in Python and has no such file.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    settings = json.loads(backend.to_str()) if backend is not None else {"model": {}}
-    if settings["model"].get("type") != "BPE":
-        raise _unsupported(name, f"a tokenizer of type {settings['model'].get('type')}; allowed: BPE")
+    settings: dict[str, Any] = {"model": {}}
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer that is written in Python
+    if backend is not None:
+        settings = json.loads(backend.to_str())
+    kind = settings["model"].get("type")
+    if kind != "BPE":
+        raise _unsupported(name, f"a tokenizer of type {kind}; allowed: BPE")
     return settings
 
 
 def _pre_tokenizer(name: str, settings: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for a byte-level pre-tokenizer, which splits texts before merges are applied.
+    """Return llama.cpp's name for a byte-level pre-tokenizer, such as "gpt-2".
 
-    GGUF files cannot describe a pre-tokenizer. They name one of those that llama.cpp implements.
+    A pre-tokenizer splits a text into words, before merges are applied within each word.
 
     Args:
         name: The user, for messages.
@@ -135,30 +159,33 @@ def _pre_tokenizer(name: str, settings: Mapping[str, Any]) -> str:
     Raises:
         DataError: llama.cpp does not implement the pre-tokenizer.
     """
-    # A pre-tokenizer that llama.cpp implements is recognised by the types and settings of its parts.
-    outer = settings["pre_tokenizer"] or {}
-    parts = outer.get("pretokenizers", [outer])
+    unknown = _unsupported(name, "a tokenizer with a pre-tokenizer unknown to GGUF")
+    pre_tokenizer = settings["pre_tokenizer"] or {}
+    parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])  # a sequence of pre-tokenizers, or a single one
     kinds = [part.get("type") for part in parts]
-    if kinds and kinds[-1] == "ByteLevel" and not parts[-1]["add_prefix_space"]:
-        if kinds == ["ByteLevel"] and parts[0]["use_regex"]:
-            return "gpt-2"
-        if kinds == ["Digits", "ByteLevel"] and parts[0]["individual_digits"] and parts[1]["use_regex"]:
-            return "smollm"
-        pattern = parts[0].get("pattern", {}).get("Regex")
-        if kinds == ["Split", "ByteLevel"] and pattern in _SPLITS and not parts[1]["use_regex"]:
-            known_name = _SPLITS[pattern]
-            # `ignore_merges`: a word that is in the vocabulary becomes one token, without merges. llama.cpp does this
-            # only under the name "llama-bpe".
-            if bool(settings["model"].get("ignore_merges")) == (known_name == "llama-bpe"):
-                return known_name
-    raise _unsupported(name, "a tokenizer with a pre-tokenizer unknown to GGUF")
+    if not kinds or kinds[-1] != "ByteLevel" or parts[-1]["add_prefix_space"]:
+        raise unknown
+    first_part, byte_level = parts[0], parts[-1]
+    if kinds == ["ByteLevel"] and byte_level["use_regex"]:
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and first_part["individual_digits"] and byte_level["use_regex"]:
+        return "smollm"
+    pattern = first_part.get("pattern", {}).get("Regex")
+    if kinds == ["Split", "ByteLevel"] and pattern in _SPLITS and not byte_level["use_regex"]:
+        known_name = _SPLITS[pattern]
+        # With `ignore_merges`, a word that is in the vocabulary becomes one token. llama.cpp does so for "llama-bpe".
+        ignores_merges = bool(settings["model"].get("ignore_merges"))
+        llama_cpp_ignores_merges = known_name == "llama-bpe"
+        if ignores_merges == llama_cpp_ignores_merges:
+            return known_name
+    raise unknown
 
 
 def _token_type(
     token_id: int,
     token: str,
     token_by_id: Mapping[int, str],
-    added: Mapping[int, Mapping[str, object]],
+    added_tokens: Mapping[int, Mapping[str, object]],
     model: Mapping[str, object],
     is_sentencepiece: bool,
 ) -> int:
@@ -167,38 +194,46 @@ def _token_type(
     Args:
         token_id: ID of the token.
         token: Its text.
-        token_by_id: Tokens by ID; IDs between them are unused.
-        added: Settings of tokens that were added to the trained vocabulary, by ID. Special ones (as end of text)
-            control the model; others are plain text that is never split.
-        model: Section ``model`` of the tokenizer's JSON.
-        is_sentencepiece: Whether it is a SentencePiece tokenizer, with tokens such as ``<0x0A>`` for bytes.
+        token_by_id: The tokenizer's tokens. The embedding may have more rows, which are unused.
+        added_tokens: Settings of tokens that were added to the trained vocabulary, by ID.
+        model: Section ``model`` of ``tokenizer.json``.
+        is_sentencepiece: Whether it is a SentencePiece tokenizer.
     """
     if token_id not in token_by_id:
         return TokenType.UNUSED
     if is_sentencepiece and token == model.get("unk_token"):
         return TokenType.UNKNOWN
-    if token_id in added:
-        return TokenType.CONTROL if added[token_id]["special"] else TokenType.USER_DEFINED
-    is_byte = is_sentencepiece and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-    return TokenType.BYTE if is_byte else TokenType.NORMAL
+    if token_id in added_tokens:
+        is_special = added_tokens[token_id]["special"]  # such as "<|im_end|>"
+        return TokenType.CONTROL if is_special else TokenType.USER_DEFINED
+    if is_sentencepiece and len(token) == len("<0x0A>") and token.startswith("<0x") and token.endswith(">"):
+        return TokenType.BYTE
+    return TokenType.NORMAL
 
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a BPE model's merges as pairs; ``tokenizer.json`` has them as pairs or as texts "FIRST SECOND"."""
-    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
-    return [(first, second) for first, second in pairs]
+    """Return a BPE model's merges as pairs, such as ``("th", "e")``.
+
+    Args:
+        model: Section ``model`` of ``tokenizer.json``, which has pairs or, in older files, texts such as "th e".
+    """
+    merges = []
+    for merge in model["merges"]:
+        first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
+        merges.append((first, second))
+    return merges
 
 
 def _scores(tokens: tuple[str, ...], merges: list[tuple[str, str]]) -> tuple[float, ...]:
-    """Return each token's score, the negative rank of the first merge that makes it; the lowest for other tokens.
+    """Return a score per token, from which llama.cpp finds the order of merges: those with a high score come first.
 
-    For SentencePiece tokenizers GGUF stores scores in place of merges: pairs that make a token with a higher score are
-    merged first.
+    The score is the negative rank of the first merge that makes the token. Tokens that no merge makes have the lowest.
     """
-    ranks: dict[str, int] = {}
+    rank_by_token: dict[str, int] = {}
     for rank, (first, second) in enumerate(merges):
-        ranks.setdefault(first + second, rank)
-    return tuple(-float(ranks.get(token, len(merges))) for token in tokens)
+        rank_by_token.setdefault(first + second, rank)
+    lowest_rank = len(merges)
+    return tuple(-float(rank_by_token.get(token, lowest_rank)) for token in tokens)
 
 
 def _unsupported(name: str, why: str) -> DataError:
@@ -255,18 +290,20 @@ def write_gguf(
     from gguf.quants import quantize
 
     architecture = _architecture(name, network.config)
-    config: Any = network.generation_config
-    ends = () if config is None or config.eos_token_id is None else as_tuple(config.eos_token_id)
+    generation_config: Any = network.generation_config
+    ends: tuple[int, ...] = ()
+    if generation_config is not None and generation_config.eos_token_id is not None:
+        ends = as_tuple(generation_config.eos_token_id)
     vocab = vocabulary(name, tokenizer, network.config.vocab_size, turn_end=turn_end, ends=ends)
-    written = {}
+    written: dict[str, np.ndarray] = {}
     with closing(GGUFWriter(path, architecture)) as writer:
         _add_settings(writer, architecture, name, network, weight_type)
         _add_vocabulary(writer, vocab)
-        for key, tensor in _tensors(architecture, name, network):
+        for tensor_name, tensor in _tensors(architecture, name, network):
             array = np.ascontiguousarray(tensor.to(torch.float32).numpy())
-            tensor_type = GGMLQuantizationType[_tensor_type(key, array, weight_type)]
-            written[key] = quantize(array, tensor_type)
-            writer.add_tensor(key, written[key], raw_dtype=tensor_type)
+            tensor_type = GGMLQuantizationType[_tensor_type(tensor_name, array, weight_type)]
+            written[tensor_name] = quantize(array, tensor_type)
+            writer.add_tensor(tensor_name, written[tensor_name], raw_dtype=tensor_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -278,54 +315,70 @@ def why_no_gguf(config: PreTrainedConfig) -> str:
     if config.model_type not in ARCHITECTURES:
         return f"GGUF export: got a base of type {config.model_type}; allowed: {', '.join(ARCHITECTURES)}"
     architecture = ARCHITECTURES[config.model_type]
-    if (act := getattr(config, "hidden_act", None) or config.activation_function) != _ACTIVATIONS[architecture]:
-        return f"its MLPs have the activation {act!r}; llama.cpp supports only {_ACTIVATIONS[architecture]!r}"
-    if why := _attention_problem(architecture, config):
-        return f"its attention{why}"
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind != "default" and not (architecture == "llama" and kind in ("linear", "llama3")):
-        return f"its rotary embeddings have type {kind!r}, which GGUF export does not support"
+    activation = getattr(config, "hidden_act", None) or config.activation_function
+    if activation != _ACTIVATIONS[architecture]:
+        return f"its MLPs have the activation {activation!r}; llama.cpp supports only {_ACTIVATIONS[architecture]!r}"
+    attention_problem = _attention_problem(architecture, config)
+    if attention_problem:
+        return attention_problem
+    rope_type = _rope_type(config)
+    rope_types = ("default", "linear", "llama3") if architecture == "llama" else ("default",)
+    if rope_type not in rope_types:
+        return f"its rotary embeddings have type {rope_type!r}, which GGUF export does not support"
     return ""
 
 
 def _attention_problem(architecture: str, config: PreTrainedConfig) -> str:
-    """Return the end of a sentence "its attention ..." that says why llama.cpp cannot compute it; empty if it can.
-
-    GGUF has no setting for these variants of attention.
+    """Return the reason why llama.cpp cannot compute a network's attention; empty if it can.
 
     Args:
         architecture: llama.cpp's name of the architecture.
         config: Configuration of the network.
     """
     if architecture == "gpt2" and not config.scale_attn_weights:
-        return " does not scale scores by the head width (scale_attn_weights: false), which llama.cpp always does"
-    if architecture == "gpt2" and config.scale_attn_by_inverse_layer_idx:
-        return " divides scores by the layer index (scale_attn_by_inverse_layer_idx: true), which llama.cpp does not"
-    if architecture in ("qwen3", "qwen3moe") and config.attention_bias:
-        return f" has biases (attention_bias: true), which llama.cpp does not support for {architecture}"
-    return ""
+        problem = "does not scale scores by the head width (scale_attn_weights: false), which llama.cpp always does"
+    elif architecture == "gpt2" and config.scale_attn_by_inverse_layer_idx:
+        problem = "divides scores by the layer index (scale_attn_by_inverse_layer_idx: true), which llama.cpp does not"
+    elif architecture in ("qwen3", "qwen3moe") and config.attention_bias:
+        problem = f"has biases (attention_bias: true), which llama.cpp does not support for {architecture}"
+    else:
+        return ""
+    return f"its attention {problem}"
+
+
+def _rope_type(config: PreTrainedConfig) -> str:
+    """Return the type of a network's rotary embeddings: "default", or the way in which it scales frequencies."""
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    return rope_parameters.get("rope_type", "default")
 
 
 def _architecture(name: str, config: PreTrainedConfig) -> str:
-    if why := why_no_gguf(config):
-        raise DataError(f"user {name!r}: {why}; --format transformers has no such limit")
+    """Return llama.cpp's name of a network's architecture.
+
+    Raises:
+        DataError: llama.cpp cannot compute the network.
+    """
+    problem = why_no_gguf(config)
+    if problem:
+        raise DataError(f"user {name!r}: {problem}; --format transformers has no such limit")
     return ARCHITECTURES[config.model_type]
 
 
-def _tensor_type(key: str, array: np.ndarray, weight_type: str) -> str:
-    """Return the number format of a tensor in a file with the format ``weight_type``.
-
-    Vectors, routers, positions and rotary factors are F32, as llama.cpp expects. Q8_0 stores blocks of 32 numbers, so a
-    tensor whose rows are not a multiple of 32 long is BF16.
+def _tensor_type(tensor_name: str, array: np.ndarray, weight_type: str) -> str:
+    """Return the number format of one tensor in a GGUF file.
 
     Args:
-        key: GGUF name of the tensor.
+        tensor_name: Name of the tensor in GGUF.
         array: The tensor.
-        weight_type: F32, BF16 or Q8_0.
+        weight_type: Number format of the file: F32, BF16 or Q8_0.
     """
-    if array.ndim == 1 or any(part in key for part in _FLOAT32_NAMES):
+    is_kept_in_float32 = any(part in tensor_name for part in _FLOAT32_NAMES)
+    if array.ndim == 1 or is_kept_in_float32:
         return "F32"
-    return "BF16" if weight_type == "Q8_0" and array.shape[-1] % _BLOCK else weight_type
+    row_length = array.shape[-1]
+    if weight_type == "Q8_0" and row_length % _BLOCK != 0:  # Q8_0 stores rows in blocks of 32 numbers
+        return "BF16"
+    return weight_type
 
 
 def _add_settings(writer: Any, architecture: str, name: str, network: PreTrainedModel, weight_type: str) -> None:
@@ -344,9 +397,9 @@ def _add_settings(writer: Any, architecture: str, name: str, network: PreTrained
     writer.add_name(name)
     types = {"F32": "ALL_F32", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
     writer.add_file_type(LlamaFileType[types[weight_type]])
-    # llama.cpp has no sliding window in these architectures; a context no longer than the window needs none.
-    window = getattr(config, "sliding_window", None) or config.max_position_embeddings
-    writer.add_context_length(min(window, config.max_position_embeddings))
+    # llama.cpp has no sliding window in these architectures, so the context is limited to the window.
+    sliding_window = getattr(config, "sliding_window", None) or config.max_position_embeddings
+    writer.add_context_length(min(sliding_window, config.max_position_embeddings))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
@@ -382,11 +435,13 @@ def _add_vocabulary(writer: Any, vocab: Vocabulary) -> None:
         writer.add_token_scores(vocab.scores)
         writer.add_add_space_prefix(vocab.adds_space)
     if vocab.model == "gpt2":
-        # llama.cpp refuses a file without merges. A tokenizer of bytes only has none, so a merge is written that has no
-        # effect: its result is not a token.
-        writer.add_token_merges(vocab.merges or (f"{vocab.tokens[0]} {vocab.tokens[0]}",))
-    for key, number in vocab.special_ids.items():
-        getattr(writer, f"add_{key}_token_id")(number)
+        # llama.cpp refuses a file without merges. For a tokenizer of single bytes, write a merge without effect: its
+        # result is not a token.
+        first_token = vocab.tokens[0]
+        writer.add_token_merges(vocab.merges or (f"{first_token} {first_token}",))
+    for key, token_id in vocab.special_ids.items():
+        add_special_id = getattr(writer, f"add_{key}_token_id")  # such as `add_bos_token_id`
+        add_special_id(token_id)
     writer.add_add_bos_token(vocab.adds_bos)
     writer.add_add_eos_token(vocab.adds_eos)
     if vocab.chat_template:
@@ -394,7 +449,7 @@ def _add_vocabulary(writer: Any, vocab: Vocabulary) -> None:
 
 
 def _tensors(architecture: str, name: str, network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a network with its GGUF name, with rows in llama.cpp's order.
+    """Yield the name of each tensor in GGUF, and the tensor with its entries in llama.cpp's order.
 
     Args:
         architecture: llama.cpp's name of the architecture.
@@ -408,44 +463,43 @@ def _tensors(architecture: str, name: str, network: PreTrainedModel) -> Iterator
 
     config = network.config
     architecture_id = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == architecture)
-    names = get_tensor_name_map(architecture_id, config.num_hidden_layers)
+    name_map = get_tensor_name_map(architecture_id, config.num_hidden_layers)
     for key, tensor in network.state_dict().items():
-        if key == "lm_head.weight" and config.tie_word_embeddings:  # llama.cpp uses the embedding
+        if key == "lm_head.weight" and config.tie_word_embeddings:  # the same tensor as the embedding
             continue
-        if match := _MIXTURE.fullmatch(key):
-            yield from _expert_tensors(int(match[1]), match[2], tensor)
+        match = _MIXTURE.fullmatch(key)
+        if match:
+            layer, name_in_mlp = int(match[1]), match[2]
+            yield from _expert_tensors(layer, name_in_mlp, tensor)
             continue
-        gguf_name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        gguf_name = name_map.get_name(key, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
             raise DataError(f"user {name!r}: no GGUF tensor for {key!r}; --format transformers has no such limit")
         yield gguf_name, _reordered(architecture, config, key, tensor)
-    if (factors := _rope_factors(network)) is not None:
-        yield "rope_freqs.weight", factors
+    if _rope_type(config) != "default":
+        yield "rope_freqs.weight", _rope_factors(network)
 
 
-def _expert_tensors(layer: int, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a layer's experts or router with their GGUF names; gate and up projections are separate.
+def _expert_tensors(layer: int, name_in_mlp: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the GGUF names and tensors for one tensor of a layer's experts or router.
 
     Args:
         layer: Index of the layer.
-        key: Name of the tensor in transformers, after the name of the MLP.
+        name_in_mlp: Name of the tensor in transformers, after the name of the MLP.
         tensor: The tensor, stacked over experts.
     """
-    if key == "experts.gate_up_proj":
+    if name_in_mlp == "experts.gate_up_proj":  # GGUF has two tensors
         gate, up = tensor.chunk(2, 1)
         yield f"blk.{layer}.ffn_gate_exps.weight", gate
         yield f"blk.{layer}.ffn_up_exps.weight", up
-    elif key == "experts.down_proj":
+    elif name_in_mlp == "experts.down_proj":
         yield f"blk.{layer}.ffn_down_exps.weight", tensor
-    else:  # "gate.weight", as transformers calls the router
+    else:  # "gate.weight", the router
         yield f"blk.{layer}.ffn_gate_inp.weight", tensor
 
 
 def _reordered(architecture: str, config: PreTrainedConfig, key: str, tensor: Tensor) -> Tensor:
     """Return a weight with its entries in llama.cpp's order.
-
-    GPT-2's weights are ``(d_in, d_out)`` in transformers. Rotary embeddings of a Llama rotate entry i of a head with
-    entry i + d / 2 in transformers, and adjacent entries in llama.cpp, so rows of queries and keys are reordered.
 
     Args:
         architecture: llama.cpp's name of the architecture.
@@ -454,41 +508,44 @@ def _reordered(architecture: str, config: PreTrainedConfig, key: str, tensor: Te
         tensor: The weight.
     """
     if architecture == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-        return tensor.mT
-    if architecture == "llama" and (match := re.search(r"\.([qk])_proj\.", key)):
-        heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
+        return tensor.mT  # transformers stores these as (d_in, d_out)
+    query_or_key = re.search(r"\.([qk])_proj\.", key)
+    if architecture == "llama" and query_or_key:
+        # Rotary embeddings rotate entries i and i + d/2 of a head in transformers, and adjacent entries in llama.cpp.
+        heads = config.num_attention_heads if query_or_key[1] == "q" else config.num_key_value_heads
         halves = tensor.unflatten(0, (heads, 2, -1))
         return halves.transpose(1, 2).flatten(0, 2)
     return tensor
 
 
-def _rope_factors(network: PreTrainedModel) -> Tensor | None:
-    """Return the divisors that a network applies to the default rotary frequencies ``theta^(-2i/d)``.
-
-    None if it has the default frequencies. llama.cpp reads these numbers for networks with scaled frequencies.
-    """
-    config = network.config
-    if (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") == "default":
-        return None
+def _rope_factors(network: PreTrainedModel) -> Tensor:
+    """Return the divisors by which a network's rotary frequencies differ from the default ``theta^(-2i/d)``."""
     frequencies = network.get_buffer(f"{network.base_model_prefix}.rotary_emb.inv_freq").double()
-    num_frequencies = len(frequencies)  # d/2, so i / num_frequencies is 2i/d
-    exponents = torch.arange(num_frequencies, dtype=torch.float64) / num_frequencies
-    default_frequencies = config.rope_parameters["rope_theta"] ** -exponents
+    half_d = len(frequencies)
+    exponents = torch.arange(half_d, dtype=torch.float64) / half_d  # 2i/d
+    theta = network.config.rope_parameters["rope_theta"]
+    default_frequencies = theta**-exponents
     return (default_frequencies / frequencies).float()
 
 
 def _verify(path: Path, written: dict[str, np.ndarray]) -> None:
-    """Read the file back and compare every tensor, byte by byte.
+    """Read the file back and compare the bytes of every tensor.
+
+    Args:
+        path: The file.
+        written: The tensors that were written, by name.
 
     Raises:
         RunError: A tensor differs.
     """
     from gguf import GGUFReader
 
+    def as_bytes(array: np.ndarray) -> np.ndarray:
+        return array.reshape(-1).view(np.uint8)
+
     read = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
-    same = read.keys() == written.keys() and all(
-        np.array_equal(read[key].reshape(-1).view(np.uint8), array.reshape(-1).view(np.uint8))
-        for key, array in written.items()
-    )
-    if not same:
+    is_same = read.keys() == written.keys()
+    for name in written:
+        is_same = is_same and np.array_equal(as_bytes(read[name]), as_bytes(written[name]))
+    if not is_same:
         raise RunError(f"{path}: content read back differs from what was written; check the disk")

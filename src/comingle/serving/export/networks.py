@@ -56,11 +56,11 @@ class Routing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Family:
-    """A sparse architecture.
+class _SparseArchitecture:
+    """A mixture-of-experts architecture of transformers.
 
     Args:
-        model_type: Its model type.
+        model_type: Its model type, such as "mixtral".
         num_experts_key: The key of the number of experts in its configuration.
         expert_width_key: The key of the experts' width in its configuration.
         fixed: Values of its configuration that do not depend on the base.
@@ -72,10 +72,10 @@ class _Family:
     fixed: Mapping[str, Any]
 
 
-_MIXTRAL = _Family(
+_MIXTRAL = _SparseArchitecture(
     model_type="mixtral", num_experts_key="num_local_experts", expert_width_key="intermediate_size", fixed={}
 )
-_QWEN3 = _Family(
+_QWEN3 = _SparseArchitecture(
     model_type="qwen3_moe",
     num_experts_key="num_experts",
     expert_width_key="moe_intermediate_size",
@@ -94,14 +94,15 @@ def why_not_sparse(config: PreTrainedConfig) -> str:
         return "its MLPs have biases, which the experts of a sparse mixture do not support"
     if kind != "qwen3" and getattr(config, "attention_bias", False):
         return "its attention has biases, which Mixtral does not support"
-    if len(set(getattr(config, "layer_types", None) or ())) > 1:
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if len(layer_types) > 1:
         return "only some of its layers have a sliding window; a sparse mixture needs the same in all layers"
     return ""
 
 
 @torch.no_grad()
 def plain_network(base: PreTrainedModel, changes: Sequence[Change]) -> PreTrainedModel:
-    """Return a copy of the base in at least float32, with every change of a weight added to it."""
+    """Return a copy of the base in float32 or a more precise dtype, with every change added to its weight."""
     network = _float32_copy(base)
     for change in changes:
         change.add_to(network.get_parameter(f"{change.name}.weight"))
@@ -110,35 +111,37 @@ def plain_network(base: PreTrainedModel, changes: Sequence[Change]) -> PreTraine
 
 @torch.no_grad()
 def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Routing) -> PreTrainedModel:
-    """Return a sparse mixture-of-experts network that computes the same as the base with experts and routers.
+    """Return a mixture-of-experts network of transformers that computes the same as the base with experts and routers.
 
-    Each expert is the base's MLP with that expert's change merged in, in at least float32. As in training, these
-    architectures renormalise the gates of the top k. :func:`why_not_sparse` must have returned an empty string.
+    Each expert is the base's MLP with that expert's change merged in.
 
     Args:
-        base: The base model.
+        base: The base model, for which :func:`why_not_sparse` returns an empty string.
         changes: Changes of the base's weights; those with a ``key`` belong to experts.
         routing: The routers.
     """
     from transformers import AutoModelForCausalLM
 
-    merged = plain_network(base, [change for change in changes if not change.key])
-    config = _sparse_config(base, num_experts=len(routing.gates[0]), top_k=routing.top_k)
-    state = {name: t for name, t in merged.state_dict().items() if ".mlp." not in name}  # the same in both networks
-    by_layer: dict[int, dict[str, Change]] = {}  # changes of experts by layer and linear: gate, up or down
+    other_changes: list[Change] = []  # such as those of attention
+    expert_changes: dict[int, dict[str, Change]] = {}  # by layer, and by "gate", "up" or "down"
     for change in changes:
         if change.key:
-            by_layer.setdefault(change.layer, {})[change.key] = change
-    for layer, experts in by_layer.items():
-        prefix = experts["up"].name.rpartition("mlp.")[0]  # of the names in this layer
-        gate, up, down = (_expert_weights(merged, experts[key]) for key in ("gate", "up", "down"))
-        state |= {
-            # Weights of all experts are stacked, and the linears gate and up are one.
-            f"{prefix}{_EXPERTS}.gate_up_proj": torch.cat([gate, up], 1),
-            f"{prefix}{_EXPERTS}.down_proj": down,
-            f"{prefix}{_GATE}": routing.gates[layer].to(down),
-        }
-    with torch.random.fork_rng(devices=[]):  # The random initial values are replaced below.
+            expert_changes.setdefault(change.layer, {})[change.key] = change
+        else:
+            other_changes.append(change)
+    merged = plain_network(base, other_changes)
+    config = _sparse_config(base, num_experts=len(routing.gates[0]), top_k=routing.top_k)
+    # Outside MLPs, both networks have the same tensors.
+    state = {name: tensor for name, tensor in merged.state_dict().items() if ".mlp." not in name}
+    for layer, changes_of_layer in expert_changes.items():
+        layer_prefix, _mlp, _linear = changes_of_layer["up"].name.rpartition("mlp.")  # such as "model.layers.0."
+        gate = _expert_weights(merged, changes_of_layer["gate"])
+        up = _expert_weights(merged, changes_of_layer["up"])
+        down = _expert_weights(merged, changes_of_layer["down"])
+        state[f"{layer_prefix}{_EXPERTS}.gate_up_proj"] = torch.cat([gate, up], 1)
+        state[f"{layer_prefix}{_EXPERTS}.down_proj"] = down
+        state[f"{layer_prefix}{_GATE}"] = routing.gates[layer].to(down)
+    with torch.random.fork_rng(devices=[]):  # the random initial values are replaced below
         network = AutoModelForCausalLM.from_config(config, dtype=WIDE, experts_implementation="eager")
     network.load_state_dict(state, assign=True)
     network.tie_weights()
@@ -146,40 +149,44 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
 
 
 def check_same_logits(
-    name: str, ours: Float[Tensor, "*batch vocab"], theirs: Float[Tensor, "*batch vocab"], dtype: torch.dtype
+    name: str,
+    user_logits: Float[Tensor, "*batch vocab"],
+    exported_logits: Float[Tensor, "*batch vocab"],
+    dtype: torch.dtype,
 ) -> None:
-    """Check that the exported network computes the same logits as the user's model.
-
-    The relative error allowed is 5% for a base in 16 bits and 1e-4 otherwise.
+    """Raise an error if the exported network does not compute the same logits as the user's model.
 
     Args:
         name: The user.
-        ours: Logits of the user's model.
-        theirs: Logits of the exported network.
+        user_logits: Logits of the user's model.
+        exported_logits: Logits of the exported network.
         dtype: The base's dtype.
 
     Raises:
-        BaseModelError: The logits differ, because the base has a feature that export does not support.
+        BaseModelError: The logits differ by more than rounding errors.
     """
-    theirs = theirs.to(ours)
-    error = float((theirs - ours).double().norm() / ours.double().norm())
-    if not error <= (0.05 if dtype in SHORT else 1e-4):  # Rounding errors are far smaller. Catches NaN too.
+    difference = exported_logits.to(user_logits) - user_logits
+    relative_error = float(difference.double().norm() / user_logits.double().norm())
+    tolerance = 0.05 if dtype in SHORT else 1e-4  # SHORT: dtypes of 16 bits
+    is_same = relative_error <= tolerance  # False for NaN
+    if not is_same:
         raise BaseModelError(
-            f"user {name!r}: the exported model's logits differ from the trained model's by {error:.1%}, so "
+            f"user {name!r}: the exported model's logits differ from the trained model's by {relative_error:.1%}, so "
             "nothing is written; the base has a feature that export does not support"
         )
 
 
 def needs_eager_experts(config: PreTrainedConfig) -> bool:
-    """Return whether transformers' default implementation of experts fails for a sparse mixture of these sizes.
+    """Return whether transformers' default implementation of experts fails for a network of these sizes.
 
-    ``torch.nn.functional.grouped_mm``, with which transformers runs experts by default, needs rows whose length is a
-    multiple of 16 bytes: 8 numbers in bfloat16.
+    It calls ``torch.nn.functional.grouped_mm``, which needs rows whose length is a multiple of 16 bytes, such as 8
+    numbers in bfloat16.
     """
-    family = next((family for family in SPARSE.values() if family.model_type == config.model_type), None)
-    if family is None:
-        return False
-    return any(getattr(config, key) % 8 for key in ("hidden_size", family.expert_width_key))
+    for architecture in SPARSE.values():
+        if architecture.model_type == config.model_type:
+            row_lengths = [config.hidden_size, getattr(config, architecture.expert_width_key)]
+            return any(length % 8 != 0 for length in row_lengths)
+    return False  # a network without experts
 
 
 def cast_parameters(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -191,14 +198,19 @@ def cast_parameters(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedM
 
 
 def check_sparse(name: str, config: PreTrainedConfig) -> None:
-    """Check that transformers has a sparse architecture for this base.
+    """Raise an error if transformers has no mixture-of-experts architecture for a base.
+
+    Args:
+        name: The user, for the error.
+        config: The base's configuration.
 
     Raises:
         DataError: There is no such architecture; the message names the reason and a format that works.
     """
-    if why := why_not_sparse(config):
+    reason = why_not_sparse(config)
+    if reason:
         raise DataError(
-            f"user {name!r}: a mixture of experts on this base cannot be exported exactly: {why}; "
+            f"user {name!r}: a mixture of experts on this base cannot be exported exactly: {reason}; "
             "--format merged-approximately writes a plain model and measures the loss"
         )
 
@@ -213,17 +225,22 @@ def _float32_copy(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def _expert_weights(merged: PreTrainedModel, change: Change) -> Float[Tensor, "experts d_out d_in"]:
-    """Return the base's weight plus each expert's change of it."""
+    """Return the base's weight plus each expert's change of it.
+
+    Args:
+        merged: Network with the base's weights.
+        change: The changes of one linear layer by all experts.
+    """
     weight = merged.get_parameter(f"{change.name}.weight")
     num_experts = len(change.a)
     return torch.stack([weight + change.only_expert(i).summed().to(weight) for i in range(num_experts)])
 
 
 def _sparse_config(base: PreTrainedModel, *, num_experts: int, top_k: int) -> object:
-    """Return the configuration of a sparse mixture-of-experts network whose experts have the shape of a base's MLP.
+    """Return the configuration of a mixture-of-experts network whose experts have the shape of a base's MLP.
 
-    The sparse architecture is Mixtral for the bases Llama and Mistral, and Qwen3-MoE for Qwen3. All other sizes, such
-    as those of attention, are the base's.
+    It is a Mixtral for the bases Llama and Mistral, and a Qwen3-MoE for Qwen3. All other values, such as the sizes of
+    attention, are the base's.
 
     Args:
         base: The base, a dense model.
@@ -232,21 +249,19 @@ def _sparse_config(base: PreTrainedModel, *, num_experts: int, top_k: int) -> ob
     """
     from transformers import AutoConfig
 
-    family, base_values = SPARSE[base.config.model_type], base.config.to_dict()
-    # The sparse architecture has the same keys as the dense base. All values are copied, except for those that describe
-    # the base alone, such as its model type.
-    values = {key: value for key, value in base_values.items() if key not in _KEYS_OF_THE_BASE} | dict(family.fixed)
-    has_sliding_layers = "sliding_attention" in (getattr(base.config, "layer_types", None) or ())
-    window = getattr(base.config, "sliding_window", None)
-    # Qwen3 may have a window in its configuration that no layer uses.
-    values["sliding_window"] = window if family is _MIXTRAL or has_sliding_layers else None
-    values |= {
-        "use_cache": True,
-        family.num_experts_key: num_experts,
-        family.expert_width_key: base_values["intermediate_size"],
-        "num_experts_per_tok": top_k,
-    }
-    return AutoConfig.for_model(family.model_type, **values)
+    architecture, base_values = SPARSE[base.config.model_type], base.config.to_dict()
+    values = {key: value for key, value in base_values.items() if key not in _KEYS_OF_THE_BASE}
+    values.update(architecture.fixed)
+    if architecture is _QWEN3:
+        has_sliding_layers = "sliding_attention" in (getattr(base.config, "layer_types", None) or ())
+        if not has_sliding_layers:  # the configuration may have a window that no layer uses
+            values["sliding_window"] = None
+    values.setdefault("sliding_window", None)
+    values["use_cache"] = True
+    values[architecture.num_experts_key] = num_experts
+    values[architecture.expert_width_key] = base_values["intermediate_size"]
+    values["num_experts_per_tok"] = top_k
+    return AutoConfig.for_model(architecture.model_type, **values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,11 +270,11 @@ class Source:
 
     Args:
         name: The user.
-        model: The model.
+        model: The model of all users.
         tensors: The user's tensors, shapes ``(1, ...)``.
         row: The user's index among all users of the run.
-        model_info: Facts about the user's data and scores, for the card; None if unknown.
-        logits: Computes the model's logits.
+        model_info: What the run knows about the user's data and scores; None without a run.
+        logits: Computes the logits of the user's model.
     """
 
     name: str
@@ -290,16 +305,20 @@ def format_hint(source: Source) -> str:
 
 
 def unsupported_mixing(source: Source) -> str:
-    """Return how a model mixes its experts, if no architecture of transformers can mix them so; else an empty string.
+    """Return a way of mixing experts that no architecture of transformers has; empty if the model has none.
 
-    The architectures of transformers mix whole MLPs, with a softmax over router logits. The returned phrase completes
-    the message "its experts are ...".
+    These architectures mix the outputs of whole MLPs, with a softmax over the router's logits. The result completes the
+    sentence "its experts are ...", for example "mixed inside each linear layer".
     """
-    mlps = source.model.adapters.experts.values() if isinstance(source.model, AdaptedModel) else ()
+    if not isinstance(source.model, AdaptedModel):
+        return ""
+    mlps = source.model.adapters.experts.values()
     if any(mlp.mix == "linear" for mlp in mlps):
         return "mixed inside each linear layer"
-    own_gatings = (str(mlp.router.gating) for mlp in mlps if mlp.router.gating is not None)  # not the usual softmax
-    return next(own_gatings, "")
+    for mlp in mlps:
+        if mlp.router.gating is not None:  # another function than a softmax
+            return str(mlp.router.gating)
+    return ""
 
 
 def changes_of(source: Source) -> list[Change]:
@@ -310,29 +329,31 @@ def changes_of(source: Source) -> list[Change]:
 
 
 def plain_changes(source: Source) -> list[Change]:
-    """Return the changes of a model that the base's weights can hold, with the experts' shares."""
+    """Return one change per adapted linear, with the average of the experts' changes."""
     return averaged(changes_of(source))
 
 
 def routing_of(source: Source) -> Routing:
-    """Return the weights of the routers for the experts that the user has, and the number of experts per token.
+    """Return the routers of a user's model, for the experts that the user has.
 
-    Models without routers average their experts. In a sparse mixture, a router of zeros does the same if every token
-    uses all experts, as then all gates are equal.
+    A model without routers averages its experts. It gets routers of zeros that choose all experts with equal gates.
     """
     model = source.model
     assert isinstance(model, AdaptedModel)
     present = model.adapters.present[source.row]  # (experts,): whether the user has the expert
-    gates: list[Tensor] = []  # by layer: a router's weight, (experts of the user, width)
+    num_experts = int(present.sum())
+    gates: list[Tensor] = []  # one (num_experts, width) per layer
     for name, mlp in model.adapters.experts.items():
-        router = source.tensors.get(f"{name}.router")  # (1, experts, width): the tensors are those of a single user
-        width = weight_shape(mlp.first["up"])[1]  # of the MLP's input
-        gates.append(torch.zeros(int(present.sum()), width) if router is None else router[0].cpu()[present])
-    num_experts = len(gates[0])
+        router = source.tensors.get(f"{name}.router")  # (1, experts, width)
+        if router is None:
+            _d_out, width = weight_shape(mlp.first["up"])
+            gates.append(torch.zeros(num_experts, width))
+        else:
+            gates.append(router.squeeze(0).cpu()[present])
     if not routing.routed(model.adapters):
         return Routing(top_k=num_experts, gates=gates)
-    top_k = next(iter(model.adapters.experts.values())).router.top_k  # the same in all layers
-    return Routing(top_k=min(top_k, num_experts), gates=gates)
+    any_mlp = next(iter(model.adapters.experts.values()))  # top_k is the same in all layers
+    return Routing(top_k=min(any_mlp.router.top_k, num_experts), gates=gates)
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -353,23 +374,26 @@ def write_peft(
     Returns:
         The LoRA's rank.
     """
-    factors = {change.name: _factors(change) for change in changes}
-    rank = max(a.shape[0] for a, _ in factors.values())
+    factors_by_name = {change.name: _factors(change) for change in changes}
+    rank = max(a.shape[0] for a, _b in factors_by_name.values())
     tensors = {}
-    for name, (a, b) in factors.items():
-        missing = rank - a.shape[0]  # Narrow weights may have a smaller rank; zeros change nothing.
-        tensors[f"base_model.model.{name}.lora_A.weight"] = F.pad(a, (0, 0, 0, missing)).to(dtype).contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = F.pad(b, (0, missing)).to(dtype).contiguous()
+    for name, (a, b) in factors_by_name.items():
+        num_zeros = rank - a.shape[0]  # PEFT needs the same rank everywhere; narrow layers may have a smaller one
+        padded_a = F.pad(a, (0, 0, 0, num_zeros))
+        padded_b = F.pad(b, (0, num_zeros))
+        tensors[f"base_model.model.{name}.lora_A.weight"] = padded_a.to(dtype).contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = padded_b.to(dtype).contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    transposed = changes[0].transposed  # a property of the base, so the same for all changes
-    write_json(folder / CONFIG, _peft_config(base, base_name, list(factors), rank, transposed))
+    transposed = changes[0].transposed  # the same for all changes
+    config = _peft_config(base, base_name, list(factors_by_name), rank, transposed)
+    write_json(folder / CONFIG, config)
     return rank
 
 
 def _factors(change: Change) -> tuple[Float[Tensor, "rank d_in"], Float[Tensor, "d_out rank"]]:
-    """Return the factors A and B of one LoRA that equals the sum of all experts' LoRAs, with their shares in B."""
-    b = change.b * change.shares.view(-1, 1, 1)
-    return change.a.flatten(0, 1), b.flatten(0, 1).mT
+    """Return the factors A and B of one LoRA that equals the change: the experts' factors, concatenated."""
+    scaled_b = change.b * change.shares.view(-1, 1, 1)
+    return change.a.flatten(0, 1), scaled_b.flatten(0, 1).mT
 
 
 def _peft_config(
@@ -402,11 +426,20 @@ def _peft_config(
 
 
 def _targets(base: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return PEFT's ``target_modules``: the last parts of the adapted layers' names, or the full names.
+    """Return PEFT's ``target_modules``: short names such as "q_proj", or full names if short ones would match others.
 
-    PEFT adapts every layer whose name ends with a target module. So last parts are only used if they match no layer
-    without an adapter.
+    PEFT adapts every layer whose name ends with a target module.
+
+    Args:
+        base: The base model.
+        names: Full names of the adapted linear layers.
     """
-    last_parts = sorted({name.rpartition(".")[2] for name in names})
-    matched = {name for name in linear_names(base) if name.rpartition(".")[2] in last_parts}
-    return last_parts if matched == set(names) else sorted(names)
+
+    def short_name(name: str) -> str:
+        return name.rpartition(".")[2]
+
+    short_names = {short_name(name) for name in names}
+    matched = {name for name in linear_names(base) if short_name(name) in short_names}
+    if matched == set(names):
+        return sorted(short_names)
+    return sorted(names)
