@@ -198,33 +198,31 @@ def open_store(
     bases: dict[Any, Base] | None = None,
     say: Say = lambda line: None,
 ) -> ClientStore:
-    """Open the user's part of a run, in its state after the last task.
-
-    Reads the user's data and base model, and checks that recipe, base, and shapes and labels are those of the server.
+    """Read the user's data and base model, and open the user's part of a run in its state after the last task.
 
     Args:
         folder: Folder of the run; created if it is new.
         own: The user's settings.
         public: Public part of the federation.
-        bases: Base models that the clients of this process share, by name, quantisation, dtype, device and kind of
-            attention; a base that is loaded here is added. None shares nothing.
+        bases: Base models that the clients of this process share; a base that is loaded here is added. None to share
+            none.
         say: Called with each line to show to the user.
 
     Raises:
-        MessageError: Server and user do not agree on the federation; names both values.
+        MessageError: Recipe, base, shapes or labels differ between server and user; names both values.
         ComingleError: The user's data or base cannot be used.
     """
     public.check()
     recipe = _own_recipe(own, public)
-    _check_expected(own, public)
+    _raise_unless_expected(own, public)
     recipe = _within_memory(folder, recipe, public, own, say)
-    # Between rounds the device has other work, so freed memory is returned to the system.
+    # Between rounds other programs use the device, so freed memory is returned to the system.
     method = check_and_set_up(recipe, keeps_memory=False)
-    date_in_prompts = str(public.settings.get(DATE, ""))  # date of the run's start, if the chat template writes a date
+    date_in_prompts = str(public.settings.get(DATE, ""))  # empty if the chat template writes no date
     own_data = prepare(recipe, given=Given(date=date_in_prompts, loaded_bases=bases), method=method)
-    _check_base(own, public, own_data)
+    _raise_unless_same_base(own, public, own_data)
     run_data = _data_of_run(own, public, recipe, own_data)
-    _check_settings(own, public, own_data)
+    _raise_unless_same_settings(own, public, own_data)
     clients = run_data.kind.clients(recipe, run_data, plan_of(public, recipe))
 
     answers_folder = folder / "answers"
@@ -232,18 +230,17 @@ def open_store(
     answers_folder.mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
-    state_before_first_task = clients.state.copy(compact=True)  # zeros take no memory
     store = ClientStore(
         folder=folder,
         public=public,
         recipe=recipe,
         read=own_data,
         clients=clients,
-        state_before_first_task=state_before_first_task,
+        state_before_first_task=clients.state.copy(compact=True),
     )
-    has_answered = any(answers_folder.glob("*.bin"))  # Then the user may have sent uploads.
+    has_answered = any(answers_folder.glob("*.bin"))  # whether this client has answered a task of the run
     _check_inputs(folder, own, describe(own_data, recipe), has_answered=has_answered)
-    keep_key(folder, *clients.mechanisms, begun=has_answered)  # Repeated rounds must have the same noise.
+    keep_key(folder, *clients.mechanisms, begun=has_answered)  # the key from which privacy noise is drawn
     store.remove_drafts()
     store.load_newest()
     return store
@@ -259,14 +256,15 @@ def _data_of_run(own: Own, public: Public, recipe: Recipe, own_data: RunData) ->
         own_data: The data and base model of this user alone.
     """
     run_data = remote_data(public, recipe, own_data.base)  # users with names, without data
-    own_number = public.users.index(own.name)
+    own_index = public.users.index(own.name)
     all_users = list(run_data.users)
-    all_users[own_number] = own_data.users[0]
+    (own_user,) = own_data.users
+    all_users[own_index] = own_user
     users = as_users(all_users)
-    common = run_data.common  # data for all users; it lists the users, too
+    common = run_data.common  # data that all users share; it has the list of users too
     if common is not None:
         common = replace(common, users=users)
-    return replace(run_data, users=users, common=common, here=(own_number,), unread=False)
+    return replace(run_data, users=users, common=common, here=(own_index,), unread=False)
 
 
 def _check_inputs(folder: Path, own: Own, current: Inputs, *, has_answered: bool) -> None:
@@ -345,47 +343,46 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
     if own.base is not None:
         content["base"] = own.base
     else:
-        _check_base_name(public.whole_recipe().base)
-    # A client trains a single user; memory for batches of several would be wasted. Later settings take priority.
-    content["runtime"] = {"users_per_step": 1, **own.runtime_section(content.get("runtime", {}))}
+        _refuse_local_path(public.whole_recipe().base)
+    runtime = own.runtime_section(content.get("runtime", {}))
+    runtime.setdefault("users_per_step", 1)  # this client trains a single user
+    content["runtime"] = runtime
     recipe = parse_recipe(content, where=f"user {own.name!r}")
-    # Native code and smaller passes, with which a 16-bit language model needs less memory on a CPU.
     return recipe.with_changes(_lighter_runtime(recipe), where=f"user {own.name!r}")
 
 
 def _lighter_runtime(recipe: Recipe) -> dict[str, Any]:
-    """Return changes of a recipe, by dotted key, with which a 16-bit language model needs less memory on a CPU.
+    """Return runtime settings with which a language model in a 16-bit format needs less memory on a CPU.
 
-    For example ``{"runtime.native_code": True, "runtime.micro_batch": 2}``, without keys that the recipe sets already.
-    Returns no changes in float32: they change rounding, and a client in float32 has to compute the same as a
-    simulation.
+    For example ``{"runtime.native_code": True, "runtime.micro_batch": 2}``, without keys that the recipe sets. They
+    change rounding, so there are none in float32: there a client has to compute the same as a simulation.
     """
     runtime, device = recipe.runtime, resolve_device(recipe.runtime.device)
     trains_language_model = kind_of(recipe).needs_base
     if not trains_language_model:
         return {}
+    if runtime.memory is not None:  # `_within_memory` then chooses these settings
+        return {}
     dtype = resolve_dtype(runtime.dtype, device)
-    has_native_code = expert_mlp.fits(device, dtype)  # only on a CPU, and for some dtypes
     is_16_bit = dtype.itemsize <= 2
-    if not has_native_code or not is_16_bit:
+    has_native_code = expert_mlp.fits(device, dtype)  # on a CPU only
+    if not is_16_bit or not has_native_code:
         return {}
-    if runtime.memory is not None:  # With this key, both settings are chosen elsewhere.
-        return {}
-    lighter = {"native_code": True, "micro_batch": max(1, LIGHT_TOKENS // recipe.training.context)}
-    return {f"runtime.{key}": value for key, value in lighter.items() if key not in runtime.model_fields_set}
+    settings = {"native_code": True, "micro_batch": max(1, LIGHT_TOKENS // recipe.training.context)}
+    return {f"runtime.{key}": value for key, value in settings.items() if key not in runtime.model_fields_set}
 
 
 TOKENIZER_BYTES = 50_000_000
 """Memory of a tokenizer, of the user's data and of what is imported for them; measured with SmolLM2-135M."""
 
 CHOICE = "memory.json"
-"""File with the settings that were chosen for ``runtime.memory``, and with what they depend on."""
+"""File with the settings that were chosen for ``runtime.memory``, and the inputs of the choice."""
 
 
 def _within_memory(folder: Path, recipe: Recipe, public: Public, own: Own, say: Say) -> Recipe:
     """Return the recipe with settings, such as smaller passes, with which the client fits into ``runtime.memory``.
 
-    The settings are stored in the run's folder, so that a restarted client computes the same.
+    The settings are chosen once and stored in the run's folder.
 
     Args:
         folder: Folder of the run.
@@ -417,7 +414,7 @@ def _within_memory(folder: Path, recipe: Recipe, public: Public, own: Own, say: 
 
 
 def _choose_in_new_process(recipe: Recipe, public: Public, own: Own) -> dict[str, Any]:
-    """Choose settings for ``runtime.memory`` in a new process, whose imports then take no memory of this one.
+    """Choose settings for ``runtime.memory`` in a new process, so that its imports take no memory in this one.
 
     Args:
         recipe: The user's recipe.
@@ -451,10 +448,11 @@ def _choose_in_new_process(recipe: Recipe, public: Public, own: Own) -> dict[str
     return choice
 
 
-def _check_base_name(name: str) -> None:
-    """Check that the base that the server names is a public model or a net.
+def _refuse_local_path(name: str) -> None:
+    """Raise an error if the server names a local path as base. It could otherwise find out which files exist here.
 
-    Names of local files are refused, so that a server cannot find out which ones exist.
+    Args:
+        name: Name of the base in the server's recipe.
 
     Raises:
         MessageError: The name is a local path.
@@ -473,31 +471,30 @@ def _check_base_name(name: str) -> None:
         )
 
 
-def _check_expected(own: Own, public: Public) -> None:
-    """Check that the federation has the recipe and the base that the user expects.
+def _raise_unless_expected(own: Own, public: Public) -> None:
+    """Raise an error if the federation's recipe or base is not the one that the user's settings name.
 
     Args:
-        own: The user's own settings. ``expects`` is empty, or has wanted digests under "recipe" and "base".
+        own: The user's own settings; ``expects`` has no digest, or digests under "recipe" and "base".
         public: Public part of the federation, with the digests of its recipe and base.
 
     Raises:
         MessageError: A digest differs.
     """
-    servers_digests: Mapping[str, str] = {"recipe": public.digest, "base": public.base}
-    for part, expected_digest in own.expects.items():  # "recipe" or "base"
-        if servers_digests[part] != expected_digest:
-            raise MessageError(
-                f"user {own.name!r}: expects {part} {expected_digest}; the server has {servers_digests[part]}"
-            )
+    server_digests: Mapping[str, str] = {"recipe": public.digest, "base": public.base}
+    for part, expected_digest in own.expects.items():
+        server_digest = server_digests[part]
+        if server_digest != expected_digest:
+            raise MessageError(f"user {own.name!r}: expects {part} {expected_digest}; the server has {server_digest}")
 
 
 def _shorten(digest: str) -> str:
-    """Return the first 8 digits of each part of a digest; parts are separated by colons."""
+    """Return a digest with the first 8 digits of each part, such as "0123abcd:4567ef01"."""
     return ":".join(part[:8] for part in digest.split(":")) or "none"
 
 
-def _check_base(own: Own, public: Public, own_data: RunData) -> None:
-    """Check that this client's base model and tokenizer have the same digests as the server's.
+def _raise_unless_same_base(own: Own, public: Public, own_data: RunData) -> None:
+    """Raise an error if this client's base model or tokenizer has another digest than the server's.
 
     Args:
         own: The user's own settings.
@@ -505,17 +502,16 @@ def _check_base(own: Own, public: Public, own_data: RunData) -> None:
         own_data: The user's data and base model.
 
     Raises:
-        MessageError: A digest differs. A note, which is for the user only, names the client's base.
+        MessageError: A digest differs. A note, which is not sent to the server, names the client's base.
     """
     for part, own_digest in digests_of(own_data.base).items():  # "base" and "tokenizer"
-        servers_digest = getattr(public, part)
-        if own_digest == servers_digest:
-            continue
-        # A tokenizer's digest is "TOKENS:TEMPLATE", or "TOKENS" in older versions, which is then all to compare.
-        if own_digest == tokens_of(servers_digest) or tokens_of(own_digest) == servers_digest:
+        server_digest = getattr(public, part)
+        # A tokenizer's digest is "TOKENS:TEMPLATE", or only "TOKENS" in older versions.
+        matches_older_version = own_digest == tokens_of(server_digest) or tokens_of(own_digest) == server_digest
+        if own_digest == server_digest or matches_older_version:
             continue
         error = MessageError(
-            f"{part}: the server has {_shorten(servers_digest)} of base {public.recipe.get('base', '')!r}, this "
+            f"{part}: the server has {_shorten(server_digest)} of base {public.recipe.get('base', '')!r}, this "
             f"client {_shorten(own_digest)}; use the same base (--base)"
         )
         if own_data.base is not None:
@@ -523,32 +519,33 @@ def _check_base(own: Own, public: Public, own_data: RunData) -> None:
         raise error
 
 
-def _check_settings(own: Own, public: Public, own_data: RunData) -> None:
-    """Check that networks of server and user have the same shapes and labels.
+def _raise_unless_same_settings(own: Own, public: Public, own_data: RunData) -> None:
+    """Raise an error if the shapes or labels of the user's data are not those of the server.
 
     Args:
         own: The user's settings.
-        public: Public part of the federation, with the server's shapes and labels.
-        own_data: The user's data, from which its own shapes and labels follow.
+        public: Public part of the federation; ``settings`` has shapes and labels.
+        own_data: The user's data.
 
     Raises:
         MessageError: A value differs.
     """
     own_settings = own_data.kind.settings(own_data)
-    for key, servers_value in public.settings.items():
-        if key not in own_settings:  # It does not follow from the user's data.
+    for key, server_value in public.settings.items():
+        if key not in own_settings:
             continue
         own_value = own_settings[key]
-        if key == "classes" and isinstance(servers_value, int) and own_value <= servers_value:
-            continue  # The server's number is that of all users; this user's data may lack some classes.
-        if json.dumps(own_value) != json.dumps(servers_value):  # as JSON, in which tuples and lists are equal
-            raise MessageError(f"user {own.name!r}: {key}: got {own_value} from the data; allowed: {servers_value}")
+        if key == "classes" and isinstance(server_value, int) and own_value <= server_value:
+            continue  # the number of classes of all users; this user's data may have fewer
+        is_same = json.dumps(own_value) == json.dumps(server_value)  # in JSON, tuples and lists are equal
+        if not is_same:
+            raise MessageError(f"user {own.name!r}: {key}: got {own_value} from the data; allowed: {server_value}")
 
 
 logger = logging.getLogger("comingle")
 
 REVERTED_NOTICE = "the last answer was late or lost; the server continued without it, so this client undoes the task"
-"""Shown to the user; the server shows the same of its side."""
+"""Line for the user."""
 
 Say = Callable[[str], None]
 """Called with each line to show to the user."""
@@ -577,20 +574,19 @@ class Client:
         Args:
             folder: The user's state folder, which holds a folder for each run.
             own: The user's own settings: its name and data, and what it allows the server to see.
-            bases: Cache of base models that the clients of this process share in memory. Its keys are tuples of name,
-                quantisation, dtype, device and kind of attention. A base that this client loads is added. With None
-                this client loads its own base.
-            conditions: Conditions under which this device trains, and its limit on uploads; None for the user's own.
+            bases: Base models that the clients of this process share; a base that this client loads is added. None to
+                share none.
+            conditions: Conditions under which this device trains, and its limit on uploads; None for those of ``own``.
             say: Called with each line to show to the user.
             refuse: Called with the reason if this user cannot join before its settings are changed.
             end: Called when the user's model has been saved, at the end of a federation.
-            publish: Called with the user's part of a run when its model has changed, between two tasks.
+            publish: Called with the user's part of a run after each task that has changed its model.
         """
         self.folder, self.own, self.say, self.refuse, self.end = folder, own, say, refuse, end
         self._bases, self._publish = bases, publish
         self._conditions = conditions or own.conditions(folder, say=say)
-        self._store: ClientStore | None = None  # the user's part of the run `_run`, which is opened at its first task
-        self._run = ""
+        self._store: ClientStore | None = None  # the user's part of the run of the last task
+        self._run = ""  # name of this run
 
     def handle(self, data: bytes, deadline: float = math.inf) -> bytes:
         """Carry out a task and return the answer; if the task fails, the answer has the reason.
@@ -610,15 +606,16 @@ class Client:
             with convert_disk_errors(self.folder):
                 answer = self._join(task).pack() if is_join else self._carry_out(task, data, deadline)
         except ComingleError as error:
-            line = "; ".join([str(error), *getattr(error, "__notes__", ())])  # Notes are not sent to the server.
+            line = "; ".join([str(error), *getattr(error, "__notes__", ())])  # notes are for the user only
             self.say(line)
             may_pass = isinstance(error, RunError)  # such as a full disk
             if is_join and not may_pass:
                 self.refuse(line)
             answer = _refusal(task, error).pack()
-        except Exception as error:  # A bug, perhaps triggered by a hostile server, must not end the client.
+        except Exception as error:  # a bug, perhaps triggered by a hostile server, must not end the client
             logger.exception("task %d of run %s", task.serial, task.run)
-            self.say(" ".join(f"task {task.serial}: {type(error).__name__}: {error}".split()))
+            message_in_one_line = " ".join(str(error).split())
+            self.say(f"task {task.serial}: {type(error).__name__}: {message_in_one_line}".rstrip())
             answer = _refusal(task, error).pack()
         finally:
             return_freed_memory()  # The client may be idle for long.
@@ -632,16 +629,20 @@ class Client:
         folders = [path.parent for path in self.folder.glob(f"run-*/{PUBLIC}")]
         if not folders:
             return
-        newest = max(folders, key=lambda folder: (folder / PUBLIC).stat().st_mtime)
+
+        def time_of_joining(run_folder: Path) -> float:
+            return (run_folder / PUBLIC).stat().st_mtime
+
+        newest_folder = max(folders, key=time_of_joining)
         try:
-            store = self._open(newest.name.removeprefix("run-"))
+            store = self._open(newest_folder.name.removeprefix("run-"))
         except ComingleError as error:
             self.say(str(error))
             return
         self._publish_model(store)
 
     def _publish_model(self, store: ClientStore) -> None:
-        """Publish the user's current model; an error is shown to the user, and does not undo the task."""
+        """Publish the user's current model, if it is to be published; show errors to the user."""
         if self._publish is None:
             return
         try:
@@ -706,11 +707,11 @@ class Client:
     def _carry_out(self, task: Task, data: bytes, deadline: float) -> bytes:
         """Carry out a task, store its answer and the new state, and return the answer's bytes.
 
-        A task that was carried out before gets the stored answer. If the task fails, its changes are reverted.
+        If the task was carried out before, return the stored answer. If the task fails, its changes are reverted.
 
         Args:
             task: The task.
-            data: Its bytes; a repeated task has the same ones.
+            data: Its bytes, by which a repeated task is recognised.
             deadline: Time until which the server waits for the answer, in seconds since 1970.
 
         Raises:
@@ -722,8 +723,8 @@ class Client:
             return stored_answer
         steps_follow_from_data = counts_samples(store.recipe)
         check_task(task, store.clients.plan, TaskRunner.STEPS, steps_follow_from_data=steps_follow_from_data)
-        if task.serial <= store.serial:
-            # The server did not get the answer to the task that had this number, and sends another task instead.
+        was_replaced = task.serial <= store.serial  # the server has no answer to the earlier task with this number
+        if was_replaced:
             self.say(REVERTED_NOTICE)
             store.revert_to(task.serial - 1)
         if task.serial != store.serial + 1:
@@ -740,7 +741,8 @@ class Client:
         except BaseException:
             store.revert()
             raise
-        if not CHANGING.isdisjoint(task.todo):
+        has_changed_model = any(step in CHANGING for step in task.todo)
+        if has_changed_model:
             self._publish_model(store)
         return answer
 
@@ -759,8 +761,7 @@ class Client:
         num_steps = upload_bytes = 0
         if "train" in task.todo:
             num_steps = clients.batch_source.steps(only_user) * clients.method.placement.copies
-        # With secure aggregation a round's upload begins with the step "advertise".
-        begins_upload = "upload" in task.todo or "advertise" in task.todo
+        begins_upload = "upload" in task.todo or "advertise" in task.todo  # "advertise" with secure aggregation
         if begins_upload and self.own.max_upload_per_day is not None:
             upload_bytes = clients.upload_bytes()[only_user]
         self._conditions.begin_task(num_steps, upload_bytes, deadline)
@@ -777,7 +778,7 @@ class Client:
         if self._store is not None and self._run == run:
             return self._store
         public = known_public(self._folder(run))
-        if public is None:  # The state folder is new, or another one than before.
+        if public is None:  # the user has changed or deleted the state folder
             raise MessageError(
                 f"run {run}: user {self.own.name!r} has no state of it in this folder; it joins again before its next "
                 "task"
@@ -785,11 +786,16 @@ class Client:
         return self._enter(run, public)
 
     def _enter(self, run: str, public: Public) -> ClientStore:
-        """Return the store of a run, which is opened unless it is the current one."""
+        """Return the store of a run, from memory if it is the run of the last task.
+
+        Args:
+            run: Name of the run.
+            public: Public part of the run's federation.
+        """
         if self._store is not None and self._run == run:
             return self._store
         store = open_store(self._folder(run), self.own, public, self._bases, self.say)
-        store.clients.clock = self._conditions.training_clock  # pauses do not count as time of a round
+        store.clients.clock = self._conditions.training_clock  # stands still while training is paused
         self._store, self._run = store, run
         return store
 
@@ -798,7 +804,7 @@ class TaskRunner:
     """Carries out the steps of one task that the server has sent to this user's client."""
 
     def __init__(self, store: ClientStore, own: Own, task: Task, conditions: DeviceConditions):
-        """Prepare to carry out a task; :meth:`run` carries it out.
+        """Create the runner of a task; :meth:`run` carries the task out.
 
         Args:
             store: The user's part of the run.
@@ -819,7 +825,7 @@ class TaskRunner:
             self.clients.steps.most_steps = most_steps
 
     def run(self) -> Answer:
-        """Carry out all steps in order, and return the answer: what they report, and the messages that they send.
+        """Carry out all steps in order, and return the answer with the values that they report and their messages.
 
         Raises:
             MessageError: A message of the task fails a check.
@@ -859,7 +865,7 @@ class TaskRunner:
         clients.receive(download)
 
     def _hear(self) -> None:
-        """Read the server's verdict on the last evaluation, and keep the current model if it is the best so far."""
+        """Read from the next message whether the current model is the best so far; if so, keep a copy of it."""
         verdict = self._next_download()
         check_verdict(verdict, LOWEST, user=self.own.name, rounds=self.clients.plan.training.rounds)
         self.clients.receive_verdict(verdict)
@@ -867,10 +873,10 @@ class TaskRunner:
     def _train(self) -> None:
         """Take the local steps of a round, and report their number, tokens, seconds and loss as far as is allowed.
 
-        The user is left out of this round, and uploads nothing, if its privacy budget is spent or its result is not
-        finite. Then ``reported["left_out"]`` says why.
+        If the privacy budget is spent or the result is not finite, ``reported["left_out"]`` says so, and the user
+        uploads nothing in this round.
         """
-        why_not_allowed = self.store.charge_steps(self.task.round)
+        why_not_allowed = self.store.charge_steps(self.task.round)  # empty if the privacy budget allows the steps
         if why_not_allowed:
             self.reported["left_out"] = why_not_allowed
             return
@@ -886,18 +892,15 @@ class TaskRunner:
             self.reported["train_seconds"] = work.seconds - self.conditions.paused_seconds
         if self.clients.plan.reports_steps:
             self.reported["local_steps"] = work.steps[only_user]
-        if work.rejected:  # The result was not finite, and the method has restored the model.
+        if work.rejected:  # the result was not finite, and the method has restored the model
             self.reported["left_out"] = work.rejected[only_user]
             return
-        is_private = self.clients.plan.privacy is not None  # The loss has no noise, so it is not reported then.
+        is_private = self.clients.plan.privacy is not None  # the loss has no noise, so it must not be reported
         if self.reporting_level != "nothing" and not is_private:
             self.reported["train_loss"] = work.losses[only_user]
 
     def _restore_before_training(self) -> None:
-        """Undo local steps that have diverged, but keep the downloads that this task brought before them.
-
-        Restores the state before this task from disk, and carries out the steps before "train" again.
-        """
+        """Restore the state before this task, and carry out the steps before "train" again, such as "receive"."""
         self.store.revert()
         self.unread_messages = list(self.task.messages)
         for step in takewhile(lambda step: step != "train", self.task.todo):
@@ -921,7 +924,7 @@ class TaskRunner:
         only_user = 0  # this client group has a single user
         round_number = self.task.round + 1  # Tasks count rounds from 0, uploads from 1.
         data = pack(self.clients.upload([only_user], round_number, report))
-        why_not_allowed = self.store.charge_upload(data)
+        why_not_allowed = self.store.charge_upload(data)  # empty if the privacy budget allows the upload
         if why_not_allowed:
             self.reported["left_out"] = why_not_allowed
         else:
@@ -936,7 +939,8 @@ class TaskRunner:
         if "left_out" in self.reported:
             return
         message = None
-        if step != "advertise":  # In the first step the server sends no message.
+        is_first_step = step == "advertise"  # the server sends no message for it
+        if not is_first_step:
             message = unpack(self.unread_messages.pop(0))
         answer = SUM_STEPS[step](self.store, self.task, message)
         self.sent.append(pack(answer))
@@ -945,28 +949,30 @@ class TaskRunner:
         finish(self.clients)
 
     def _evaluate(self) -> None:
-        """Score the model on the user's own test data, and report as much as the user's setting ``tells`` allows.
+        """Evaluate the model on the user's own test data, and report as much as the user's setting ``tells`` allows.
 
-        "scores" reports test scores and metrics, "all" also the mean weights of experts or components. If the recipe
-        selects the best round, the validation loss is always sent.
+        If the recipe selects the best round, the validation loss is sent with every setting.
         """
         clients = self.clients
-        rounds_done = self.task.arguments.get("done")  # None in the final evaluation, of the best models
+        rounds_done = self.task.arguments.get("done")  # None in the final evaluation
         settle(clients)  # computes tensors that follow from trained ones
+        only_user = 0  # this client group has a single user
+        losses = {}
         with finetuned(clients, rounds_done):  # if the method fine-tunes models for the evaluation only
             scores = clients.evaluate()
             selects_best_round = bool(clients.state.best)
-            losses = clients.validate() if selects_best_round else {}
+            if selects_best_round:
+                losses = clients.validate()
         if losses and rounds_done is not None:
             self.sent.append(pack(validation_report(losses, rounds_done)))
         self.reported["measure"] = measure_of(scores)
         self.reported["evaluated"] = True
-        own_scores = measured(scores[0])  # this client group has a single user
-        are_finite = all(map(math.isfinite, own_scores.values()))
+        own_scores = measured(scores[only_user])
+        are_finite = all(math.isfinite(value) for value in own_scores.values())
         if self.reports_scores and are_finite:
             self.reported["score"] = own_scores
             self.reported["metrics"] = users_metrics(clients, scores)[self.own.name]
-        if self.reporting_level == "all":
+        if self.reporting_level == "all":  # also the mean weights of experts or components
             self.reported.update(users_routing(clients, scores)[self.own.name])
 
     def _choose(self) -> None:
@@ -990,13 +996,13 @@ class TaskRunner:
 
 
 def needs_conditions(task: Task) -> bool:
-    """Return whether a task waits until this device's conditions hold: tasks that train or evaluate.
+    """Return whether a task has to wait until this device's conditions, such as "plugged-in", hold.
 
-    Tasks after the last round do not wait, so that the user gets its model.
+    Tasks that train or evaluate have to wait. Tasks after the last round do not, so that the user gets its model.
     """
-    uses_device = "train" in task.todo or "evaluate" in task.todo
+    trains_or_evaluates = "train" in task.todo or "evaluate" in task.todo
     is_after_last_round = "finish" in task.todo or "choose" in task.todo
-    return uses_device and not is_after_last_round
+    return trains_or_evaluates and not is_after_last_round
 
 
 def upload_notice(store: ClientStore) -> str:
@@ -1005,15 +1011,18 @@ def upload_notice(store: ClientStore) -> str:
     For example ``"user 'ann': generalist (9,216 bytes) leave this machine each round you take part in; router,
     specialist, text and optimiser state stay"``.
     """
-    clients, method, name = store.clients, store.clients.method, store.clients.users[0].name
+    clients, method = store.clients, store.clients.method
+    only_user = 0  # this client group has a single user
+    name = clients.users[only_user].name
     roles = clients.model.layout.roles
-    local_roles = sorted(roles & (method.client.trained - method.shared))  # trained, but never uploaded
-    stays = f"{', '.join([*local_roles, 'text and optimiser state'])} stay"
+    trained_but_local = sorted(roles & (method.client.trained - method.shared))
+    stays = f"{', '.join([*trained_but_local, 'text and optimiser state'])} stay"
     if not clients.shares:
         return f"user {name!r}: method {method.name} sends only the metrics that `tells` allows; {stays}"
     shared_roles = ", ".join(sorted(method.shared & roles))
-    upload_bytes = clients.upload_bytes()[0]  # this client group has a single user
-    masked = "" if clients.plan.sums is None else ", masked,"  # by secure aggregation
+    upload_bytes = clients.upload_bytes()[only_user]
+    uses_secure_sum = clients.plan.sums is not None
+    masked = ", masked," if uses_secure_sum else ""
     leaves = f"{shared_roles} ({upload_bytes:,} bytes) leave this machine{masked} each round you take part in"
     return f"user {name!r}: {leaves}; {stays}"
 
@@ -1035,16 +1044,18 @@ def report_notice(store: ClientStore, own: Own) -> str:
     """
     plan, level = store.clients.plan, store.reporting_level(own)
     is_private = plan.privacy is not None
-    optional = []  # numbers that leave because of `tells`
+    optional: list[str] = []  # numbers that leave because of `tells`
     if level != "nothing":
         levels = list(_REPORTED)
-        for included in levels[: levels.index(level) + 1]:  # Each level includes the ones before it.
-            optional.extend(_REPORTED[included])
+        up_to_level = levels[: levels.index(level) + 1]  # each level includes those before it
+        for included_level in up_to_level:
+            optional.extend(_REPORTED[included_level])
     if is_private and "training losses" in optional:
-        optional.remove("training losses")  # They have no noise, so they are never reported with privacy.
+        optional.remove("training losses")  # they have no noise
 
     always = ["the number of local steps"]
-    if store.clients.state.best:  # The recipe selects the best round.
+    selects_best_round = bool(store.clients.state.best)
+    if selects_best_round:
         always.append("validation losses")
     if store.public_counts:
         always.append("the number of examples")
@@ -1086,20 +1097,19 @@ _REASONS_FOR_SERVER = {
 
 
 def _refusal(task: Task, error: Exception) -> Answer:
-    """Return the answer to a task that failed, without the user's own data or settings.
-
-    Texts of errors may contain private data. So the server gets the text only of a MessageError, which is about its
-    own message, and of a DeclinedError. For all other errors it gets a general reason, such as "invalid data".
+    """Return the answer to a task that failed, without private data, which the text of an error may contain.
 
     Args:
         task: The task.
         error: The error with which it failed.
     """
-    kind = type(error).__name__
-    if isinstance(error, MessageError | DeclinedError):
+    error_class = type(error).__name__
+    is_about_message = isinstance(error, MessageError)
+    is_declined = isinstance(error, DeclinedError)
+    if is_about_message or is_declined:  # their texts contain no private data
         reason = str(error)
     else:
-        general_reason = _REASONS_FOR_SERVER.get(kind, "internal error")
+        general_reason = _REASONS_FOR_SERVER.get(error_class, "internal error")  # such as "invalid data"
         reason = f"user {task.user!r}: {general_reason}; the client's log has the details"
-    reported = {"refused": reason, "kind": kind}
+    reported = {"refused": reason, "kind": error_class}
     return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)

@@ -64,7 +64,7 @@ class ClientSession:
     Args:
         serial: Number of the last task that it has answered.
         version: Version of the server's state that it has downloaded.
-        verdict: Verdict on validation losses that it has not received yet.
+        verdict: Message that says whether its model is the best so far, if it has not received it yet.
         joined: Values that it reported when it joined; None before it joins and after it refuses a task.
         examples: Number of its examples, if single examples are protected; None before it joins.
         refusal: Why it does not join; empty if it does.
@@ -94,7 +94,7 @@ class ClientSession:
 
 @dataclass(kw_only=True)
 class ServerSession:
-    """A server and its clients on other machines.
+    """The server of a run: sends tasks to clients on other machines, and reads their answers.
 
     Args:
         run: Name of the run in messages to clients.
@@ -126,7 +126,7 @@ class ServerSession:
 
     @property
     def first_version(self) -> int:
-        """Version of a client that has not downloaded anything."""
+        """Version of a client that has not downloaded anything; below the server's if it has to download at first."""
         return -1 if self.context.method.server.first_download else 0
 
     def largest_rank(self, name: str) -> int:
@@ -148,28 +148,28 @@ class ServerSession:
     # ---------------------------------------------------------------- tasks
 
     def join(self) -> None:
-        """Send all clients the public part of the federation; wait until all of them, or enough, have joined.
-
-        ``network.join_timeout`` counts from the last client that connected or joined, and is extended while connected
-        clients are loading. A client that has refused to join is asked again only while fewer than
-        ``network.min_participants`` have joined.
+        """Send all clients a join task, and wait until all have joined or ``network.join_timeout`` has passed.
 
         Raises:
-            RunError: Too few clients have joined.
+            RunError: Fewer than ``network.min_participants`` clients have joined.
         """
         join_tasks = TaskQueue(self, self.public.users, self.network.join_timeout)
         join_tasks.run()
         num_joined, num_needed = len(self.joined), self.network.min_participants
         if num_joined >= num_needed:
             return
-        joined = f"{num_joined} of {len(self.public.users)} users have joined"
-        timeout = f"network.join_timeout is {self.network.join_timeout:g} s"
-        refusals = [f"; {client.refusal}" for client in self.clients.values() if client.refusal]
-        raise RunError(f"{joined}; needed: {num_needed}; {timeout}{''.join(refusals[:_MAX_LISTED_REFUSALS])}")
+        parts = [
+            f"{num_joined} of {len(self.public.users)} users have joined",
+            f"needed: {num_needed}",
+            f"network.join_timeout is {self.network.join_timeout:g} s",
+        ]
+        refusals = [client.refusal for client in self.clients.values() if client.refusal]
+        raise RunError("; ".join([*parts, *refusals[:_MAX_LISTED_REFUSALS]]))
 
     def end(self, rounds: int) -> None:
         """Notify all clients that the federation has ended, after ``rounds`` rounds."""
-        self.ask(dict.fromkeys(self.public.users, ("end",)), rounds, seconds=END_SECONDS)
+        steps_by_user = dict.fromkeys(self.public.users, ("end",))
+        self.ask(steps_by_user, rounds, seconds=END_SECONDS)
 
     def ask(
         self,
@@ -200,9 +200,10 @@ class ServerSession:
         for name, answer in answers.items():
             task, client = queue.tasks[name], self.clients[name]
             client.serial = task.serial
-            if "receive" in task.todo:  # The client has downloaded the newest version.
+            has_downloaded, has_received_verdict = "receive" in task.todo, "hear" in task.todo
+            if has_downloaded:
                 client.version = self.server.version
-            if "hear" in task.todo:  # The client has received the verdict.
+            if has_received_verdict:
                 client.verdict = None
             self.clock.download_bytes += _message_bytes(task)
             self.clock.upload_bytes += _message_bytes(answer)
@@ -211,40 +212,38 @@ class ServerSession:
     def _task_with_messages(
         self, name: str, todo: Sequence[str], number: int, arguments: Mapping[str, Any], other_messages: Sequence[bytes]
     ) -> Task:
-        """Return a client's next task, with the download and the verdict that the client has to receive.
+        """Return a client's next task, with the messages that its steps need.
 
-        The step "receive" is left out if there is nothing to download. A verdict that the client has not received yet
-        adds the step "hear" at the beginning.
+        Without anything to download, the step "receive" is removed. With a verdict that the client has not received,
+        the step "hear" is added.
 
         Args:
             name: The user.
-            todo: Steps of the task.
+            todo: Steps of the task; "receive" is the first of them if there is one.
             number: The round, from 0.
             arguments: Values that the steps need (:class:`Task`).
             other_messages: Messages for steps other than "receive" and "hear".
         """
-        messages, steps = list(other_messages), list(todo)  # messages are in the order of the steps that need them
+        client = self.clients[name]
+        steps, messages = list(todo), list(other_messages)  # messages are in the order of the steps that read them
         if "receive" in steps:
             if self._is_stale(name):
                 messages.insert(0, pack(self.server.download([name])))
             else:
                 steps.remove("receive")
-        verdict = self.clients[name].verdict
-        if verdict is not None:
-            messages.insert(0, pack(verdict))
+        if client.verdict is not None:
             steps.insert(0, "hear")
-        serial = self.clients[name].serial + 1
+            messages.insert(0, pack(client.verdict))
+        serial = client.serial + 1
         return self._task(name, tuple(steps), serial, number=number, arguments=arguments, messages=tuple(messages))
 
     def _is_stale(self, name: str) -> bool:
-        """Return whether a client has to download the newest version of the shared tensors.
-
-        False if the client has it, the method shares nothing, or the server has no download for this user.
-        """
+        """Return whether a client has to download the newest version of the shared tensors."""
         shares_nothing = not self.model.layout.mask(self.context.method.shared).any()
-        if shares_nothing or self.clients[name].version >= self.server.version:
+        has_newest_version = self.clients[name].version >= self.server.version
+        if shares_nothing or has_newest_version:
             return False
-        return bool(self.server.with_download([name]))
+        return bool(self.server.with_download([name]))  # the server may have no download for this user
 
     def join_task(self, name: str) -> Task:
         """Return the task that sends a client the public part of the federation."""
@@ -260,18 +259,18 @@ class ServerSession:
         arguments: Mapping[str, Any],
         messages: tuple[bytes, ...] = (),
     ) -> Task:
-        """Return a task of this run, with the largest number of local steps of any client, once clients have joined.
+        """Return a task of this run.
 
         Args:
             name: The user.
             todo: Names of the steps.
             serial: Number of the task among the client's tasks; 0 for a join task.
             number: The round, from 0.
-            arguments: Values that the steps need (:class:`Task`), without the number of local steps.
-            messages: Downloads that the steps need, in their order.
+            arguments: Values that the steps need (:class:`Task`). The largest number of local steps of any client is
+                added once a client has joined.
+            messages: Messages that the steps read, in their order.
         """
-        is_known = self.local_steps > 0
-        if is_known:
+        if self.local_steps > 0:
             arguments = {**arguments, "local_steps": self.local_steps}
         return Task(
             run=self.run, serial=serial, user=name, todo=todo, round=number, arguments=arguments, messages=messages
@@ -280,14 +279,12 @@ class ServerSession:
     # ---------------------------------------------------------------- answers
 
     def read_answer(self, name: str, task: Task, reply: bytes | str) -> Answer | str:
-        """Return a client's answer to a task after checking it, or one line that says what is wrong with it.
-
-        Checked are its format, the values that it reports, and that it answers this task.
+        """Return a client's answer to a task, or one line that says what is wrong with it.
 
         Args:
             name: Name of the user.
             task: The task.
-            reply: The reply, or one line that says why there is none.
+            reply: The bytes of the answer, or one line that says why there are none.
         """
         if isinstance(reply, str):
             return reply
@@ -300,18 +297,19 @@ class ServerSession:
                 self.context.check_steps(local_steps, self.network.max_samples)
         except MessageError as error:
             return str(error)
-        if (answer.run, answer.serial, answer.user) != (task.run, task.serial, name):
+        answers_this_task = (answer.run, answer.serial, answer.user) == (task.run, task.serial, name)
+        if not answers_this_task:
             run, user = answer.run[:70], answer.user[:70]  # texts of a faulty client may be long
             return f"answer: got task {answer.serial} of run {run!r} and user {user!r}; allowed: task {task.serial}"
         return answer
 
     def record_join(self, name: str, reported: Mapping[str, Any]) -> None:
-        """Record a client that has joined, its number of local steps, and the task after which it continues.
+        """Record that a client has joined, and the values that it has reported.
 
         Args:
             name: Name of the user.
-            reported: Values that the client reports when it joins: "steps" (local steps per round), "done" (number of
-                its last task), "back" (number of the earliest task to which it can revert), "examples" and others.
+            reported: The values by key: "steps" is its number of local steps per round, "done" the number of its last
+                task, "back" the number of the earliest task to which it can revert.
         """
         client = self.clients[name]
         client.joined = reported
@@ -323,16 +321,16 @@ class ServerSession:
         self._align_tasks(name, last_task, earliest_task)
 
     def _record_local_steps(self, name: str, steps: int) -> None:
-        """Raise ``local_steps`` to a client's number; once a client has carried out a task, only note a larger number.
+        """Update ``local_steps``, the largest number of local steps of any client.
 
-        The schedule of the learning rate has ``local_steps`` steps per round.
+        The schedule of the learning rate depends on it, so it stays the same once a client has carried out a task.
 
         Args:
             name: Name of the user.
             steps: Number of local steps per round of the user's client.
         """
-        has_begun = any(client.serial for client in self.clients.values())
-        if not has_begun:
+        training_has_begun = any(client.serial > 0 for client in self.clients.values())
+        if not training_has_begun:
             self.local_steps = max(self.local_steps, steps)
         elif steps > self.local_steps:
             schedule = f"the schedule has {self.local_steps}, so further steps use the final learning rate"
@@ -341,17 +339,18 @@ class ServerSession:
     def _align_tasks(self, name: str, last_task: int, earliest_task: int) -> None:
         """Continue from the client's last task if the client cannot revert to the last task that the server knows.
 
-        The numbers differ if server or client was restored from an earlier state. For example, the server knows task 3,
-        and the client has carried out task 9 and can revert to task 5: the server continues from task 9.
+        For example, the server knows task 3, and the client has carried out task 9 and can revert to task 5: the server
+        continues from task 9.
 
         Args:
             name: Name of the user.
             last_task: Number of the last task that the client has carried out.
-            earliest_task: Number of the earliest task after which the client still has its state.
+            earliest_task: Number of the earliest task to which the client can revert.
         """
         client = self.clients[name]
         known_task = client.serial
-        if earliest_task <= known_task <= last_task:  # The client reverts later tasks itself.
+        client_can_revert = earliest_task <= known_task <= last_task  # it does so when it gets the next task
+        if client_can_revert:
             return
         if last_task < known_task:
             why = f"has lost its state after task {last_task}"
@@ -367,21 +366,20 @@ class ServerSession:
         self.observe({"event": "noted", "user": name, "what": what})
 
     def log_failure(self, name: str, why: str, *, last_logged: str | None, is_left_out: bool = False) -> None:
-        """Log why a client failed, as a warning and as an event of the run; the same reason is logged only once.
+        """Log why a client failed, as a warning and as an event of the run, unless the reason was logged last.
 
         Args:
             name: Name of the user.
             why: The reason.
             last_logged: The reason that was logged last for this client; None if there is none.
-            is_left_out: Whether the round continues without this client. Then the warning says so, and is logged even
-                if the reason is the same.
+            is_left_out: Whether the round continues without this client; the warning then says so in any case.
         """
-        is_new = why != last_logged
+        is_new_reason = why != last_logged
         if is_left_out:
             logger.warning("user %r: %s; the round continues without it", name, why, extra=AN_EVENT)
-        elif is_new:
+        elif is_new_reason:
             logger.warning("user %r: %s", name, why, extra=AN_EVENT)
-        if is_new:
+        if is_new_reason:
             self.observe({"event": "failed", "user": name, "reason": why})
 
     def log_decline(self, name: str, why: str) -> None:
@@ -428,7 +426,7 @@ class TaskQueue:
         self._join_sent: dict[str, float] = {}  # when this queue sent a client a join task
         self._paused_until: dict[str, float] = {}  # when a client that failed may get a task again
         self._logged_failures: dict[str, str] = {}  # why a client failed, as logged last
-        self._reasons: dict[str, str] = {}  # why the last request or reply was lost
+        self._loss_reasons: dict[str, str] = {}  # why the last request or reply was lost
 
     @property
     def _sends_only_joins(self) -> bool:
@@ -438,49 +436,57 @@ class TaskQueue:
     def run(self) -> dict[str, Answer]:
         """Send the tasks and return the answers that arrive in time, by user.
 
-        Tasks of clients that fail are sent again until the timeout. Clients that have not answered by then are marked
-        as away, unless they are still loading.
+        Tasks of clients that fail are sent again until the timeout.
         """
         session = self.session
         for name in self.pending:
             session.clients[name].declined = ""
         while self.pending:
-            requests = _DueRequests(self._due_requests)  # The channel reads them repeatedly, as clients connect.
+            requests = _DueRequests(self._due_requests)  # the channel reads them repeatedly, as clients connect
             for name, reply in session.channel.exchange(requests, timeout=self._remaining_seconds()):
                 self._process_reply(name, reply)
-            if self._has_just_joined():
-                continue  # A client that joined in time gets its task, even after the timeout.
+            if self._joined_client_needs_task():
+                continue  # sends the task, even after the timeout
             if not self._awaited() or not self._may_retry():
                 break
             time.sleep(RETRY_SECONDS)
-        for name in sorted(self.pending):
-            client = session.clients[name]
-            if self._is_loading(name):
-                continue
-            if not client.is_away and not client.refusal:
-                reason = self._reasons.get(name, f"no answer in {self.seconds:g} s")
-                self._log_failure(name, reason, is_left_out=True)
-            client.is_away = True
+        self._mark_pending_as_away()
         return self.answers
 
-    def _has_just_joined(self) -> bool:
-        """Return whether a client is present and has joined, but has not got its task."""
+    def _mark_pending_as_away(self) -> None:
+        """Mark clients that have not answered as away, unless they are still loading, and log why."""
+        for name in sorted(self.pending):
+            if self._is_loading(name):
+                continue
+            client = self.session.clients[name]
+            is_logged_already = client.is_away or bool(client.refusal)
+            if not is_logged_already:
+                reason = self._loss_reasons.get(name, f"no answer in {self.seconds:g} s")
+                self._log_failure(name, reason, is_left_out=True)
+            client.is_away = True
+
+    def _joined_client_needs_task(self) -> bool:
+        """Return whether a connected client has joined during this round, but has not got its task."""
         if self._sends_only_joins:
             return False
-        without_task = self.pending - self.tasks.keys()
-        return any(self.session.clients[name].is_present and self._has_joined(name) for name in without_task)
+        for name in self.pending:
+            needs_task = self._has_joined(name) and name not in self.tasks
+            if needs_task and self.session.clients[name].is_present:
+                return True
+        return False
 
     def _remaining_seconds(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
     def _may_retry(self) -> bool:
-        """Return whether there is time for another try before the timeout, which is extended if it may be."""
-        if time.monotonic() + RETRY_SECONDS > self._deadline and self._sends_only_joins:
-            self._extend_timeout_for_loading()
+        """Return whether there is time for another try before the deadline; extend that of join tasks if possible."""
+        has_time = time.monotonic() + RETRY_SECONDS <= self._deadline
+        if not has_time and self._sends_only_joins:
+            self._extend_deadline_for_loading()
         return time.monotonic() + RETRY_SECONDS <= self._deadline
 
-    def _extend_timeout_for_loading(self) -> None:
-        """Extend the timeout of join tasks while connected clients are loading whose joining makes a round possible.
+    def _extend_deadline_for_loading(self) -> None:
+        """Extend the deadline of join tasks if clients are loading and, with them, enough would join for a round.
 
         In all, the queue waits at most ``_loading_seconds``.
         """
@@ -491,31 +497,33 @@ class TaskQueue:
             if client.is_present and not client.refusal and name not in self._logged_failures:
                 loading.append(name)
         are_enough = len(session.joined) + len(loading) >= session.network.min_participants
-        if loading and are_enough and now < self._began + self._loading_seconds:
+        may_wait = now < self._began + self._loading_seconds
+        if loading and are_enough and may_wait:
             logger.warning("still waiting for connected clients that are loading: %s", ", ".join(loading))
             self._deadline = now + self.seconds
 
     def _awaited(self) -> set[str]:
-        """Return the clients for whose answers the queue waits: pending ones that are not away.
+        """Return the clients for whose answers the queue waits.
 
-        Once enough clients have joined for a round, it does not wait for clients that refuse to join either.
+        It does not wait for clients that are away, and, once enough clients have joined, for those that refuse to join.
         """
         have_enough_joined = len(self.session.joined) >= self.session.network.min_participants
         awaited = set()
         for name in self.pending:
             client = self.session.clients[name]
-            is_dispensable = have_enough_joined and client.refusal
-            if not client.is_away and not is_dispensable:
-                awaited.add(name)
+            if client.is_away:
+                continue
+            if client.refusal and have_enough_joined:
+                continue
+            awaited.add(name)
         return awaited
 
     # ---------------------------------------------------------------- requests
 
     def _due_requests(self) -> dict[str, bytes]:
-        """Find out which clients are connected, and return the requests to which they should reply now, by user.
+        """Return the requests that connected clients get now, by user.
 
-        A client that has joined gets its task. Another client gets a join task if it may join now. After a failure, a
-        client gets no request during a pause.
+        A client that has joined gets its task. Another client gets a join task if it may join now.
         """
         now = time.monotonic()
         connected = set(self.session.channel.present())
@@ -530,10 +538,7 @@ class TaskQueue:
         return requests
 
     def _update_presence(self, connected: Set[str], now: float) -> None:
-        """Record which clients are connected, and let those that have just connected start afresh.
-
-        A client that has just connected may join at once: earlier refusals and pauses are cleared, and the timeout of
-        join tasks starts again. It is no longer away, nor is a connected client that can answer its task.
+        """Record which clients are connected, and let those that have just connected join at once.
 
         Args:
             connected: Names of the connected clients.
@@ -549,23 +554,24 @@ class TaskQueue:
         for name in just_connected & self.pending:
             clients[name].reset_join()
             self._paused_until.pop(name, None)
-        if just_connected and self._sends_only_joins:
+        if just_connected and self._sends_only_joins:  # the timeout starts again
             self._deadline = max(self._deadline, now + self.seconds)
 
     def _has_joined(self, name: str) -> bool:
         return self.session.clients[name].joined is not None
 
     def _request(self, name: str) -> bytes:
-        """Return the bytes of a client's task; before the client has joined, this is the join task.
+        """Return the bytes of a client's task, or of its join task if it has not joined.
 
-        Later calls return the same bytes. The channel then recognises a request that it has already sent.
+        Later calls return the same bytes, by which the channel recognises a request that it has already sent.
         """
         if self.make_task is None or not self._has_joined(name):
             if name not in self._join_sent:
                 now = time.monotonic()
                 self._join_sent[name] = now
                 client = self.session.clients[name]
-                if client.join_asked is None:  # its first join task since it connected
+                is_first_since_connected = client.join_asked is None
+                if is_first_since_connected:
                     client.join_asked = now
                 self._packed[name] = self.session.join_task(name).pack()
         elif name not in self.tasks:
@@ -577,7 +583,7 @@ class TaskQueue:
         """Return whether a connected client that has not joined gets a join task now, or still has time to answer one.
 
         Before the first round, it always does. During a round, a client has ``_loading_seconds`` to answer; then it is
-        marked as away. A client that is away gets another join task every 60 s, and has 10 s to answer it.
+        marked as away.
 
         Args:
             name: Name of the user.
@@ -588,17 +594,24 @@ class TaskQueue:
         client = self.session.clients[name]
         if client.is_away:
             return self._may_rejoin(name, now)
-        has_no_join_task_yet = client.join_asked is None
-        if has_no_join_task_yet or self._is_loading(name):
+        has_join_task = client.join_asked is not None
+        if not has_join_task or self._is_loading(name):
             return True
         self._log_failure(name, f"has not joined in {self._loading_seconds:g} s", is_left_out=True)
         client.is_away, client.join_reminded = True, now
         return False
 
     def _may_rejoin(self, name: str, now: float) -> bool:
-        """Return whether a client that is away gets another join task now, or still has time to answer one."""
+        """Return whether a client that is away gets another join task now, or still has time to answer one.
+
+        It gets one every 60 s, and has 10 s to answer it.
+
+        Args:
+            name: Name of the user.
+            now: Time on the monotonic clock.
+        """
         client = self.session.clients[name]
-        if name in self._join_sent:  # This queue has sent it a join task.
+        if name in self._join_sent:
             return now - self._join_sent[name] <= _REJOIN_WAIT_SECONDS
         if client.join_reminded is not None and now - client.join_reminded < _REJOIN_INTERVAL_SECONDS:
             return False
@@ -606,15 +619,11 @@ class TaskQueue:
         return True
 
     def _is_loading(self, name: str) -> bool:
-        """Return whether a client may still be loading its base model and data, after a join task during a round.
-
-        It may load for ``_loading_seconds``, counted from its first join task since it connected.
-        """
-        is_during_round = not self._sends_only_joins
+        """Return whether a client that got a join task during a round may still be loading its base model and data."""
         client = self.session.clients[name]
-        if not is_during_round or self._has_joined(name) or not client.is_present:
+        if self._sends_only_joins or self._has_joined(name) or not client.is_present:
             return False
-        if client.join_asked is None:  # It has not got a join task yet.
+        if client.join_asked is None:  # it has not got a join task yet
             return False
         seconds_since_join_task = time.monotonic() - client.join_asked
         return seconds_since_join_task <= self._loading_seconds
@@ -629,37 +638,35 @@ class TaskQueue:
     def _process_reply(self, name: str, reply: bytes | str) -> None:
         """Process a client's reply to its join task or task.
 
-        If request or reply was lost, the request is sent again after a pause. A client that refuses or declines its
-        task is left out of this queue; one that refuses has to join again.
-
         Args:
             name: Name of the user.
-            reply: The reply, or one line that says why there is none.
+            reply: The bytes of the answer, or one line that says why there are none.
         """
         if name not in self.pending:
             return
-        is_join = name not in self.tasks  # A client gets its task only after it has joined.
+        is_join = name not in self.tasks  # a client gets its task only after it has joined
         task = self.session.join_task(name) if is_join else self.tasks[name]
         answer = self.session.read_answer(name, task, reply)
         if isinstance(answer, str):
-            self._process_loss(name, answer)
+            why_lost = answer
+            self._process_loss(name, why_lost)
             return
-        self._logged_failures.pop(name, None)  # The client works now, so its next failure is logged in any case.
+        self._logged_failures.pop(name, None)  # the client works now, so its next failure is logged in any case
         if is_join:
             self._process_join(name, task, answer)
-        elif answer.declined:
+        elif answer.declined:  # the conditions of the device do not allow the task
             self.pending.discard(name)
             self.session.log_decline(name, answer.refused)
-        elif answer.refused:
+        elif answer.refused:  # the task has failed, so the client has to join again
             self.pending.discard(name)
-            self.session.clients[name].joined = None  # It gets a join task again, and reports its last task.
+            self.session.clients[name].joined = None
             self._log_failure(name, answer.refused, is_left_out=True)
         else:
             self._finish(name, task, answer)
 
     def _process_loss(self, name: str, reason: str) -> None:
         """Record why a client's request or reply was lost, and pause before the next try, if there is time for one."""
-        self._reasons[name] = reason  # `run` logs it at the timeout.
+        self._loss_reasons[name] = reason
         if self._remaining_seconds() > 0:
             self._pause(name, RETRY_SECONDS)
             self._log_failure(name, reason)
@@ -686,8 +693,8 @@ class TaskQueue:
         client.reset_join()
         client.is_away = False
         self.session.record_join(name, answer.reported)
-        if self._sends_only_joins:  # Otherwise the client gets its task of the round now.
-            # The timeout (`network.join_timeout`) counts from the last client that has joined.
+        if self._sends_only_joins:  # otherwise the client stays pending, and gets its task of the round
+            # The timeout counts from the last client that has joined.
             self._deadline = max(self._deadline, time.monotonic() + self.seconds)
             self._finish(name, task, answer)
 
@@ -723,7 +730,7 @@ class TaskQueue:
 
 
 class _DueRequests(Mapping[str, bytes]):
-    """Requests by user; each iteration computes anew which ones are due, and earlier ones stay readable."""
+    """Requests by user; each iteration calls ``compute`` for those that are due, and earlier ones stay readable."""
 
     def __init__(self, compute: Callable[[], dict[str, bytes]]):
         self._compute = compute
@@ -748,9 +755,7 @@ def _message_bytes(message: Task | Answer) -> int:
 def start_session(
     run: str, public: Public, context: ServerContext, channel: Channel, observe: Observer, network: NetworkSection
 ) -> ServerSession:
-    """Return the session of a server before its first round, in which no client has joined.
-
-    Warns if the noise for privacy exceeds the updates of users.
+    """Return a new session, in which no client has joined; warn if the noise for privacy exceeds the users' updates.
 
     Args:
         run: Name of the run in messages to clients.
@@ -778,13 +783,13 @@ def start_session(
         observe=observe,
         network=network,
     )
-    clients = {name: ClientSession(version=session.first_version) for name in public.users}
-    session.clients = clients
+    session.clients = {name: ClientSession(version=session.first_version) for name in public.users}
 
     def compute_work_by_user() -> dict[str, Work]:
-        reported = {name: client.examples for name, client in clients.items() if client.examples is not None}
-        return context.work_by_user(reported)
+        """Return the work of each user, from the numbers of examples that clients have reported so far."""
+        clients = session.clients.items()
+        num_examples_by_user = {name: client.examples for name, client in clients if client.examples is not None}
+        return context.work_by_user(num_examples_by_user)
 
-    # Called whenever the privacy account computes a loss, as clients report their numbers of examples when they join.
     server.mechanisms.set_works(compute_work_by_user)
     return session
