@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, TypeVar
@@ -73,33 +73,30 @@ def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], num
 
 
 def skip_round_if_few(session: ServerSession, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> str:
-    """Skip the aggregation of a round if valid uploads are fewer than ``network.min_participants``.
-
-    The users' privacy budgets are charged nevertheless, as their uploads have reached the server.
+    """Skip the aggregation of a round if it has fewer valid uploads than ``network.min_participants``.
 
     Args:
         session: The session.
-        users: Users whose uploads are valid.
+        users: Users whose uploads are valid. Their privacy budgets are charged even if the round is skipped.
         answers: All answers of the round.
         number: The round, from 1.
 
     Returns:
-        Why the model is unchanged; an empty string if there are enough uploads.
+        Why the round was skipped; an empty string if it was not.
     """
-    # A round may select fewer participants than the setting; then all of their uploads must be valid.
-    needed = min(session.network.min_participants, len(answers))
-    if len(users) >= needed:
+    num_needed = min(session.network.min_participants, len(answers))  # all, if there are fewer answers
+    if len(users) >= num_needed:
         return ""
-    counts = f"valid uploads: {len(users)}; needed: {needed} (network.min_participants)"
+    counts = f"valid uploads: {len(users)}; needed: {num_needed} (network.min_participants)"
     why = f"round {number}: {counts}; the model is unchanged"
     logger.warning("%s", why, extra=AN_EVENT)
-    user_numbers = session.server.numbers(users)
-    session.server.skip_round(number, user_numbers)
+    user_indices = session.server.numbers(users)
+    session.server.skip_round(number, user_indices)
     return why
 
 
 def _aggregate(session: ServerSession, upload: Upload) -> None:
-    """Aggregate a round's uploads, and check that the result is finite before it is stored or sent.
+    """Aggregate a round's uploads, and raise an error if the result is not finite.
 
     Args:
         session: The session.
@@ -109,28 +106,30 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
         RunError: The result is not finite; names the user with the largest value as a likely cause.
     """
     server = session.server
-    why = ""
+    problems: list[str] = []
     try:
         server.aggregate(upload)
-        for name, t in server.kept.items():  # the method's state on the server
-            if not why and not bool(t.isfinite().all()):
-                why = f"{name!r} is not finite"
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  (of methods with an SVD)
-        why = " ".join(str(error).split())
-    if not why:
+        problems.append(" ".join(str(error).split()))
+    else:
+        for name, tensor in server.kept.items():  # the method's state on the server
+            if not bool(tensor.isfinite().all()):
+                problems.append(f"{name!r} is not finite")
+    if not problems:
         return
-    largest_values = []  # by user
+    largest_values: list[float] = []  # by user
     for i in range(len(upload.users)):
-        largest_values.append(max((float(t[i].abs().max()) for t in upload.tensors.values()), default=0.0))
+        values = [float(tensor[i].abs().max()) for tensor in upload.tensors.values()]
+        largest_values.append(max(values, default=0.0))
     value, user = max(zip(largest_values, upload.users, strict=True))
-    problem = f"aggregation failed: {why}; the largest value, {value:.3g}, is from user {user!r}"
+    problem = f"aggregation failed: {problems[0]}; the largest value, {value:.3g}, is from user {user!r}"
     raise RunError(f"round {upload.round}: {problem}; run the same command again to resume from the round before")
 
 
 def _checked_upload(session: ServerSession, name: str, answer: Answer, number: int) -> Upload | None:
     """Return the upload in a client's answer; None, with a logged reason, if there is none or it fails a check.
 
-    Its tensors stay compressed (``training.uploads``). Its mean training loss is removed.
+    Its tensors stay compressed (``training.uploads``).
 
     Args:
         session: The session.
@@ -148,8 +147,9 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
         if not isinstance(upload, Upload):
             raise MessageError("upload: got a download")
         decompressed = replace(upload, tensors=decompress(upload.tensors, server.uploads))
-        # Users may be weighted by the amounts of data that they report, so the server limits these amounts.
-        limit = {"most_data": session.network.max_samples} if counts_samples(session.context.recipe) else {}
+        limits: dict[str, int] = {}
+        if counts_samples(session.context.recipe):  # users may be weighted by the number of samples that they report
+            limits["most_data"] = session.network.max_samples
         check_upload(
             decompressed,
             session.model.layout,
@@ -160,19 +160,17 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
             weighted=server.weighted,
             adaptive=server.mechanisms.adaptive,
             most_steps=session.most_steps(name),
-            **limit,
+            **limits,
         )
     except MessageError as error:
         log_rejection(session.observe, number, name, str(error))
         return None
-    upload.reports.pop(LOSS, None)  # Not all users report it, and joined uploads must have the same reports.
+    upload.reports.pop(LOSS, None)  # not all users report it, and joined uploads must have the same reports
     return upload
 
 
 def validation_losses(session: ServerSession, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
-    """Return the validation losses that users report, if the recipe selects the best round by them.
-
-    Losses of another round, or that are not finite, are skipped with a warning.
+    """Return the validation losses that users report; skip invalid ones with a warning.
 
     Args:
         session: The session.
@@ -188,7 +186,7 @@ def validation_losses(session: ServerSession, answers: Mapping[str, Answer], don
     for name in session.public.users:
         if name not in answers or not answers[name].messages:
             continue
-        last_message = answers[name].messages[-1]  # after the upload, if the task has trained, too
+        last_message = answers[name].messages[-1]  # an upload may come before it
         try:
             loss = validation_loss(unpack(last_message), user=name, done=done)
         except MessageError as error:
@@ -218,13 +216,14 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
     terms = terms_of(session.context.plan, session.run, round_number, num_entries)
     collector = SumCollector(terms=terms)
     secure_sum = _SecureSum(session=session, collector=collector)
-    largest_integer = server.sums.grid(round_number).largest  # Users round each entry to an integer of this grid.
+    largest_integer = server.sums.grid(round_number).largest  # users round each entry to an integer up to this one
     try:
         total = secure_sum.total(answers, largest_integer)
     except NoSumError as error:
         logger.warning("%s", error, extra=AN_EVENT)
         session.observe({"event": "no_sum", "round": round_number, "reason": str(error)})
-        if secure_sum.unmask_requested:  # The server may know the sum, so it costs privacy budget.
+        server_may_know_sum = secure_sum.unmask_requested
+        if server_may_know_sum:  # then it costs privacy budget
             server.mechanisms.charge([server.users.index(user) for user in collector.survivors])
         server.skip_round(round_number)
         return []
@@ -239,7 +238,7 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
 
 @dataclass(kw_only=True)
 class _SecureSum:
-    """The server's requests to clients for one round of secure aggregation (a secure sum).
+    """The server's side of one secure sum: requests its steps from clients, and processes their answers.
 
     Args:
         session: The session.
@@ -254,14 +253,11 @@ class _SecureSum:
     def total(self, answers: Mapping[str, Answer], largest: int) -> np.ndarray:
         """Carry out all steps of the protocol and return the sum of the uploads, int64 ``(entries,)``.
 
-        Steps: "advertise" (users send public keys), "share" (encrypted shares of their secrets for each other), "mask"
-        (masked uploads), "unmask" (shares that remove the masks from the sum). A user that does not answer a step is
-        left out of the later ones. The sum is over the users that have answered "mask".
+        A user that does not answer a step is left out of the later ones.
 
         Args:
-            answers: Answers to the step "advertise" by name.
-            largest: Largest magnitude that an entry of an upload may have. A sum of n uploads with an entry beyond n
-                times ``largest`` is refused.
+            answers: Answers to the step "advertise", in which users send public keys, by name.
+            largest: Largest magnitude of an entry of an upload.
 
         Raises:
             NoSumError: Too few users have answered a step, or the sum is out of range.
@@ -270,13 +266,15 @@ class _SecureSum:
         self._process_answers(answers, self._store_keys)
         collector.require(collector.public_keys, "advertise")
 
+        # Users send shares of their secrets, encrypted for each other.
         self._request_step("share", collector.public_keys, self._public_keys_for, self._store_encrypted_shares)
         collector.require(collector.sharers, "share")
 
+        # Users send masked uploads.
         self._request_step("mask", collector.sharers, self._encrypted_shares_for, self._add_masked_upload)
         collector.require(collector.survivors, "mask")
 
-        # From here on the sum may be revealed, so it costs privacy budget even if it cannot be used.
+        # Users send the shares that remove the masks from the sum.
         self.unmask_requested = True
         users_in_sum = list(collector.survivors)
         self._request_step("unmask", users_in_sum, self._users_in_sum_for, self._store_revealed_shares)
@@ -362,13 +360,11 @@ class _SecureSum:
 
 
 RoutingMetrics = Mapping[str, Mapping[str, Any]]
-"""Metrics that clients have reported, by user name."""
+"""Gates and mixture weights that clients have reported, by user name."""
 
 
 def routing_event(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
-    """Return the routing part of an evaluation event: mean gates and mixtures that users report.
-
-    Values whose sizes do not fit the user's model are left out.
+    """Return the fields of an evaluation event with the users' mean gates and mixture weights.
 
     Args:
         session: The session.
@@ -378,60 +374,56 @@ def routing_event(session: ServerSession, reported: RoutingMetrics) -> dict[str,
 
 
 def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
-    """Return the routing weights of the users that report them, each a mean over the user's tokens.
-
-    Users whose weights have a wrong number of layers or experts are left out. The server does not know the number of
-    layers, so the most common one counts as right.
+    """Return the fields of an evaluation event with the mean gates that users report; skip gates of a wrong size.
 
     Args:
         session: The session.
-        reported: Metrics by user; ``gates`` is a list of layers, each a list with a weight for each expert.
+        reported: Metrics by user; ``gates`` has a list for each layer, with the mean gate of each expert.
 
     Returns:
-        Fields of an evaluation event: ``experts`` has the names of each user's experts, and ``expert_scores`` the
-        weights, for each user a list of layers. Empty if the model has no token routers or no user reports weights.
+        ``experts`` has the names of each user's experts, and ``expert_scores`` each user's gates. Empty if the model
+        has no token routers or no user reports gates.
     """
     users, model = session.public.users, session.model
     if not model.routed:
         return {}
-    experts, gates = {}, {}
+    experts_by_user, gates_by_user = {}, {}
     for name, metrics in reported.items():
-        if "gates" not in metrics:  # The user keeps its weights private.
+        if "gates" not in metrics:  # the user keeps them private
             continue
         expert_names = model.expert_names(users.index(name))
         if all(len(layer) == len(expert_names) for layer in metrics["gates"]):
-            experts[name] = expert_names
-            gates[name] = metrics["gates"]
-    num_layers = _most_common([len(layers) for layers in gates.values()], default=0)
-    if num_layers == 0:  # no user has reported weights
+            experts_by_user[name] = expert_names
+            gates_by_user[name] = metrics["gates"]
+    # The server does not know the number of layers, so it takes the most common one.
+    num_layers = _most_common([len(layers) for layers in gates_by_user.values()], default=0)
+    if num_layers == 0:
         return {}
-    names = [name for name, layers in gates.items() if len(layers) == num_layers]
+    names = [name for name, layers in gates_by_user.items() if len(layers) == num_layers]
     return {
-        "experts": {name: experts[name] for name in names},
-        "expert_scores": {name: gates[name] for name in names},
+        "experts": {name: experts_by_user[name] for name in names},
+        "expert_scores": {name: gates_by_user[name] for name in names},
     }
 
 
 def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
-    """Return the weights with which each user mixes several models, as fields of an evaluation event.
-
-    The weights are the server's, if it merges models for each user, or else those that users report as "mixture".
-    Reports with a wrong number of weights are left out.
+    """Return the fields of an evaluation event with the weights by which each user's model mixes several models.
 
     Args:
         session: The session.
-        reported: Metrics that clients have reported, by user.
+        reported: Metrics by user; "mixture" has a user's weights. Lists of a wrong length are skipped.
 
     Returns:
         The fields; empty if there are no weights.
     """
     method, server = session.context.method, session.server
-    servers_weights = method.server.merging_weights(server.kept)  # (users, models), from the method's state
-    if servers_weights is not None:
-        return mixtures_event(session.public.users, servers_weights.double().cpu(), method)
-    # Users mix the components of a mixture that they train or, without one, the models that the server sends.
+    server_weights = method.server.merging_weights(server.kept)  # (users, models); None if users have the weights
+    if server_weights is not None:
+        return mixtures_event(session.public.users, server_weights.double().cpu(), method)
     mixture = method.placement.mixture
-    num_models = method.server.server_models if mixture is None else mixture.clusters
+    num_models = method.server.server_models  # users mix models that the server sends ...
+    if mixture is not None:
+        num_models = mixture.clusters  # ... or models that they train
     weights_by_user = {}
     for name, metrics in reported.items():
         weights = metrics.get("mixture", ())
@@ -453,12 +445,12 @@ class NetworkBackend(Backend[ClientReports]):
     remote = True
 
     def __init__(self, session: ServerSession, *, stopped_after: int | None = None):
-        """Create the backend of a run before its first round, or of a resumed run.
+        """Create the backend of a new or resumed run.
 
         Args:
             session: Sends tasks to clients and receives their answers.
-            stopped_after: Number of rounds after which the privacy budget was spent, in a resumed run; None if it was
-                not.
+            stopped_after: Number of rounds after which the privacy budget of a resumed run was spent; None if it is not
+                spent.
         """
         self.session, self.server, self.stopped_after = session, session.server, stopped_after
         # Of the current round:
@@ -478,9 +470,11 @@ class NetworkBackend(Backend[ClientReports]):
         return context.planned_rounds if self.stopped_after is None else self.stopped_after
 
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
-        """Send events to ``observe`` and count time and bytes on ``clock`` from now on; warn of doubtful settings.
+        """Prepare the session for the first round, and warn of phases without steps and of secure sums of two users.
 
-        The warnings are about phases that no user reaches in the run, and about secure sums of two users.
+        Args:
+            observe: Receives events.
+            clock: Counts time and bytes.
 
         Returns:
             The settings of the run, and its number of rounds.
@@ -489,37 +483,33 @@ class NetworkBackend(Backend[ClientReports]):
         run_settings = self.session.context.plan
         warn_of_untrained(run_settings, self.session.local_steps)
         warn_of_small_sums(run_settings, self.session.network.min_participants, self.rounds)
-        # A resumed server repeats the rounds after its checkpoint, and clients can revert only a few tasks.
+        # A resumed server repeats all rounds after its checkpoint, for which clients revert tasks, but only a few.
         with_checkpoint_every_round = run_settings.updated("checkpoints", every=1)
         return with_checkpoint_every_round, self.rounds
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
-        """Return the participants of a round as indices into the users; None if the privacy budget ends the run.
-
-        Only a round in which users upload (``plan.exchanges``) costs budget.
-        """
+        """Return the indices of a round's participants; None if the privacy budget is spent, which ends the run."""
         run_settings = self.session.context.plan
-        participants = self.server.invite(run_settings, plan.number, releases=plan.exchanges)
+        users_upload = plan.exchanges  # only then a round costs budget
+        participants = self.server.invite(run_settings, plan.number, releases=users_upload)
         if participants is None:
             num_rounds_done = plan.number  # rounds are counted from 0
             self.stopped_after = num_rounds_done
         return participants
 
     def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:
-        """Send participants the task of a round: download, train, and upload if the server aggregates in this round.
+        """Let participants download, train, and upload if the plan says so; with secure aggregation, also aggregate.
 
-        If the plan evaluates local models, participants evaluate after training, and all other users get a task to
-        evaluate. A secure sum is also completed and aggregated here.
+        If the plan evaluates local models, all users evaluate, participants after training.
 
         Args:
             plan: Plan of the round.
-            participants: Numbers of the users.
+            participants: Indices of the participants among all users.
 
         Raises:
             RunError: Too few participants answered in time.
         """
-        # ``plan.number`` counts rounds from 0; ``plan.done`` is the number of rounds that are done after this one.
-        session, names = self.session, [self._names[number] for number in participants]
+        session, names = self.session, [self._names[index] for index in participants]
         evaluates_locally = plan.evaluates == "local"
         has_secure_sum = plan.exchanges and self.server.sums is not None
         participant_steps = ["receive", "train"]
@@ -529,32 +519,25 @@ class NetworkBackend(Backend[ClientReports]):
             participant_steps.append("upload")
         if evaluates_locally:
             participant_steps.append("evaluate")
-        steps: dict[str, Sequence[str]] = dict.fromkeys(names, tuple(participant_steps))
+        steps_by_user: dict[str, Sequence[str]] = dict.fromkeys(names, tuple(participant_steps))
         if evaluates_locally:
             for name in self._names:
-                if name not in steps:  # not a participant
-                    steps[name] = ("receive", "evaluate")
-        answers = session.ask(steps, plan.number, arguments={"done": plan.done})
+                is_participant = name in steps_by_user
+                if not is_participant:
+                    steps_by_user[name] = ("receive", "evaluate")
+        round_from_0, round_from_1 = plan.number, plan.done
+        answers = session.ask(steps_by_user, round_from_0, arguments={"done": plan.done})
         training_answers = {name: answers[name] for name in names if name in answers}
-        _require_answers(session, len(training_answers), len(names), plan.done)
+        _raise_if_too_few(session, len(training_answers), len(names), round_from_1)
         self._plan, self._training_answers = plan, training_answers
         self._evaluation_answers = answers if evaluates_locally else None
-        self._senders = aggregate_secure_sum(session, training_answers, plan.done) if has_secure_sum else []
-        reports = {name: answer.reported for name, answer in training_answers.items()}
-        return RoundResult(
-            losses={name: report["train_loss"] for name, report in reports.items() if "train_loss" in report},
-            users=len([report for report in reports.values() if "left_out" not in report]),
-            tokens=sum(int(report.get("tokens", 0)) for report in reports.values()),
-            steps={name: int(report["local_steps"]) for name, report in reports.items() if "local_steps" in report},
-            # Clients train in parallel, so the slowest one counts.
-            seconds=max((float(report.get("train_seconds", 0.0)) for report in reports.values()), default=0.0),
-        )
+        self._senders = []
+        if has_secure_sum:
+            self._senders = aggregate_secure_sum(session, training_answers, round_from_1)
+        return _round_result({name: answer.reported for name, answer in training_answers.items()})
 
     def aggregate(self) -> str:
-        """Aggregate the valid uploads of the round; secure sums were aggregated in :meth:`train` already.
-
-        In a peer-to-peer method the server only passes uploads on. The senders download them at once, and the server
-        deletes them.
+        """Aggregate the valid uploads of the round; a secure sum was aggregated in :meth:`train` already.
 
         Returns:
             Why no uploads were aggregated; an empty string if they were.
@@ -564,21 +547,19 @@ class NetworkBackend(Backend[ClientReports]):
         """
         assert self._plan is not None
         why_skipped = ""
-        has_plain_uploads = self.server.sums is None
-        if has_plain_uploads:
-            # Messages to clients have the round counted from 0 (`number`), uploads have it from 1 (`done`).
-            self._senders, why_skipped = aggregate_uploads(self.session, self._training_answers, self._plan.done)
-        if self.server.method.server.peer_to_peer:
-            self.session.ask(dict.fromkeys(self._senders, ("receive",)), self._plan.number)
+        round_from_0, round_from_1 = self._plan.number, self._plan.done
+        uses_secure_sums = self.server.sums is not None
+        if not uses_secure_sums:
+            self._senders, why_skipped = aggregate_uploads(self.session, self._training_answers, round_from_1)
+        if self.server.method.server.peer_to_peer:  # the server only passes uploads on
+            self.session.ask(dict.fromkeys(self._senders, ("receive",)), round_from_0)
             self.server.clear_uploads()
         return why_skipped
 
     def evaluate(
         self, done: int, *, receives: bool, finishes: bool, silent: bool
     ) -> tuple[ClientReports | None, dict[str, Any]]:
-        """Make all users evaluate, and find out from their validation losses whether this round is the best so far.
-
-        If the users have already evaluated in the task of :meth:`train`, the answers to that task are used.
+        """Let all users evaluate, and find out from their validation losses whether this round is the best so far.
 
         Args:
             done: Number of rounds that are done; 0 before the first one.
@@ -589,7 +570,7 @@ class NetworkBackend(Backend[ClientReports]):
         Returns:
             The metrics that clients report (None if there are none), and the evaluation event.
         """
-        answers = self._evaluation_answers
+        answers = self._evaluation_answers  # if users have evaluated in the task of `train`
         self._evaluation_answers = None
         if answers is None:
             steps = []
@@ -598,8 +579,8 @@ class NetworkBackend(Backend[ClientReports]):
             if finishes:
                 steps.append("finish")
             steps.append("evaluate")
-            round_index = max(0, done - 1)  # of the last round, from 0
-            answers = self.session.ask(dict.fromkeys(self._names, tuple(steps)), round_index, arguments={"done": done})
+            last_round = max(0, done - 1)  # counted from 0
+            answers = self.session.ask(dict.fromkeys(self._names, tuple(steps)), last_round, arguments={"done": done})
         reported: ClientReports = {}
         for name in self._names:
             if name in answers and answers[name].reported.get("evaluated"):
@@ -618,9 +599,7 @@ class NetworkBackend(Backend[ClientReports]):
         return reported or None, {**event, **routing_event(self.session, reported)}
 
     def _compare_validation_losses(self, losses: dict[str, float], done: int) -> float:
-        """Compare the mean of users' validation losses with the lowest mean so far.
-
-        Each user gets the verdict with its next task, and keeps its model as the best one if the new mean is lower.
+        """Compare the mean of users' validation losses with the lowest mean so far, for the users' next tasks.
 
         Args:
             losses: Validation losses in nats, by name.
@@ -630,27 +609,28 @@ class NetworkBackend(Backend[ClientReports]):
             The mean in nats.
         """
         lowest_before = self.server.lowest_loss
-        verdict_of_all = self.server.judge(validation_report(losses, done), self._names)
-        for name, verdict in zip(self._names, verdict_of_all.split(), strict=True):
-            self.session.clients[name].verdict = verdict
+        verdicts = self.server.judge(validation_report(losses, done), self._names)
+        for name, verdict in zip(self._names, verdicts.split(), strict=True):
+            self.session.clients[name].verdict = verdict  # whether the user's model is the best so far
         is_best_so_far = self.server.lowest_loss < lowest_before
         if is_best_so_far:
             self.session.best_round = done
         return fmean(losses.values())
 
     def choose(self, rounds: int, scores: ClientReports | None) -> ClientReports | None:
-        """Make clients restore the models of the best round, if the recipe selects it, and return their metrics.
+        """Let clients restore the models of the best round, if the recipe selects it, and return their metrics.
 
         Args:
             rounds: Number of rounds of the run.
-            scores: Metrics of the evaluation after the last round; returned if these models are the final ones.
+            scores: Metrics of the evaluation after the last round.
 
         Returns:
             Metrics of the final models, by user; None if no user reports any.
         """
         if self.session.context.plan.evaluation.select != "best":
             return scores
-        if self.session.best_round == rounds:  # the models that were evaluated last
+        last_round_is_best = self.session.best_round == rounds
+        if last_round_is_best:
             self.session.ask(dict.fromkeys(self._names, ("choose",)), rounds)
             return scores
         answers = self.session.ask(dict.fromkeys(self._names, ("choose", "evaluate")), rounds)
@@ -669,13 +649,13 @@ class NetworkBackend(Backend[ClientReports]):
         session, context = self.session, self.session.context
         reported = reported or {}
         measure = _measure(reported)  # of test scores, such as "loss"
-        required = {f"test_{measure}", "trainable_parameters"}
         metrics_by_user = {}
         for name, report in reported.items():
             metrics = report.get("metrics", {})
-            if _has_all(metrics, required):
+            has_score = metrics.get(f"test_{measure}") is not None
+            if has_score and metrics.get("trainable_parameters") is not None:
                 metrics_by_user[name] = dict(metrics)
-        units = [str(joined["unit"]) for joined in session.joined.values() if "unit" in joined]  # tokens or samples
+        units = [str(joined["unit"]) for joined in session.joined.values() if "unit" in joined]  # such as "tokens"
         selects_best = context.plan.evaluation.select == "best"
         round_of_final_models = session.best_round if selects_best else self.rounds
         return metrics_of(
@@ -699,25 +679,41 @@ def warn_of_small_sums(plan: RunPlan, min_participants: int, rounds: int) -> Non
         rounds: Number of rounds.
     """
     sums = plan.sums
-    if sums is None or plan.privacy is None or plan.privacy.noisy or rounds == 0:
+    if sums is None or rounds == 0:
         return
-    fewest_uploads, fewest_users = [], []  # of each round
+    if plan.privacy is None or plan.privacy.noisy:
+        return
+    participants_by_round, needed_by_round = [], []
     for number in range(1, rounds + 1):
-        num_users = sums.num_selected(number)
-        # Both the secure sum and the server refuse a round with fewer uploads.
-        fewest_uploads.append(max(sums.num_required(number), min(min_participants, num_users)))
-        fewest_users.append(num_users)
-    if min(fewest_uploads) == LEAST:  # the smallest sum that the protocol allows, of two uploads
+        num_participants = sums.num_selected(number)
+        needed_by_server = min(min_participants, num_participants)
+        needed_by_protocol = sums.num_required(number)
+        participants_by_round.append(num_participants)
+        needed_by_round.append(max(needed_by_protocol, needed_by_server))
+    if min(needed_by_round) == LEAST:  # a sum of two uploads, the fewest that the protocol allows
         logger.warning(
             "privacy.secure_aggregation: got sums of at least %d of %d users; each of two users in a sum can compute "
             "the other's upload; with 3 users or more set network.min_participants to 3 and raise "
             "privacy.secure_aggregation.threshold so that a sum needs 3, or add noise (mechanism: central)",
-            LEAST, min(fewest_users),
+            LEAST, min(participants_by_round),
         )  # fmt: skip
 
 
-def _require_answers(session: ServerSession, num_answers: int, num_participants: int, number: int) -> None:
-    """Check that enough participants of a round have answered: ``network.min_participants``, or all if they are fewer.
+def _round_result(reports: Mapping[str, Mapping[str, Any]]) -> RoundResult:
+    """Return the result of a round's training from the values that participants report, by user."""
+    # Clients train in parallel, so the slowest one counts.
+    seconds = max((float(report.get("train_seconds", 0.0)) for report in reports.values()), default=0.0)
+    return RoundResult(
+        losses={name: report["train_loss"] for name, report in reports.items() if "train_loss" in report},
+        users=len([report for report in reports.values() if "left_out" not in report]),
+        tokens=sum(int(report.get("tokens", 0)) for report in reports.values()),
+        steps={name: int(report["local_steps"]) for name, report in reports.items() if "local_steps" in report},
+        seconds=seconds,
+    )
+
+
+def _raise_if_too_few(session: ServerSession, num_answers: int, num_participants: int, number: int) -> None:
+    """Raise an error if fewer participants of a round than ``network.min_participants`` have answered.
 
     Args:
         session: The session.
@@ -728,15 +724,16 @@ def _require_answers(session: ServerSession, num_answers: int, num_participants:
     Raises:
         RunError: Too few have answered.
     """
-    needed = min(session.network.min_participants, num_participants)
-    if num_answers >= needed:
+    num_needed = min(session.network.min_participants, num_participants)  # all, if the round has fewer
+    if num_answers >= num_needed:
         return
-    declined = [f"; {name}: {client.declined}" for name, client in session.clients.items() if client.declined]
-    raise RunError(
+    message = (
         f"round {number}: {num_answers} of {num_participants} participants answered in "
-        f"{session.network.round_timeout:g} s; needed: {needed}; start the same command again to continue, or "
-        f"raise network.round_timeout{''.join(declined[:_MAX_LISTED_DECLINES])}"
+        f"{session.network.round_timeout:g} s; needed: {num_needed}; start the same command again to continue, or "
+        "raise network.round_timeout"
     )
+    declined = [f"{name}: {client.declined}" for name, client in session.clients.items() if client.declined]
+    raise RunError("; ".join([message, *declined[:_MAX_LISTED_DECLINES]]))
 
 
 def _measure(reported: ClientReports) -> str:
@@ -751,7 +748,3 @@ def _most_common(values: Sequence[Value], *, default: Value) -> Value:
         return default
     [(most_common, _count)] = Counter(values).most_common(1)
     return most_common
-
-
-def _has_all(metrics: Mapping[str, Any], names: Collection[str]) -> bool:
-    return all(metrics.get(name) is not None for name in names)
