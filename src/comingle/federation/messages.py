@@ -41,7 +41,7 @@ MAX_HEADER_BYTES = 16 << 20
 """Size limit of a header; a larger one is refused before it is read."""
 
 _PARSE_ERRORS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
-"""Errors of reading a header that is not a task's or an answer's."""
+"""Errors that reading a malformed header raises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
 
 @contextmanager
 def _as_message_error(kind: str) -> Iterator[None]:
-    """Convert errors from reading a malformed header in the block, such as a missing key, to a MessageError.
+    """Convert errors that reading a malformed header raises in the context, such as a KeyError, to a MessageError.
 
     Args:
         kind: "task" or "answer", the beginning of the error's message.
@@ -248,12 +248,10 @@ def check_address(task: Task, user: str) -> None:
 
 
 def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, steps_follow_from_data: bool) -> None:
-    """Check that a task has known steps, each once, as many messages as they read, and numbers that the run allows.
-
-    Not for join tasks, as a client does not know the run's settings before it has joined.
+    """Check the steps of a task, the number of its messages, and its numbers.
 
     Args:
-        task: The task.
+        task: A task other than the one to join.
         plan: Settings of the run.
         steps: Names of the steps that a client knows.
         steps_follow_from_data: Whether the number of local steps follows from the users' data; otherwise the recipe
@@ -478,10 +476,7 @@ def check_download(
 
 
 def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> None:
-    """Check that a download is the server's verdict on an evaluation: one number.
-
-    The number says whether the mean validation loss is the lowest so far, so that the client keeps its model as the
-    best one.
+    """Check that a download is a verdict: one number, which says whether the mean validation loss is the lowest so far.
 
     Args:
         verdict: The download.
@@ -492,8 +487,9 @@ def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> No
     Raises:
         MessageError: A check fails.
     """
-    has_one_tensor = list(verdict.tensors) == [name]
-    if not has_one_tensor or verdict.tensors[name].numel() != 1 or verdict.users != (user,):
+    has_only_this_tensor = list(verdict.tensors) == [name]
+    has_one_number = has_only_this_tensor and verdict.tensors[name].numel() == 1
+    if not has_one_number or verdict.users != (user,):
         raise MessageError(f"verdict: not a single number {name!r} for user {user!r}")
     if not 0 <= verdict.version <= rounds:
         raise MessageError(f"verdict: got round {verdict.version}; allowed: 0 to {rounds}")
@@ -510,8 +506,10 @@ def validation_loss(message: Download | Upload, *, user: str, done: int) -> floa
     Raises:
         MessageError: The message is from another user or round, or the loss is not finite.
     """
-    if not isinstance(message, Upload) or message.tensors:  # A validation loss is an upload without tensors.
+    is_validation_loss = isinstance(message, Upload) and not message.tensors
+    if not is_validation_loss:
         return None
+    assert isinstance(message, Upload)
     if message.users != (user,) or message.round != done:
         got = f"user {message.users[0]!r}, round {message.round}"
         raise MessageError(f"validation loss: got {got}; allowed: user {user!r}, round {done}")
@@ -519,16 +517,16 @@ def validation_loss(message: Download | Upload, *, user: str, done: int) -> floa
     return float(message.reports[VALIDATION])
 
 
-def _check_rank(what: str, got: int, most: int) -> None:
-    if not min(1, most) <= got <= most:
-        raise MessageError(f"{what}: got rank {got}; allowed: {min(1, most)} to {most}")
+def _check_rank(kind: str, rank: int, largest: int) -> None:
+    smallest = 1 if largest > 0 else 0  # 0 for models without LoRA
+    if not smallest <= rank <= largest:
+        raise MessageError(f"{kind}: got rank {rank}; allowed: {smallest} to {largest}")
 
 
 def _check_models(download: Download, possible_senders: tuple[str, ...], user: str) -> None:
-    """Check how many models a download contains: the second axis of each tensor ``(1, models, *shape)``.
+    """Check the senders of a download, and that all its tensors ``(1, models, *shape)`` have the same number of models.
 
-    All tensors must have the same number of models, at least one. With a peer-to-peer method, the number must be that
-    of the senders other than the user.
+    With a peer-to-peer method, there is one model of each sender other than the user.
 
     Args:
         download: The download.
@@ -544,15 +542,16 @@ def _check_models(download: Download, possible_senders: tuple[str, ...], user: s
         raise MessageError(
             f"download: got senders {list(download.senders)[:9]}; allowed: {list(possible_senders)[:9]}, each once"
         )
-    nums_models = {t.shape[1] for t in download.tensors.values()}
-    are_valid = len(nums_models) == 1 and 0 not in nums_models
+    distinct_numbers = {tensor.shape[1] for tensor in download.tensors.values()}
+    are_valid = len(distinct_numbers) == 1 and 0 not in distinct_numbers
     allowed: int | str = "the same number"
     if possible_senders:
-        num_others = len(senders - {user})
-        are_valid = are_valid and nums_models == {num_others}
-        allowed = num_others or "the same number"
+        num_other_senders = len(senders - {user})
+        are_valid = are_valid and distinct_numbers == {num_other_senders}
+        if num_other_senders > 0:
+            allowed = num_other_senders
     if not are_valid:
-        raise MessageError(f"download: got {sorted(nums_models)} models per tensor; allowed: {allowed}")
+        raise MessageError(f"download: got {sorted(distinct_numbers)} models per tensor; allowed: {allowed}")
 
 
 def _check_tensors(
@@ -573,10 +572,11 @@ def _check_tensors(
     """
     allowed_shapes = _allowed_shapes(layout, shared, rank)
     for name in sorted(allowed_shapes.keys() | tensors.keys()):
-        shape = tuple(tensors[name].shape[1 + leading :]) if name in tensors else None
+        is_missing = name not in tensors
+        shape = None if is_missing else tuple(tensors[name].shape[1 + leading :])
         if name not in allowed_shapes:
             raise MessageError(f"{kind}: tensor {name!r} has shape {shape}; allowed: no tensor of this name")
-        if shape not in allowed_shapes[name]:  # None: the tensor is missing
+        if is_missing or shape not in allowed_shapes[name]:
             raise MessageError(f"{kind}: tensor {name!r} has shape {shape}; allowed: {allowed_shapes[name][0]}")
         if tensors[name].dtype not in _DTYPES:
             raise MessageError(f"{kind}: tensor {name!r} is {_dtype_name(tensors[name])}; allowed: float32, float64")
@@ -585,19 +585,18 @@ def _check_tensors(
 
 
 def _check_sizes(tensors: Tree) -> None:
-    """Check that the numbers of an upload are so small that aggregation does not overflow in float32.
+    """Check that the numbers of an upload are so small that aggregation in float32 does not overflow.
 
-    Their magnitude is limited to 1e6 in LoRA factors, whose product may be squared, and to 1e15 in other tensors, which
-    may be squared.
+    Aggregation may square a number, or the product of two LoRA factors.
 
     Raises:
         MessageError: A number is too large.
     """
-    for name, t in tensors.items():
-        if t.numel() == 0:
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
             continue
         limit = _LARGEST_FACTOR if name.endswith(_FACTORS) else _LARGEST_NUMBER
-        largest = float(t.abs().max())
+        largest = float(tensor.abs().max())
         if largest > limit:
             raise MessageError(
                 f"upload: tensor {name!r} has a value of magnitude {largest:.3g}; allowed: up to {limit:g}"
