@@ -17,7 +17,7 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,14 @@ SECURE = "secure.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions:
-    """One user's side of the secure sums of a run, one per round, stored in a folder that only the user can read."""
+    """One user's side of the secure sums of a run, one sum per round; the current one is stored on disk."""
 
     folder: Path
 
     def begin(self, terms: Terms, name: str) -> Session:
         """Return this user's side of a new secure sum, with new secrets; its first step replaces the stored sum.
 
-        A round whose sum was unmasked gets no second sum, as the difference of both could reveal a single upload.
+        A round has no second sum after the first was unmasked: their difference could reveal a single upload.
 
         Args:
             terms: Round, users and threshold of the sum.
@@ -77,7 +77,7 @@ class Sessions:
         return Session(terms=terms, name=name, seed=secrets.token_bytes(KEY_BYTES), save=self._save)
 
     def current(self, terms: Terms) -> Session:
-        """Return this user's side of the secure sum in progress, which an earlier step has begun and stored.
+        """Return this user's side of the stored secure sum, which an earlier step has begun.
 
         Args:
             terms: Expected round, users and threshold of the sum.
@@ -92,9 +92,11 @@ class Sessions:
         return session
 
     def end(self) -> None:
-        """Delete the secrets of the current sum; the number of the last unmasked round is kept."""
+        """Delete the secrets of the current sum, but not the number of the last unmasked round."""
         if self._path.exists():
-            write_text(self._path, json.dumps({**self._read(), "session": None}), private=True)
+            content = self._read()
+            content["session"] = None
+            write_text(self._path, json.dumps(content), private=True)
 
     @property
     def _path(self) -> Path:
@@ -139,8 +141,8 @@ logger = logging.getLogger("comingle")
 LEDGER = "privacy.json"
 """File with all releases (uploads, or rounds of local steps) that have the user's own noise, and the epsilon spent."""
 KEPT, KEPT_OF_SUMS = 4, 7
-"""Numbers of tasks that can be reverted or answered again, without and with secure sums. Secure sums take three more
-tasks per round. Both exceed the number of tasks between two checkpoints of the server.
+"""Numbers of last tasks that can be reverted or answered again, without and with secure sums. Each is larger than the
+number of tasks between two checkpoints of the server.
 """
 
 
@@ -186,17 +188,19 @@ class ClientStore:
             task: The task's bytes. Another task with the same number has another answer.
         """
         path = self._answer_file(serial, task)
-        if serial > self.serial or not path.exists():
+        was_carried_out = serial <= self.serial and path.exists()
+        if not was_carried_out:
             return None
         answer = path.read_bytes()
-        return answer if _is_whole(answer) else None
+        return answer if _is_complete(answer) else None
 
     def revertible_tasks(self) -> list[int]:
-        """Return the numbers of the tasks after which the state is still stored, such as ``[3, 4, 5]``.
+        """Return the numbers of the tasks to which the client can revert, such as ``[3, 4, 5]``.
 
         0 is the state before the first task.
         """
-        stored = [0, *(_task_number(folder) for folder in list_checkpoints(self.folder))]
+        state_before_first_task = 0
+        stored = [state_before_first_task, *(_task_number(folder) for folder in list_checkpoints(self.folder))]
         oldest = self.serial - self.num_revertible
         revertible = [number for number in stored if oldest <= number <= self.serial]
         return revertible or [self.serial]
@@ -222,16 +226,17 @@ class ClientStore:
                 answer_file.unlink()
         checkpoints = {_task_number(folder): folder for folder in list_checkpoints(self.folder)}
         for number, folder in checkpoints.items():
-            if number > serial:  # A renamed folder is no checkpoint any more, even if its deletion is interrupted.
+            if number > serial:
+                # Renaming is atomic, deleting a folder is not. `prune_checkpoints` deletes renamed folders.
                 folder.rename(folder.with_name(f".{folder.name}.undone"))
-        prune_checkpoints(self.folder, self.num_revertible)  # deletes the renamed folders, too
+        prune_checkpoints(self.folder, self.num_revertible)
         self._restore(checkpoints.get(serial))
         self.serial = serial
 
     def commit(self, serial: int, task: bytes, answer: bytes) -> None:
         """Store the answer to a task, then the state after it; delete old answers and states.
 
-        If the process is killed before the state is stored, the task counts as not carried out.
+        A task whose state is not stored, since the process was killed, is carried out again.
 
         Args:
             serial: Number of the task.
@@ -245,16 +250,15 @@ class ClientStore:
         with convert_disk_errors(self.folder):
             write_bytes(new_answer_file, answer)
         progress = progress_of(serial, self.public.digest, [trainer.name for trainer in self.clients.trainers])
-        server_state = dict[str, Any]()  # a client has none
-        save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, server_state, progress)
+        no_server_state = dict[str, Any]()
+        save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, no_server_state, progress)
         self.serial = serial
         prune_checkpoints(self.folder, self.num_revertible)
         for answer_file in self._answer_files():
             number = _task_number_of_answer(answer_file)
-            # A process that was killed before it stored the state left another answer with this number.
-            is_leftover = number == serial and answer_file != new_answer_file
+            is_of_killed_process = number == serial and answer_file != new_answer_file  # of another task
             is_recent = serial - self.num_revertible < number <= serial
-            if is_leftover or not is_recent:
+            if is_of_killed_process or not is_recent:
                 answer_file.unlink()
 
     def remove_drafts(self) -> None:
@@ -263,7 +267,7 @@ class ClientStore:
             draft.unlink()
         for draft in self.folder.glob(f".*{DRAFT}"):
             draft.unlink()
-        prune_checkpoints(self.folder, self.num_revertible)  # also deletes unfinished and reverted ones
+        prune_checkpoints(self.folder, self.num_revertible)  # deletes unfinished and reverted checkpoints too
 
     def revert(self) -> None:
         """Restore the state before a task that failed."""
@@ -283,21 +287,23 @@ class ClientStore:
 
     @property
     def public_counts(self) -> dict[str, int]:
-        """Number of the user's examples under the key "examples"; empty unless privacy protects single examples.
+        """Number of the user's examples under the key "examples", if privacy protects single examples; else empty.
 
         The server computes epsilon from this number, so it is reported even if the user reports nothing else.
         """
         private_steps = self.clients.steps.private  # None unless privacy protects single examples (DP-SGD)
         if private_steps is None:
             return {}
-        work = private_steps.work(self.clients.batch_source, trainer=0)  # this client group has a single user
+        only_trainer = 0  # this client group has a single user
+        work = private_steps.work(self.clients.batch_source, trainer=only_trainer)
         return {"examples": work.examples}
 
     def reporting_level(self, own: Own) -> Tells:
         """Return how much the user reports: ``tells`` of its file; by default "scores", or "nothing" with privacy."""
         if own.tells is not None:
             return own.tells
-        return "scores" if self.clients.plan.privacy is None else "nothing"
+        is_private = self.clients.plan.privacy is not None
+        return "nothing" if is_private else "scores"
 
     def charge_upload(self, data: bytes) -> str:
         """Charge an upload to the user's privacy budget before it is sent, if the user has added noise to it.
@@ -311,7 +317,8 @@ class ClientStore:
             Why the upload may not be sent; an empty string if it may.
         """
         privacy = self.clients.plan.privacy
-        if privacy is None or privacy.noise_at != "upload":  # the noise is added to local steps, or by the server
+        user_adds_noise = privacy is not None and privacy.noise_at == "upload"
+        if not user_adds_noise:
             return ""
         release = hashlib.sha256(data).hexdigest()
         for mechanism in self.clients.mechanisms:
@@ -323,9 +330,9 @@ class ClientStore:
         return ""
 
     def charge_steps(self, number: int) -> str:
-        """Charge a round's local steps to the privacy budget before they are taken, if privacy protects examples.
+        """Charge a round's local steps to the user's privacy budget before they are taken, if they add noise.
 
-        Repeating a round with the same number of steps from the same state costs nothing, as its noise is the same.
+        A round that is repeated from the same state has the same noise and costs nothing.
 
         Args:
             number: The round, from 0.
@@ -349,9 +356,7 @@ class ClientStore:
         return self._charge(release, epsilon_of)
 
     def _charge(self, release: str, epsilon_of: Callable[[int], float]) -> str:
-        """Add a release, which is something that the user reveals with noise, to the user's ledger on disk.
-
-        A release that is in the ledger already costs nothing.
+        """Add a release to the user's ledger on disk; one that is in the ledger already costs nothing.
 
         Args:
             release: Digest that identifies the release: an upload, or a round of local steps.
@@ -378,12 +383,12 @@ class ClientStore:
         if folder is None:
             self.clients.state = self.state_before_first_task.copy()
         else:
-            server_state = dict[str, Any]()  # a client has none
+            no_server_state = dict[str, Any]()
             # The checkpoint must have the names, shapes and dtypes of the state before the first task.
             self.clients.state, _server_state = load_checkpoint(
-                folder, self.clients.model.layout, self.state_before_first_task, server_state
+                folder, self.clients.model.layout, self.state_before_first_task, no_server_state
             )
-        self.clients.update_masks()  # The restored LoRA rank decides which entries of the tensors are padding.
+        self.clients.update_masks()  # the state may have another LoRA rank, which decides which entries are padding
 
     def _answer_file(self, serial: int, task: bytes) -> Path:
         return self.folder / "answers" / f"{serial:06d}-{hashlib.sha256(task).hexdigest()[:16]}.bin"
@@ -400,7 +405,7 @@ def _task_number_of_answer(answer_file: Path) -> int:
     return int(answer_file.name.partition("-")[0])
 
 
-def _is_whole(answer: bytes) -> bool:
+def _is_complete(answer: bytes) -> bool:
     """Return whether a stored answer and its messages can be read; a crash may have left part of a file."""
     try:
         for message in unpack_answer(answer).messages:
@@ -414,9 +419,7 @@ MODEL = "model"
 
 
 def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
-    """Write the user's model, at the end of a federation, as the run folder of a run with this user alone.
-
-    The tensors are written without padding, and the model is evaluated from them.
+    """Evaluate the user's model at the end of a federation, and write it as the run folder of a run with one user.
 
     Args:
         store: The user's part of the run.
@@ -433,12 +436,10 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     federation = build(recipe, store.read, store="memory")
     clients = federation.clients
     _copy_without_padding(clients, store.clients)
-    if 0 <= rounds < clients.rounds_done:
-        clients.stopped_after = rounds
-    else:
-        clients.stopped_after = None  # all planned rounds
+    ended_early = 0 <= rounds < clients.rounds_done
+    clients.stopped_after = rounds if ended_early else None
     with finetuned(clients):  # if the method fine-tunes models for evaluation only
-        empty_clock = Clock()  # Only the server has counted seconds and bytes of the federation.
+        empty_clock = Clock()  # only the server counts seconds and bytes of a federation
         metrics = summarise(clients, clients.evaluate(), empty_clock).as_dict()
     metrics.update(clients.left_out)  # number of rows of data that were skipped
     folder = store.folder / MODEL
@@ -454,22 +455,25 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
 
 def _of_one_user(store: ClientStore, own: Own) -> Recipe:
     """Return the recipe of a run with this user alone, for example with ``rank: 4`` instead of ``rank: [8, 4]``."""
-    number = store.public.users.index(own.name)
-    return recipe_for_one_user(store.recipe, lambda values: values[number])
+    user_index = store.public.users.index(own.name)
+
+    def value_of_user(values: Sequence[Any]) -> Any:
+        return values[user_index]
+
+    return recipe_for_one_user(store.recipe, value_of_user)
 
 
 def _copy_without_padding(target: Clients, source: Clients) -> None:
-    """Copy the state of a client group of one user to one whose tensors are not padded.
+    """Copy the state of a client group whose tensors are padded to one with the same user and without padding.
 
     Args:
-        target: The client group whose state is overwritten; its tensors have the user's own rank and number of experts.
-        source: The client group that trained the user; its tensors have room for the largest rank and number of experts
-            of all users.
+        target: Its tensors have the user's own rank and number of experts; its state is overwritten.
+        source: Its tensors have the largest rank and number of experts of all users.
     """
     padded_layout, own_layout = source.model.layout, target.model.layout
     for own_matrix, padded_matrix in zip(_matrices(target.state), _matrices(source.state), strict=True):
-        num_columns = own_matrix.shape[1]
-        if num_columns == 0:  # moments of an optimiser that has none
+        is_empty = own_matrix.shape[1] == 0  # moments of an optimiser that has none
+        if is_empty:
             continue
         padded_tensors = padded_layout.views(padded_matrix)  # by name, (users, *shape)
         own_tensors = [_cut(padded_tensors[slot.name], slot.shape) for slot in own_layout.slots]
@@ -485,13 +489,17 @@ def _copy_without_padding(target: Clients, source: Clients) -> None:
 
 def _matrices(state: State) -> tuple[Tensor, ...]:
     """Return the matrices with a column for each entry of a user's model: parameters, moments and gradients."""
-    gradients = (state.kept[GRADIENTS],) if GRADIENTS in state.kept else ()
-    return state.rows, state.first, state.second, *gradients
+    matrices = [state.rows, state.first, state.second]
+    if GRADIENTS in state.kept:
+        matrices.append(state.kept[GRADIENTS])
+    return tuple(matrices)
 
 
 def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Remove the padding beyond the user's own experts and ranks."""
-    return tensor[(slice(None), *(slice(size) for size in shape))]
+    """Return the part ``(users, *shape)`` of a tensor that is padded at the end of its other axes."""
+    all_users = slice(None)
+    without_padding = [slice(size) for size in shape]
+    return tensor[(all_users, *without_padding)]
 
 
 def run_folder(state: Path, run: str) -> Path:
@@ -500,7 +508,7 @@ def run_folder(state: Path, run: str) -> Path:
 
 
 def check_run_limit(state: Path, run: str, most: int) -> None:
-    """Check that a run is known, or that the state folder may hold another one.
+    """Raise an error if a run is new and the user's state folder has the largest number of runs already.
 
     Args:
         state: The user's state folder.
@@ -511,7 +519,8 @@ def check_run_limit(state: Path, run: str, most: int) -> None:
         RunError: The limit is reached; names a run to delete: the oldest that has ended, else the oldest.
     """
     runs_by_age = sorted(state.glob("run-*"), key=lambda folder: folder.stat().st_mtime)
-    if run_folder(state, run) in runs_by_age or len(runs_by_age) < most:
+    is_new = run_folder(state, run) not in runs_by_age
+    if not is_new or len(runs_by_age) < most:
         return
     ended_runs = [folder for folder in runs_by_age if (folder / MODEL).exists()]
     if ended_runs:

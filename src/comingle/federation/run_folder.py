@@ -89,7 +89,7 @@ class StatusFile:
     """Observer that writes ``participants.json`` from a server's events; a resumed run continues its counts."""
 
     def __init__(self, folder: Path, users: Sequence[str], rounds: int):
-        """Write the file before the first event: all clients are expected; counts are those of an earlier process.
+        """Write the file before the first event, with the counts of an earlier process of the run if there was one.
 
         Args:
             folder: The run folder.
@@ -104,16 +104,15 @@ class StatusFile:
         self._clients: dict[str, ClientStatus] = {}
         for name in users:
             client = ClientStatus(**status_of_earlier_process.get(name, {}))
-            client.state, client.why = "expected", ""  # The client is not connected to this process yet.
+            client.state, client.why = "expected", ""  # not connected to this process yet
             self._clients[name] = client
-        self._written = 0.0  # when the file was written last, on the monotonic clock
+        self._time_of_write = 0.0  # of the last write, on the monotonic clock
         self._write()
 
     def __call__(self, event: JsonMapping) -> None:
         """Update the status with an event of the run, and write the file.
 
-        The frequent events "step", of a single client, write it only if the last write is at least
-        :data:`WRITE_SECONDS` ago.
+        After the frequent events "step", the file is only written if :data:`WRITE_SECONDS` have passed.
         """
         client = self._clients.get(event.get("user", ""))  # None if the event is not about a single client
         if client is not None:
@@ -128,41 +127,39 @@ class StatusFile:
             for name, client in self._clients.items():
                 client.epsilon = epsilon_by_user.get(name, event["epsilon"])
         elif event["event"] == "aggregation":
-            weights = event.get("counted", {})  # of uploads, if there is a robust rule (the section "aggregation")
-            for name, weight in weights.items():
+            weight_by_user = event.get("counted", {})  # from the robust rule of the section "aggregation"
+            for name, weight in weight_by_user.items():
                 self._clients[name].counted = weight
         elif event["event"] == "evaluation":
             for name, scores in event["users"].items():
                 first_key = next(iter(scores))  # such as "test_loss"
                 self._clients[name].test = scores[first_key]
                 self._measure = first_key.removeprefix("test_")
-        seconds_since_write = time.monotonic() - self._written
-        if event["event"] != "step" or seconds_since_write > WRITE_SECONDS:
+        is_frequent = event["event"] == "step"
+        seconds_since_write = time.monotonic() - self._time_of_write
+        if not is_frequent or seconds_since_write > WRITE_SECONDS:
             self._write()
 
     def _update_client(self, client: ClientStatus, event: JsonMapping) -> None:
-        """Update the status of a client with an event about it.
-
-        The client is away after an event "failed", and here after any other. An event "step" is its answer to a task.
-        """
+        """Update the status of a client with an event about it."""
         client.why = event.get("reason", "")
         if event["event"] == "failed":
             client.state = "away"
         else:
             client.state = "here"
             client.seen = time.time()
-        if event["event"] == "step":
-            client.round = min(event["round"], self._rounds)  # The tasks that end a run have a higher number.
+        if event["event"] == "step":  # the client has answered a task
+            client.round = min(event["round"], self._rounds)  # tasks after the last round have a higher number
             client.upload_bytes += event["upload_bytes"]
             client.download_bytes += event["download_bytes"]
 
     def _read(self) -> JsonObject:
-        """Return the clients' status from the file of an earlier process; empty if it cannot be read."""
+        """Return the clients' status from the file of an earlier process; empty if it is missing or damaged."""
         try:
             users = json.loads(self._path.read_text(encoding="utf-8"))["users"]
             return {name: asdict(ClientStatus(**status)) for name, status in users.items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return {}  # The file is for display only.
+            return {}  # no error, since the file is for display only
 
     def _write(self) -> None:
         """Write the round, the measure of test scores, and all clients' status; with privacy also epsilon and delta."""
@@ -176,11 +173,13 @@ class StatusFile:
         if self._privacy:
             content["privacy"] = self._privacy
         write_json(self._path, content)
-        self._written = time.monotonic()
+        self._time_of_write = time.monotonic()
 
 
 _SESSION_PREFIX = "federation/"
 """Prefix of the session's tensors in a checkpoint."""
+_NO_VERDICT, _IS_NOT_LOWEST, _IS_LOWEST = 0, 1, 2
+"""Whether a client's next task says that the mean validation loss is the lowest so far, in a checkpoint."""
 _ENDING = "ending"
 KEPT_CHECKPOINTS = 2
 """Number of newest checkpoints that a server keeps."""
@@ -227,7 +226,7 @@ def run_federation(
             answered.
     """
     check_remote_clients(plan.recipe)
-    # A resumed run keeps its begin-of-text tokens and the date in prompts.
+    # A resumed run has the begin-of-text tokens, and the date in prompts, with which it was started.
     recipe = with_bos_of_run(folder, plan.recipe, resume=resume)
     date = recorded_date(folder) if resume else ""
     plan = replace(plan, recipe=recipe)
@@ -236,7 +235,8 @@ def run_federation(
     if kind.needs_base:
         base = Given(date=date).load_base(recipe)
         data_without_users = kind.reopened(base, (), plan.settings)
-        settings.update(kind.settings(data_without_users))  # settings of the base, such as the date in prompts
+        settings_of_base = kind.settings(data_without_users)  # such as the date in prompts
+        settings.update(settings_of_base)
     public = public_part(recipe, plan.users, settings, base)
     context = ServerContext.of(public, base)
     unknown_data = UserInputs(counts={}, digests=dict.fromkeys(SPLITS, ""))  # the server has no user's data
@@ -249,16 +249,16 @@ def run_federation(
     )
     pooled = context.method.placement.pooled  # whether the method trains one model on all users' data
     opening = open_folder(folder, context.recipe, inputs, resume=resume, force=force, pooled=pooled)
-    with opening, own_errors(context.method):  # converts exceptions of a user-defined method's code to PluginError
+    with opening, own_errors(context.method):  # names file and line of an error in a user-defined method
         return _run_rounds(public, context, plan, channel, folder, observers)
 
 
 def _run_rounds(
     public: Public, context: ServerContext, plan: Plan, channel: Channel, folder: Path, observers: Sequence[Observer]
 ) -> JsonObject:
-    """Wait for clients, run or resume the rounds, notify the clients of the end, and return the metrics.
+    """Wait for clients, run the rounds or resume them from the newest checkpoint, and return the metrics.
 
-    A run resumes from its newest checkpoint. If all rounds were done before, only the clients are notified.
+    If all rounds were done before, the clients are only notified of the end.
 
     Args:
         public: Public part of the federation.
@@ -276,12 +276,12 @@ def _run_rounds(
         progress = read_progress(checkpoint)
 
     events_path = folder / "events.jsonl"
+    keep_bytes = 0
     if rounds_are_done:
-        log = EventLog(events_path, keep_bytes=events_path.stat().st_size)
+        keep_bytes = events_path.stat().st_size
     elif progress is not None:
-        log = EventLog(events_path, keep_bytes=progress.events_bytes)  # without the rounds that are repeated
-    else:
-        log = EventLog(events_path, keep_bytes=0)
+        keep_bytes = progress.events_bytes  # without the events of the rounds that are repeated
+    log = EventLog(events_path, keep_bytes=keep_bytes)
     evaluations = Evaluations(read_evaluations(folder) if log.size_bytes else ())
     all_observers = [log, StatusFile(folder, plan.users, context.planned_rounds), evaluations, *observers]
 
@@ -291,7 +291,7 @@ def _run_rounds(
 
     try:
         session = start_session(run, public, context, channel, observe, plan.network)
-        # The key seeds privacy noise. A resumed run must have its old key, so that a repeated round has the same noise.
+        # From the key, privacy noise is drawn. A resumed run keeps it, so that repeated rounds have the same noise.
         keep_key(folder, *session.server.mechanisms, anew=not has_begun, begun=progress is not None)
         if checkpoint is not None and progress is not None:
             _restore(session, checkpoint, progress)
@@ -305,7 +305,8 @@ def _run_rounds(
         first_round, stopped_after = 0, None
         if progress is not None:
             first_round = progress.round
-            if progress.stopped:  # The privacy budget was spent.
+            budget_is_spent = progress.stopped
+            if budget_is_spent:
                 stopped_after = progress.round
         backend = NetworkBackend(session, stopped_after=stopped_after)
 
@@ -320,10 +321,10 @@ def _run_rounds(
             metrics = _final_metrics(session, folder, backend.summarise(reported).as_dict(), evaluations)
             observe(end_event(metrics))
             log.to_disk()
-            _write_identity(folder, run, public, ending=True)  # until the clients are notified
+            _write_identity(folder, run, public, ending=True)
             write_json(folder / "metrics.json", metrics)
         metrics = read_metrics(folder)
-        session.end(metrics["rounds"])
+        session.end(metrics["rounds"])  # notifies the clients
         _write_identity(folder, run, public, ending=False)
     finally:
         log.close()
@@ -331,15 +332,13 @@ def _run_rounds(
 
 
 def _final_metrics(session: ServerSession, folder: Path, metrics: JsonObject, evaluations: Evaluations) -> JsonObject:
-    """Complete the metrics of a finished run and return them.
-
-    Adds the number of skipped rows, the privacy spent and warnings about the outcome, and two lists of users:
-    ``untold`` (without metrics) and, among these, ``absent`` (have never joined).
+    """Add to the metrics of a finished run what the server knows, such as the privacy spent, and return them.
 
     Args:
         session: The session.
         folder: The run folder, with the events of all processes of the run.
-        metrics: Metrics of the users and the run, which are changed.
+        metrics: Metrics of the users and the run, which are changed. The new key ``untold`` lists users without
+            metrics, and ``absent`` those of them that have never joined.
         evaluations: First and last evaluation events of the run, and the validation losses of all.
     """
     metrics.update(_skipped_rows(session))
@@ -350,9 +349,9 @@ def _final_metrics(session: ServerSession, folder: Path, metrics: JsonObject, ev
     without_metrics = [name for name in session.public.users if name not in metrics["users"]]
     if without_metrics:
         metrics["untold"] = without_metrics
-        joined_in_any_process = {event["user"] for event in read_events(folder) if event["event"] == "joined"}
-        joined_in_any_process.update(session.joined)
-        absent = [name for name in without_metrics if name not in joined_in_any_process]
+        ever_joined = {event["user"] for event in read_events(folder) if event["event"] == "joined"}
+        ever_joined.update(session.joined)
+        absent = [name for name in without_metrics if name not in ever_joined]
         if absent:
             metrics["absent"] = absent
     return metrics
@@ -364,23 +363,23 @@ def has_ended(folder: Path) -> bool:
 
 
 def _is_ending(folder: Path) -> bool:
-    """Return whether the metrics are written and clients have yet to be notified of the end."""
-    path = folder / FEDERATION
-    if not path.exists() or not (folder / "metrics.json").exists():
+    """Return whether all rounds are done, but not all clients have been notified of the end."""
+    identity_file, metrics_file = folder / FEDERATION, folder / "metrics.json"
+    if not identity_file.exists() or not metrics_file.exists():
         return False
-    identity = json.loads(path.read_text(encoding="utf-8"))
+    identity = json.loads(identity_file.read_text(encoding="utf-8"))
     return bool(identity.get(_ENDING))
 
 
 def _read_or_create_name(folder: Path, public: Public) -> tuple[str, bool]:
-    """Return the run's name in messages to clients, which is stored in the run folder; a new run gets a random one.
+    """Return the run's name in messages to clients; a new run gets a random one, which is stored in the run folder.
 
     Args:
         folder: The run folder.
         public: Public part of the federation, stored with the name.
 
     Returns:
-        The name, and whether it was stored before.
+        The name, and whether the run has begun in an earlier process.
 
     Raises:
         RunError: The folder belongs to a run of another federation.
@@ -391,14 +390,22 @@ def _read_or_create_name(folder: Path, public: Public) -> tuple[str, bool]:
         recorded = read_public(content["public"])
         if recorded.digest != public.digest:
             raise RunError(f"{folder}: belongs to another federation ({recorded.digest}, not {public.digest})")
-        return str(content["run"]), True
-    run = secrets.token_hex(8)
+        has_begun = True
+        return str(content["run"]), has_begun
+    run, has_begun = secrets.token_hex(8), False
     _write_identity(folder, run, public, ending=False)
-    return run, False
+    return run, has_begun
 
 
 def _write_identity(folder: Path, run: str, public: Public, *, ending: bool) -> None:
-    """Write the run's name and public part, and a flag while clients are being notified of the end."""
+    """Write the run's name and public part to ``federation.json``.
+
+    Args:
+        folder: The run folder.
+        run: Name of the run.
+        public: Public part of the federation.
+        ending: Whether the clients are being notified of the end.
+    """
     content: JsonObject = {"run": run, "public": public.as_dict()}
     if ending:
         content[_ENDING] = True
@@ -408,26 +415,29 @@ def _write_identity(folder: Path, run: str, public: Public, *, ending: bool) -> 
 def _resolve_eval_interval(session: ServerSession) -> None:
     """Replace ``evaluation.every: auto`` with a number of rounds, so that evaluation takes little of the training time.
 
-    The number follows from two amounts that clients may report when they join ("works"): how many tokens or samples
-    they train on in a round, and how many they score in an evaluation. If none reports them, nothing is replaced.
+    The number follows from the amounts of data on which clients train and are evaluated. If no client has reported
+    them, nothing is replaced.
     """
     plan, num_users = session.context.plan, len(session.public.users)
-    trained_amounts, scored_amounts = [], []  # of the clients that report them
+    is_auto = plan.evaluation.every == AUTO
+    if not is_auto or not session.context.method.trains:
+        return
+    trained_amounts, scored_amounts = [], []  # in tokens or samples, per round and per evaluation
     for joined in session.joined.values():
         trained_amount, scored_amount = joined.get("works", (0, 0))
         if trained_amount:
             trained_amounts.append(trained_amount)
             scored_amounts.append(scored_amount)
     num_reporting = len(trained_amounts)
-    is_auto = plan.evaluation.every == AUTO
-    if not is_auto or not session.context.method.trains or num_reporting == 0:
+    if num_reporting == 0:
         return
-    # An evaluation scores all users, or as many as `evaluation.users`, not only those that report.
+    # An evaluation also scores users that have not reported, with about the same amounts.
     num_evaluated = min(plan.evaluation.users or num_users, num_users)
     scored_in_evaluation = sum(scored_amounts) * num_evaluated // num_reporting
     amounts = [num_reporting, sum(trained_amounts), scored_in_evaluation]
     warn_of_share(plan, amounts, num_users)
-    _evaluate_every(session, period(plan, amounts, num_users))
+    interval = period(plan, amounts, num_users)
+    _evaluate_every(session, interval)
 
 
 def _evaluate_every(session: ServerSession, rounds: int) -> None:
@@ -475,33 +485,24 @@ def _save(session: ServerSession, folder: Path, done: int, events_bytes: int, *,
 
 
 def _session_tensors(session: ServerSession) -> Tree:
-    """Return the numbers that a server knows besides its method's state as tensors, for a checkpoint.
-
-    Four tensors have an entry for each client, in the order of the users:
-
-        serials         the number of its last task
-        versions        the version of the shared tensors that it has, plus 1 (0: it has none)
-        verdicts        the verdict on the mean validation loss that it gets with its next task: 0 (none), 1 (not the
-                        lowest so far) or 2 (the lowest)
-        verdict_rounds  the round of the verdict
-
-    Three are single numbers: local steps per round, the best round, and the interval between evaluations.
-    """
+    """Return the numbers of a session as tensors, for a checkpoint."""
     clients = list(session.clients.values())
     verdicts, verdict_rounds = [], []
     for client in clients:
-        if client.verdict is None:
-            verdicts.append(0)
+        if client.verdict is None:  # the client has received all verdicts
+            verdicts.append(_NO_VERDICT)
             verdict_rounds.append(0)
         else:
-            is_lowest = int(client.verdict.tensors[LOWEST])  # 0 or 1
-            verdicts.append(1 + is_lowest)
+            is_lowest_loss = bool(client.verdict.tensors[LOWEST])
+            verdicts.append(_IS_LOWEST if is_lowest_loss else _IS_NOT_LOWEST)
             verdict_rounds.append(client.verdict.version)
     numbers = {
+        # An entry for each client:
         "serials": [client.serial for client in clients],
-        "versions": [client.version + 1 for client in clients],
+        "versions": [client.version + 1 for client in clients],  # 0 if it has downloaded nothing
         "verdicts": verdicts,
         "verdict_rounds": verdict_rounds,
+        # Single numbers:
         "local_steps": session.local_steps,
         "best_round": session.best_round,
         "evaluate_every": session.context.plan.period,
@@ -525,10 +526,9 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
         if name.startswith(_SESSION_PREFIX):
             numbers[name.removeprefix(_SESSION_PREFIX)] = stored.pop(name)
     server.restore(stored)
-    has_next_round = progress.round < session.context.plan.training.rounds and not progress.stopped
-    if has_next_round:
-        # Any user may have uploaded in this round before the server stopped, and may upload again, so it is charged
-        # to the privacy budgets of all users.
+    repeats_round = progress.round < session.context.plan.training.rounds and not progress.stopped
+    if repeats_round:
+        # Each user may have uploaded in this round before the server stopped, and uploads again.
         server.mechanisms.charge(range(len(users)))
     session.local_steps, session.best_round = int(numbers["local_steps"]), int(numbers["best_round"])
     _evaluate_every(session, int(numbers["evaluate_every"]))
@@ -536,18 +536,16 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
         client.serial = int(numbers["serials"][i])
         client.version = int(numbers["versions"][i]) - 1
         verdict = int(numbers["verdicts"][i])
-        if verdict == 0:
+        if verdict == _NO_VERDICT:
             client.verdict = None
         else:
-            client.verdict = validation_reply([name], int(numbers["verdict_rounds"][i]), lowest=verdict == 2)
+            round_number = int(numbers["verdict_rounds"][i])
+            client.verdict = validation_reply([name], round_number, lowest=verdict == _IS_LOWEST)
     session.clock = progress.clock
 
 
 def _state_without_users(session: ServerSession) -> State:
-    """Return an empty state of users, for the checkpoints of a server.
-
-    The format of checkpoints requires the users' tensors, of which a server has none.
-    """
+    """Return a state of no users. A checkpoint has to contain the users' tensors, of which a server has none."""
     layout = session.model.layout
     empty_mask = torch.zeros(0, layout.columns, dtype=torch.bool)
     return initial_state(
