@@ -78,20 +78,28 @@ def take_part(
         for participant in participants:
             state = Path(participant.state)
             state.mkdir(parents=True, exist_ok=True, mode=0o700)
-            locks.enter_context(locked(state))  # Two processes must not share a user's state.
+            locks.enter_context(locked(state))  # two processes must not share a user's state
             save_participant(state / FILE, participant)
         participants = _limit_process(participants)
         if supernode:
-            _run_supernode(participants[0])
-        else:
-            model_server = None if port is None else locks.enter_context(_serve_models(port, say))
-            _run_clients(participants, say, stays=stays, model_server=model_server)
+            (only_participant,) = participants
+            _run_supernode(only_participant)
+            return
+        model_server = None
+        if port is not None:
+            model_server = locks.enter_context(_serve_models(port, say))
+        _run_clients(participants, say, stays=stays, model_server=model_server)
 
 
 @contextmanager
 def _serve_models(port: int, say: Callable[[str], None]) -> Iterator[ModelServer]:
-    """Serve the models of this process's users while the context is active. Call it before torch is imported."""
-    # oneDNN keeps the code of a matrix product for each number of tokens so far: 1 MB per token of an answer.
+    """Serve the models of this process's users in the context. Call it before torch is imported.
+
+    Args:
+        port: Port on this machine.
+        say: Called with each line to show.
+    """
+    # Without a limit, oneDNN caches the code of matrix products for each length of a text: 1 MB per generated token.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     from comingle.federation.model_server import ModelServer
 
@@ -103,17 +111,20 @@ def _serve_models(port: int, say: Callable[[str], None]) -> Iterator[ModelServer
 
 
 def _limit_process(participants: Sequence[Participant]) -> list[Participant]:
-    """Apply the users' limits on priority and threads to this process, and return the users with its limit on threads.
+    """Limit priority and threads of this process to the lowest that any user allows. Call it before torch is imported.
 
-    The strictest limit of any user applies to all, as they share the process. Must be called before torch is imported.
+    Returns:
+        The users, with the process's limit on threads.
     """
-    if niceness := max(participant.nice for participant in participants):
+    niceness = max(participant.nice for participant in participants)
+    if niceness > 0:
         lower_priority(niceness)
     limits = [participant.max_threads for participant in participants if participant.max_threads is not None]
     if not limits:
         return list(participants)
-    limit_threads(min(limits))
-    return [participant.model_copy(update={"max_threads": min(limits)}) for participant in participants]
+    max_threads = min(limits)
+    limit_threads(max_threads)
+    return [participant.model_copy(update={"max_threads": max_threads}) for participant in participants]
 
 
 def _run_supernode(participant: Participant) -> None:
@@ -125,11 +136,15 @@ def _run_supernode(participant: Participant) -> None:
     state, address, programs = Path(participant.state), participant.server, Path(sys.executable).parent
     assert address is not None
     variables = environment(state / FLOWER)
-    variables["PATH"] = os.pathsep.join([str(programs), variables.get("PATH", "")])  # It starts other programs.
+    variables["PATH"] = os.pathsep.join([str(programs), variables.get("PATH", "")])  # for the programs that it starts
     command = [str(programs / "flower-supernode"), "--superlink", address]
     command += ["--port", str(free_port()), "--node-config", f"config={json.dumps(str(state / FILE))}"]
-    secure = ["--root-certificates", participant.certificates] if participant.certificates else ["--insecure"]
-    command += [*secure, *(["--auth-supernode-private-key", participant.key] if participant.key else [])]
+    if participant.certificates:
+        command += ["--root-certificates", participant.certificates]
+    else:
+        command += ["--insecure"]
+    if participant.key:
+        command += ["--auth-supernode-private-key", participant.key]
     with interrupt_on_sigterm(), subprocess.Popen(command, env=variables) as process:
         try:
             status = process.wait()
@@ -156,21 +171,23 @@ def _run_clients(
     Raises:
         RunError: A user cannot take part; the others have ended.
     """
-    calls = CallQueue()  # All clients' tasks are carried out in this thread.
+    calls = CallQueue()  # all clients' tasks are carried out in this thread
     bases: dict[Any, Any] = {}  # loaded base models, which users with the same base share in memory
-    endings = [EndCondition(stays=stays) for _ in participants]
+    end_conditions = [EndCondition(stays=stays) for _ in participants]
     clients = []
-    for participant, ending in zip(participants, endings, strict=True):
+    for participant, end_condition in zip(participants, end_conditions, strict=True):
         say_for_user = say if len(participants) == 1 else _prefixed(say, participant)
-        clients.append(_fleet_client(participant, calls, ending, bases, say_for_user, model_server))
+        clients.append(_fleet_client(participant, calls, end_condition, bases, say_for_user, model_server))
     for participant in participants:
         say(f"{participant.name}: waiting for {participant.server}; everything private stays in {participant.state}")
 
     def have_ended() -> bool:
-        return all(ending.has_ended(client.refusal) for client, ending in zip(clients, endings, strict=True))
+        pairs = zip(clients, end_conditions, strict=True)
+        return all(end_condition.has_ended(client.refusal) for client, end_condition in pairs)
 
     participate(clients, calls, have_ended)
-    if reasons := [ending.reason for ending in endings if ending.reason]:
+    reasons = [end_condition.reason for end_condition in end_conditions if end_condition.reason]
+    if reasons:
         raise RunError("; ".join(reasons))
 
 
@@ -182,19 +199,18 @@ def _prefixed(say: Callable[[str], None], participant: Participant) -> Callable[
 def _fleet_client(
     participant: Participant,
     calls: CallQueue,
-    ending: EndCondition,
+    end_condition: EndCondition,
     bases: dict[Any, Any],
     say: Callable[[str], None],
     model_server: ModelServer | None = None,
 ) -> FleetClient:
-    """Return a user's client, which loads torch and transformers only at its first task.
+    """Return a user's client, which imports torch and transformers only at its first task.
 
     Args:
         participant: The user.
         calls: Queue of calls of this process.
-        ending: Records when the federation has ended for this user.
-        bases: Base models that the clients of this process share, by name, quantisation, dtype, device and kind of
-            attention; the client adds those that it loads.
+        end_condition: Records when the federation has ended for this user.
+        bases: Base models that the clients of this process share; the client adds those that it loads.
         say: Called with each line to show to the user.
         model_server: Serves the user's model after each task; None to serve none.
     """
@@ -202,14 +218,14 @@ def _fleet_client(
     def load() -> Handle:
         from comingle.models.pretrained import import_lean
 
-        import_lean()  # imports transformers without parts that training does not need, about 100 MB
+        import_lean()  # imports transformers without the parts that training does not need, about 100 MB
         from comingle.federation.client import Client
         from comingle.methods.user_files import load_files_of_command
 
         load_files_of_command()
         state = Path(participant.state)
         own = participant.own
-        conditions = own.conditions(state, say=say, wait=calls.serve)  # Tasks of other users go on during a pause.
+        conditions = own.conditions(state, say=say, wait=calls.serve)  # during a pause, tasks of other users go on
         publish = None if model_server is None else partial(model_server.publish, name=participant.name)
         client = Client(
             state,
@@ -217,8 +233,8 @@ def _fleet_client(
             bases=bases,
             conditions=conditions,
             say=say,
-            refuse=ending.refuse,
-            end=ending.end,
+            refuse=end_condition.refuse,
+            end=end_condition.end,
             publish=publish,
         )
         client.publish_newest_run()
@@ -226,11 +242,12 @@ def _fleet_client(
 
     address = participant.server
     assert address is not None
-    authority, key = (Path(path) if path else None for path in (participant.certificates, participant.key))
+    authority = Path(participant.certificates) if participant.certificates else None
+    key = Path(participant.key) if participant.key else None
     server = Server(address=address, authority=authority, key=key)
     user = User(name=participant.name, state=Path(participant.state))
-    # A client that is restarted serves the model of its last task at once.
-    return FleetClient(user, server, load, calls, say, loads_at_start=model_server is not None)
+    serves_model = model_server is not None  # then a restarted client serves the model of its last task at once
+    return FleetClient(user, server, load, calls, say, loads_at_start=serves_model)
 
 
 class EndCondition:
@@ -258,24 +275,22 @@ class EndCondition:
         self.end()
 
     def has_ended(self, refusal: str) -> bool:
-        """Return whether the client may end, and record why if it is refused.
-
-        A client may end if it is refused. It may also end if its federation has ended and the server has had
-        :data:`LINGER_SECONDS` to receive its last reply, unless the client waits for the next federation.
+        """Return whether the client may end now.
 
         Args:
-            refusal: Why the server or the connection refuses the client; empty if they do not.
+            refusal: Why the server or the connection refuses the client; empty if they do not. It becomes ``reason``.
         """
         if refusal:
             self.reason = refusal
             return True
-        if self._stays or self._ended_at is None:  # It waits for the next federation, or for the end of this one.
+        if self._stays or self._ended_at is None:
             return False
+        # After the end, the server has some seconds to receive the client's last reply.
         return time.monotonic() - self._ended_at > LINGER_SECONDS
 
 
 def _check_server(participant: Participant, say: Callable[[str], None]) -> None:
-    """Check the server's address, certificates and the user's files, before anything is written.
+    """Check the user's settings for the connection, and whether the server answers as they say.
 
     Args:
         participant: The user, with its settings for the connection.
@@ -290,46 +305,57 @@ def _check_server(participant: Participant, say: Callable[[str], None]) -> None:
     if not _is_address(server):
         raise RecipeError(f"--server: got {server!r}; allowed: HOST:PORT, such as 192.0.2.1:9092")
     _require_files(participant)
-    if not authority and split_address(server)[0] not in LOCAL_HOSTS:
+    host, uses_tls = split_address(server)[0], bool(authority)
+    if not uses_tls and host not in LOCAL_HOSTS:
         raise RecipeError(
             f"user {name!r}: no certificates for the server {server}; give its ca.pem with --certificates FILE"
         )
     found = probe_server(server)
-    if problem := tls_problem(server, found, secure=bool(authority)):
-        raise RecipeError(f"user {name!r}: {problem}")
-    if authority and (problem := certificate_problem(server, Path(authority))):
+    problem = tls_problem(server, found, secure=uses_tls)
+    if not problem and authority:
+        problem = certificate_problem(server, Path(authority))
+    if problem:
         raise RecipeError(f"user {name!r}: {problem}")
     if found is ProbeResult.OTHER:
         say(f"{name}: {server} is {found.value}; check --server")
-    if proxy := _proxy_of(server, secure=bool(authority)):
-        host = split_address(server)[0]
+    proxy = _proxy_of(server, secure=uses_tls)
+    if proxy:
         say(f"{name}: uses the proxy {proxy} for {server}; bypass it with no_proxy={host}")
 
 
 def _require_files(participant: Participant) -> None:
-    """Check that the files exist that the processes will need.
+    """Raise an error if the key, the certificates or the data of a user is a file that does not exist.
 
     Raises:
         RecipeError: A file does not exist.
     """
     data = participant.data
     paths = {"key": participant.key, "certificates": participant.certificates}
-    if isinstance(data, str) and not set(data) & set(":*?["):  # a file or folder, not a URL or glob pattern
-        paths["data"] = data
-    for what, path in paths.items():
+    if isinstance(data, str):
+        is_url_or_pattern = any(character in data for character in ":*?[")
+        if not is_url_or_pattern:
+            paths["data"] = data
+    for key, path in paths.items():
         if path and not Path(path).exists():
-            raise RecipeError(f"user {participant.name!r}: {what}: {path} does not exist")
+            raise RecipeError(f"user {participant.name!r}: {key}: {path} does not exist")
 
 
 def _proxy_of(server: str, *, secure: bool) -> str:
-    """Return the proxy that the environment sets for a server; an empty string if there is none."""
+    """Return the proxy that the environment sets for a server; empty if there is none.
+
+    Args:
+        server: The address HOST:PORT.
+        secure: Whether the connection uses TLS.
+    """
     host = split_address(server)[0]
     if host in LOCAL_HOSTS or proxy_bypass(host):
         return ""
-    proxies = getproxies()
-    return proxies.get("https" if secure else "http") or proxies.get("all") or ""
+    proxy_by_scheme = getproxies()
+    scheme = "https" if secure else "http"
+    return proxy_by_scheme.get(scheme) or proxy_by_scheme.get("all") or ""
 
 
 def _is_address(server: str) -> bool:
-    host, colon, port = server.rpartition(":")
-    return bool(host and colon and port.isdecimal() and int(port) < 1 << 16)
+    """Return whether a text is an address HOST:PORT."""
+    host, _colon, port = server.rpartition(":")
+    return host != "" and port.isdecimal() and int(port) < 2**16

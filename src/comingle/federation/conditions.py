@@ -90,26 +90,29 @@ class IdleCondition(Condition):
     def measure(self) -> float:
         """Return the load of other processes since the last call, as a percentage of all cores.
 
-        After a long time without a call, it is measured during one second from now.
+        If the last call is more than 10 seconds ago, the load is measured in the next second.
         """
-        now, others = self._read()
+        now, seconds_of_others = self._read()
         if self._sample is None or now - self._sample[0] > _STALE_SECONDS:
-            self._sample = now, others
-            while now - self._sample[0] < _SAMPLE_SECONDS:
-                self._wait(_SAMPLE_SECONDS - (now - self._sample[0]))
-                now, others = self._read()
-        elif now - self._sample[0] < _SAMPLE_SECONDS:
-            return self._percent
-        seconds = (now - self._sample[0]) * (psutil.cpu_count() or 1)
-        self._percent = max(0.0, 100.0 * (others - self._sample[1]) / seconds)
-        self._sample = now, others
+            sample_time, sample_seconds = now, seconds_of_others
+            while now - sample_time < _SAMPLE_SECONDS:
+                self._wait(_SAMPLE_SECONDS - (now - sample_time))
+                now, seconds_of_others = self._read()
+        else:
+            sample_time, sample_seconds = self._sample
+            is_too_short = now - sample_time < _SAMPLE_SECONDS
+            if is_too_short:
+                return self._percent
+        available_seconds = (now - sample_time) * (psutil.cpu_count() or 1)
+        self._percent = max(0.0, 100.0 * (seconds_of_others - sample_seconds) / available_seconds)
+        self._sample = now, seconds_of_others
         return self._percent
 
     def _read(self) -> tuple[float, float]:
         """Return the time, and the processor seconds that all other processes have used since the system started."""
-        used, own = psutil.cpu_times(), self._process.cpu_times()
-        busy = sum(getattr(used, kind, 0.0) for kind in _BUSY)
-        return time.monotonic(), busy - own.user - own.system
+        of_system, of_this_process = psutil.cpu_times(), self._process.cpu_times()
+        seconds_of_all = sum(getattr(of_system, kind, 0.0) for kind in _BUSY)
+        return time.monotonic(), seconds_of_all - of_this_process.user - of_this_process.system
 
 
 def _read_battery() -> Any:
@@ -129,9 +132,11 @@ class PluggedInCondition(Condition):
         self._read = read
 
     def unmet(self, now: datetime) -> str:
-        """Return that the device runs on battery, if it does, or if its system does not know."""
+        """Return "not plugged in" if the device runs on battery, or if its system does not know."""
         battery = self._read()
-        return "" if battery is None or battery.power_plugged else "not plugged in"
+        if battery is None or battery.power_plugged:
+            return ""
+        return "not plugged in"
 
 
 class TimeWindowCondition(Condition):
@@ -147,21 +152,24 @@ class TimeWindowCondition(Condition):
         self._start, self._end = start, end
 
     def unmet(self, now: datetime) -> str:
-        """Return that the time is outside the window, if it is."""
+        """Return for example "outside 22:00-06:00" if the time is outside the window."""
         time_of_day = now.time()
         if self._start < self._end:
             is_inside = self._start <= time_of_day < self._end
-        else:
+        else:  # the window includes midnight
             is_inside = time_of_day >= self._start or time_of_day < self._end
         return "" if is_inside else f"outside {self._start:%H:%M}-{self._end:%H:%M}"
 
     def seconds_until_met(self, now: datetime) -> float:
         """Return the time until the window begins; 0 within it."""
-        if not self.unmet(now):
+        is_inside = not self.unmet(now)
+        if is_inside:
             return 0.0
-        day = now.date() + timedelta(days=now.time() >= self._start)
-        # As local time, so that it is right when clocks are changed between now and then.
-        return (datetime.combine(day, self._start).astimezone(now.tzinfo) - now).total_seconds()
+        begins_tomorrow = now.time() >= self._start
+        day = now.date() + timedelta(days=1) if begins_tomorrow else now.date()
+        # `astimezone` accounts for clocks that are changed until then.
+        begin = datetime.combine(day, self._start).astimezone(now.tzinfo)
+        return (begin - now).total_seconds()
 
 
 _WINDOW = re.compile(r"between\s+(\d{1,2}:\d{2})\s*-\s*(\d{1,2}:\d{2})")
@@ -181,15 +189,18 @@ def parse_condition(text: str, wait: Wait = time.sleep) -> Condition:
         return IdleCondition(wait)
     if text == "plugged-in":
         return PluggedInCondition()
-    if match := _WINDOW.fullmatch(text.strip()):
-        try:
-            start, end = (datetime.strptime(part, "%H:%M").time() for part in match.groups())
-        except ValueError:  # an hour above 23 or a minute above 59
-            start = end = TimeOfDay()
-        if start != end:
-            return TimeWindowCondition(start, end)
     allowed = 'idle, plugged-in, "between 22:00-06:00" (in quotes, with two different times)'
-    raise RecipeError(f"got {text!r}; allowed: {allowed}")
+    error = RecipeError(f"got {text!r}; allowed: {allowed}")
+    window = _WINDOW.fullmatch(text.strip())
+    if window is None:
+        raise error
+    try:
+        start, end = (datetime.strptime(time_text, "%H:%M").time() for time_text in window.groups())
+    except ValueError:  # an hour above 23 or a minute above 59
+        raise error from None
+    if start == end:
+        raise error
+    return TimeWindowCondition(start, end)
 
 
 UPLOADS = "uploads.json"
@@ -215,10 +226,19 @@ class UploadCounter:
         Args:
             upload_bytes: Size of the upload.
         """
-        if self._max_bytes is None or self.sent_today() + upload_bytes <= self._max_bytes:
+        if self._max_bytes is None:
             return ""
-        sent, upload, allowed = (f"{count / 1e6:,.2f}" for count in (self.sent_today(), upload_bytes, self._max_bytes))
-        return f"{sent} MB were sent today, the upload has {upload} MB; allowed: {allowed} MB per day"
+        sent_bytes = self.sent_today()
+        if sent_bytes + upload_bytes <= self._max_bytes:
+            return ""
+
+        def in_megabytes(num_bytes: int) -> str:
+            return f"{num_bytes / 1e6:,.2f} MB"
+
+        return (
+            f"{in_megabytes(sent_bytes)} were sent today, the upload has {in_megabytes(upload_bytes)}; "
+            f"allowed: {in_megabytes(self._max_bytes)} per day"
+        )
 
     def add(self, sent_bytes: int) -> None:
         """Count bytes that are about to be sent.
@@ -240,7 +260,8 @@ class UploadCounter:
             return 0
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
-            return int(content["bytes"]) if content["date"] == self._today() else 0
+            is_of_today = content["date"] == self._today()
+            return int(content["bytes"]) if is_of_today else 0
         except (ValueError, KeyError, TypeError):
             raise RunError(f"{self._path}: damaged; delete it to count from 0 again") from None
 
@@ -289,10 +310,14 @@ class DeviceConditions:
         Raises:
             DeclinedError: The task cannot be completed in time, or its upload exceeds the limit of today.
         """
-        if upload_bytes and self._uploads is not None and (why := self._uploads.objection(upload_bytes)):
-            raise DeclinedError(f"declined: {why}")
-        seconds = deadline - self._clock().timestamp()
-        self._deadline = deadline if math.isinf(deadline) else deadline - min(REPLY_SECONDS, _REPLY_SHARE * seconds)
+        if upload_bytes > 0 and self._uploads is not None:
+            objection = self._uploads.objection(upload_bytes)
+            if objection:
+                raise DeclinedError(f"declined: {objection}")
+        self._deadline = deadline
+        if not math.isinf(deadline):
+            seconds_for_task = deadline - self._clock().timestamp()
+            self._deadline -= min(REPLY_SECONDS, _REPLY_SHARE * seconds_for_task)  # time for sending the answer
         self._steps_left = steps
         self._wait_until_met()
         self.paused_seconds, self._step_began = 0.0, time.monotonic()
@@ -304,8 +329,10 @@ class DeviceConditions:
             DeclinedError: The remaining steps cannot be completed in time.
         """
         now = time.monotonic()
-        self._steps_left, self._step_seconds = self._steps_left - 1, now - self._step_began
-        if self._steps_left > 0 and now - self._checked_at >= CHECK_SECONDS:
+        self._step_seconds = now - self._step_began
+        self._steps_left -= 1
+        check_is_due = now - self._checked_at >= CHECK_SECONDS
+        if self._steps_left > 0 and check_is_due:
             self._wait_until_met()
             self.paused_seconds += time.monotonic() - now
         self._step_began = time.monotonic()
@@ -325,30 +352,37 @@ class DeviceConditions:
         Raises:
             DeclinedError: The remaining local steps cannot be taken in time once the conditions hold.
         """
-        began, reason = time.monotonic(), ""
+        began, last_reason = time.monotonic(), ""  # why the conditions did not hold at the last check
         while True:
             now = self._clock()
-            current, seconds = self._unmet(now)
-            if not current and not reason:  # They hold without a pause.
+            reason, seconds_until_met = self._unmet(now)
+            has_waited = last_reason != ""
+            if not reason and not has_waited:
                 break
-            needed = seconds + self._steps_left * self._step_seconds
-            left = self._deadline - now.timestamp()
-            if needed >= left:
-                raise DeclinedError(f"declined: {current or reason}")
-            if not current:
+            needed_seconds = seconds_until_met + self._steps_left * self._step_seconds
+            seconds_left = self._deadline - now.timestamp()
+            if needed_seconds >= seconds_left:
+                raise DeclinedError(f"declined: {reason or last_reason}")
+            if not reason:
                 self._say(f"training continues after {time.monotonic() - began:.0f} s")
                 break
-            if current.partition(":")[0] != reason.partition(":")[0]:  # without numbers that change at each check
-                self._say(f"paused: {current}")
-            reason = current
-            self._wait(min(CHECK_SECONDS, left))
+            is_new_reason = reason.partition(":")[0] != last_reason.partition(":")[0]  # numbers follow after the colon
+            if is_new_reason:
+                self._say(f"paused: {reason}")
+            last_reason = reason
+            self._wait(min(CHECK_SECONDS, seconds_left))
         self._checked_at = time.monotonic()
 
     def _unmet(self, now: datetime) -> tuple[str, float]:
-        """Return why a condition does not hold, and after how many seconds all may hold; ("", 0) if they do."""
+        """Return why the first unmet condition does not hold, and the seconds until all may hold; ("", 0) if all hold.
+
+        Args:
+            now: The current local time.
+        """
         for condition in self._conditions:
-            if why := condition.unmet(now):
-                return why, max(other.seconds_until_met(now) for other in self._conditions)
+            reason = condition.unmet(now)
+            if reason:
+                return reason, max(other.seconds_until_met(now) for other in self._conditions)
         return "", 0.0
 
 
@@ -377,7 +411,7 @@ def lower_priority(niceness: int) -> None:
             from 1 mean "below normal" and from 10 "idle".
     """
     if sys.platform == "win32":
-        kind = psutil.IDLE_PRIORITY_CLASS if niceness >= 10 else psutil.BELOW_NORMAL_PRIORITY_CLASS
-        psutil.Process().nice(kind)
+        priority_class = psutil.IDLE_PRIORITY_CLASS if niceness >= 10 else psutil.BELOW_NORMAL_PRIORITY_CLASS
+        psutil.Process().nice(priority_class)
     else:
         os.nice(niceness)

@@ -83,9 +83,9 @@ def serve(
             keys=public_keys,
             run_config={"federation": str(file.absolute()), "users": encode_names(plan.users)},
         )
-        chose_free_port = port == 0  # Then `link` has bound it already.
-        if not chose_free_port:
-            _require_free_port(link.host, link.port)
+        is_port_given = port != 0  # otherwise `link` has bound a free one already
+        if is_port_given:
+            _wait_for_free_port(link.host, link.port)
         address = join_address(link.host, link.port)
         say(f"listening on {address} for {len(plan.users)} users: {', '.join(plan.users)}")
         if not public_keys:
@@ -94,13 +94,13 @@ def serve(
     return read_metrics(folder)
 
 
-def _require_free_port(host: str, port: int) -> None:
-    """Check that no other process listens on a port, as clients would reach that process.
+def _wait_for_free_port(host: str, port: int) -> None:
+    """Wait some seconds until no other process listens on a port, for processes of a killed server to end.
 
     Raises:
-        RunError: The port is in use, or binding to it is not permitted.
+        RunError: The port is still in use, or binding to it is not permitted.
     """
-    give_up_at = time.monotonic() + _PORT_SECONDS  # Processes of a killed server may not have ended yet.
+    give_up_at = time.monotonic() + _PORT_SECONDS
     while True:
         error = _bind_error(host, port)
         if error is None:
@@ -116,7 +116,7 @@ def _bind_error(host: str, port: int) -> OSError | None:
     """Return the error of binding to a port; None if it is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Ignore connections that have just ended.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores connections that have just ended
         try:
             probe.bind((host, port))
         except OSError as error:
@@ -155,11 +155,10 @@ def federate(
     """
     if recipe.runtime.memory == AUTO:
         raise RecipeError("runtime.memory: got 'auto' for clients that share this machine; allowed: a size for each")
-    recipe = with_bos_of_run(folder, recipe, resume=resume)  # begin-of-text tokens as in the run to resume
+    recipe = with_bos_of_run(folder, recipe, resume=resume)  # a resumed run keeps its begin-of-text tokens
     plan, settings_of_users = split_recipe(recipe, network)
-    # The recipe without data sources; it does not depend on the base, which is not loaded here.
-    server_recipe = public_part(recipe, plan.users, plan.settings, base=None).whole_recipe()
-    check_folder(folder, server_recipe, resume=resume, force=force)
+    recipe_without_data = public_part(recipe, plan.users, plan.settings, base=None).whole_recipe()
+    check_folder(folder, recipe_without_data, resume=resume, force=force)
     if force:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -186,12 +185,16 @@ def federate(
         save_participant(state_folders[user.name] / FILE, Participant(**content, state="."))
     clients = [_client_process(name, state_folder, say) for name, state_folder in state_folders.items()]
 
+    def restart_ended_clients() -> None:
+        _restart_ended(clients, num_needed=plan.network.min_participants)
+
     try:
-        supervise(link, meanwhile=lambda: _restart_clients(clients, plan.network.min_participants))
+        supervise(link, meanwhile=restart_ended_clients)
     except RunError as error:
-        has_checkpoint = bool(list_checkpoints(folder))
-        # Without a checkpoint not even the first round is done, perhaps because users cannot take part.
-        reasons = "" if has_checkpoint else _refusals(clients)
+        reasons = ""
+        first_round_is_done = bool(list_checkpoints(folder))
+        if not first_round_is_done:  # perhaps because users cannot take part
+            reasons = _refusals(clients)
         raise RunError(f"{error}{reasons}") from None
     finally:
         for client in clients:
@@ -211,11 +214,11 @@ def _refusals(clients: Sequence[ClientProcess]) -> str:
     return "".join(reasons[:_MAX_LISTED_REFUSALS])
 
 
-def _restart_clients(clients: Sequence[ClientProcess], num_needed: int) -> None:
-    """Restart clients that have ended, and check that enough can still take part.
+def _restart_ended(clients: Sequence[ClientProcess], num_needed: int) -> None:
+    """Restart clients that have ended, except for those that cannot take part.
 
     Args:
-        clients: Processes of all clients. A client with a ``refusal`` is not restarted.
+        clients: Processes of all clients; ``refusal`` says why a client cannot take part.
         num_needed: Number of clients that the federation needs.
 
     Raises:

@@ -34,7 +34,7 @@ class LightServer(uvicorn.Server):
     """A server whose main loop wakes once a second when it is idle; that of uvicorn wakes ten times."""
 
     async def main_loop(self) -> None:
-        """Renew the date that responses have, until ``should_exit`` is set."""
+        """Renew the date in responses once a second, until ``should_exit`` is set."""
         while not self.should_exit:
             await self.on_tick(0)
             await asyncio.sleep(1.0)
@@ -61,13 +61,13 @@ class ModelServer:
         self._app: FastAPI | None = None  # None until the first model is published
         self._model: Model | None = None  # computes the models of all users of the run
         self._run = ""  # digest of the recipe of the run
-        self._refused: set[str] = set()  # users who were shown why their models are not served
+        self._users_refused: set[str] = set()  # users who were shown why their models are not served
         self._socket = listen("127.0.0.1", port)
         self.url = url_of(self._socket)
         """Address of the chat page."""
         self._server = LightServer(uvicorn.Config(self._respond, interface="asgi3", lifespan="off", **UVICORN_OPTIONS))
-        run = {"sockets": [self._socket]}
-        self._thread = threading.Thread(target=self._server.run, kwargs=run, name="model server", daemon=True)
+        arguments = {"sockets": [self._socket]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=arguments, name="model server", daemon=True)
         self._thread.start()
 
     def publish(self, store: ClientStore, name: str) -> None:
@@ -82,12 +82,14 @@ class ModelServer:
         from comingle.training.kinds.base import kind_of
 
         if not kind_of(store.recipe).needs_base:
-            self._refuse(name, f"{store.clients.model.name} does not generate text")
+            self._show_refusal(name, f"{store.clients.model.name} does not generate text")
             return
-        if self._run != store.public.digest and not self._served_users() <= {name}:
-            self._refuse(name, "takes part in another federation than the users who are served")
+        is_other_run = self._run != store.public.digest
+        others_are_served = bool(self._served_users() - {name})
+        if is_other_run and others_are_served:
+            self._show_refusal(name, "takes part in another federation than the users who are served")
             return
-        if self._model is None or self._run != store.public.digest:
+        if self._model is None or is_other_run:
             self._end_app()
             self._model, self._run = model_of_all_users(store), store.public.digest
         personal = personal_model(store, self._model, name)
@@ -96,17 +98,20 @@ class ModelServer:
             self._say(f"{self.url}  chat page · {self.url}/v1  OpenAI-compatible API")
         else:
             service = self._app.state.service
-            service.worker.call(lambda: service.engine.replace(personal)).result()
+            replacing = service.worker.call(lambda: service.engine.replace(personal))  # in the engine's thread
+            replacing.result()  # waits for its end
 
     def _served_users(self) -> set[str]:
         """Return the users whose models are served."""
-        return set() if self._app is None else set(self._app.state.service.engine.models)
+        if self._app is None:
+            return set()
+        return set(self._app.state.service.engine.models)
 
-    def _refuse(self, name: str, reason: str) -> None:
+    def _show_refusal(self, name: str, reason: str) -> None:
         """Show once why the model of a user is not served."""
-        if name not in self._refused:
+        if name not in self._users_refused:
             self._say(f"{name}: --serve: {reason}; its model is not served")
-            self._refused.add(name)
+            self._users_refused.add(name)
 
     def _end_app(self) -> None:
         """Refuse requests from now on, and end the thread that generates answers."""
@@ -130,8 +135,9 @@ class ModelServer:
         from comingle.serving.models import answers_messages
 
         engine = Engine({personal.name: personal}, rows=LIMITS.rows)
+        without_keys = Keys(engine.models, keys=None)
         answers = answers_messages(store.recipe, personal.model.base)
-        return make_app(engine, Keys(engine.models, None), LIMITS, answers=answers, when_idle=return_freed_memory)
+        return make_app(engine, without_keys, LIMITS, answers=answers, when_idle=return_freed_memory)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the API, or refuse it if there is no model yet."""
@@ -143,10 +149,9 @@ class ModelServer:
 
 
 def model_of_all_users(store: ClientStore) -> Model:
-    """Return a model over the base of a store that computes the models of all users of its run.
+    """Return a model that computes the models of all users of a run, by a network that shares the base's weights.
 
-    Its network is not the one that is trained, but shares the weights of the base with it. So both can be used at the
-    same time.
+    Its network is not the one that is trained, so both can be used at the same time.
     """
     from comingle.federation.public import remote_data
     from comingle.training.kinds.base import kind_of
@@ -168,15 +173,16 @@ def personal_model(store: ClientStore, model: Model, name: str) -> PersonalModel
     from comingle.training.kinds.base import kind_of
 
     clients, original_state = store.clients, store.clients.state
-    if clients.method.client.settling:  # The state must stay equal to that on disk.
+    if clients.method.client.settling:  # `settle` changes the state, which must stay equal to that on disk
         clients.state = original_state.copy()
     try:
         settle(clients)  # computes tensors that follow from trained ones
-        last_copy = clients.row_of[0]
+        only_user = 0  # this client group has a single user
+        row = clients.row_of[only_user]
         with finetuned(clients):  # for methods whose personal models are fine-tuned
-            tensors = personal_tensors(clients.model.layout, clients.state, last_copy)
+            tensors = personal_tensors(clients.model.layout, clients.state, row)
             tensors = {slot: tensor.to(model.dtype, copy=True) for slot, tensor in tensors.items()}
     finally:
         clients.state = original_state
-    number = store.public.users.index(name)
-    return cast("PersonalModel", kind_of(store.recipe).personal(name, model, tensors, number))
+    user_index = store.public.users.index(name)
+    return cast("PersonalModel", kind_of(store.recipe).personal(name, model, tensors, user_index))

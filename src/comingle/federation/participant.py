@@ -73,15 +73,16 @@ class Own(Section):
 
     @field_validator("name")
     @classmethod
-    def _a_name(cls, name: str) -> str:
-        if problem := name_problem([name]):
+    def _check_name(cls, name: str) -> str:
+        problem = name_problem([name])
+        if problem:
             raise ValueError(problem)
         return name
 
     @field_validator("only_when", mode="before")
     @classmethod
-    def _known_conditions(cls, conditions: object) -> object:
-        """Check that conditions such as "idle" are known, and return a single condition as a list."""
+    def _check_conditions(cls, conditions: object) -> object:
+        """Return a list of conditions such as "idle", after checking that each is known."""
         if isinstance(conditions, str):
             conditions = [conditions]
         if isinstance(conditions, list | tuple):
@@ -93,15 +94,15 @@ class Own(Section):
     @field_validator("max_upload_per_day", mode="before")
     @classmethod
     def _in_bytes(cls, size: object) -> object:
+        if not isinstance(size, str):
+            return size
         try:
-            return parse_bytes(size) if isinstance(size, str) else size
+            return parse_bytes(size)
         except ValueError:
             raise ValueError("allowed: a positive number with a unit, such as 50MB") from None
 
     def runtime_section(self, public: dict[str, Any]) -> dict[str, Any]:
-        """Return the section ``runtime`` of the user's own recipe.
-
-        It has the federation's keys, those of the user, and at most ``max_threads`` threads.
+        """Return the section ``runtime`` of the user's own recipe: the federation's, changed by the user's settings.
 
         Args:
             public: The section ``runtime`` of the federation's recipe.
@@ -135,14 +136,14 @@ class Own(Section):
     def data_section(self, public: dict[str, Any]) -> dict[str, Any]:
         """Return the section ``data`` of the user's own recipe: the federation's options, and the user's data source.
 
-        The source is a ``dataset`` of which only this user's rows are read, or an entry of ``users``.
-
         Args:
             public: The section ``data`` of the federation's recipe, with ``given`` in place of a source.
         """
         section = {key: value for key, value in public.items() if key != "given"}
-        if isinstance(self.data, dict) and "dataset" in self.data:
-            section["dataset"] = {**self.data["dataset"], "users": [self.name]}
+        has_dataset = isinstance(self.data, dict) and "dataset" in self.data
+        if has_dataset:
+            only_this_user = {"users": [self.name]}
+            section["dataset"] = {**self.data["dataset"], **only_this_user}
         else:
             section["users"] = {self.name: self.data}
         return section
@@ -163,9 +164,11 @@ class Participant(Own):
 
 
 def load_participant(path: Path, **changes: Any) -> Participant:
-    """Read a client's file; values of ``changes`` that are not None replace values of the file.
+    """Read a client's file, and make its relative paths absolute.
 
-    Relative paths are made absolute; they are relative to the file.
+    Args:
+        path: The file, to whose folder paths are relative.
+        changes: Values that replace those of the file; None keeps a value of the file.
 
     Raises:
         RecipeError: The file does not exist, or a value is wrong.
@@ -209,12 +212,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_section(kind: type[Model], content: object, where: str) -> Model:
-    """Return an object of a pydantic class, with the first mistake as a one-line error.
+    """Return an object of a pydantic class; raise an error with the first mistake in its fields.
 
     Args:
         kind: The class.
         content: Its fields.
-        where: Name of the place in messages.
+        where: Beginning of the error's message, such as "user 'ann'".
 
     Raises:
         RecipeError: A value is wrong or missing, or a key unknown.
@@ -251,7 +254,8 @@ def _with_absolute_paths(folder: Path, data: Any) -> Any:
 
 def _absolute_if_exists(folder: Path, source: str) -> str:
     source = os.path.expandvars(os.path.expanduser(source))
-    return str((folder / source).resolve()) if os.path.exists(folder / source) else source
+    path = folder / source
+    return str(path.resolve()) if os.path.exists(path) else source
 
 
 def _absolute(folder: Path, value: str) -> str:
@@ -259,7 +263,7 @@ def _absolute(folder: Path, value: str) -> str:
 
 
 FILE = "participant.yaml"
-"""File of a participant in its state folder, read when the same command is typed again with the name alone."""
+"""File of a participant in its state folder, from which ``comingle client --name NAME`` reads the settings."""
 
 _OPTIONS_OF_ONE_USER = ("data", "state", "key")
 """Options of a command that several users must not share."""
@@ -271,15 +275,13 @@ def load_participants(
     options: Mapping[str, Any],
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Participant]:
-    """Return the participants of a command line, which names either files of participants or users.
+    """Return the participants of a command line, which lists either their files or their names.
 
     Args:
-        files: Files of the participants; empty if users are named.
-        names: Names of the users, whose files are ``STATE/participant.yaml``, or ``NAME/participant.yaml`` if the
-            options have no state folder. With a single file, a single name may be given, which replaces that in the
-            file.
+        files: Files of the participants; empty if names are given.
+        names: Names of the users. With a single file, a single name may be given, which replaces that in the file.
         options: Options of the command by key, None for those that are not given. They replace values of all files.
-        say: Called with a line for each file that the command line does not name.
+        say: Called with a line for each file that is found by name.
 
     Raises:
         RecipeError: There is no participant, a setting is missing or wrong, or an option for a single user, such as
@@ -296,7 +298,8 @@ def load_participants(
                 raise RecipeError(f"client: got --{key} for {count} users; set `{key}` in each user's file")
     if files:
         new_name = names[0] if names else None  # None keeps the name in the file
-        participants = [load_participant(file, **{**options, "name": new_name}) for file in files]
+        changes = {**options, "name": new_name}
+        participants = [load_participant(file, **changes) for file in files]
     else:
         participants = [_named_participant(name, options, say) for name in names]
     problem = name_problem([participant.name for participant in participants])
@@ -306,13 +309,12 @@ def load_participants(
 
 
 def _named_participant(name: str, options: Mapping[str, Any], say: Callable[[str], None]) -> Participant:
-    """Return a participant with the settings of the file in its state folder; without a file, of the options.
-
-    The state folder is the option ``state``, by default ``NAME``.
+    """Return a participant with the settings of the file in its state folder, if there is one, and of the options.
 
     Args:
         name: Name of the user.
-        options: Options of the command by key, None for those that are not given. They replace values of the file.
+        options: Options of the command by key, None for those that are not given. They replace values of the file. The
+            state folder is ``state``, by default a folder named after the user.
         say: Called with a line if settings are read from the file.
 
     Raises:

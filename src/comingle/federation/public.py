@@ -73,24 +73,24 @@ class Public:
         return {**asdict(self), "users": list(self.users)}
 
     def check(self) -> None:
-        """Check, on a client, the versions of both sides, and that the recipe suits remote clients and names no data.
+        """Check, on a client, that the versions are its own, and that the recipe suits clients on other machines.
 
         Raises:
-            MessageError: A check fails. If versions differ, the message has both.
+            MessageError: A check fails.
         """
         for key, own_version in (("format", FORMAT), ("version", __version__)):
-            servers_version = getattr(self, key)
-            if servers_version != own_version:
+            server_version = getattr(self, key)
+            if server_version != own_version:
                 raise MessageError(
-                    f"the federation: the server has {key} {servers_version}, this client {own_version}; use the same"
+                    f"the federation: the server has {key} {server_version}, this client {own_version}; use the same"
                 )
         try:
             recipe = self.whole_recipe()
             check_remote_clients(recipe)
-        except RecipeError as error:  # The recipe is the server's, so the message reveals nothing about the user.
+        except RecipeError as error:  # about the server's recipe, so the server may read it
             raise MessageError(str(error)) from None
-        names_data = recipe.data.given is None  # `given` stands for sources in clients' files
-        if names_data:
+        has_source = recipe.data.given is None  # `given` stands for sources in clients' files
+        if has_source:
             raise MessageError("the federation's recipe: data: has a source; allowed: sources in clients' files only")
 
     def whole_recipe(self) -> Recipe:
@@ -120,7 +120,9 @@ def read_public(content: object) -> Public:
     are_texts = all(isinstance(name, str) for name in names)
     if not names or not are_texts or name_problem(names):
         raise MessageError("the federation: users are not unique names")
-    return Public(**{**content, "users": tuple(names)})
+    fields = dict(content)
+    fields["users"] = tuple(names)
+    return Public(**fields)
 
 
 def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, Any], base: Base | None) -> Public:
@@ -137,11 +139,11 @@ def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, A
             or not for all users.
     """
     check_remote_clients(recipe)
-    # `for_users` replaces values by user name with lists, as a client's own recipe names a single user.
-    public_recipe = without_data(recipe.for_users(users))
+    with_lists = recipe.for_users(users)  # with a list in place of values by user name, which a client does not know
+    public_recipe = without_data(with_lists)
     data = public_recipe["data"]
     data.pop(BOS, None)
-    if getattr(recipe.data, BOS, False):  # Only if it is on, so that older federations keep their digests.
+    if getattr(recipe.data, BOS, False):  # only if it is on, so that older federations keep their digests
         data[BOS] = True
     data["given"] = True  # stands for sources in clients' files
     public = Public(recipe=public_recipe, users=users, settings=dict(settings))
@@ -190,9 +192,7 @@ def plan_of(public: Public, recipe: Recipe) -> RunPlan:
 
 
 def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
-    """Return the data of a run as its server sees it: the users' names, and no data.
-
-    Reading a user's data raises a DataError.
+    """Return the data of a run as its server sees it: users with names, whose data cannot be read.
 
     Args:
         public: Public part of the federation.
@@ -263,11 +263,9 @@ class ServerContext:
     def most_steps(self, max_samples: int, user: str | None = None) -> int:
         """Return the largest number of local steps per round that a user with at most ``max_samples`` samples takes.
 
-        For text it is ``local_steps`` of the recipe. For samples and conversations it is ``local_epochs`` times the
-        number of batches, ``ceil(max_samples / batch_size)``.
-
         Args:
-            max_samples: Largest number of samples or conversations that the user may have; not used for text.
+            max_samples: Largest number of samples or conversations that the user may have; not used for text, for which
+                the recipe sets the number of local steps.
             user: Name of the user; None for the user that takes the most steps.
         """
         training, plan = self.plan.training, self.plan
@@ -280,22 +278,19 @@ class ServerContext:
     def check_steps(self, steps: int, max_samples: int) -> None:
         """Check the number of local steps per round that a user reports.
 
-        For text the recipe sets the number. For samples and conversations it follows from how many of them the user
-        has, so only an upper limit is known.
-
         Args:
             steps: The number.
             max_samples: Largest number of samples or conversations that a user may have.
 
         Raises:
-            MessageError: The number differs from the recipe's, or is above the limit.
+            MessageError: The number differs from the recipe's or, if the recipe does not set it, is too large.
         """
-        most = self.most_steps(max_samples)
+        most_steps = self.most_steps(max_samples)
         recipe_sets_steps = not counts_samples(self.recipe)
-        if recipe_sets_steps and steps != most:
-            raise MessageError(f"answer: got {steps:,} local steps; allowed: {most:,}, as in the recipe")
-        if steps > most:
-            limit = f"up to {most:,} (network.max_samples is {max_samples:,})"
+        if recipe_sets_steps and steps != most_steps:
+            raise MessageError(f"answer: got {steps:,} local steps; allowed: {most_steps:,}, as in the recipe")
+        if steps > most_steps:
+            limit = f"up to {most_steps:,} (network.max_samples is {max_samples:,})"
             raise MessageError(f"answer: got {steps:,} local steps; allowed: {limit}")
 
     def work_by_user(self, examples: Mapping[str, int]) -> dict[str, Work]:
