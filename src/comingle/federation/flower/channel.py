@@ -194,12 +194,13 @@ class ConnectedNodes:
         self._refreshed_at = -_REFRESH_SECONDS  # on the monotonic clock; the first `refresh` may look at once
         self.nodes: dict[str, Node] = {}
 
-    def awaits_a_name(self, seconds: float) -> bool:
+    def awaits_name(self, seconds: float) -> bool:
         """Return whether a node was asked for its name in the last ``seconds`` and has not answered yet."""
-        since = time.monotonic() - seconds
+        now = time.monotonic()
         for node, asked_at in self._asked_at.items():
+            was_asked_recently = asked_at > now - seconds
             has_answered = node in self._hellos or node in self._refused
-            if asked_at > since and not has_answered:
+            if was_asked_recently and not has_answered:
                 return True
         return False
 
@@ -233,23 +234,20 @@ class ConnectedNodes:
         )
 
     def _process_hellos(self) -> None:
-        """Store the answers of nodes that were asked for their users' names.
-
-        A node that does not answer is asked again if the failure is transient, and refused otherwise.
-        """
+        """Store the answers of nodes that were asked for their users' names; refuse nodes with a wrong answer."""
         while not self._replies.empty():
             node, reply = self._replies.get()
             has_disconnected = node not in self._asked_at
             if has_disconnected:
                 continue
             if isinstance(reply, NoReply):
-                del self._asked_at[node]  # The next `refresh` asks it again.
+                del self._asked_at[node]  # so that the next `refresh` asks it again
                 continue
             hello = unwrap_hello(reply)
             if isinstance(hello, Hello):
                 self._hellos[node] = hello
             elif hello.is_transient:
-                del self._asked_at[node]
+                del self._asked_at[node]  # so that the next `refresh` asks it again
             else:
                 self._refuse(node, hello.line)
 
@@ -258,9 +256,10 @@ class ConnectedNodes:
 
         If several clients claim a name, the first one keeps it as long as it is connected.
         """
-        claims = {(hello.name, hello.instance) for hello in self._hellos.values()}
+        connected = {(hello.name, hello.instance) for hello in self._hellos.values()}
         for name, instance in list(self._instance_by_name.items()):
-            if (name, instance) not in claims:  # The client that has the name is not connected any more.
+            is_connected = (name, instance) in connected
+            if not is_connected:  # other clients may use the name
                 del self._instance_by_name[name]
         nodes: dict[str, Node] = {}
         for node, hello in self._hellos.items():  # in the order of their answers
@@ -298,10 +297,10 @@ class ConnectedNodes:
         return ""
 
     def _refuse(self, node: Node, reason: str) -> None:
-        """Refuse a node, and show the reason to the operator and, in a message, to the client.
+        """Refuse a node, and show the reason once to the operator and, in a message, to the client.
 
         Args:
-            node: The node, which is refused again at each :meth:`refresh`; the same reason is shown only once.
+            node: The node.
             reason: The reason, one line.
         """
         if self._refused.get(node) == reason:
@@ -314,7 +313,7 @@ class ConnectedNodes:
             kind=REFUSED,
             seconds=_HELLO_SECONDS,
             tag=node,
-            on_reply=lambda _: None,  # The client's reply to a refusal does not matter.
+            on_reply=lambda _: None,  # the client's reply to a refusal does not matter
         )
 
 
@@ -380,7 +379,7 @@ class GridChannel:
         """
         give_up_at = time.monotonic() + self._name_seconds
         self._nodes.refresh()
-        while self._may_wait_for_names and self._nodes.awaits_a_name(self._name_seconds):
+        while self._may_wait_for_names and self._nodes.awaits_name(self._name_seconds):
             if time.monotonic() >= give_up_at:
                 break
             time.sleep(_CHECK_SECONDS)
@@ -428,13 +427,13 @@ class GridChannel:
                 if request.done or was_replaced or was_sent_again:
                     continue
                 result = _read_reply(request, reply)
-                if result is not None:  # None: the request is sent again in the next iteration.
+                if result is not None:  # otherwise the next iteration sends the request again
                     request.done = True
                     yield name, result
             late = [name for name, request in in_flight.items() if not request.done]
         finally:
             for request in in_flight.values():
-                request.done = True  # Stops polling for its reply.
+                request.done = True  # stops polling for its reply
         for name in late:
             yield name, f"no reply within {round(timeout, 1):g} s"
 
@@ -449,25 +448,24 @@ class GridChannel:
             requests: The bytes of the requests by user. The mapping may compute them when it is read, and call
                 :meth:`present`.
         """
-        self._may_wait_for_names = False  # A wait in `present` would delay the replies of all clients.
-        current = dict(requests)
+        self._may_wait_for_names = False  # a wait in `present` would delay the replies of all clients
+        current_requests = dict(requests)
         self._may_wait_for_names = True
         for name, request in list(in_flight.items()):
-            if current.get(name) is not request.content:
+            is_current = current_requests.get(name) is request.content
+            if not is_current:
                 request.done = True
                 del in_flight[name]
-        for name in current.keys() - in_flight.keys():
-            in_flight[name] = _Request(current[name])
+        for name in current_requests.keys() - in_flight.keys():
+            in_flight[name] = _Request(current_requests[name])
         return any(not request.done for request in in_flight.values())
 
     def _send_if_needed(self, name: str, request: _Request, seconds: float, replies: queue.SimpleQueue) -> None:
-        """Send a request that has not been sent yet, or that was sent to a node that has disconnected or restarted.
-
-        If the client is not connected, only record since when.
+        """Send a request to its client's node, unless the node has it already or the client is not connected.
 
         Args:
             name: Name of the user.
-            request: The request, whose ``node`` is the one to which it was sent last.
+            request: The request; ``node`` is the node to which it was sent last.
             seconds: Timeout for its reply.
             replies: Queue into which the reply is put.
         """
@@ -476,7 +474,8 @@ class GridChannel:
             request.node = None
             request.disconnected_since = request.disconnected_since or time.monotonic()
             return
-        if node == request.node:  # sent already
+        was_sent_already = node == request.node  # a client that restarts has another node
+        if was_sent_already:
             return
         request.node, request.disconnected_since = node, None
 
@@ -494,35 +493,33 @@ class GridChannel:
         )
 
     def _failure(self, request: _Request) -> str | None:
-        """Return why a request counts as failed; None if it may still succeed.
-
-        A request has failed after too many transient failures, or if the client has been disconnected for more than
-        ``_grace`` seconds.
-        """
+        """Return why a request has failed for good; None if it may still succeed."""
         if request.num_failures >= _MAX_TRIES:
             return request.last_failure
-        if request.disconnected_since is None:
-            return None
-        if time.monotonic() - request.disconnected_since > self._grace:
+        since = request.disconnected_since
+        if since is not None and time.monotonic() - since > self._grace:
             return f"unreachable for {self._grace:g} s"
         return None
 
 
 def _read_reply(request: _Request, reply: Message | NoReply) -> bytes | str | None:
-    """Return the bytes of a client's reply, or one line that says why the request has failed for good.
+    """Return the bytes of a client's reply, one line that says why the request has failed for good, or None.
 
-    After a transient failure, mark the request as not sent, and return None.
+    None stands for a transient failure, after which the request is sent again.
 
     Args:
         request: The request, in which a transient failure is recorded.
         reply: The reply, or why there is none.
     """
-    result = Failure(line=reply.line, is_transient=True) if isinstance(reply, NoReply) else unwrap(reply)
+    if isinstance(reply, NoReply):
+        result: bytes | Failure = Failure(line=reply.line, is_transient=True)
+    else:
+        result = unwrap(reply)
     if isinstance(result, bytes):
         return result
     if not result.is_transient:
         return result.line
     request.num_failures += 1
     request.last_failure = result.line
-    request.node = None  # not sent
+    request.node = None  # to be sent again
     return None

@@ -147,12 +147,12 @@ class LimitedLinkState(InMemoryLinkState):
     def store_message_and_object_tree(
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
-        """Store a message without its content, and register the objects of the content, which are uploaded later.
+        """Store a message without its content; the objects that make up the content are uploaded later.
 
-        A client's reply is refused if it exceeds the limits. The server's own messages have no limits.
+        A client's reply is refused if it exceeds the limits.
 
         Args:
-            message: The message.
+            message: The message, of the server or of a client.
             object_tree: IDs of its objects.
             session_id: Flower's push session, through which the objects are uploaded.
 
@@ -161,47 +161,49 @@ class LimitedLinkState(InMemoryLinkState):
         """
         sender = message.metadata.src_node_id
         if sender == SUPERLINK_NODE_ID:
-            return self._store_servers_message(message, object_tree, session_id)
+            return self._store_message_of_server(message, object_tree, session_id)
         with self.lock:
             self._delete_expired_replies()
             problem = self._reply_problem(message, object_tree)
             if problem:
                 self._log_refusal(sender, problem)
-                stored, to_upload = False, list[str]()
+                is_stored, ids_to_upload = False, list[str]()
             else:
-                stored, to_upload = super().store_message_and_object_tree(message, object_tree, session_id)
-            if stored:
+                is_stored, ids_to_upload = super().store_message_and_object_tree(message, object_tree, session_id)
+            if is_stored:
                 request = self.message_ins_store[message.metadata.reply_to_message_id].metadata
-                self._pending_replies[object_tree.object_id] = _PendingReply(
+                reply_id = object_tree.object_id
+                self._pending_replies[reply_id] = _PendingReply(
                     node_id=sender,
                     session_id=session_id,
                     objects=frozenset(part.object_id for part in iterate_object_tree(object_tree)),
-                    missing=set(to_upload),
+                    missing=set(ids_to_upload),
                     expires_at_unix=request.created_at + request.ttl + _SPARE_SECONDS,
                     deadline_monotonic=time.monotonic() + self._limits.idle_seconds,
                 )
-            if not to_upload:  # The reply was refused, or all its objects are here already.
+            if not ids_to_upload:  # the reply was refused, or all its objects are stored already
                 self._cleanup_push_session(session_id, cleanup_messages=False)
-            return stored, to_upload
+            return is_stored, ids_to_upload
 
-    def _store_servers_message(
+    def _store_message_of_server(
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
-        """Store a message of the server, and wake its receiver if all objects of the message are here.
+        """Store a message of the server, and wake its receiver if there are no objects to upload.
 
         Arguments and result are those of :meth:`store_message_and_object_tree`.
         """
         receiver = message.metadata.dst_node_id
         with self.lock:
-            stored, to_upload = super().store_message_and_object_tree(message, object_tree, session_id)
-            if stored and to_upload:
-                self._incomplete[session_id] = _IncompleteMessage(receiver=receiver, missing=set(to_upload))
-        if stored and not to_upload:
+            is_stored, ids_to_upload = super().store_message_and_object_tree(message, object_tree, session_id)
+            if is_stored and ids_to_upload:
+                self._incomplete[session_id] = _IncompleteMessage(receiver=receiver, missing=set(ids_to_upload))
+        is_complete = is_stored and not ids_to_upload
+        if is_complete:
             self._wake(receiver)
-        return stored, to_upload
+        return is_stored, ids_to_upload
 
-    def _store_servers_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
-        """Store an object of a message of the server, and wake the message's receiver if no object is missing now.
+    def _store_object_of_server(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
+        """Store an object of a message of the server, and wake the message's receiver if it was the last one.
 
         Arguments and result are those of :meth:`store_object`.
         """
@@ -218,11 +220,11 @@ class LimitedLinkState(InMemoryLinkState):
         return is_stored
 
     async def wait_for_message(self, node_id: int, seconds: float) -> None:
-        """Wait until there is a message for a client, or some seconds have passed.
+        """Wait until there is a message for a client, or until ``seconds`` have passed.
 
         Args:
             node_id: The client's node.
-            seconds: The longest wait.
+            seconds: Timeout.
         """
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
@@ -250,7 +252,7 @@ class LimitedLinkState(InMemoryLinkState):
             wake()
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
-        """Store an object, a part of a message's content; drop a client's reply if it exceeds the limit of bytes.
+        """Store an object, which is a part of a message's content; delete a client's reply if it is too large.
 
         Args:
             run_id: The run.
@@ -261,15 +263,16 @@ class LimitedLinkState(InMemoryLinkState):
         Returns:
             Whether it is stored.
         """
-        with self.lock:  # Prevents a deadlock: Flower's methods acquire its two locks in different orders.
+        with self.lock:  # prevents a deadlock: Flower's methods acquire its two locks in different orders
             reply_id = self._reply_of_session(session_id)
             if reply_id is None:
-                if not session_id:  # Flower would look for the session, and a client could evade its limit.
+                if not session_id:  # Flower would look for the session, and a client could evade its limit
                     return False
-                return self._store_servers_object(run_id, session_id, object_id, object_content)
+                return self._store_object_of_server(run_id, session_id, object_id, object_content)
             reply = self._pending_replies[reply_id]
             limit = self._limits.total_bytes
-            if self._pending_bytes(reply.node_id) + len(object_content) > limit:
+            exceeds_limit = self._pending_bytes(reply.node_id) + len(object_content) > limit
+            if exceeds_limit:
                 self._delete_reply(reply_id)
                 self._log_refusal(reply.node_id, f"more than {limit} bytes pending; allowed: {limit}")
                 return False
@@ -304,13 +307,11 @@ class LimitedLinkState(InMemoryLinkState):
             return super().get_message_ins(node_id, limit, run_id=run_id)
 
     def _reply_problem(self, message: Message, tree: ObjectTree) -> str:
-        """Return why a reply is refused, before its content is sent; an empty string if it is accepted.
-
-        Checks the client's number of pending replies, and the number, IDs and children of the reply's objects.
+        """Return why a reply is refused, before its content is uploaded; an empty string if it is accepted.
 
         Args:
             message: The reply, without its content.
-            tree: IDs of its objects, each the SHA-256 of its bytes; a hostile client may have made them up.
+            tree: IDs of its objects, as the client states them.
         """
         node_id, limits = message.metadata.src_node_id, self._limits
         if tree.object_id != message.metadata.message_id:
@@ -321,8 +322,8 @@ class LimitedLinkState(InMemoryLinkState):
                 num_others += 1
         if num_others >= limits.replies:
             return f"{limits.replies + 1} pending replies; allowed: {limits.replies}"
-        # An object must have the same children wherever it occurs, here and in earlier messages. Otherwise it could
-        # expand to a tree of any size when the reply is read.
+        # An object must have the same children wherever it occurs, also in earlier messages. Otherwise a small message
+        # could expand to a tree of any size when it is read.
         known_children: dict[str, list[str]] = {}
         for count, part in enumerate(iterate_object_tree(tree), start=1):
             if count > limits.objects:
@@ -344,26 +345,28 @@ class LimitedLinkState(InMemoryLinkState):
 
     def _pending_bytes(self, node_id: int) -> int:
         """Return how many bytes of a client's pending replies have arrived; objects in several replies count once."""
-        objects: set[str] = set()
+        object_ids: set[str] = set()
         for reply in self._pending_replies.values():
             if reply.node_id == node_id:
-                objects |= reply.objects
-        return sum(len(self.object_store.get(object_id) or b"") for object_id in objects)
+                object_ids |= reply.objects
+        contents = [self.object_store.get(object_id) for object_id in object_ids]
+        return sum(len(content) for content in contents if content is not None)
 
     def _delete_expired_replies(self) -> None:
-        """Delete replies that have expired or were not completed in time; stop tracking those that the app has read."""
+        """Delete replies that the app has read, that have expired, or that were not completed in time."""
         for reply_id, reply in list(self._pending_replies.items()):
-            was_read = reply_id not in self.object_store  # Flower deletes the objects of a reply that was read.
+            was_read = reply_id not in self.object_store  # Flower deletes the objects of a reply that was read
+            has_stalled = bool(reply.missing) and time.monotonic() > reply.deadline_monotonic
             if was_read:
                 self._delete_reply(reply_id)
-            elif reply.missing and time.monotonic() > reply.deadline_monotonic:
+            elif has_stalled:
                 self._delete_reply(reply_id)
                 self._log_refusal(reply.node_id, f"not completed within {self._limits.idle_seconds:g} s")
             elif time.time() > reply.expires_at_unix:
                 self._delete_reply(reply_id)
 
     def _delete_reply(self, reply_id: str) -> None:
-        """Stop tracking a client's reply, end its push session, and delete the reply and its objects if still here.
+        """Delete a client's reply, with those of its objects that are stored, and end its push session.
 
         Args:
             reply_id: ID of the reply, which is that of its root object.
@@ -398,20 +401,15 @@ _START_SECONDS = 300.0
 
 
 class Gate:
-    """ASGI middleware for the Fleet API that rejects bad requests before their bodies are read.
+    """ASGI middleware for the Fleet API that refuses bad requests before their bodies are read, and holds polls.
 
-    Responds with 404 to any path outside the Fleet API, with 413 to a body larger than :data:`MAX_OTHER_BODY_BYTES`
-    (:data:`MAX_OBJECT_BODY_BYTES` if it carries an object) and, if ``state`` is given, with 401 to a request whose
-    signature is missing, invalid, expired or replayed, or whose key is not registered.
-
-    A poll for messages is passed on once there is a message, or after :data:`POLL_SECONDS`. So an idle client sends few
-    requests, and a busy one gets its message at once.
+    A poll, which asks for a message, is passed on once there is a message, or after :data:`POLL_SECONDS`.
 
     Args:
         app: The Fleet API.
         state: Where keys are registered, and messages are stored.
-        keys_only: Whether only registered keys are admitted; otherwise clients register keys of their own, so that a
-            signature proves nothing and is not checked.
+        keys_only: Whether only clients with registered keys are admitted. Otherwise clients register keys themselves,
+            and signatures are not checked.
     """
 
     def __init__(self, app: ASGIApp, state: LimitedLinkState, *, keys_only: bool) -> None:
@@ -442,7 +440,7 @@ class Gate:
     async def _hold_poll(self, node_id: int, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a poll on once there is a message for the client, or after some seconds.
 
-        A poll whose client has disconnected is dropped, as the message would be lost.
+        If the client disconnects meanwhile, drop the poll, since its message would be lost.
 
         Args:
             node_id: The client's node.
@@ -466,15 +464,15 @@ class Gate:
         finally:
             waiting.cancel()
             disconnected.cancel()
-        # The body was read above, so the Fleet API gets it from memory.
-        unread_parts: list[types.Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        whole_body: types.Message = {"type": "http.request", "body": body, "more_body": False}
+        unread_parts = [whole_body]
 
-        async def receive_again() -> types.Message:
+        async def receive_from_memory() -> types.Message:
             if unread_parts:
                 return unread_parts.pop()
             return await receive()
 
-        await self._app(scope, receive_again, send)
+        await self._app(scope, receive_from_memory, send)
 
     def _node_of_sender(self, scope: Scope) -> int | None:
         """Return the node of the client that sends a request, by its public key; None without a registered key."""
@@ -508,8 +506,8 @@ class Gate:
     def _signature_problem(self, state: LinkState, headers: Mapping[str, bytes]) -> str:
         """Return why the request's signature is refused; an empty string if it is valid.
 
-        A client signs the time of its request. Each signature is accepted once, so that a recorded request cannot be
-        replayed at this server. The signed text does not name the server, so each federation needs keys of its own.
+        A client signs the time of its request. Each signature is accepted once, so that nobody can replay a recorded
+        request.
 
         Args:
             state: Where keys are registered.
@@ -528,41 +526,40 @@ class Gate:
         except (KeyError, ValueError, TypeError, UnicodeError):
             return "not signed"
         age_seconds = time.time() - signed_at
-        if not -SYSTEM_TIME_TOLERANCE < age_seconds < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+        # The clocks of client and server may differ by SYSTEM_TIME_TOLERANCE.
+        is_recent = -SYSTEM_TIME_TOLERANCE < age_seconds < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
+        if not is_recent:
             return f"signed {age_seconds:.0f} s ago by this server's clock; set the clocks of client and server"
-        if signed_at < self._started:  # An earlier process of this server may have accepted the signature.
+        if signed_at < self._started:  # an earlier process of this server may have accepted the signature
             return "signed before this server started; sign again"
-        if not self._is_new((key, r)):
+        if self._record_signature(key, r):
             return "the signature was used before"
         return ""
 
-    def _is_new(self, signature: tuple[bytes, int]) -> bool:
-        """Record a signature, and return whether it has not been used before.
-
-        Signatures are forgotten once they are too old to be accepted anyway.
+    def _record_signature(self, key: bytes, r: int) -> bool:
+        """Record that a signature was used, and return whether it had been used before.
 
         Args:
-            signature: The public key, and ``r`` of the ECDSA signature ``(r, s)``. ``s`` is left out, as ``(r, -s)``
-                is valid, too, and would count as another signature.
+            key: The public key.
+            r: First part of the ECDSA signature ``(r, s)``. The second part does not distinguish signatures, since
+                ``(r, -s)`` is valid too.
         """
-        # A signature is accepted from SYSTEM_TIME_TOLERANCE before the signed time, as clocks differ, until
-        # TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE after it.
-        longest_valid_seconds = TIMESTAMP_TOLERANCE + 2 * SYSTEM_TIME_TOLERANCE
+        signature = (key, r)
+        longest_valid_seconds = TIMESTAMP_TOLERANCE + 2 * SYSTEM_TIME_TOLERANCE  # see `_signature_problem`
         now = time.monotonic()
         with self._lock:
-            two_oldest = list(self._used_signatures.items())[:2]  # Removing two per addition bounds the size.
+            two_oldest = list(self._used_signatures.items())[:2]  # removing two per addition bounds the size
             for old_signature, used_at in two_oldest:
-                if now - used_at > longest_valid_seconds:
+                is_too_old = now - used_at > longest_valid_seconds  # it would be refused for its age
+                if is_too_old:
                     del self._used_signatures[old_signature]
-            if signature in self._used_signatures:
-                return False
-            self._used_signatures[signature] = now
-            return True
+            was_used_before = signature in self._used_signatures
+            if not was_used_before:
+                self._used_signatures[signature] = now
+            return was_used_before
 
     async def _forward_with_limit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on to the Fleet API, which reads its body in parts, until the parts exceed the limit.
-
-        To the Fleet API it then looks as if the client had disconnected.
+        """Pass a request on to the Fleet API, which reads its body in parts, up to the limit on its size.
 
         Args:
             scope: The request without its body, whose header may declare a wrong length.
@@ -572,6 +569,7 @@ class Gate:
         bytes_left = _max_body_bytes(scope)
 
         async def receive_with_limit() -> types.Message:
+            """Return the next part of the body, or that the client has disconnected if the body is too large."""
             nonlocal bytes_left
             part = await receive()
             bytes_left -= len(part.get("body", b""))
@@ -597,7 +595,8 @@ class _OwnMessagesOnly(BaseHTTPMiddleware):
             return await call_next(request)
         if len(pushed.messages_list) != 1 or len(pushed.message_object_trees) != 1:
             return JSONResponse({"detail": "expected one reply with one tree of objects"}, status_code=400)
-        if pushed.messages_list[0].metadata.src_node_id != pushed.node.node_id:
+        (reply,) = pushed.messages_list
+        if reply.metadata.src_node_id != pushed.node.node_id:
             return JSONResponse({"detail": "got a reply of another node"}, status_code=401)
         return await call_next(request)
 
@@ -682,10 +681,9 @@ class InProcessGrid(HttpGrid):
 
 
 def create_active_run(state: LinkState) -> int:
-    """Create the federation's only run in Flower's state, so that this process can send messages to clients.
+    """Create the federation's only run in Flower's state, and keep it alive by heartbeats from a thread.
 
-    In Flower, a ServerApp is a task of a run, which an executor claims and keeps alive with heartbeats. Here this
-    process does so itself.
+    Without a run that is alive, Flower sends no messages to clients.
 
     Args:
         state: Flower's state of nodes, runs and messages.
@@ -788,15 +786,14 @@ def serve_fleet_api(
 
 
 def make_states(limits: UploadLimits | None = None) -> LinkStateFactory:
-    """Return Flower's factory of the server's state of nodes, runs and messages: a single state, which is in memory.
+    """Return a factory, as Flower's Fleet API needs one, that always returns the same :class:`LimitedLinkState`.
 
     Args:
         limits: Limits on each client's replies; None for the defaults.
     """
     objects, manager = ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME), NoOpFederationManager()
     factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
-    # The factory would make a state without limits at its first call; it returns this one instead.
-    factory.state_instance = LimitedLinkState(manager, objects.store(), limits)
+    factory.state_instance = LimitedLinkState(manager, objects.store(), limits)  # instead of Flower's own state
     return factory
 
 
