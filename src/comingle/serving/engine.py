@@ -203,7 +203,7 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one step of the engine adds to a text.
+    """Result of one step of the engine for one text.
 
     Args:
         text: New text; empty if the token only begins a character or a stop string.

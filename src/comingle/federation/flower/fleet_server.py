@@ -506,8 +506,8 @@ class Gate:
     def _signature_problem(self, state: LinkState, headers: Mapping[str, bytes]) -> str:
         """Return why the request's signature is refused; an empty string if it is valid.
 
-        A client signs the time of its request. Each signature is accepted once, so that nobody can replay a recorded
-        request.
+        A client signs the time of its request. Each signature is accepted once, so that a recorded request cannot be
+        replayed.
 
         Args:
             state: Where keys are registered.
