@@ -35,9 +35,9 @@ Result = TypeVar("Result")
 
 
 class CallQueue:
-    """Function calls that other threads request and one thread makes.
+    """Function calls that other threads request, and that one thread makes in :meth:`serve`.
 
-    A call that has to wait may call :meth:`serve` itself, so that calls of other users are made meanwhile.
+    A function that has to wait may call :meth:`serve` itself, so that calls of other users are made meanwhile.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class CallQueue:
         self._busy_users: set[str] = set()  # users whose calls are being made
 
     def call(self, function: Callable[[], Result], *, user: str = "") -> Result:
-        """Return the result of a function that the thread of :meth:`serve` calls; raise what the function raises.
+        """Let the thread of :meth:`serve` call a function; wait, and return its result or raise its error.
 
         Args:
             function: The function.
@@ -110,14 +110,13 @@ class FleetClient:
         *,
         loads_at_start: bool = False,
     ) -> None:
-        """Create the state folder and the connection; nothing is sent before the thread starts.
+        """Create the state folder and the connection; :meth:`start` connects.
 
         Args:
             user: The user, with its state folder.
             server: Address, certificates and key for the connection.
-            load: Loads torch and returns the function that answers requests. Both are called by the thread that serves
-                ``calls``: ``load`` once, at the first request, and the function for each request.
-            calls: Queue of calls of this process, which one thread makes for all users.
+            load: Called once, at the first request: imports torch and returns the function that answers requests.
+            calls: Calls ``load`` and the function in the thread that serves all users of this process.
             say: Called with each line to show to the user.
             loads_at_start: Whether to call ``load`` without waiting for the first request.
         """
@@ -148,21 +147,20 @@ class FleetClient:
         self._connection.close()
 
     def _answer(self, request: bytes, deadline: float) -> bytes:
-        """Return the answer to a request of the server.
-
-        The first request loads torch and the code that answers. If loading fails, the client cannot take part.
+        """Return the answer to a request of the server; at the first request, load the function that answers.
 
         Args:
             request: The request.
             deadline: Time until which the server waits for the answer, in seconds since 1970.
         """
-        if self._handle is None:
+        is_first_request = self._handle is None
+        if is_first_request:
             self._say(f"connected to {self._address}; loading the base model and the data")
         handle = self.load()
         return handle(request, deadline)
 
     def load(self) -> Handle:
-        """Load torch and the code that answers requests, unless they are loaded, and return the function that answers.
+        """Return the function that answers requests; load it at the first call.
 
         Raises:
             ComingleError: Loading fails, so the client cannot take part; :attr:`refusal` says why.
@@ -197,14 +195,12 @@ class FleetClient:
 
 
 def participate(clients: Sequence[FleetClient], calls: CallQueue, until: Callable[[], bool]) -> None:
-    """Exchange the messages of all clients of this process and carry out their tasks, one at a time.
-
-    Returns once ``until`` is true, and then closes all clients.
+    """Start all clients of this process, carry out their tasks one at a time until a condition holds, and close them.
 
     Args:
-        clients: Clients of this process, each of which exchanges messages in a thread of its own.
+        clients: The clients, each of which exchanges messages in a thread of its own.
         calls: Queue into which the clients put their tasks; this thread carries them out.
-        until: Called between two tasks. Errors that it raises end the clients, too.
+        until: The condition, which is checked between two tasks.
 
     Raises:
         KeyboardInterrupt: The process was interrupted, or got SIGTERM.
@@ -218,7 +214,7 @@ def participate(clients: Sequence[FleetClient], calls: CallQueue, until: Callabl
                     with suppress(ComingleError):  # `client.refusal` has the reason
                         client.load()
             while not until():
-                if got_sigterm.is_set():  # The KeyboardInterrupt may have been lost in a callback.
+                if got_sigterm.is_set():  # the KeyboardInterrupt may have been lost in a callback
                     raise KeyboardInterrupt
                 calls.serve(_CHECK_SECONDS)
     finally:
@@ -235,8 +231,8 @@ class ClientProcess:
         state: The user's state folder; its log is in it.
         command: The command.
         say: Called with each line to show to the user.
-        refusal: Why the process has ended and is not restarted, as it has failed too often or a user has to fix
-            something; empty while it runs or may be restarted.
+        refusal: Why the process is not restarted: it has failed too often, or a user has to fix something. Empty while
+            it runs or may be restarted.
     """
 
     name: str
@@ -259,16 +255,12 @@ class ClientProcess:
         )
 
     def keep_running(self) -> None:
-        """Start the process, or restart it if it has ended; call this repeatedly.
-
-        A process that has failed too often, or with an error that a user has to fix, is not restarted; ``refusal`` has
-        the reason.
-        """
+        """Start the process, or restart it if it has ended and there is no ``refusal``; call this repeatedly."""
         if self.refusal:
             return
         try:
             self.service.keep_running()
-        except RunError as error:  # A restart would not help.
+        except RunError as error:  # a restart would not help
             self.refusal = str(error)
 
     def stop(self) -> None:

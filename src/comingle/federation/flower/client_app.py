@@ -231,43 +231,42 @@ class User:
 
 
 def read_user(node_config: Mapping[str, object]) -> User:
-    """Return the user that ``--node-config`` describes: ``name="ada" state="FOLDER"`` or ``config="ada.yaml"``.
+    """Return the user that Flower's option ``--node-config`` describes.
 
-    Values of ``name`` and ``state`` take priority over those in the file. "client-key" and "state-dir" are other names
-    of these keys.
+    Args:
+        node_config: Its values: ``name`` and ``state`` (or "client-key" and "state-dir"), or ``config``, a file with
+            the keys ``name`` and ``state``.
 
     Raises:
         RecipeError: The name or the folder is missing, or the file cannot be read.
     """
-    config, from_file = None, dict[str, object]()
+    file, from_file = None, dict[str, object]()
     if node_config.get("config"):
-        config = expand_home(str(node_config["config"]))
-        from_file = _read_mapping(config)
+        file = expand_home(str(node_config["config"]))
+        from_file = _read_mapping(file)
     name = node_config.get("name") or node_config.get("client-key") or from_file.get("name")
     if not name:
         raise RecipeError('node-config: no name; give name="NAME", or config="FILE" that has \'name\'')
     state = node_config.get("state") or node_config.get("state-dir")
-    if not state and config is not None and from_file.get("state"):
-        state = config.parent / str(from_file["state"])  # Paths in a file are relative to it.
+    if not state and file is not None and from_file.get("state"):
+        state = file.parent / str(from_file["state"])  # relative to the file
     if not state:
         raise RecipeError(f"node-config: no state folder for {name}; give state=\"FOLDER\", or 'state' in its file")
     state_folder = expand_home(str(state)).absolute()
-    return User(name=str(name), state=state_folder, config=None if config is None else config.absolute())
+    config = None if file is None else file.absolute()
+    return User(name=str(name), state=state_folder, config=config)
 
 
 def instance_of(state: Path) -> str:
-    """Return a random text that identifies a state folder, stored in the folder by the first call.
-
-    The server recognises a client that reconnects by this text.
-    """
+    """Return the random text by which the server recognises a client that reconnects; it is stored in the folder."""
     state.mkdir(parents=True, exist_ok=True)
     path = state / INSTANCE
     if not path.exists():
         draft = state / f".{INSTANCE}-{os.getpid()}"  # a file of this process only
         draft.write_text(uuid.uuid4().hex, encoding="utf-8")
         try:
-            os.link(draft, path)  # Unlike a rename, a link does not replace a file that another process has created.
-        except FileExistsError:
+            os.link(draft, path)  # unlike a rename, does not replace a file
+        except FileExistsError:  # another process has created it in the meantime
             pass
         finally:
             draft.unlink()
@@ -297,10 +296,7 @@ Ask = Callable[[User, bytes, float], bytes]
 
 
 def make_client_app(ask: Ask, refuse: Callable[[str], None]) -> ClientApp:
-    """Return the Flower app of a client, which answers three types of messages from the server.
-
-    They are "query.hello" (which user does this node belong to?), "query.refused" (the reason why the server refuses
-    this node) and "train" (a request, such as a task).
+    """Return the Flower app of a client, with a function for each type of message from the server.
 
     Args:
         ask: Answers a request of a user. Raises a ComingleError if it cannot; its text is sent to the server.

@@ -77,7 +77,7 @@ A killed client stays active on the server for 2 heartbeat intervals, which bloc
 _NOT_AUTHENTICATED, _KEY_IN_USE, _RUN_HAS_ENDED = (401,), (412,), (403, 404)
 """HTTP statuses: client not authenticated; node cannot be activated (key in use); run of the message has ended."""
 
-_NOT_RETRIED_BY_CALL = (*_NOT_AUTHENTICATED, *_KEY_IN_USE, *_RUN_HAS_ENDED)
+_FINAL_STATUSES = (*_NOT_AUTHENTICATED, *_KEY_IN_USE, *_RUN_HAS_ENDED)
 """Statuses that are not retried. Others come from a gateway, a server that is starting, or a corrupted request."""
 
 _POLL_SECONDS = 0.2
@@ -148,9 +148,6 @@ class FleetConnection:
     def activate(self) -> None:
         """Make this client an active node of the server, and start the thread that sends its heartbeats.
 
-        A client without a key registers a generated one first. While another node with the same key is active, which
-        may be that of a killed process of this client, activation is tried again.
-
         Raises:
             RunError: The key is not registered, or another active client uses it.
         """
@@ -181,16 +178,15 @@ class FleetConnection:
             return self._call("ActivateNode", request).node_id
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
-            if status not in _NOT_RETRIED_BY_CALL:  # `_call` has retried it, and given up
+            if status not in _FINAL_STATUSES:  # `_call` has retried it, and given up
                 raise
             if status in _NOT_AUTHENTICATED:
                 reason = self._why_not_authenticated(error)
                 if reason:
                     raise RunError(f"{self._server.address}: {reason}") from None
-            # The key may be in use by this client's own node, whose activation succeeded but whose response was lost.
-            # The server drops such a node after some time.
-            is_in_use_by_another = time.monotonic() > self._last_lost_at + _KEY_IN_USE_SECONDS
-            if status in _KEY_IN_USE and is_in_use_by_another:
+            # At first, the key may be in use by a node of this client that the server has not dropped yet.
+            own_node_is_dropped = time.monotonic() > self._last_lost_at + _KEY_IN_USE_SECONDS
+            if status in _KEY_IN_USE and own_node_is_dropped:
                 raise RunError(f"{self._server.address}: another client uses the key {self._server.key}") from None
             return None
 
@@ -200,7 +196,7 @@ class FleetConnection:
         Raises:
             NotActiveError: The server does not know this client any more, or a message may have been lost.
         """
-        # Not repeated if its response is lost, as the server would consider the message of that response delivered.
+        # Not repeated: if the response is lost, the server considers its message delivered.
         response = self._call_active("PullMessages", PullMessagesRequest(node=self._node), once=True)
         if not response.messages_list:
             return None
@@ -208,14 +204,11 @@ class FleetConnection:
         return message_from_proto(message), tree
 
     def digest_of(self, run_id: int) -> str:
-        """Return the SHA-256 of a run's app bundle, as announced by the server.
-
-        A digest other than ``DIGEST``, that of the installed app, is requested twice, as the first response may have
-        been corrupted on the way.
-        """
+        """Return the SHA-256 of a run's app bundle, as announced by the server."""
         request = GetRunRequest(node=self._node, run_id=run_id)
-        for _attempt in range(2):
-            if self._app_digests.get(run_id) != DIGEST:
+        for _attempt in range(2):  # the first response may have been corrupted on the way
+            is_installed_app = self._app_digests.get(run_id) == DIGEST
+            if not is_installed_app:
                 self._app_digests[run_id] = self._call_active("GetRun", request).run.fab_hash
         return self._app_digests[run_id]
 
@@ -283,7 +276,8 @@ class FleetConnection:
         self.closed.set()
         with suppress(httpx.HTTPError, ValueError):
             self._http.DeactivateNode(DeactivateNodeRequest(node_id=self.node_id))
-            if self._server.key is None:  # A generated key is not used again; one of the user stays registered.
+            is_generated_key = self._server.key is None  # it is not used again
+            if is_generated_key:
                 self._http.UnregisterNode(UnregisterNodeFleetRequest(node_id=self.node_id))
         self._http.close()
 
@@ -299,7 +293,7 @@ class FleetConnection:
                 NodeAuthHttpInterceptor(self._private_key, self._public_key),
             ],
         )
-        client._client.follow_redirects = False  # Signed requests must go to the server's address only.
+        client._client.follow_redirects = False  # signed requests must go to the server's address only
         return client
 
     def _register(self, public_key: bytes) -> None:
@@ -339,8 +333,7 @@ class FleetConnection:
     def _call(self, method: str, request: Any, *, once: bool = False) -> Any:
         """Call the Fleet API; retry with growing pauses, up to 5 s, until the server responds.
 
-        Without a connection it retries without limit. A response with an error status is retried up to 100 times, as it
-        may come from a gateway, unless it is a final refusal of the server (:data:`_NOT_RETRIED_BY_CALL`).
+        An error status that is not final is retried up to 100 times, since it may come from a gateway.
 
         Args:
             method: Name of the Fleet API's method.
@@ -360,10 +353,10 @@ class FleetConnection:
             except httpx.HTTPStatusError as error:
                 status = error.response.status_code
                 num_rejections += 1
-                if status in _NOT_RETRIED_BY_CALL or num_rejections >= _MAX_REJECTIONS:
+                if status in _FINAL_STATUSES or num_rejections >= _MAX_REJECTIONS:
                     raise
-                may_have_arrived = status >= 500  # A gateway may have passed the request on.
-            except (httpx.TransportError, ValueError) as error:  # A ValueError means a corrupted response.
+                may_have_arrived = status >= 500  # a gateway may have passed the request on
+            except (httpx.TransportError, ValueError) as error:  # a ValueError means a corrupted response
                 self._last_lost_at = time.monotonic()
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
                     problem = self._certificate_problem()
@@ -412,8 +405,7 @@ class FleetConnection:
     def _keep_alive(self, node: Node) -> None:
         """Send heartbeats every 7 s until the client closes or gets another node.
 
-        Runs in a thread of its own, with its own connection. If the server does not know the node any more,
-        ``deactivated`` is set, so that the client activates again.
+        Sets ``deactivated`` if the server does not know the node any more.
 
         Args:
             node: The node that the server has activated for this client.
@@ -424,10 +416,11 @@ class FleetConnection:
             try:
                 http.SendNodeHeartbeat(request)
             except httpx.HTTPStatusError as error:
-                if error.response.status_code in _NOT_AUTHENTICATED and node is self._node:
+                is_unknown = error.response.status_code in _NOT_AUTHENTICATED
+                if is_unknown and node is self._node:
                     self.deactivated.set()
             except (httpx.TransportError, ValueError):
-                pass  # The next one may arrive.
+                pass  # the next one may arrive
             self.closed.wait(_HEARTBEAT_SECONDS)
         http.close()
 
@@ -485,13 +478,13 @@ class MessageLoop:
                     if not has_answered:
                         self._connection.closed.wait(_POLL_SECONDS)
             except NotActiveError:
-                continue  # Activate again; the server resends a message that was lost.
+                continue  # activates again; the server resends a message that was lost
 
     def _answer_next(self) -> bool:
-        """Poll for a message and answer it; return False if there was none.
+        """Poll for a message and answer it; return whether there was one.
 
         Raises:
-            NotActiveError: The client has to activate again, as the server does not know it or the message any more.
+            NotActiveError: The server does not know the client or the message any more, so it has to activate again.
         """
         received = self._connection.receive()
         if received is None:
@@ -504,16 +497,14 @@ class MessageLoop:
                 full_message = self._connection.download(message, tree)
                 reply = self._answer_in_thread(full_message)
             self._connection.send(reply, time.monotonic() - began)
-        except (ObjectPullError, ObjectPushError) as error:  # The server has dropped the message, and will resend it.
+        except (ObjectPullError, ObjectPushError) as error:  # the server has dropped the message, and will resend it
             self._say(f"run {message.metadata.run_id}: {error}")
-        except RunOverError:  # The run has ended, or the request was corrupted so that it names an unknown run.
-            raise NotActiveError from None  # After the next activation the server resends what it still needs.
+        except RunOverError:  # the run has ended, or a corrupted request has named an unknown run
+            raise NotActiveError from None  # after the next activation the server resends what it still needs
         return True
 
     def _answer_in_thread(self, message: Message) -> Message:
-        """Run the app in a thread and return its reply; abandon the thread if the server deactivates this node.
-
-        The client can then activate again at once instead of after a long task.
+        """Run the app in a thread and return its reply; if the server deactivates this node, do not wait for it.
 
         Raises:
             NotActiveError: The node was deactivated, or the connection closed, while the app was running.
@@ -530,9 +521,9 @@ class MessageLoop:
         raise NotActiveError
 
     def _refusal(self, message: Message) -> Message | None:
-        """Return an error reply to a message of another app than the one that is installed here; otherwise None.
+        """Return an error reply to a message whose run has another app than the one that is installed here; else None.
 
-        The app that a run announces is never downloaded or run. The user is shown each refused run once.
+        Such an app is not downloaded. The user is shown each refused run once.
         """
         run_id = message.metadata.run_id
         digest = self._connection.digest_of(run_id)
@@ -543,7 +534,7 @@ class MessageLoop:
         if run_id not in self._refused_runs:
             self._refused_runs.add(run_id)
             self._say(f"refused: {reason}; the app was not run")
-        self._connection.confirm(message)  # The server then drops the content, which is not downloaded.
+        self._connection.confirm(message)  # the server then drops the content
         return Message(Error(ErrorCode.INVALID_FAB, reason), reply_to=message)
 
     def _run_app(self, message: Message) -> Message:
