@@ -95,7 +95,10 @@ def _reads_conversations(kind: ConversationsKind, recipe: Recipe) -> bool:
 @reads_user_data.register
 def _reads_text(kind: TextKind, recipe: Recipe) -> bool:
     """Return whether text is read: if all of it is on this machine."""
-    return not recipe.data.given and check_local_text(section(recipe))[0]
+    if recipe.data.given:  # a program passed the text
+        return False
+    is_local, _note = check_local_text(section(recipe))
+    return is_local
 
 
 def _read_one_by_one(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> RunData | None:
@@ -233,10 +236,10 @@ class Writes:
     def kept_rounds(self) -> int:
         """Largest number of rounds whose overwritten records are still on disk, because a checkpoint refers to them.
 
-        With a checkpoint every 5 rounds of which 2 are kept, this is 15: the records of a deleted checkpoint are freed
-        only when the next one is written, so there are those of 3. Rounds before the first checkpoint do not count.
+        With a checkpoint every 5 rounds of which 2 are kept, this is 15 in a run of 20 rounds or more: the records of a
+        deleted checkpoint are freed only when the next one is written, so there are those of 3 checkpoints.
         """
-        rounds_after_first = max(0, self.rounds - self.checkpoint_every)
+        rounds_after_first = max(0, self.rounds - self.checkpoint_every)  # the first checkpoint
         return min(self.checkpoint_every * (self.kept_checkpoints + 1), rounds_after_first)
 
     def max_model_records(self) -> float:

@@ -1035,7 +1035,12 @@ def _largest_user(recipe: Recipe, names: Sequence[str]) -> int:
     recipe = recipe.for_users(names)
     specialists = make(recipe.method.name, **recipe.method.settings).placement.specialists_of(len(names))
     ranks = ranks_of(recipe.adapters, len(names)).tolist()
-    return max(range(len(names)), key=lambda user: (specialists[user], ranks[user]))
+
+    def num_specialists_and_rank(user: int) -> tuple[int, int]:
+        """Return both numbers of a user, by which users are compared."""
+        return specialists[user], ranks[user]
+
+    return max(range(len(names)), key=num_specialists_and_rank)
 
 
 def main() -> None:

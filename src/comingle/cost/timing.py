@@ -110,7 +110,7 @@ class Collectives:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Measured or given times of the parts of a round.
+    """Measured or given times of the parts of a round. A core second is one second of one core.
 
     Args:
         training_core_seconds: Core seconds of one user's local steps.
