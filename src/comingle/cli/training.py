@@ -24,7 +24,7 @@ from comingle.cli.options import default_folder, read_recipe
 from comingle.config import Recipe
 from comingle.data.conversations.encoding import Answers, UserAnswers
 from comingle.data.samples.samples import SPLITS, UserSamples
-from comingle.data.splits import REPEATED, UserText
+from comingle.data.splits import OVERLAP_PHRASE, UserText
 from comingle.data.streaming import MAX_LISTED_USERS
 from comingle.data.text.streams import UserData
 from comingle.reports.formatting import Table
@@ -224,7 +224,7 @@ def warn_overlaps(run_data: RunData) -> None:
     for overlap in overlaps[:MAX_LISTED_USERS]:
         lines.append(
             f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
-            f"{overlap.test} of {overlap.test_documents} test {documents} are {REPEATED}"
+            f"{overlap.test} of {overlap.test_documents} test {documents} are {OVERLAP_PHRASE}"
         )
     num_others = len(overlaps) - len(lines)
     if num_others:

@@ -139,13 +139,13 @@ def _check_keys(node: yaml.MappingNode) -> None:
                 raise _error_at(key, f"duplicate key {key.value!r}, first given in line {line_of_key[key.value]}")
             line_of_key[key.value] = key.start_mark.line + 1
         if key.value == "users" and isinstance(value, yaml.MappingNode):
-            _check_users(value)
+            _refuse_merge_keys(value)
 
 
-def _check_users(node: yaml.MappingNode) -> None:
-    """Refuse merge keys (``<<``), which insert the entries of another mapping, in the mapping of users.
+def _refuse_merge_keys(node: yaml.MappingNode) -> None:
+    """Raise an error if the mapping of users has a merge key (``<<``), which inserts the entries of another mapping.
 
-    A user could be in both mappings, and one of the two entries would be ignored silently.
+    If both mappings had the same user, one entry would be ignored silently.
 
     Args:
         node: The mapping below a key ``users``.

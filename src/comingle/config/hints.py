@@ -271,7 +271,7 @@ def _suggestion(keys: Sequence[str], place: Sequence[str]) -> str:
 
 
 def _dotted_keys(model: type[BaseModel], data: type[DataSection] | None, prefix: str = "") -> Iterator[str]:
-    """Yield all dotted keys of a recipe or of a section, each section's before those of its fields.
+    """Yield the dotted keys of a recipe or of a section: ``training``, ``training.rounds`` and so on.
 
     Args:
         model: The class of the recipe or of the section.
@@ -282,8 +282,8 @@ def _dotted_keys(model: type[BaseModel], data: type[DataSection] | None, prefix:
         key = f"{prefix}{name}"
         yield key
         section = data if key == "data" else section_in(field.annotation)
-        names_users = key == "data.users"  # its keys are names of users, not keys of a section
-        if section is not None and not names_users:
+        has_user_names = key == "data.users"  # as its keys, instead of the keys of a section
+        if section is not None and not has_user_names:
             yield from _dotted_keys(section, data, prefix=f"{key}.")
 
 
@@ -345,7 +345,6 @@ _ACCEPTED = {
 }
 """Accepted values of keys with several types, for which pydantic would name only one."""
 
-_USERS = ["data", "users"]
 _TYPE_NAMES: Mapping[type, str] = {list: "a list", dict: "a mapping"}
 _WRONG_TYPES = ("_type", "_parsing", "literal_error", "int_from_float")
 """Endings of pydantic's error types for values of a wrong type."""
@@ -421,26 +420,25 @@ def _describe_problem(
 
     Args:
         problem: The problem, as pydantic reports it.
-        accepted: Descriptions of allowed values by dotted key, for keys of several types; ``data.users.*`` is the entry
-            of any user.
+        accepted: Accepted values by dotted key, for keys of several types, such as ``{"runtime.compile": "auto, true or
+            false"}``; ``data.users.*`` is the entry of any user.
         model: The class of the recipe or file that was validated.
         data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
     """
-    parts = _keys_in(problem["loc"], accepted)
-    place = ".".join(parts)
+    keys = _keys_in(problem["loc"], accepted)
+    place = ".".join(keys)
     if problem["type"] == "extra_forbidden":
         known = _known_keys(problem["loc"], model, data)
-        hint = other_name_hint(parts, known, model, data) or did_you_mean(parts[-1], known)
+        hint = other_name_hint(keys, known, model, data) or did_you_mean(keys[-1], known)
         return f"unknown key {place!r}.{hint} Allowed: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"key {place!r} is missing"
-    got = _got_suffix(problem)
-    is_entry_of_user = parts[:2] == _USERS and len(parts) == 3
+    got = _got_suffix(problem)  # empty for a list or mapping
+    is_entry_of_user = len(keys) == 3 and keys[:2] == ["data", "users"]
     accepted_values = accepted.get("data.users.*" if is_entry_of_user else place)
     has_wrong_type = problem["type"].endswith(_WRONG_TYPES)
     if accepted_values and has_wrong_type:
-        if not got:  # a list or mapping: name its type
-            got = f"; got {_TYPE_NAMES.get(type(problem['input']), 'a section')}"
+        got = got or f"; got {_TYPE_NAMES.get(type(problem['input']), 'a section')}"
         return f"{place}: give {accepted_values}{got}"
     # pydantic's own text, in the words of YAML.
     reason = re.sub("a valid dictionary( or instance of .*)?", "a mapping", problem["msg"])

@@ -325,19 +325,19 @@ _RATE_OF_NETS, _RATE_OF_EXPERTS = "training.learning_rate", "training.experts.le
 
 
 def _trains_nets(data: object) -> bool:
-    """Return whether users with such data train all weights of a net, without adapters.
+    """Return whether users train all weights of a net, without adapters; False if ``data`` is invalid.
 
     Args:
-        data: The section ``data``, or its raw content; False for invalid content.
+        data: The section ``data``, or its raw content.
     """
     section_class = type(data) if isinstance(data, DataSection) else _section_or_none(data)
     if section_class is None:
         return False
-    return "adapters" in section_class.unread  # a kind of data that does not use the section `adapters`
+    return "adapters" in section_class.unread  # nets do not use the section `adapters`
 
 
 def _move_rate_to_experts(training: Any) -> object:
-    """Return the raw section ``training`` of nets with its key ``learning_rate`` moved into its section ``experts``.
+    """Move ``learning_rate`` in the section ``training`` of a recipe for nets to ``experts.learning_rate``.
 
     Content that is not a mapping is returned unchanged; the validation that follows refuses it.
 

@@ -318,15 +318,14 @@ KINDS: registry.Registry[type[DataSection]] = registry.Registry(
 def section_of(content: Mapping[str, object]) -> type[DataSection]:
     """Return the section class for the content of a recipe's key ``data``.
 
-    The key ``kind`` names the kind of data. If it is missing, the kind follows from the source of the data: each kind
-    has keys for sources (its ``marks``) that no other kind has.
+    The key ``kind`` names the kind of data. If it is missing, the kind follows from the keys (``marks``) that only one
+    kind has.
 
     Args:
         content: The content as read from YAML, before validation.
 
     Raises:
-        ValueError: There is no kind of this name; or no kind is named, and there is no source or sources of several
-            kinds.
+        ValueError: There is no kind of this name; or no kind is named, and the keys are those of no kind or of several.
     """
     kind = content.get("kind")
     if kind is not None:
@@ -336,8 +335,8 @@ def section_of(content: Mapping[str, object]) -> type[DataSection]:
     section_by_mark = {mark: section for section in _importable_sections() for mark in section.marks}
     sections = {section for mark, section in section_by_mark.items() if content.get(mark) is not None}
     if len(sections) != 1:
-        *others, last = section_by_mark
-        raise ValueError(f"give one of {', '.join(others)} and {last}")
+        *other_marks, last_mark = section_by_mark
+        raise ValueError(f"give one of {', '.join(other_marks)} and {last_mark}")
     (section,) = sections
     return section
 
@@ -352,35 +351,34 @@ def _importable_sections() -> Iterator[type[DataSection]]:
 ON_LANGUAGE: Mapping[str, str] = {"floral": "adaptors on a language model use adapters.rank and adapters.alpha"}
 """Settings of nets that language models do not use."""
 
-_PASSES = {"data.train_on_valid": "rounds are passes, which more training data would make longer"}
+_TRAIN_ON_VALID = {"data.train_on_valid": "rounds are passes, which more training data would make longer"}
 
 _LIMITS = ("data.max_train_tokens", "data.max_valid_tokens", "data.max_test_tokens")
 
 
 def unread_local_steps(items: str) -> dict[str, str]:
-    """Return the explanation, by dotted key, why ``training.local_steps`` has no effect for a kind of data.
+    """Return the entry of ``DataSection.unread`` which says that ``training.local_epochs`` replaces ``local_steps``.
 
-    It is part of ``DataSection.unread`` for kinds whose users make passes over their data instead of steps.
+    It is for kinds of data whose users make passes over their data.
 
     Args:
-        items: Of what a user's data consists, in the plural: "samples" or "conversations".
+        items: Plural noun for a user's data: "samples" or "conversations".
     """
     return {"training.local_steps": f"training.local_epochs is the number of passes over a user's {items}"}
 
 
 def unread_keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -> dict[str, str]:
-    """Return the keys of ``data`` that only text has, each with what to use instead for another kind of data.
+    """Return entries of ``DataSection.unread`` for a kind that lacks keys of text.
 
-    The result is part of ``DataSection.unread`` for the other kind. It always has the token limits and the key
-    ``data.train_on_valid``.
+    For example ``{"data.max_train_tokens": "samples have no tokens", ...}``.
 
     Args:
-        limits: Replacements of the token limits of train, valid and test: one text for all, or one each.
-        **instead: Replacements of other keys, by key without ``data.``.
+        limits: Explanations of the token limits of train, valid and test: one text for all, or one each.
+        **instead: Explanations of other keys, such as ``held_out="all users have the same questions"``.
     """
     limit_texts = (limits, limits, limits) if isinstance(limits, str) else limits
     return {
-        **_PASSES,
+        **_TRAIN_ON_VALID,
         **{f"data.{key}": text for key, text in instead.items()},
         **dict(zip(_LIMITS, limit_texts, strict=True)),
     }
@@ -393,8 +391,8 @@ class Gating(Protocol):
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Any]:
         """Return the number of rows of a router's matrix ``(rows, width)``, and the function that draws initial values.
 
-        With at most as many rows as experts, the last row belongs to the last expert, the row before it to the expert
-        before it, and so on; users have only the rows of their own experts. With more rows, users have all of them.
+        Rows belong to the last experts: 2 rows for experts 0, 1 and 2 belong to 1 and 2. A user has only the rows of
+        its own experts. With more rows than experts, each user has all rows.
 
         Args:
             experts: Number of experts.
@@ -481,7 +479,7 @@ class AdaptersSection(Section):
 WORDS = (32, 64)
 """Bit widths of the integers on which masks are uniform."""
 
-LEAST = 2
+LEAST_USERS_IN_SUM = 2
 """Least number of users in a sum; a sum over one user would reveal that upload."""
 
 
@@ -508,8 +506,8 @@ class SecureSection(Section):
         Args:
             participants: Number of participants of the round.
         """
-        rounding_error = 1e-9  # so that a product such as 3.0000000001 is not rounded up
-        return max(LEAST, math.ceil(self.threshold * participants - rounding_error))
+        rounding_error = 1e-9  # a product such as 3.0000000001 is 3, not to be rounded up to 4
+        return max(LEAST_USERS_IN_SUM, math.ceil(self.threshold * participants - rounding_error))
 
     def word_bits(self, users: int) -> int:
         """Return the bit width of the integers that masked uploads consist of: 32, or 64 if sums need more.

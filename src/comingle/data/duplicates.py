@@ -142,20 +142,25 @@ def warn_same_files(sources_by_user: Mapping[str, Iterable[str | None]]) -> None
 
     sizes = {source: os.path.getsize(source) for source in users_by_source if os.path.isfile(source)}
     num_files_of_size = Counter(sizes.values())
-    users_by_content: dict[str, list[str]] = {}
+    users_by_content: dict[str, list[str]] = {}  # by the digest of a file that may have a copy, else by the source
     for source, users in users_by_source.items():
         size = sizes.get(source, 0)
         # Only files of equal size can be copies, so that most files need not be read.
         may_have_copy = size > 0 and num_files_of_size[size] > 1
-        content = _digest(Path(source)) if may_have_copy else source
-        users_by_content.setdefault(content, []).extend(users)
+        digest_or_source = _digest(Path(source)) if may_have_copy else source
+        users_by_content.setdefault(digest_or_source, []).extend(users)
 
     groups = [users for users in users_by_content.values() if len(set(users)) > 1]  # users with equal content
-    if groups:
-        listed = "; ".join(" and ".join(map(repr, dict.fromkeys(users[:_LISTED]))) for users in groups[:_LISTED])
-        if len(groups) > _LISTED:
-            listed += f"; and {len(groups) - _LISTED} more files"
-        logger.warning("data.users: some users have the same file or copies of it: %s", listed)
+    if not groups:
+        return
+    listed_groups: list[str] = []
+    for users in groups[:_LISTED]:
+        names = dict.fromkeys(users[:_LISTED])  # each once
+        listed_groups.append(" and ".join(map(repr, names)))
+    listed = "; ".join(listed_groups)
+    if len(groups) > _LISTED:
+        listed += f"; and {len(groups) - _LISTED} more files"
+    logger.warning("data.users: some users have the same file or copies of it: %s", listed)
 
 
 def _digest(path: Path) -> str:

@@ -38,12 +38,12 @@ def suffix_of(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def has_rows(path: Path) -> bool:
+def has_row_suffix(path: Path) -> bool:
     """Return whether a file holds rows, judged by its suffix."""
     return suffix_of(path) in ROW_SUFFIXES
 
 
-def is_saved(folder: Path) -> bool:
+def is_saved_dataset(folder: Path) -> bool:
     """Return whether ``datasets`` wrote the folder with ``save_to_disk``."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
@@ -52,7 +52,7 @@ def looks_like_path(source: str) -> bool:
     """Return whether a source that does not exist is a mistyped path and not a hub name, ``NAME`` or ``OWNER/NAME``."""
     begins_like_path = source.startswith((".", "~", "/"))
     has_many_slashes = source.count("/") > 1
-    return begins_like_path or has_many_slashes or has_rows(Path(source))
+    return begins_like_path or has_many_slashes or has_row_suffix(Path(source))
 
 
 OPENERS: Mapping[str, Callable[[Path], io.BufferedIOBase]] = {
@@ -250,13 +250,13 @@ _SPLITS = {
     "evaluation": "test",
 }
 """Splits by the words that denote them in names of files and folders."""
-_ORDER = ("train", "validation", "test")
+_SPLIT_ORDER = ("train", "validation", "test")
 _SHARD = re.compile(r"[-._ ]?\d.*")
 """Rest of a file's stem after the name of a split, such as ``-00000-of-00002``."""
 _WORDS = re.compile(r"[-._ /0-9]+")
 """Separators of words in a path."""
 _DATA_CARD = "readme.md"
-_METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_METADATA_FILES = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files of ``datasets`` that are not data."""
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 """Folder value that Hive writes for a missing value."""
@@ -330,7 +330,7 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
     names = list_files(folder)
     for name in names:
         path = folder / name
-        if has_rows(path) and path.is_file() and path.name not in _METADATA:
+        if has_row_suffix(path) and path.is_file() and path.name not in _METADATA_FILES:
             row_files.append(name)
         elif path.name.lower() != _DATA_CARD:
             other_files.append(name)
@@ -338,18 +338,18 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
         found = f"{len(names)} other files, first: {names[0]}" if names else "nothing"
         raise DataError(f"{folder}: no files of rows; found: {found}; allowed: {', '.join(ROW_SUFFIXES)}")
 
-    splits = [_split_by_word(name) for name in row_files]
+    splits = [_split_by_last_word(name) for name in row_files]
     rule_1_applies = "train" in splits and None not in splits
     if not rule_1_applies:
-        splits = [_split_by_name(name) or "train" for name in row_files]
+        splits = [_split_by_beginning(name) or "train" for name in row_files]
     files: list[RowFile] = []
     for name, split in zip(row_files, splits, strict=True):
         assert split is not None
         files.append(RowFile(path=folder / name, split=split, extra_columns=dict(_partition_columns(name))))
-    return sorted(files, key=lambda file: _ORDER.index(file.split)), other_files
+    return sorted(files, key=lambda file: _SPLIT_ORDER.index(file.split)), other_files
 
 
-def _split_by_name(name: str) -> str | None:
+def _split_by_beginning(name: str) -> str | None:
     """Return the split that the beginning of a file's name denotes, or else the name of its nearest folder.
 
     Args:
@@ -371,7 +371,7 @@ def _split_by_name(name: str) -> str | None:
     return None
 
 
-def _split_by_word(name: str) -> str | None:
+def _split_by_last_word(name: str) -> str | None:
     """Return the split that the last word for a split in a file's path denotes; None if there is no such word.
 
     Args:
@@ -465,7 +465,7 @@ def read_text_folder(folder: Path, *, max_bytes: int | None = None) -> list[str]
     num_read = 0  # bytes
     for name in list_files(folder):
         path = folder / name
-        if has_rows(path) or path.suffix.lower() in _NOTEBOOKS:
+        if has_row_suffix(path) or path.suffix.lower() in _NOTEBOOKS:
             row_files.append(name)
             continue
         if max_bytes is not None and num_read >= max_bytes:

@@ -111,10 +111,8 @@ class StoredNamesWriter:
     def __init__(self, folder: Path):
         self.folder = folder
         self._open_files = ExitStack()
-        self._text_file, self._ends_file = (
-            self._open_files.enter_context(open(folder / name, "wb"))  # noqa: SIM115 (closed with the stack)
-            for name in (NAMES, _ENDS)
-        )
+        self._text_file = self._open_files.enter_context(open(folder / NAMES, "wb"))  # noqa: SIM115 (closed by close)
+        self._ends_file = self._open_files.enter_context(open(folder / _ENDS, "wb"))  # noqa: SIM115 (closed by close)
         self._end = 0
         """End of the last name in the text, in bytes."""
         self._hashes = array("Q")

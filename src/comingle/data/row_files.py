@@ -70,11 +70,11 @@ class BadRows:
         self.count = 0
         """Number of bad rows since the last call of :meth:`report`."""
         self.problems: list[tuple[str, str]] = []
-        """Place and problem of the first 1,000 of them."""
+        """Place and problem of each of these rows, up to 1,000."""
         self.skipped = 0
         """Number of rows skipped so far, over all calls of :meth:`report`."""
         self.remarks: dict[str, tuple[int, str]] = {}
-        """Number of rows and place of the first, by the text of a note on rows that are used."""
+        """Number of rows and first place by remark, such as ``{"unused columns: id": (7, "chats.jsonl: line 1")}``."""
 
     @contextmanager
     def catch(self, where: str) -> Iterator[None]:
@@ -155,7 +155,7 @@ def _merge_equal(problems: list[tuple[str, str]]) -> list[str]:
     """
 
     def source_and_problem(item: tuple[str, str]) -> tuple[str, str]:
-        """Return such as ``("chats.jsonl", "not JSON")``; the source is empty if the place names none."""
+        """Return source and problem, as ``("chats.jsonl", "not JSON")``; the source is empty if the place has none."""
         where, problem = item
         source, _colon, _line = where.rpartition(": ")
         return source, problem

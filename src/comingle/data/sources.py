@@ -15,8 +15,8 @@ from typing import Any
 from comingle.config.settings import PATHS, DataSection, OwnUsersSection
 from comingle.data.files import (
     check_regular,
-    has_rows,
-    is_saved,
+    has_row_suffix,
+    is_saved_dataset,
     looks_like_path,
     read_text_file,
     read_text_folder,
@@ -124,7 +124,9 @@ def group_documents(
     users: Sequence[str] | int | None = None,
     **options: Any,
 ) -> Iterable[str]:
-    """Store the documents of a data set in ``rows``, which can group them by user; return the selected users.
+    """Store the documents of a data set in ``rows``, and return the names of the selected users.
+
+    ``rows.groups(names)`` then yields the documents of each user.
 
     Args:
         source: A data set, as for :func:`iterate_documents`.
@@ -141,15 +143,16 @@ def group_documents(
         DataError: A source, column or user is unknown, a name is invalid, or rows are unreadable or missing.
     """
 
-    # A store on disk writes documents as bytes. `surrogatepass` also encodes unpaired surrogates.
-    def pack(document: str) -> bytes:
+    # For a store on disk. `surrogatepass` also encodes unpaired surrogates.
+    def to_bytes(document: str) -> bytes:
         return document.encode("utf-8", "surrogatepass")
 
-    def unpack(content: bytes) -> str:
+    def from_bytes(content: bytes) -> str:
         return content.decode("utf-8", "surrogatepass")
 
     where = source_label(source)
-    rows.fill(iterate_documents(source, user=user, text=text, users=users, **options), pack=pack, unpack=unpack)
+    documents = iterate_documents(source, user=user, text=text, users=users, **options)
+    rows.fill(documents, pack=to_bytes, unpack=from_bytes)
     if not rows.users:  # no row has a user
         bad_rows = options.get("bad_rows")
         if bad_rows is not None:
@@ -240,8 +243,8 @@ def _within_limits(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of one table that are within the limits on users and documents.
 
-    Ends early once all selected users have their maximum number of documents, so that a stream is not read to its end.
-    If rows name their splits, all rows are read, since later rows may be of other splits.
+    Ends early once all selected users have ``max_documents``, unless rows name their splits: later rows may then be of
+    other splits.
 
     Args:
         counts: Numbers of documents kept so far, by user and split; updated. Shared by the tables of a source.
@@ -257,21 +260,22 @@ def _within_limits(
     selected = set(users) if isinstance(users, Sequence) else None
     max_users = users if isinstance(users, int) else None
     num_selected = len(selected) if selected is not None else max_users
-    has_limit = max_documents is not None or max_users is not None
+    is_unlimited = max_documents is None and max_users is None
     complete_users: set[str] = set()  # selected users with the maximum number of documents of the table's split
-    for document, user, *split_of_row in rows:
-        split = split_of_row[0] if split_of_row else split_of_table
-        if not has_limit:
+    for document, user, *rest in rows:
+        names_split = len(rest) > 0
+        split = rest[0] if names_split else split_of_table
+        if is_unlimited:
             yield user, split, document
             continue
         is_new_user = user not in counts
-        if is_new_user and max_users is not None and len(counts) == max_users:
+        if is_new_user and len(counts) == max_users:  # a user beyond the first ones
             continue
         counts_of_user = counts.setdefault(user, Counter())
         if max_documents is None or counts_of_user[split] < max_documents:
             counts_of_user[split] += 1
             yield user, split, document
-        is_complete = not split_of_row and counts_of_user[split] == max_documents
+        is_complete = not names_split and counts_of_user[split] == max_documents
         is_selected = selected is None or user in selected
         if is_complete and is_selected:
             complete_users.add(user)
@@ -311,8 +315,8 @@ def _read_path(path: Path, column: str, max_bytes: int | None, bad_rows: BadRows
         max_bytes: Stop after about this many bytes; None for all.
         bad_rows: Collects bad rows.
     """
-    is_saved_dataset = path.is_dir() and is_saved(path)
-    if is_saved_dataset or (not path.is_dir() and has_rows(path)):
+    is_saved = path.is_dir() and is_saved_dataset(path)
+    if is_saved or (not path.is_dir() and has_row_suffix(path)):
         yield from _read_rows(str(path), column, max_rows=None, max_bytes=max_bytes, bad_rows=bad_rows)
     elif path.is_dir():
         yield from read_text_folder(path, max_bytes=max_bytes)

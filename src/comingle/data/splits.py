@@ -34,7 +34,7 @@ class UserText:
     test: tuple[str, ...] = ()
 
 
-REPEATED = f"in the training text, entirely or by more than half of their {SHINGLE_WORDS}-word sequences"
+OVERLAP_PHRASE = f"in the training text, entirely or by more than half of their {SHINGLE_WORDS}-word sequences"
 """Phrase for messages about an :class:`Overlap`, after "documents are"."""
 
 
@@ -103,11 +103,10 @@ def split_given(
     seed: int = 0,
     advice: str = "",
 ) -> UserText:
-    """Return a user whose documents are split already; cut off a validation split if there is none.
+    """Return a user whose documents are split already.
 
-    If ``valid`` is None or missing in ``splits``, ``valid_fraction`` of train becomes valid (by characters, documents
-    shuffled by (seed, name)). With a fraction of 0, the validation split stays empty if ``valid`` is None; a missing
-    one is an error.
+    If there is no validation split, ``valid_fraction`` of train becomes valid. With a fraction of 0, valid is empty, or
+    an error if ``valid`` names a split that is missing in ``splits``.
 
     Args:
         splits: Documents by split.
@@ -115,8 +114,8 @@ def split_given(
         train: Name of the train split.
         valid: Name of the validation split, if there is one.
         test: Name of the test split.
-        valid_fraction: Fraction of train to use as validation split if there is no other.
-        seed: Seed of the shuffle.
+        valid_fraction: Fraction of train's characters to use as validation split if there is no other.
+        seed: Seed of the shuffle of train before valid is cut off.
         advice: What to do if a split is missing, for the message; by default to give the user's splits.
 
     Raises:
@@ -212,8 +211,8 @@ class Mixture:
     def __init__(self, make_lists: Callable[[str], DocumentLists], seed: int):
         self.make_lists, self.seed = make_lists, seed
         self.names: list[str] = []
-        self._own = make_lists("own")
-        """Users' own documents: train, valid and test of the first user, then of the second, and so on."""
+        self._unmixed = make_lists("own")
+        """Documents before mixing: train, valid and test of the first user, then of the second, and so on."""
         self._sizes: dict[str, list[int]] = {split: [] for split in HELD_OUT}
         """Number of characters of each user, by split."""
         self._shares: dict[str, DocumentLists] = {}
@@ -223,7 +222,7 @@ class Mixture:
         """Store a user's documents, and count the characters of its valid and test splits."""
         self.names.append(text.name)
         for documents in (text.train, text.valid, text.test):
-            self._own.add(documents)
+            self._unmixed.add(documents)
         self._sizes["valid"].append(sum(map(len, text.valid)))
         self._sizes["test"].append(sum(map(len, text.test)))
 
@@ -236,61 +235,64 @@ class Mixture:
         Raises:
             DataError: A user has no documents in a split that others have.
         """
-        self._own.finish()
-        by_name = sorted(range(len(self.names)), key=self.names.__getitem__)  # user numbers, sorted by name
+        self._unmixed.finish()
+        sorted_users = sorted(range(len(self.names)), key=self.names.__getitem__)  # user numbers, sorted by name
         for split in HELD_OUT:
             size_by_name = dict(zip(self.names, self._sizes[split], strict=True))
             quota = mixture_quota(size_by_name, split)  # characters that each user contributes
             if quota == 0:
                 continue
             shares = self.make_lists(split)
-            for contributor in by_name:
-                documents = self._own_documents(contributor, split)
-                for share in cut_shares(documents, quota, len(by_name), split, self.seed, self.names[contributor]):
+            for contributor in sorted_users:
+                documents = self._unmixed_documents(contributor, split)
+                name, num_mixtures = self.names[contributor], len(sorted_users)
+                for share in cut_shares(documents, quota, num_mixtures, split, self.seed, name):
                     shares.add(share)
             shares.finish()
             self._shares[split] = shares
-        position_by_name = {user: position for position, user in enumerate(by_name)}
+        position_of_user = {user: position for position, user in enumerate(sorted_users)}
         for user, name in enumerate(self.names):
-            receiver = position_by_name[user]
-            mixed = {split: self._mixture_of(shares, receiver, by_name) for split, shares in self._shares.items()}
-            yield UserText(name=name, train=tuple(self._own_documents(user, "train")), **mixed)
+            mixed: dict[str, tuple[str, ...]] = {}
+            for split, shares in self._shares.items():
+                mixed[split] = self._mixture_of(shares, position_of_user[user], sorted_users)
+            yield UserText(name=name, train=tuple(self._unmixed_documents(user, "train")), **mixed)
 
-    def _own_documents(self, user: int, split: str) -> Sequence[str]:
+    def _unmixed_documents(self, user: int, split: str) -> Sequence[str]:
         """Return the documents of a user, given by number, in a split, before they are mixed."""
         splits = ("train", "valid", "test")
-        return self._own[len(splits) * user + splits.index(split)]
+        return self._unmixed[len(splits) * user + splits.index(split)]
 
-    def _mixture_of(self, shares: DocumentLists, receiver: int, by_name: Sequence[int]) -> tuple[str, ...]:
+    def _mixture_of(self, shares: DocumentLists, position: int, sorted_users: Sequence[int]) -> tuple[str, ...]:
         """Return the text that replaces a user's split: one share of each user's documents, interleaved.
 
         Args:
-            shares: Shares of all users in the split; each is a list of documents. Of U users in the order of
-                ``by_name``, share ``U c + r`` is what user ``c`` contributes to the mixture of user ``r``.
-            receiver: Position in ``by_name`` of the user whose mixture is returned.
-            by_name: Numbers of the users, sorted by name.
+            shares: Lists of documents. The first U are the first user's shares for the mixtures of all U users, the
+                next U are the second user's, and so on, in the order of ``sorted_users``.
+            position: Position in ``sorted_users`` of the user whose mixture is returned.
+            sorted_users: Numbers of the users, sorted by name.
         """
-        num_users = len(by_name)
+        num_users = len(sorted_users)
         share_by_contributor: dict[str, Sequence[str]] = {}
-        for contributor, user in enumerate(by_name):
-            share_by_contributor[self.names[user]] = shares[num_users * contributor + receiver]
+        for contributor_position, contributor in enumerate(sorted_users):
+            share = shares[num_users * contributor_position + position]
+            share_by_contributor[self.names[contributor]] = share
         return interleave(share_by_contributor)
 
     def remove(self) -> None:
         """Delete the files."""
-        for lists in (self._own, *self._shares.values()):
+        for lists in (self._unmixed, *self._shares.values()):
             lists.remove()
 
 
 def find_overlap(user: UserText) -> Overlap:
-    """Count the held-out documents of a user that are also in the user's training data, at least mostly.
+    """Count a user's held-out documents that are entirely or mostly in the user's train documents.
 
-    A document counts if it equals a train document except for case and white space. It also counts if more than half of
-    its shingles (runs of 13 words) occur in train. Linear in the text except for one sort of the train shingles.
+    A document is entirely in train if it equals a train document except for case and white space. It is mostly in train
+    if more than half of its shingles (runs of 13 words) are.
     """
     words_of_train = [split_words(document) for document in user.train]
     train_texts = {" ".join(words) for words in words_of_train}
-    hashes, _documents = hash_shingles(words_of_train)
+    hashes, _document_indices = hash_shingles(words_of_train)
     train_shingles = np.unique(hashes)
     valid = _documents_in_train(user.valid, train_texts, train_shingles)
     test = _documents_in_train(user.test, train_texts, train_shingles)
@@ -427,8 +429,8 @@ def _cut(documents: Sequence[str], characters: int) -> tuple[list[str], list[str
 def _cut_point(document: str, position: int) -> int:
     """Return where to cut a document near a position: between two lines, or else between two words.
 
-    The result is the nearest border of the line at the position. In a line of more than 1,000 characters, or in a
-    document of one line, it is the nearest position after a space; without spaces, the given position.
+    The result is the nearer end of the line at the position. If this line is longer than 1,000 characters or the only
+    one, it is instead the nearest position after a space, or the given position if there is no space.
     """
     line_start = document.rfind("\n", 0, position) + 1
     line_end = document.find("\n", position) + 1 or len(document)
@@ -439,7 +441,7 @@ def _cut_point(document: str, position: int) -> int:
     if not (is_only_line or is_long):
         start_is_nearer = position - line_start <= line_end - position
         return line_start if start_is_nearer else line_end
-    after_space_before = document.rfind(" ", line_start, position) + 1  # 0 if there is no space
-    after_space_behind = document.find(" ", position, line_end) + 1
-    candidates = [after for after in (after_space_before, after_space_behind) if after > line_start]
-    return min(candidates, key=lambda candidate: abs(candidate - position), default=position)
+    after_last_space = document.rfind(" ", line_start, position) + 1  # 0 if there is no space
+    after_next_space = document.find(" ", position, line_end) + 1
+    cut_points = [cut_point for cut_point in (after_last_space, after_next_space) if cut_point > line_start]
+    return min(cut_points, key=lambda cut_point: abs(cut_point - position), default=position)

@@ -260,21 +260,21 @@ class StoredRows(Rows):
                 index_file.write(np.array((user_number, split_number, end), dtype=_ROW).tobytes())
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-        """Yield each of these users with its rows by split, read from the file of contents."""
+        """Yield each of these users with the contents of its rows by split, such as ``("ada", {"train": [...]})``."""
         if not self.users:  # no rows; an empty file cannot be memory-mapped
             return
         index = np.memmap(self._index_path, dtype=_ROW, mode="r")  # "user", "split" and "end" of each row
-        # Row numbers sorted by user: those of user u are rows_by_user[first[u] : first[u + 1]].
-        rows_by_user = index["user"].argsort(kind="stable")
-        rows_by_user = rows_by_user.astype(np.int32 if len(index) < 2**31 else np.int64)  # int32 saves memory
+        # Row numbers sorted by user: those of user u are sorted_rows[starts[u] : starts[u + 1]].
+        sorted_rows = index["user"].argsort(kind="stable")
+        sorted_rows = sorted_rows.astype(np.int32 if len(index) < 2**31 else np.int64)  # int32 saves memory
         num_rows_of_user = np.bincount(index["user"], minlength=len(self.users))
-        first = np.concatenate([[0], num_rows_of_user.cumsum()])
+        starts = np.concatenate([[0], num_rows_of_user.cumsum()])
         splits = list(self._splits)
         with open(self._contents_path, "rb") as contents_file:
             for name in names:
-                user_number = self.users[name]
+                user = self.users[name]  # its number
                 contents_by_split: dict[str, list[Any]] = {}
-                for row in rows_by_user[first[user_number] : first[user_number + 1]].tolist():
+                for row in sorted_rows[starts[user] : starts[user + 1]].tolist():
                     start = int(index["end"][row - 1]) if row > 0 else 0
                     end = int(index["end"][row])
                     contents_file.seek(start)
@@ -433,9 +433,9 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """Return the files and folders that are read, or names of other sources."""
 
     def key(self) -> list[object]:
-        """Return settings that affect encoding and checks of users; cached users are valid only for equal ones.
+        """Return settings that affect how users are encoded and checked, as part of the key of the cache of users.
 
-        The users' data, the recipe's section and the seed are not among them.
+        The caller adds the users' data, the recipe's section and the seed to the key.
         """
         return []
 
@@ -444,7 +444,7 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """Read the sources and yield the data of one user after another.
 
         Args:
-            rows: An empty store, in memory or on disk, for readers of a table that must group its rows by user.
+            rows: An empty store, in which a reader of a table with rows of many users groups them by user.
 
         Raises:
             DataError: A source cannot be read, or users without data are refused.
@@ -454,12 +454,9 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
     def encode(self, unencoded: Read) -> User:
         """Return the encoded user."""
 
-    def refuse(self, small: FirstUsers) -> DataError:
-        """Return the error for users who have too little data and are not skipped.
-
-        The base class has no such users.
-        """
-        raise AssertionError(small.listed)
+    def refuse(self, small_users: FirstUsers) -> DataError:
+        """Return the error for users with too little data; subclasses that check the amount of data override this."""
+        raise AssertionError(f"users with too little data: {small_users.listed}")
 
     def check(self, user: User) -> None:
         """Check that a user's encoded data suffices for training; the base class accepts all users.

@@ -24,8 +24,8 @@ from comingle.data.files import (
     OPENERS,
     ROW_SUFFIXES,
     check_regular,
-    has_rows,
-    is_saved,
+    has_row_suffix,
+    is_saved_dataset,
     list_row_files,
     long_word_problem,
     looks_like_path,
@@ -259,27 +259,27 @@ def read_tables(
     """
     sources = [source] if isinstance(source, str | Path) else source
     for one_source in sources:
-        yield from _tables_of(str(one_source), name, data_files, stream)
+        yield from _open_tables(str(one_source), name, data_files, stream)
 
 
-def _tables_of(source: str, name: str | None, data_files: object, stream: bool) -> Iterator[Table]:
+def _open_tables(source: str, name: str | None, data_files: object, stream: bool) -> Iterator[Table]:
     """Open the tables of one source; for the arguments see :func:`read_tables`.
 
-    Reads local files and plain folders of rows without the package ``datasets``. All other sources need it: data sets
-    of the hub, folders that ``datasets`` saved, folders whose README.md lists data files, and folders from which
-    ``name`` or ``data_files`` select files.
+    Local files, and folders without a configuration, are read without the package ``datasets``. It reads the rest: data
+    sets of the hub, folders written by ``save_to_disk``, folders whose README.md lists configurations, and folders from
+    which ``name`` (a configuration) or ``data_files`` select files.
     """
     path = expand_home(source)
     if not source.startswith(HUB_PREFIX) and os.path.exists(path):
         check_regular(path)
         if path.is_file():
-            if not has_rows(path):
+            if not has_row_suffix(path):
                 allowed = f"{', '.join(ROW_SUFFIXES)}, each optionally followed by {' or '.join(COMPRESSIONS)}"
                 raise DataError(f"{path}: not a file of rows; allowed: {allowed}")
             yield open_table(path)
             return
         selects_files = name is not None or data_files is not None
-        if not is_saved(path) and not selects_files and not _has_configurations(path):
+        if not is_saved_dataset(path) and not selects_files and not _has_configurations(path):
             yield from _tables_of_folder(path)
             return
     with open_splits(source, name=name, data_files=data_files, stream=stream) as splits:
@@ -392,7 +392,7 @@ def _load_any(
     is_local = exists or is_local_builder
     if not is_local and looks_like_path(source):
         raise DataError(f"{source}: no such file or folder")
-    if path.is_dir() and is_saved(path):
+    if path.is_dir() and is_saved_dataset(path):
         return datasets.load_from_disk(str(path))
     if not is_local:
         return datasets.load_dataset(source, name=name, data_files=data_files)
@@ -426,7 +426,7 @@ def _tables_of_builder(builder: Any) -> list[tuple[str, Table]] | None:
     for split, files in files_by_split.items():
         for file in files:
             path = Path(str(file))
-            if not path.exists() or not (has_rows(path) or path.suffix in OPENERS):
+            if not path.exists() or not (has_row_suffix(path) or path.suffix in OPENERS):
                 return None
             tables.append((str(split), path))
     return [(split, open_table(path, split=split, sep=separator)) for split, path in tables]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from comingle.config.settings import LEAST
+from comingle.config.settings import LEAST_USERS_IN_SUM
 from comingle.federation.messages import Answer, check_upload, validation_loss
 from comingle.federation.public import counts_samples
 from comingle.federation.server_session import ServerSession
@@ -690,12 +690,12 @@ def warn_of_small_sums(plan: RunPlan, min_participants: int, rounds: int) -> Non
         needed_by_protocol = sums.num_required(number)
         participants_by_round.append(num_participants)
         needed_by_round.append(max(needed_by_protocol, needed_by_server))
-    if min(needed_by_round) == LEAST:  # a sum of two uploads, the fewest that the protocol allows
+    if min(needed_by_round) == LEAST_USERS_IN_SUM:  # a sum of two uploads, the fewest that the protocol allows
         logger.warning(
             "privacy.secure_aggregation: got sums of at least %d of %d users; each of two users in a sum can compute "
             "the other's upload; with 3 users or more set network.min_participants to 3 and raise "
             "privacy.secure_aggregation.threshold so that a sum needs 3, or add noise (mechanism: central)",
-            LEAST, min(participants_by_round),
+            LEAST_USERS_IN_SUM, min(participants_by_round),
         )  # fmt: skip
 
 

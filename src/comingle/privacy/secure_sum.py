@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.config.sections import Recipe
-from comingle.config.settings import LEAST, PrivacySection, SecureSection, Terms, no_sum_message
+from comingle.config.settings import LEAST_USERS_IN_SUM, PrivacySection, SecureSection, Terms, no_sum_message
 from comingle.methods.base import Method
 from comingle.privacy.accounting import Participation, expected_participants
 from comingle.privacy.base import PrivacyMechanism, Update
@@ -309,10 +309,12 @@ class Sums:
                 raise RecipeError(
                     f"{where}: {num_selected} user(s) in a round, too few to hide in a sum; needed: {num_required}"
                 )
-            if num_required - secure.colluders < LEAST:  # a sum without the colluders' uploads must have LEAST uploads
+            if (
+                num_required - secure.colluders < LEAST_USERS_IN_SUM
+            ):  # a sum without the colluders' uploads must have LEAST_USERS_IN_SUM uploads
                 raise RecipeError(
                     f"{where}.colluders: got {secure.colluders}, but a sum may have only {num_required} users; "
-                    f"allowed: up to {num_required - LEAST}"
+                    f"allowed: up to {num_required - LEAST_USERS_IN_SUM}"
                 )
             # Noise is rounded to grid steps; with few steps per standard deviation it would not be Gaussian.
             min_deviation = LEAST_STEPS * self.grid(round_number).step

@@ -10,7 +10,7 @@ from typing import Any
 
 from comingle.config import Recipe
 from comingle.data.samples.samples import SPLITS, Samples
-from comingle.data.splits import REPEATED
+from comingle.data.splits import OVERLAP_PHRASE
 from comingle.methods import make
 from comingle.reports.advice import Advice, advise_on
 from comingle.runs import METHODS, METHODS_FOR_NETS, SEEDS
@@ -87,7 +87,7 @@ def warnings_before_advice(recipe: Recipe, run_data: RunData, seeds: Sequence[in
     for overlap in run_data.overlaps():
         yield (
             f"user {overlap.user}: {overlap.test} of {overlap.test_documents} test {run_data.documents} are "
-            f"{REPEATED}, so local training will look better than it is"
+            f"{OVERLAP_PHRASE}, so local training will look better than it is"
         )
 
 

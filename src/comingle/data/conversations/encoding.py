@@ -85,15 +85,15 @@ class Answers:
         return torch.where(row < 0, hide(row), row)
 
     def only(self, kept: Bool[Tensor, " n"]) -> Answers:
-        """Return the conversations with True in ``kept``, with their responses."""
-        new_rows = kept.cumsum(0) - 1  # row of each kept conversation among those that are kept
-        kept_responses = kept[self.owners]
-        references = tuple(compress(self.references, kept_responses.tolist()))
+        """Return the conversations for which ``kept`` is True, with their responses."""
+        new_rows = kept.cumsum(0) - 1  # [0, 0, 1] for [True, False, True]: row 2 becomes row 1
+        is_kept_response = kept[self.owners]
+        references = tuple(compress(self.references, is_kept_response.tolist()))
         return replace(
             self,
             windows=self.windows[kept],
-            owners=new_rows[self.owners[kept_responses]],
-            prompt_tokens=self.prompt_tokens[kept_responses],
+            owners=new_rows[self.owners[is_kept_response]],
+            prompt_tokens=self.prompt_tokens[is_kept_response],
             references=references,
         )
 
@@ -331,17 +331,17 @@ class Encoder:
     def _encode_split(
         self, name: str, conversations: Sequence[PlacedConversation], left_out_lengths: list[int]
     ) -> list[Encoded]:
-        """Return the conversations of a split as tokens, without those that do not fit.
+        """Return the conversations of a split as tokens, cut to the context, without those that cannot be cut.
 
         Args:
             name: Name of the user, for messages.
             conversations: The conversations.
-            left_out_lengths: Numbers of tokens of the conversations that do not fit; extended.
+            left_out_lengths: Numbers of tokens of the conversations that are left out; extended.
         """
         fitting: list[Encoded] = []
         may_cut = self.data.too_long == "cut"
         for placed in conversations:
-            for encoded in self._encode_turns(name, placed):
+            for encoded in self._encode_turns(name, placed):  # usually one
                 self.longest = max(self.longest, len(encoded))
                 cut = _cut_to_context(encoded, self.context, may_cut, self.counts)
                 if cut is None:
@@ -512,7 +512,7 @@ def too_few_error(listed: str, num_small: int, num_users: int) -> DataError:
 class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
     """Reader of users with conversations, encoded with the chat template of a base model."""
 
-    too_little, documents = "too few conversations", "conversations"
+    too_little, documents_noun = "too few conversations", "conversations"
     data: ConversationsSection
 
     @cached_property
@@ -521,7 +521,7 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
         return Encoder(self.data, ChatTemplate(self.tokenizer, self.base.date), self.context, self.bad_rows)
 
     def key(self) -> list[object]:
-        """Return the base class's key, extended by the chat template and the date in it."""
+        """Return the base class's key, the chat template and, if the template writes the current date, the date."""
         template = str(getattr(self.base.tokenizer, "chat_template", None))
         key = [*super().key(), template]
         if self.base.date is not None:
@@ -540,9 +540,9 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
         """Return the splits without conversations."""
         return find_shortages([user], needs_validation=self.validates).get(user.name)
 
-    def refuse(self, small: FirstUsers) -> DataError:
+    def refuse(self, small_users: FirstUsers) -> DataError:
         """Return the error that lists the first small users."""
-        return too_few_error(small.listed, small.count, self.num_users)
+        return too_few_error(small_users.listed, small_users.count, self.num_users)
 
     def report(self) -> None:
         """Report conversations that the template rejects."""

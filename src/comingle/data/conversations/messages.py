@@ -50,7 +50,7 @@ _LOSS_KEYS = ("weight", "train", "training", "loss", "trainable")
 """Keys that can exclude a response from the loss."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys with the reasoning before a response."""
-_KEYS = {*_ROLE, *_CONTENT, *_LOSS_KEYS, *_REASONING_KEYS, "tool_calls", "tool_call_id", "name"}
+_READ_KEYS = {*_ROLE, *_CONTENT, *_LOSS_KEYS, *_REASONING_KEYS, "tool_calls", "tool_call_id", "name"}
 """Keys of a message that are read."""
 
 
@@ -110,7 +110,11 @@ class Columns:
 
 
 def messages_of(
-    row: Mapping[str, object], columns: Columns, *, read: Collection[str] = (), remark: Remark = lambda text: None
+    row: Mapping[str, object],
+    columns: Columns,
+    *,
+    used_elsewhere: Collection[str] = (),
+    remark: Remark = lambda text: None,
 ) -> Messages:
     """Return the conversation of a row: messages, ShareGPT's form of them, or a prompt with its response.
 
@@ -121,7 +125,7 @@ def messages_of(
             conversation too.
         columns: Columns that hold the messages; ``are_named`` says whether the recipe names those of prompt and
             response.
-        read: Columns that are read for other purposes, such as the user's name.
+        used_elsewhere: Columns that are read for other purposes, such as the user's name.
         remark: Called with each property of the row that users should know about but that does not make it unusable.
 
     Raises:
@@ -137,27 +141,28 @@ def messages_of(
         used_columns = [*columns.prompt, columns.response]
         messages = _prompt_and_response(row, columns)
 
-    known: set[str] = set()
-    for name in (*used_columns, *read):
-        known.add(name if name in row else name.partition(".")[0])  # for the field meta.set, the whole column meta
-    others = {name: value for name, value in row.items() if name not in known and _is_value(value)}
+    used: set[str] = set()
+    for name in (*used_columns, *used_elsewhere):
+        column, _dot, _field = name.partition(".")  # "meta.set" is the field "set" of the column "meta"
+        used.add(name if name in row else column)
+    unused = {name: value for name, value in row.items() if name not in used and _is_filled(value)}
 
-    messages = _read_history(others.pop("history", None), remark) + messages
+    messages = _read_history(unused.pop("history", None), remark) + messages
     for name in _SYSTEM_COLUMNS:
-        messages = _prepend_system(messages, others.pop(name, None), name)
-    tools = _read_tools(others.pop("tools", None))
+        messages = _prepend_system(messages, unused.pop(name, None), name)
+    tools = _read_tools(unused.pop("tools", None))
     if tools:
         messages[0]["tools"] = tools
     if tools or any("tool_calls" in message for message in messages):
         remark("tools or tool calls, which the base model's chat template writes; chat and serve offer no tools")
-    if others:
-        remark(f"unused columns: {', '.join(others)}")
+    if unused:
+        remark(f"unused columns: {', '.join(unused)}")
     _check_responses(messages, remark)
     return tuple(messages)
 
 
-def _is_value(value: object) -> bool:
-    """Return whether a cell has a value: not None, False or empty; the number 0 is a value."""
+def _is_filled(value: object) -> bool:
+    """Return whether a cell of a row is filled: not None, False, ``""`` or ``[]``; the number 0 counts as filled."""
     if value is None or value is False:
         return False
     is_empty = isinstance(value, str | Sized) and len(value) == 0
@@ -178,16 +183,16 @@ def _prompt_and_response(row: Mapping[str, object], columns: Columns) -> list[Me
         ValueError: A column is missing, or a value is not text.
     """
     values = {name: field_of(row, name) for name in (*columns.prompt, columns.response)}
+    without_value = [name for name, value in values.items() if value is None]
     may_be_empty = [name for name in columns.prompt[1:] if has_column(row, name)]
-    missing = [name for name, value in values.items() if value is None and name not in may_be_empty]
+    missing = [name for name in without_value if name not in may_be_empty]
     if missing:
         # Without names in the recipe, the missing column is a default and cannot be misspelt.
         hint = did_you_mean(missing[0], row) if columns.are_named else ""
         raise ValueError(f"no column {missing[0]!r}; found: {', '.join(row)}; allowed: {columns.description}.{hint}")
     texts = {name: _read_text(value, name) for name, value in values.items() if value is not None}
     prompts = [texts[name] for name in columns.prompt if name in texts]
-    is_only_prompt = len(columns.prompt) == 1
-    if not is_only_prompt:  # the only prompt is used as it is, even if it is empty
+    if len(columns.prompt) > 1:  # a single prompt is used even if it is empty
         prompts = [text for text in prompts if text.strip()]
     prompt = "\n\n".join(prompts)
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": texts[columns.response]}]
@@ -203,15 +208,17 @@ def _read_history(value: object, remark: Remark) -> list[MessageRecord]:
     Raises:
         ValueError: The value is neither a list of pairs nor a list of messages.
     """
-    if not _is_value(value):
+    if not _is_filled(value):
         return []
-    turns = value if isinstance(value, list | tuple) else None
-    if turns is not None and all(isinstance(turn, Mapping) for turn in turns):
-        return _read_messages(turns, "history", remark)
-    if turns is None or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
-        raise ValueError(f"history is {reprlib.repr(value)}; allowed: a list of [question, response], or of messages")
+    problem = f"history is {reprlib.repr(value)}; allowed: a list of [question, response], or of messages"
+    if not isinstance(value, list | tuple):
+        raise ValueError(problem)
+    if all(isinstance(message, Mapping) for message in value):
+        return _read_messages(value, "history", remark)
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
+        raise ValueError(problem)
     messages: list[MessageRecord] = []
-    for number, (question, response) in enumerate(turns):
+    for number, (question, response) in enumerate(value):
         where = f"history[{number}]"
         messages.append({"role": "user", "content": _read_text(question, where)})
         messages.append({"role": ASSISTANT, "content": _read_text(response, where)})
@@ -229,7 +236,7 @@ def _prepend_system(messages: list[MessageRecord], value: object, column: str) -
     Raises:
         ValueError: The conversation begins with a different system message already, or the value is not text.
     """
-    if not _is_value(value):
+    if not _is_filled(value):
         return messages
     text = _read_text(value, column)
     if messages and messages[0]["role"] == "system":
@@ -245,7 +252,7 @@ def _read_tools(value: object) -> list[object]:
     Raises:
         ValueError: The value is not a list, or a tool has no name.
     """
-    if not _is_value(value):
+    if not _is_filled(value):
         return []
     tools = _from_json(value)
     if not isinstance(tools, list | tuple) or not all(_is_function(tool) for tool in tools):
@@ -273,7 +280,7 @@ def _from_json(value: object) -> object:
 
 
 def _read_messages(value: object, column: str, remark: Remark) -> list[MessageRecord]:
-    """Return the messages of a list; remark on keys that are not used.
+    """Return the messages of a list; call ``remark`` if messages have keys that are not used.
 
     Args:
         value: The list.
@@ -291,10 +298,10 @@ def _read_messages(value: object, column: str, remark: Remark) -> list[MessageRe
     for number, record in enumerate(records):
         message = _read_message(record, f"{column}[{number}]", remark)
         messages.append(message)
-        unused_keys += [key for key, content in record.items() if key not in _KEYS and _is_value(content)]
-    # The key "name" is used only in messages of tools; in the remark, it follows the keys that are never used.
+        unused_keys += [key for key, content in record.items() if key not in _READ_KEYS and _is_filled(content)]
+    # "name" is read, but used only in messages of tools. It is the last key in the remark.
     for record, message in zip(records, messages, strict=True):
-        if _is_value(record.get("name")) and message["role"] != "tool":
+        if _is_filled(record.get("name")) and message["role"] != "tool":
             unused_keys.append("name")
     if unused_keys:
         remark(f"unused keys of messages: {', '.join(dict.fromkeys(unused_keys))}")
@@ -326,14 +333,14 @@ def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> M
     message: MessageRecord = {"role": role, "content": text}
     if calls:
         message["tool_calls"] = calls
-    if role == "tool" and _is_value(record.get("tool_call_id")):
+    if role == "tool" and _is_filled(record.get("tool_call_id")):
         message["tool_call_id"] = record["tool_call_id"]
-    if role == "tool" and _is_value(record.get("name")):
+    if role == "tool" and _is_filled(record.get("name")):
         message["name"] = record["name"]
     for key in _REASONING_KEYS:
         reasoning = record.get(key)
         has_reasoning = message["content"].lstrip().startswith("<think>")  # of the content, or of an earlier key
-        if _is_value(reasoning) and not has_reasoning:
+        if _is_filled(reasoning) and not has_reasoning:
             thought = _read_text(reasoning, f"{where}.{key}").strip("\n")
             message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
     if has_nameless_calls:
@@ -398,7 +405,7 @@ def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[st
     Raises:
         ValueError: The value is not a list of mappings, or the message is not a response.
     """
-    if not _is_value(value):
+    if not _is_filled(value):
         return [], False
     parsed_value = _from_json(value)
     calls = parsed_value if isinstance(parsed_value, list | tuple) else None
@@ -419,7 +426,7 @@ def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[st
             function["arguments"] = arguments
         else:
             function["arguments"] = function.get("arguments") or {}
-        id_and_type = {key: call[key] for key in ("id", "type") if _is_value(call.get(key))}
+        id_and_type = {key: call[key] for key in ("id", "type") if _is_filled(call.get(key))}
         normalised.append({"type": "function", **id_and_type, "function": function})
     return normalised, has_nameless_calls
 
@@ -449,7 +456,7 @@ def _is_text_part(part: object) -> bool:
     """Return whether a value is ``{"type": "text", "text": ...}``, with no other keys that have a value."""
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         return False
-    has_other_values = any(_is_value(value) for key, value in part.items() if key not in ("type", "text"))
+    has_other_values = any(_is_filled(value) for key, value in part.items() if key not in ("type", "text"))
     return not has_other_values
 
 

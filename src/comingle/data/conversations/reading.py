@@ -312,20 +312,21 @@ def _conversations(
         data: The recipe's section.
         bad_rows: Collects the rows that cannot be used, and remarks.
         name: Name of the user.
-        records: The rows.
+        records: Split, place and values of each row.
     """
     conversations: list[PlacedConversation] = []
-    other_columns: list[str] = []  # columns that have a meaning but hold no message
+    user_and_split: list[str] = []  # columns that hold no message
     if data.dataset is not None:
-        other_columns = [column for column in (data.dataset.user, data.dataset.split) if column]
+        user_and_split = [column for column in (data.dataset.user, data.dataset.split) if column]
     for _split, where, row in records:
         place = f"user {name!r}: {where}"
         with bad_rows.catch(place):  # a ValueError makes the row a bad row
-            messages = messages_of(row, data.columns, read=other_columns, remark=partial(bad_rows.remark, place))
+            remark = partial(bad_rows.remark, place)
+            messages = messages_of(row, data.columns, used_elsewhere=user_and_split, remark=remark)
             for message in messages:
                 if problem := long_word_problem(str(message["content"])):
                     raise ValueError(f"a message holds {problem}")
-            _check_labels(messages, data.labels)  # of a classification: each response must be one of the labels
+            _check_labels(messages, data.labels)  # if the recipe has labels, each response must be one
             conversations.append((where, messages))
     return conversations
 

@@ -159,7 +159,7 @@ ALLOWED_SAMPLES = f"{samples.ALLOWED_SAMPLES}, or {{train, valid, test}} of thes
 """Allowed data of a user, for error messages."""
 
 
-def is_user_samples(data: object) -> bool:
+def may_be_user_samples(data: object) -> bool:
     """Return whether an object may be a user's samples, judged by its type."""
     if isinstance(data, Mapping):
         return bool(data) and set(data) <= set(SPLITS) and all(_is_samples(item) for item in data.values())
@@ -185,7 +185,7 @@ def read_given(name: str, data: object, *, valid: float, test: float, seed: int)
         DataError: The data has another type, or too few samples.
     """
     where = f"user {name!r}"
-    if not is_user_samples(data):
+    if not may_be_user_samples(data):
         raise DataError(f"{where}: got {type(data).__name__}; allowed: {ALLOWED_SAMPLES}")
     if isinstance(data, UserSamples):
         return data
@@ -466,41 +466,42 @@ _LISTED = 10
 
 
 def number_classes(
-    section: SamplesSection, name: str, splits: Mapping[str, Samples | Images], labels: Sequence[str]
+    section: SamplesSection, name: str, splits: Mapping[str, Samples | Images], class_names: Sequence[str]
 ) -> dict[str, Samples]:
-    """Return a user's samples with images as tensors and classes as numbers.
+    """Convert a user's images to tensors and their class names to numbers; leave samples as they are.
 
     Args:
         section: The recipe's section.
         name: Name of the user.
         splits: Samples or images by split.
-        labels: Names of the classes in the order of their numbers; empty if no user has images.
+        class_names: Names of the classes in the order of their numbers; empty if no user has images.
 
     Raises:
         DataError: Some users have images and others arrays, or image settings are given without images.
     """
-    users_have_images = len(labels) > 0
-    if users_have_images and any(isinstance(item, Samples) for item in splits.values()):
+    users_have_images = len(class_names) > 0
+    has_samples = any(isinstance(data_of_split, Samples) for data_of_split in splits.values())
+    if users_have_images and has_samples:
         raise DataError(
             f"user {name!r}: got an .npz file, but other users have folders of images; use one format for all"
         )
     if not users_have_images and (section.image_size is not None or section.grayscale):
         raise DataError("data.image_size and grayscale are for folders of images; the users have .npz files")
-    return {split: _as_samples(item, labels) for split, item in splits.items()}
+    return {split: _as_samples(data_of_split, class_names) for split, data_of_split in splits.items()}
 
 
-def _as_samples(item: Samples | Images, labels: Sequence[str]) -> Samples:
+def _as_samples(images: Samples | Images, class_names: Sequence[str]) -> Samples:
     """Return images as samples: inputs ``(n, channels, height, width)`` in [0, 1], classes as numbers.
 
     Args:
-        item: Images; samples are returned unchanged.
-        labels: Names of the classes in the order of their numbers.
+        images: Images; samples are returned unchanged.
+        class_names: Names of the classes in the order of their numbers.
     """
-    if isinstance(item, Samples):
-        return item
-    number_of_class = {label: number for number, label in enumerate(labels)}
-    class_numbers = np.array([number_of_class[label] for label in item.labels], dtype=np.int64)
-    return Samples(inputs=pixels_as_inputs(item.pixels), targets=torch.from_numpy(class_numbers))
+    if isinstance(images, Samples):
+        return images
+    number_of_class = {class_name: number for number, class_name in enumerate(class_names)}
+    class_numbers = np.array([number_of_class[label] for label in images.labels], dtype=np.int64)
+    return Samples(inputs=pixels_as_inputs(images.pixels), targets=torch.from_numpy(class_numbers))
 
 
 def pixels_as_inputs(pixels: UInt8[Tensor, "n h w c"]) -> Float[Tensor, "n c h w"]:
@@ -560,7 +561,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
     def sources(self) -> list[str]:
         """Return the files and folders of all users."""
         users = self.section.users or {}
-        return [path for source in users.values() for path in _paths(source)]
+        return [path for source in users.values() for path in _paths_of(source)]
 
     def read(self, rows: Rows) -> Generator[UserSamples, None, None]:
         """Yield users' samples in splits, by the recipe's fractions where users have no splits.
@@ -595,7 +596,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
     def encode(self, unencoded: UserSamples) -> UserSamples:
         """Return the user with targets of the type that the loss needs: class numbers, or real numbers.
 
-        The first user determines whether the targets of all users are whole numbers.
+        All users' targets must be of the first user's type, whole or real numbers.
 
         Args:
             unencoded: The user's samples as read.
@@ -605,31 +606,32 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
                 found later, when all users are checked.
         """
         user = unencoded
-        if self._first_user is None:
+        is_first = self._first_user is None
+        if is_first:
             self._targets_are_whole = _has_whole_targets(user)
             self._first_user_as_read = user
-        if self._targets_are_whole and not _has_whole_targets(user):
-            # Now the default loss is one for real numbers. `check` raises an error for the user that does not fit it.
-            self._targets_are_whole = False
+        elif self._targets_are_whole and not _has_whole_targets(user):
+            self._targets_are_whole = False  # changes the default loss to MSE
             assert self._first_user_as_read is not None
+            # Raises an error if the first user's whole-number targets do not fit the loss.
             check([self._first_user_as_read, user], classes=self._class_limit)
         if self._targets_are_whole and not self.loss.classes:  # a regression on whole numbers
             user = with_real_targets(user)
-        if self._first_user is None:
+        if is_first:
             self._first_user = user
         if self.loss.classes and self._targets_are_whole:
             self._count_classes(user)
         return user
 
     def _count_classes(self, user: UserSamples) -> None:
-        """Update what :meth:`summary` reports about classes, by a user whose targets are class numbers."""
+        """Record the classes of a user, whose targets are class numbers, for :meth:`summary`."""
         for samples_of_split in (user.train, user.valid, user.test):
             if len(samples_of_split):
                 largest_class = int(samples_of_split.targets.max())
                 self._num_classes = max(self._num_classes, largest_class + 1)
         if len(self._train_classes) < 2:  # two classes are enough to know that there is more than one
             self._train_classes.update(user.train.targets.unique()[:2].tolist())
-        unseen_classes = unseen_labels(user)
+        unseen_classes = unseen_labels(user)  # in valid or test, but not in train
         if unseen_classes:
             self._users_with_unseen_classes.add(user.name, unseen_classes)
 
@@ -727,18 +729,23 @@ def _has_whole_targets(user: UserSamples) -> bool:
     return not any(part.targets.is_floating_point() for part in (user.train, user.test))
 
 
-def _paths(source: SampleSource) -> list[str]:
+def _paths_of(source: SampleSource) -> list[str]:
     """Return a user's files and folders in the recipe."""
     return [path for path in (source.path, source.train, source.valid, source.test) if path is not None]
 
 
 def _classes_in(user: str, source: SampleSource) -> set[str]:
-    """Return a user's classes from folder names; ignore missing folders, for which reading raises an error later."""
-    paths = [expand_home(path) for path in _paths(source)]
-    folders = [path for path in paths if path.is_dir()]
-    if source.path is not None:  # one folder, which may have subfolders for splits
-        folders = [split for folder in folders for split in find_splits(folder, f"data.users.{user}").values()]
-    return {class_folder.name for folder in folders for class_folder in class_folders(folder)}
+    """Return a user's classes from folder names; skip missing folders, for which reading raises an error later."""
+    classes: set[str] = set()
+    for folder in map(expand_home, _paths_of(source)):
+        if not folder.is_dir():
+            continue
+        split_folders = [folder]
+        if source.path is not None:  # one folder, which may have a subfolder for each split
+            split_folders = list(find_splits(folder, f"data.users.{user}").values())
+        for split_folder in split_folders:
+            classes.update(class_folder.name for class_folder in class_folders(split_folder))
+    return classes
 
 
 def default_net(shape: Sequence[int]) -> str:

@@ -130,10 +130,10 @@ class SampleBank:
 
 
 def _gather(values: Tensor, indices: Int64[Tensor, "users batch"]) -> Tensor:
-    """Return ``values[indices]`` with the shape ``(users, batch, *shape)``.
+    """Return ``values[indices]``; values ``(n, 3, 32, 32)`` of samples give the shape ``(users, batch, 3, 32, 32)``.
 
     Args:
-        values: Inputs or targets of all users' samples, with samples along the first axis.
+        values: Inputs or targets of all users' samples.
         indices: Index of each sample in ``values``.
     """
     return values.index_select(0, indices.flatten()).view(*indices.shape, *values.shape[1:])

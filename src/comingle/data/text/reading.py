@@ -20,7 +20,7 @@ from comingle.data.row_files import BadRows, BadRowsError
 from comingle.data.samples.samples import SPLITS
 from comingle.data.sources import group_documents, read_documents
 from comingle.data.splits import (
-    REPEATED,
+    OVERLAP_PHRASE,
     Mixture,
     UserText,
     column_advice,
@@ -126,7 +126,7 @@ def limits_for_user(data: TextSection, name: str) -> dict[str, int | None]:
 def read_users(data: TextSection, seed: int, bad_rows: BadRows | None = None) -> list[UserText]:
     """Read and split the documents of all users.
 
-    Users without documents are refused, or returned without any if ``data.on_small_user`` is ``skip``.
+    Users without documents are refused; with ``data.on_small_user: skip`` their splits are empty.
 
     Args:
         data: The recipe's section.
@@ -191,7 +191,7 @@ ReadUpTo = Callable[[int | None], list[str]]
 def _dataset_readers(
     data: TextSection, seed: int, rows: Rows, bad_rows: BadRows, duplicates: DuplicateFilter
 ) -> Iterator[tuple[str, Reader]]:
-    """Yield name and reader of each selected user of a data set, after grouping all rows of the data set by user.
+    """Group the rows of a data set by user, then yield the name and the reader of each selected user.
 
     Args:
         data: The recipe's section, with a data set.
@@ -206,7 +206,7 @@ def _dataset_readers(
     assert data.dataset is not None
     names = group_documents(data.dataset.path, rows, **dataset_options(data.dataset), bad_rows=bad_rows)
     check_limits(data, list(names))
-    advice = column_advice(data.dataset.split)
+    advice = column_advice(data.dataset.split)  # for the error about a user without one of the splits
     for name, documents_by_split in rows.groups(names):
         yield name, partial(split_rows, name, documents_by_split, data.split, seed, duplicates, advice)
 
@@ -391,14 +391,14 @@ ALLOWED_TEXT = (
 )
 """Allowed data of a user, for error messages."""
 
-_SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
+_SPLIT_OF_KEY = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
 """Splits by allowed key; data sets of the hub use ``validation``."""
 
 
-def is_user_text(data: object) -> bool:
+def may_be_user_text(data: object) -> bool:
     """Return whether an object may be one user's text (:data:`ALLOWED_TEXT`), judged by its type and first document."""
     if isinstance(data, Mapping):
-        return bool(data) and set(data) <= set(_SPLITS) and all(map(_is_source, data.values()))
+        return bool(data) and set(data) <= set(_SPLIT_OF_KEY) and all(map(_is_source, data.values()))
     return _is_source(data)
 
 
@@ -448,14 +448,14 @@ def given_readers(
     readers: dict[str, Reader] = {}
     for name, source in given.items():
         if isinstance(source, Mapping):
-            read_split: dict[str, ReadUpTo] = {}
+            reader_by_split: dict[str, ReadUpTo] = {}
             for key, source_of_split in source.items():
-                split = _SPLITS[str(key)]  # "validation" is another key of the split "valid"
-                read_split[split] = partial(_read_documents_of, bad_rows, name, source_of_split)
-            readers[name] = partial(split_sources, name, read_split, data.split, seed, limits[name], duplicates)
+                split = _SPLIT_OF_KEY[str(key)]
+                reader_by_split[split] = partial(_read_documents_of, bad_rows, name, source_of_split)
+            read_user = partial(split_sources, name, reader_by_split)
         else:
-            read = partial(_read_documents_of, bad_rows, name, source)
-            readers[name] = partial(split_source, name, read, data.split, seed, limits[name], duplicates)
+            read_user = partial(split_source, name, partial(_read_documents_of, bad_rows, name, source))
+        readers[name] = partial(read_user, split=data.split, seed=seed, limits=limits[name], duplicates=duplicates)
     return readers
 
 
@@ -614,7 +614,7 @@ def require_rows(base: Base, user: Named) -> None:
 class DocumentsReader(LanguageReader[Read, User]):
     """Reader of users with documents: in files, in rows of a data set, or passed by a program."""
 
-    documents = "documents"
+    documents_noun = "documents"
     """Plural noun for what users have."""
     data: Any
 
@@ -667,7 +667,7 @@ class DocumentsReader(LanguageReader[Read, User]):
         if overlap.total > 0:
             valid = f"{overlap.valid} of {overlap.valid_documents} validation"
             test = f"{overlap.test} of {overlap.test_documents} test"
-            self.overlaps.add(text.name, f"{valid} and {test} {self.documents}")
+            self.overlaps.add(text.name, f"{valid} and {test} {self.documents_noun}")
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """Return facts about all users, and warnings.
@@ -680,9 +680,9 @@ class DocumentsReader(LanguageReader[Read, User]):
         if self.bad_rows.skipped:
             facts["skipped_rows"] = self.bad_rows.skipped
         warnings = list(self.skip_warnings)
-        num_users = self.overlaps.count
-        if num_users > 0:
-            warnings.append(f"{num_users} users have held-out {self.documents} {REPEATED}: {self.overlaps.listed}")
+        users = self.overlaps
+        if users.count > 0:
+            warnings.append(f"{users.count} users have held-out {self.documents_noun} {OVERLAP_PHRASE}: {users.listed}")
         return facts, warnings
 
 
@@ -736,9 +736,9 @@ class TextReader(DocumentsReader[UserText, UserData]):
         begins = self.base.begin is not None
         return find_shortage(user, context=self.context, needs_validation=self.validates, begins=begins)
 
-    def refuse(self, small: FirstUsers) -> DataError:
+    def refuse(self, small_users: FirstUsers) -> DataError:
         """Return the error that lists the first small users."""
-        return too_short_error(small.first, small.count, self.num_users)
+        return too_short_error(small_users.first, small_users.count, self.num_users)
 
     def check(self, user: UserData) -> None:
         """Check that a user has validation text if the recipe trains on it too (``data.train_on_valid``)."""

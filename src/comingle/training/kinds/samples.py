@@ -21,7 +21,7 @@ from comingle.data.samples.reading import (
     Population,
     SamplesReader,
     image_format_of,
-    is_user_samples,
+    may_be_user_samples,
     pixels_as_inputs,
 )
 from comingle.data.samples.samples import (
@@ -351,7 +351,7 @@ class SamplesKind(NetKind):
 
     def accepts(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Return whether ``data`` is a PyTorch dataset, a pair of arrays, or splits of these."""
-        return is_user_samples(data)
+        return may_be_user_samples(data)
 
     def settings(self, run_data: RunData) -> dict[str, Any]:
         """Return what the run folder stores of the population, so that the run opens without its samples.

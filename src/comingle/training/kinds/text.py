@@ -14,7 +14,7 @@ from comingle.config import Recipe
 from comingle.data.populations import as_users
 from comingle.data.row_files import BadRows
 from comingle.data.sources import iterate_documents
-from comingle.data.text.reading import ALLOWED_TEXT, TextReader, check_texts, is_user_text, require_rows
+from comingle.data.text.reading import ALLOWED_TEXT, TextReader, check_texts, may_be_user_text, require_rows
 from comingle.data.text.section import TextSection, UsersRows
 from comingle.data.text.streams import UserData, check, pool
 from comingle.methods import make
@@ -262,7 +262,7 @@ class TextKind(LanguageKind):
 
     def accepts(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Return whether ``data`` is documents, a table with a column of them, a path, or splits of these."""
-        return is_user_text(data)
+        return may_be_user_text(data)
 
     def model(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Model:
         """Return the model that all users train; it is compiled only if the run has enough training tokens.
