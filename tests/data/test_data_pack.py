@@ -5,7 +5,7 @@ import torch
 
 from comingle.cli.training import summarise
 from comingle.data.splits import UserText
-from comingle.data.text.streams import UserData, check, pack, pool
+from comingle.data.text.streams import UserData, check, pool, tokenise_splits
 from comingle.utils.errors import DataError
 
 
@@ -18,7 +18,7 @@ TEXT = UserText(name="anna", train=("a b", "c d"), valid=("a",), test=("b c d", 
 
 
 def test_packing_tokenises_every_split(word_tokenizer):
-    data = pack(TEXT, word_tokenizer)
+    data = tokenise_splits(TEXT, word_tokenizer)
     assert data.name == "anna"
     assert [stream.tolist() for stream in (data.train, data.valid, data.test)] == [
         [1, 2, 5, 3, 4, 5],
@@ -28,9 +28,9 @@ def test_packing_tokenises_every_split(word_tokenizer):
 
 
 def test_limits_hold_for_their_own_split(word_tokenizer):
-    data = pack(TEXT, word_tokenizer, max_train_tokens=4, max_valid_tokens=1, max_test_tokens=2)
+    data = tokenise_splits(TEXT, word_tokenizer, max_train_tokens=4, max_valid_tokens=1, max_test_tokens=2)
     assert [stream.tolist() for stream in (data.train, data.valid, data.test)] == [[1, 2, 5, 3], [1], [2, 3]]
-    assert len(pack(TEXT, word_tokenizer, max_test_tokens=2).train) == 6
+    assert len(tokenise_splits(TEXT, word_tokenizer, max_test_tokens=2).train) == 6
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_the_pool_holds_everybody():
 
 
 def test_the_pool_of_packed_users_keeps_documents_apart(word_tokenizer):
-    users = [pack(UserText(name=name, train=("a b",)), word_tokenizer) for name in ("anna", "ben")]
+    users = [tokenise_splits(UserText(name=name, train=("a b",)), word_tokenizer) for name in ("anna", "ben")]
     assert pool(users).train.tolist() == [1, 2, 5, 1, 2, 5]
 
 
 def test_a_summary_counts_documents_characters_and_tokens(word_tokenizer):
     text = UserText(name="anna", train=("a  b\nc", "d"), test=("b " * 200,))
-    assert summarise(text, pack(text, word_tokenizer, max_test_tokens=50)) == {
+    assert summarise(text, tokenise_splits(text, word_tokenizer, max_test_tokens=50)) == {
         "user": "anna",
         "documents": {"train": 2, "valid": 0, "test": 1},
         "characters": {"train": 7, "valid": 0, "test": 400},
@@ -86,4 +86,4 @@ def test_a_summary_counts_documents_characters_and_tokens(word_tokenizer):
 
 def test_a_summary_of_a_user_without_text_has_no_samples(word_tokenizer):
     text = UserText(name="anna", train=())
-    assert summarise(text, pack(text, word_tokenizer))["samples"] == {}
+    assert summarise(text, tokenise_splits(text, word_tokenizer))["samples"] == {}

@@ -36,7 +36,14 @@ from comingle.config.settings import (
     unread_keys_of_text,
     unread_local_steps,
 )
-from comingle.data.conversations.encoding import Answers, Question, UserAnswers, build_answers, check_answers, encode
+from comingle.data.conversations.encoding import (
+    Answers,
+    Question,
+    UserAnswers,
+    build_answers,
+    check_validation_questions,
+    encode,
+)
 from comingle.data.row_files import BadRows, Row, read_json
 from comingle.data.streaming import Rows
 from comingle.data.text.reading import LanguageReader
@@ -685,7 +692,7 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
             unencoded: The language as read, with its encoded questions.
             user: The user with these questions.
         """
-        check_answers(user, needs_validation=self.validates)
+        check_validation_questions(user, needs_validation=self.validates)
         super().inspect(unencoded, user)
 
 

@@ -19,7 +19,7 @@ from comingle.data.conversations.encoding import (
     Question,
     UserAnswers,
     build_answers,
-    check_answers,
+    check_validation_questions,
     encode,
     pool_answers,
 )
@@ -256,9 +256,9 @@ def test_the_pool_holds_everything(folder: Path) -> None:
 
 def test_validation_is_asked_for_where_it_is_needed(folder: Path) -> None:
     (en, _) = make("xnli", folder, train=5, test=4)
-    check_answers(en, needs_validation=False)
+    check_validation_questions(en, needs_validation=False)
     with pytest.raises(DataError, match=r"^user 'en': valid .*0 questions.*data\.questions\.valid"):
-        check_answers(en, needs_validation=True)
+        check_validation_questions(en, needs_validation=True)
 
 
 # ---------------------------------------------------------------- sources

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from comingle.config.sections import Recipe, complete_older, parse_recipe
+from comingle.config.sections import Recipe, parse_recipe, with_older_defaults
 from comingle.utils.errors import RecipeError
 from comingle.utils.names import is_named
 
@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         """Number of values in each finished node, by the node's ``id``."""
 
     def compose_node(self, parent: yaml.Node | None, index: int | yaml.Node | None) -> yaml.Node | None:
-        """Parse a value of a YAML text to a node; refuse deep nesting, and count the values in each node.
+        """Parse a value of a YAML text to a node, and record how many values are in it, itself included.
 
         Args:
             parent: The node that contains this one; None for the root.
@@ -95,13 +95,17 @@ class _Loader(yaml.SafeLoader):
     def _count_alias(self, node: yaml.Node | None, event: yaml.AliasEvent) -> None:
         """Count the values that an alias repeats; refuse recursive aliases and more than ``MAX_REPEATED`` values.
 
-        A small file may repeat a value exponentially often by aliases of aliases.
+        Aliases of aliases in a small file may repeat a value exponentially often.
+
+        Args:
+            node: The repeated node.
+            event: The alias.
         """
-        is_finished = id(node) in self._sizes
-        if not is_finished:
+        size = self._sizes.get(id(node))
+        if size is None:  # the node is not finished, so the alias is inside it
             raise _error_at(event, f"alias '*{event.anchor}' refers to a value that contains it")
-        self._num_values += self._sizes[id(node)]
-        self._num_repeated += self._sizes[id(node)]
+        self._num_values += size
+        self._num_repeated += size
         if self._num_repeated > MAX_REPEATED:
             raise _error_at(event, f"aliases repeat more than {MAX_REPEATED:,} values; write them out")
 
@@ -122,9 +126,9 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_yaml_map)
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
-    """Refuse keys of a mapping that are not text or occur twice, and merge keys in a mapping of users below it.
+    """Raise an error if a key of a mapping is not text or occurs twice, or if its entry ``users`` has merge keys.
 
-    Merge keys (``<<``) themselves may occur several times, as YAML allows.
+    Outside of ``users``, merge keys (``<<``) are allowed, also several.
 
     Args:
         node: The mapping, before it is converted to a dictionary, which would keep the last of two equal keys.
@@ -182,7 +186,7 @@ def load_recipe(path: str | Path, *, change: Callable[[object], object] = lambda
         raise RecipeError(f"{path}: no such recipe.{_shipped_hint(path)}")
     content = read_yaml(path)
     if is_run_folder:  # keys that an older version did not write get the values with which it ran
-        content = complete_older(content)
+        content = with_older_defaults(content)
     recipe = parse_recipe(change(content), where=str(path))
     if is_run_folder:
         return recipe
@@ -219,7 +223,7 @@ def _shipped_hint(path: Path) -> str:
 
 
 def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
-    """Return a recipe with relative paths of data and base made absolute where they exist below ``folder``.
+    """Return a recipe with absolute paths of data and base, where these exist relative to ``folder``.
 
     Other text, such as names of models and data sets on the hub, stays as it is.
 
@@ -234,12 +238,13 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
             return [make_absolute(entry) for entry in source]
         if not isinstance(source, str) or is_named(source):  # a data set of the hub, or a demo
             return source
-        source = os.path.expandvars(os.path.expanduser(source))
-        path = folder / source
-        return str(path.resolve()) if os.path.exists(path) else source
+        expanded = os.path.expandvars(os.path.expanduser(source))
+        path = folder / expanded
+        return str(path.resolve()) if os.path.exists(path) else expanded
 
     content = recipe.model_dump(mode="json", exclude_unset=True)
-    content["data"].update(recipe.data.resolve_paths(make_absolute))
+    keys_with_paths = recipe.data.resolve_paths(make_absolute)
+    content["data"].update(keys_with_paths)
     if os.path.exists(folder / recipe.base):
         content["base"] = make_absolute(recipe.base)
     return Recipe.model_validate(content)

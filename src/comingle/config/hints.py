@@ -213,8 +213,7 @@ def other_name_hint(
 ) -> str:
     """Return a hint for a key of another library or of another section; empty if there is none.
 
-    Candidates are, in this order: keys of the same section that mean what the name means in other libraries, such keys
-    of other sections, and keys or method settings of the same name elsewhere. At most two are suggested.
+    At most two keys are suggested: of the same section if possible.
 
     Args:
         place: The unknown key, after the sections that contain it: ``["training", "lr"]``.
@@ -225,7 +224,7 @@ def other_name_hint(
     *section, name = place
     meant_keys = _KEYS_BY_SPELLING.get(_plain(name), "").split()  # such as ["training.experts.learning_rate"]
 
-    # 1. A key of the same section. A meaning of another section may have its name here, such as `clip_norm`.
+    # 1. A key of the same section with the last part of a meant key: "training.router.learning_rate".
     if section:
         in_section: list[str] = []
         for meant_name in dict.fromkeys(_last_part(key) for key in meant_keys):
@@ -235,12 +234,12 @@ def other_name_hint(
         if in_section:
             return _suggestion(in_section[:2], place)
 
-    # 2. A key of any section, but not a section that contains the unknown key, or a setting of a method.
-    containing = {".".join(section[:depth]) for depth in range(len(section) + 1)}
-    all_keys = [key for key in _dotted_keys(recipe, data) if _is_used(key, data) and key not in containing]
+    # 2. A meant key: a key of the recipe, except the sections around the unknown key, or a setting of a method.
+    outer_sections = {".".join(section[:depth]) for depth in range(len(section) + 1)}
+    all_keys = [key for key in _dotted_keys(recipe, data) if _is_used(key, data) and key not in outer_sections]
     candidates = [key for key in meant_keys if key in all_keys or key.startswith(_METHOD)]
 
-    # 3. A key, or else a setting of a method, that has the same name.
+    # 3. A key with the same name in another section, or else a setting of a method.
     if not candidates:
         candidates = [key for key in all_keys if _plain(_last_part(key)) == _plain(name)]
     if not candidates:
@@ -254,7 +253,7 @@ def _last_part(key: str) -> str:
 
 
 def _suggestion(keys: Sequence[str], place: Sequence[str]) -> str:
-    """Return such as `` Did you mean 'training.rounds'?`` for an unknown key; empty without suggestions.
+    """Return the hint `` Did you mean 'training.rounds'?`` for an unknown key; empty without suggestions.
 
     Args:
         keys: Suggested dotted keys.
@@ -266,7 +265,8 @@ def _suggestion(keys: Sequence[str], place: Sequence[str]) -> str:
     quoted: list[str] = []
     for key in keys:
         is_at_top_level = "." not in key
-        quoted.append(f"{key!r} (at the top level)" if is_in_section and is_at_top_level else f"{key!r}")
+        place_of_key = " (at the top level)" if is_in_section and is_at_top_level else ""
+        quoted.append(f"{key!r}{place_of_key}")
     return f" Did you mean {' or '.join(quoted)}?"
 
 
@@ -378,23 +378,24 @@ def problems_of(
     if data is not None:
         accepted.update({f"data.{key}": values for key, values in data.accepted.items()})
     problems = sorted(error.errors(), key=_specificity, reverse=True)
-    with_unknown_keys = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
-    chosen: dict[tuple[str, ...], ErrorDetails] = {}  # by place
+    sections_with_unknown_keys = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
+    problem_by_place: dict[tuple[str, ...], ErrorDetails] = {}
     for problem in problems:
-        # A missing key in a section with an unknown key is probably misspelt there; the unknown key is reported.
-        if problem["type"] == "missing" and problem["loc"][:-1] in with_unknown_keys:
+        # A missing key in a section with an unknown key is probably misspelt there; only the unknown key is reported.
+        if problem["type"] == "missing" and problem["loc"][:-1] in sections_with_unknown_keys:
             continue
         place = _without_type_names(problem["loc"])
-        # Of two problems in nested places, such as ("data",) and ("data", "users"), the first is the most specific.
-        if not any(_are_nested(place, other_place) for other_place in chosen):
-            chosen[place] = problem
-    return tuple(_describe_problem(problem, accepted, model, data) for problem in chosen.values())
+        # Of problems in nested places, such as ("data", "users") and ("data",), the first is the most specific.
+        if not any(_are_nested(place, earlier_place) for earlier_place in problem_by_place):
+            problem_by_place[place] = problem
+    return tuple(_describe_problem(problem, accepted, model, data) for problem in problem_by_place.values())
 
 
 def _without_type_names(location: Sequence[str | int]) -> tuple[str, ...]:
     """Return a problem's location without the names of types that pydantic puts into it for a key of several types.
 
-    Names such as ``list[int]`` may be anywhere, those of plain types, such as ``int``, are at the end.
+    For example, ``("training", "local_steps", "list[int]", 0)`` becomes ``("training", "local_steps", "0")``. Names of
+    plain types, such as ``int``, are dropped only at the end.
     """
     place = tuple(str(part) for part in location if not str(part).startswith(_UNION_BRANCHES))
     if place and place[-1] in _PLAIN_TYPES:
@@ -456,15 +457,15 @@ def _keys_in(location: Sequence[str | int], accepted: Mapping[str, str]) -> list
         location: The location.
         accepted: Descriptions of allowed values by dotted key, for keys of several types.
     """
-    parts = [str(part) for part in location if not str(part).startswith(_UNION_BRANCHES)]
-    if not parts:
+    keys = [str(part) for part in location if not str(part).startswith(_UNION_BRANCHES)]
+    if not keys:
         return []
-    *section, last = parts
-    key = ".".join(section)
-    has_several_types = key in accepted and key != "data.users"
+    *outer_keys, last = keys
+    outer_key = ".".join(outer_keys)
+    has_several_types = outer_key in accepted and outer_key != "data.users"  # whose keys are names of users
     if last in _PLAIN_TYPES and has_several_types:
-        return section
-    return parts
+        return outer_keys
+    return keys
 
 
 def _got_suffix(problem: ErrorDetails) -> str:
@@ -482,8 +483,8 @@ def _known_keys(location: Iterable[str | int], model: Any, data: type[DataSectio
     """Return the keys that are allowed in the section in which pydantic found an unknown key.
 
     Args:
-        location: Names of the sections from the outermost inwards, then the unknown key. Users' names, list indices and
-            names of types may be in between; they do not change the section.
+        location: Such as ``("training", "router", "lr")``: sections from the outermost inwards, then the unknown key.
+            Users' names, list indices and names of types may be in between; they are skipped.
         model: The class of the recipe or file that was validated.
         data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
     """
@@ -493,8 +494,7 @@ def _known_keys(location: Iterable[str | int], model: Any, data: type[DataSectio
         if name == "data" and data is not None:
             section = data
             continue
-        fields = section.model_fields if hasattr(section, "model_fields") else {}
-        field = fields.get(str(name))
-        if field is not None:
-            section = section_in(field.annotation) or section
+        field = section.model_fields.get(str(name))
+        inner_section = section_in(field.annotation) if field is not None else None
+        section = inner_section or section
     return list(section.model_fields)

@@ -181,8 +181,11 @@ class Recipe(Section):
         return {**normalised, "settings": settings}
 
     @model_validator(mode="after")
-    def _check_names_of_values(self) -> Recipe:
-        """Check that mappings by user have exactly the recipe's users, if it names them."""
+    def _check_users_of_mappings(self) -> Recipe:
+        """Check that mappings such as ``training.batch_size: {ada: 8, ben: 16}`` have the recipe's users.
+
+        Does nothing if the recipe does not name its users.
+        """
         names = self.data.names
         if not names:
             return self
@@ -206,14 +209,13 @@ class Recipe(Section):
     def result_content(self) -> dict[str, Any]:
         """The content of the recipe that determines a run's result; the fingerprint is its hash.
 
-        The runtime, checkpoints, and which rounds and users are evaluated do not count. Evaluations count only if the
-        best of the evaluated rounds is selected. The order of the users does not count: lists with a value per user
-        become mappings by name. Sections and keys that did not exist in older versions are left out if they have no
-        effect, so that older runs keep their fingerprints.
+        The sections ``runtime`` and ``checkpoints`` are left out, and most of ``evaluation`` unless it selects the best
+        round. Lists with a value per user become mappings by name, so that the order of the users does not count. Keys
+        that older versions lack are left out if they have no effect, so that older runs keep their fingerprints.
         """
         selects_best = self.evaluation.select == "best"
-        uncounted_keys = set[str]() if selects_best else {"select", "every", "first", "users"}
-        excluded: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": uncounted_keys}
+        keys_without_effect = set[str]() if selects_best else {"select", "every", "first", "users"}
+        excluded: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": keys_without_effect}
         if self.privacy is None:
             excluded["privacy"] = True
         if self.aggregation.is_mean:
@@ -235,14 +237,18 @@ class Recipe(Section):
             del training["normalise_steps"]
 
         sections = {**content, "method": content["method"]["settings"]}
-        for dotted_key in VALUES_OF_USERS:
-            section, _dot, key = dotted_key.partition(".")
-            if key in sections[section]:
-                sections[section][key] = self._by_name(sections[section][key])
+        for dotted_key in VALUES_OF_USERS:  # such as "training.batch_size"
+            section_name, _dot, key = dotted_key.partition(".")
+            section = sections[section_name]  # part of `content`
+            if key in section:
+                section[key] = self._by_name(section[key])
         return content
 
     def values_of_users(self) -> dict[str, Any]:
-        """Return the values of :data:`VALUES_OF_USERS` that are lists or mappings, by dotted key."""
+        """Return the settings with a value for each user, such as ``{"training.batch_size": [8, 16]}``.
+
+        Settings of :data:`VALUES_OF_USERS` with one value for all users are left out.
+        """
         found: dict[str, Any] = {}
         sections = {"adapters": self.adapters, "training": self.training}
         for dotted_key in VALUES_OF_USERS:
@@ -264,7 +270,7 @@ class Recipe(Section):
         lists: dict[str, object] = {}
         for key, values in self.values_of_users().items():
             if isinstance(values, Mapping):
-                lists[key] = values_in_order(values, names, key, known=self.data.names)
+                lists[key] = values_in_order(values, names, key, ignored=self.data.names)
         return self.with_changes(lists) if lists else self
 
     def _by_name(self, value: object) -> object:
@@ -301,10 +307,11 @@ class Recipe(Section):
             *section_names, last = meant_key.split(".")
             section: dict[str, Any] = content
             for name in section_names:
-                # A section may be a plain name, as `method: ifca` for {name: ifca}.
+                # A section may be a plain name: `method: ifca` is short for {name: ifca}.
                 key_of_name = "rule" if name == "aggregation" else "name"
-                old = expand_plain_name(section.get(name), key=key_of_name)
-                section[name] = dict(old) if isinstance(old, Mapping) else {}  # a copy: `old` may be the caller's
+                inner_section = expand_plain_name(section.get(name), key=key_of_name)
+                # A copy, since the section may be from `changes`.
+                section[name] = dict(inner_section) if isinstance(inner_section, Mapping) else {}
                 section = section[name]
             section[last] = changes[dotted_key]
         return parse_recipe(content, where=where)
@@ -360,11 +367,11 @@ def _move_rate_to_experts(training: Any) -> object:
     return moved
 
 
-def complete_older(content: object) -> Any:
-    """Return a run's recipe with ``data.add_bos_token: false``, if the run is older than this key.
+def with_older_defaults(content: object) -> Any:
+    """Return a run's recipe with ``data.add_bos_token: false`` if it lacks this key.
 
-    Older versions added no such token, but the key's default adds it. Runs write recipes with all keys, so a missing
-    key shows their age. Do not call this for a recipe that a user wrote: its missing keys have their defaults.
+    It was then written by an older version, which added no such token. In a recipe that a user wrote, a missing key has
+    its default instead.
 
     Args:
         content: Content of a run's ``recipe.yaml``; returned unchanged if its kind of data has no such key.

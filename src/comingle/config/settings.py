@@ -53,7 +53,7 @@ V = TypeVar("V")
 
 
 def values_in_order(
-    values: Mapping[str, V], names: Sequence[str], where: str, *, known: Collection[str] = ()
+    values: Mapping[str, V], names: Sequence[str], where: str, *, ignored: Collection[str] = ()
 ) -> list[V]:
     """Return users' values in the order of the users.
 
@@ -61,12 +61,12 @@ def values_in_order(
         values: A value for each user, by name.
         names: Names of the users, in order.
         where: The recipe's key, for the error.
-        known: Names of further users, whose values are left out.
+        ignored: Names of users whose values are left out.
 
     Raises:
         RecipeError: The mapping names an unknown user, or lacks one.
     """
-    allowed = {*names, *known}
+    allowed = {*names, *ignored}
     for name in values:
         if name not in allowed:
             raise RecipeError(f"{where}: no user {name!r}; allowed: {list_names(names)}.{did_you_mean(name, names)}")
@@ -207,7 +207,8 @@ class UserFiles(Section):
         """
         has_path, has_train = self.path is not None, self.train is not None
         has_held_out = bool(self.valid or self.test)
-        if has_path == has_train or (has_path and has_held_out):
+        has_both_or_neither = has_path == has_train
+        if has_both_or_neither or (has_path and has_held_out):
             raise ValueError("give either path alone, or train and test (and valid)")
         if has_train and self.test is None:
             raise ValueError("train without test; give test too")
@@ -275,13 +276,13 @@ class OwnUsersSection(DataSection, Generic[Files]):
         """
         content = self.model_dump(mode="json", exclude_unset=True, include={"users", "dataset"})
         users, dataset = content.get("users") or {}, content.get("dataset")
-        entries = list(users.values())
+        mappings = list(users.values())
         if dataset:
-            entries.append(dataset)
-        for entry in entries:  # a mapping with `path`, or with `train`, `valid` and `test`
+            mappings.append(dataset)
+        for mapping in mappings:  # with the key `path`, or with `train`, `valid` and `test`
             for key in PATHS:
-                if entry.get(key) is not None:
-                    entry[key] = resolve(entry[key])
+                if mapping.get(key) is not None:
+                    mapping[key] = resolve(mapping[key])
         return content
 
 
@@ -476,7 +477,7 @@ class AdaptersSection(Section):
     """Names of the linear layers in a decoder layer, for a family that comingle does not know."""
 
 
-WORDS = (32, 64)
+WORD_BITS = (32, 64)
 """Bit widths of the integers on which masks are uniform."""
 
 LEAST_USERS_IN_SUM = 2
@@ -512,13 +513,13 @@ class SecureSection(Section):
     def word_bits(self, users: int) -> int:
         """Return the bit width of the integers that masked uploads consist of: 32, or 64 if sums need more.
 
-        A sum of ``users`` integers of ``bits`` bits has at most ``bits + ceil(log2 users)`` bits. One bit more is
-        required, so that sums use at most half of the range.
+        A sum of ``users`` integers of ``bits`` bits has at most ``bits + ceil(log2 users)`` bits. One more bit keeps
+        sums within half of the range.
 
         Args:
             users: Largest number of uploads in a sum.
         """
-        small_word, large_word = WORDS
+        small_word, large_word = WORD_BITS
         needed_bits = self.bits + math.ceil(math.log2(max(users, 1))) + 1
         return small_word if needed_bits <= small_word else large_word
 
@@ -908,10 +909,11 @@ def parse_bytes(size: str | int) -> int:
         return size
     bytes_of_unit = {unit.lower(): number for unit, number in _BYTES.items()}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower())
-    number, unit = (float(match[1]), match[2]) if match is not None else (0.0, "")
-    if number <= 0 or unit not in bytes_of_unit:
-        raise ValueError(f"got {size!r}; allowed: auto, or a number with a unit: {', '.join(filter(None, _BYTES))}")
-    return int(number * bytes_of_unit[unit])
+    if match is not None:
+        number, unit = float(match[1]), match[2]
+        if number > 0 and unit in bytes_of_unit:
+            return int(number * bytes_of_unit[unit])
+    raise ValueError(f"got {size!r}; allowed: auto, or a number with a unit: {', '.join(filter(None, _BYTES))}")
 
 
 class RuntimeSection(Section):

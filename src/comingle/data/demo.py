@@ -67,13 +67,16 @@ def read_licences() -> list[str]:
             texts.add(text)
     known: set[str] = set()  # normalised paragraphs of the files so far
     blocks: list[str] = []
-    for text in sorted(texts, key=lambda text: (len(text), text)):  # short files first, so collections lose paragraphs
-        paragraphs: dict[str, str] = {}  # by the paragraph in folded case, with normalised white space
+    for text in sorted(texts, key=lambda text: (len(text), text)):  # the shortest first, collections last
+        paragraph_by_normalised: dict[str, str] = {}  # normalised: in folded case, with single spaces
         for paragraph in split_paragraphs(text):
-            paragraphs[" ".join(split_words(paragraph))] = paragraph
-        new_paragraphs = [paragraph for normalised, paragraph in paragraphs.items() if normalised not in known]
+            paragraph_by_normalised[" ".join(split_words(paragraph))] = paragraph
+        new_paragraphs: list[str] = []
+        for normalised, paragraph in paragraph_by_normalised.items():
+            if normalised not in known:
+                new_paragraphs.append(paragraph)
         blocks += join_paragraphs(new_paragraphs)
-        known.update(paragraphs)
+        known.update(paragraph_by_normalised)
     return _limit_documents({block: block for block in blocks})  # blocks have no names, so the text is the name
 
 
@@ -119,21 +122,21 @@ def _shuffle_key(name: str) -> bytes:
 
 
 def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
-    """Drop near-duplicates: however the rest is split, most of a test document never also occurs in train.
+    """Drop near-duplicate documents, so that most of a test document never also occurs in train.
 
-    Documents are tested from the shortest to the longest, so that the longest of several versions is kept. A document
-    is dropped if it equals a remaining one. It is also dropped if it has a beginning or an end, of any length, that
-    mostly occurs a second time in the remaining documents or in itself. Beginnings and ends are tested because a split
-    may cut a document in two, and either part may become the test data. "Mostly" means more than half of the shingles
-    (runs of 13 words). A kept document needs no second test, since later steps only remove documents.
+    A document is dropped if it equals a remaining one. It is also dropped if a beginning or an end of it is mostly a
+    copy: more than half of its shingles (runs of 13 words) occur a second time in the remaining documents or in itself.
+    A split may cut a document in two, and either part may become test data. The shortest documents are tested first,
+    so that the longest of several versions is kept.
     """
     words = [split_words(document) for document in documents]
     texts = [" ".join(words_of_document) for words_of_document in words]
     shingles: list[list[int]] = []  # of each document
     for words_of_document in words:
-        hashes, _documents = hash_shingles([words_of_document])
+        hashes, _document_indices = hash_shingles([words_of_document])
         shingles.append(hashes.tolist())
-    num_texts = Counter(texts)  # in all remaining documents, as is the next
+    # Counts in the remaining documents.
+    num_texts = Counter(texts)
     num_shingles = Counter(chain.from_iterable(shingles))
     kept: list[int] = []
     for index in sorted(range(len(documents)), key=lambda index: len(words[index])):
@@ -149,11 +152,11 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
 
 
 def _has_repeated_end(is_repeated: Sequence[bool]) -> bool:
-    """Return whether the beginning or the end of a document, of any length, is mostly a copy of other text.
+    """Return whether more than half of the shingles of a beginning or an end of a document occur elsewhere too.
 
     Args:
-        is_repeated: For each shingle (run of 13 words) of the document, in order, whether it occurs elsewhere too.
-            More than half of those of a beginning or end must do so.
+        is_repeated: For each shingle (run of 13 words) of the document, in order, whether it occurs elsewhere too. True
+            for ``[False, True, True]``, for example, whose end ``[True, True]`` is repeated.
     """
     for flags in (is_repeated, is_repeated[::-1]):  # beginnings, then ends
         num_repeated = 0

@@ -32,9 +32,9 @@ def hash_shingles(
 ) -> tuple[UInt64[np.ndarray, " shingles"], Int64[np.ndarray, " shingles"]]:
     """Return the hash of every run of 13 words inside a document (a shingle), and the index of its document.
 
-    Documents with many shingles in common are near-duplicates. The hash is ``sum_k m^(12-k) hash(word_k) mod 2**64``
-    with an odd multiplier m, computed for all documents in 13 passes over one array. Python salts hashes of strings per
-    process, so the values are comparable within one process only.
+    Documents with many shingles in common are near-duplicates. The hash of the words 0 to 12 of a shingle is
+    ``sum_k m^(12-k) hash(word_k) mod 2**64`` with an odd multiplier m. Python salts hashes of strings per process, so
+    the values are comparable within one process only.
 
     Args:
         documents: Words of each document.
@@ -48,8 +48,9 @@ def hash_shingles(
     document_of_word = np.repeat(np.arange(len(documents), dtype=np.int64), lengths)
     num_runs = max(0, len(word_hashes) - SHINGLE_WORDS + 1)  # runs of 13 words, also across documents
     hashes = np.zeros(num_runs, dtype=np.uint64)
-    for k in range(SHINGLE_WORDS):
+    for k in range(SHINGLE_WORDS):  # Horner's rule, for all runs at once
         hashes = hashes * _MULTIPLIER + word_hashes[k : k + num_runs]
+    # Run i has the words i to i + 12.
     document_of_first_word = document_of_word[:num_runs]
     document_of_last_word = document_of_word[len(document_of_word) - num_runs :]
     is_inside = document_of_first_word == document_of_last_word  # not across the border of two documents
@@ -85,7 +86,7 @@ class DuplicateFilter:
         *,
         held_out: Sequence[str] = (),
     ) -> dict[str, list[T]]:
-        """Return a user's documents by split, each document once; all documents if the filter is off (``drops``).
+        """Return a user's documents by split, each document once; return all unless ``drops`` is set.
 
         Documents that differ only in case and white space are duplicates. The dropped documents are counted for
         :meth:`report`.
@@ -94,12 +95,12 @@ class DuplicateFilter:
             name: Name of the user.
             documents_by_split: Documents by split.
             text_of: Returns the text of a document.
-            held_out: Splits in decreasing priority; a document in several splits is kept in the first of these. Other
-                splits follow in their order in ``documents_by_split``.
+            held_out: Splits that keep a document that is also in other splits: of ``("test", "valid")``, test keeps a
+                document of all three splits. Other splits follow in the order of ``documents_by_split``.
         """
         if not self.drops:
             return {split: list(documents) for split, documents in documents_by_split.items()}
-        # Held-out splits come first, so that dropping a duplicate leaves them complete and train without their text.
+        # Held-out splits come first, so that train loses the duplicates.
         first_splits = [split for split in dict.fromkeys(held_out) if split in documents_by_split]
         other_splits = [split for split in documents_by_split if split not in first_splits]
         kept: dict[str, list[T]] = {split: [] for split in documents_by_split}

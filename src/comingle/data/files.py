@@ -290,14 +290,14 @@ def list_files(folder: Path) -> list[str]:
         listed.append(Path(str(error.filename)).relative_to(folder).as_posix())
 
     for current, subfolders, files in os.walk(folder, followlinks=True, onerror=list_unreadable):
-        names = sorted(subfolders)
-        links = [name for name in names if os.path.islink(os.path.join(current, name))]
-        no_links = [name for name in names if name not in links]
+        # Of a folder and a link to it, the folder is visited: links come last.
+        links = [name for name in subfolders if os.path.islink(os.path.join(current, name))]
+        folders = [name for name in subfolders if name not in links]
         to_visit: list[str] = []
-        for name in [*no_links, *links]:  # links last, so that of a folder and a link to it the folder is listed
-            real = os.path.realpath(os.path.join(current, name))
-            if _is_visible(name) and real not in visited:
-                visited.add(real)
+        for name in [*sorted(folders), *sorted(links)]:
+            real_path = os.path.realpath(os.path.join(current, name))
+            if _is_visible(name) and real_path not in visited:
+                visited.add(real_path)
                 to_visit.append(name)
         subfolders[:] = to_visit  # os.walk descends into these
         relative = Path(current).relative_to(folder)

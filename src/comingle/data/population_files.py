@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -113,11 +113,10 @@ def _answers_from_arrays(name: str, arrays: Arrays) -> UserAnswers:
 
 
 def _totals_of_answers(user: UserAnswers) -> Mapping[str, int]:
-    """Return what a user with conversations adds to the totals of a population (``UserForm.counts``).
+    """Return the width and the number of tokens of a user's train windows, without padding, for ``UserForm.counts``.
 
     Returns:
-        ``most_width``, the width of the train windows, of which the total is the maximum; and ``tokens``, the number of
-        tokens in the train windows without padding, of which the total is the sum.
+        Such as ``{"most_width": 128, "tokens": 5000}``.
     """
     is_token = user.train.windows != PAD
     return {"most_width": user.train.windows.shape[1], "tokens": int(is_token.sum())}
@@ -194,10 +193,9 @@ class PopulationWriter:
         """Number of users written so far."""
         self._names = StoredNamesWriter(folder)
         self._open_files = ExitStack()
-        self._users_file, self._ends_file, self._sizes_file = (
-            self._open_files.enter_context(open(folder / name, "wb"))  # noqa: SIM115 (closed with the stack)
-            for name in (USERS, ENDS, SIZES)
-        )
+        self._users_file = self._open_file(USERS)
+        self._ends_file = self._open_file(ENDS)
+        self._sizes_file = self._open_file(SIZES)
         self._end = 0
         """End of the last user in the file of users, in bytes."""
         self._user_type: type = type(None)
@@ -206,6 +204,10 @@ class PopulationWriter:
         """Digest of all users' data."""
         self._totals: dict[str, int] = {}
         """Totals over all users."""
+
+    def _open_file(self, name: str) -> BinaryIO:
+        """Open a file of the folder for writing; it is closed at the end of the writer's context."""
+        return self._open_files.enter_context(open(self.folder / name, "wb"))
 
     def __enter__(self) -> PopulationWriter:
         return self
@@ -217,7 +219,7 @@ class PopulationWriter:
     def add(self, user: Named) -> None:
         """Append a user's data, the end of the data in bytes with a checksum, and the sizes of the user's splits.
 
-        Also adds the user to the totals. The total of a key is a maximum if the key begins with ``most_``, else a sum.
+        Also updates the totals: the maximum over the users for a key such as ``most_width``, else the sum.
 
         Raises:
             DataError: The name is invalid, or the user's type is not registered or differs from the other users' type.
@@ -240,7 +242,8 @@ class PopulationWriter:
         self._sizes_file.write(np.array(sizes, dtype="<i8").tobytes())
         for key, value in form.counts(user).items():
             total = self._totals.get(key, 0)
-            self._totals[key] = max(total, value) if key.startswith("most_") else total + value
+            is_maximum = key.startswith("most_")
+            self._totals[key] = max(total, value) if is_maximum else total + value
 
     def finish(self, more: Mapping[str, object] | None = None) -> int:
         """Write the names and ``about.json``; return the number of users.
@@ -292,7 +295,7 @@ def _serialise(form: UserForm, user: object) -> bytes:
         dtype_name = str(array.dtype).removeprefix("torch.")  # such as "int64"
         header.append([name, dtype_name, list(array.shape)])
     line = json.dumps(header).encode() + b"\n"
-    pieces = [b" " * _padding_bytes(len(line)), line]  # padded in front, since the arrays begin after the line end
+    pieces = [b" " * _padding_bytes(len(line)), line]  # padding in front, so that the arrays follow the line end
     for array in arrays.values():
         if array.numel() > 0:
             content = array.flatten().view(torch.uint8).numpy().tobytes()
@@ -329,8 +332,9 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
     """
     about = read_about(folder)
     form = _form_named(about.get("type"))
+    is_known_type = form is not None
     try:
-        if form is not None:
+        if is_known_type:
             changed = [name for name, checksum in about["sums"].items() if _checksum(folder / name) != checksum]
             if changed:
                 raise ValueError(f"{', '.join(changed)}: changed since it was written")
@@ -346,7 +350,7 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
         lengths = f"{len(names)} names, {len(ends)} users, {len(content)} bytes"
         raise DataError(f"{folder}: inconsistent files ({lengths}); write it again")
 
-    def make(number: int) -> Any:
+    def read_user(number: int) -> Any:
         """Read the user with this number, after verifying its checksum."""
         start = int(ends["end"][number - 1]) if number > 0 else 0
         end = int(ends["end"][number])
@@ -356,9 +360,9 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
             )
         return form.user(names[number], _read_arrays(content, start))
 
-    num_users_with_valid = int((sizes[:, SPLITS.index("valid")] > 0).sum())
-    totals = {**about["counts"], "valid": num_users_with_valid}
-    return LazyPopulation(names, make, digest=about["digest"], sizes=sizes, about=totals)
+    valid_sizes = sizes[:, SPLITS.index("valid")]
+    totals = {**about["counts"], "valid": int((valid_sizes > 0).sum())}  # "valid": users with validation data
+    return LazyPopulation(names, read_user, digest=about["digest"], sizes=sizes, about=totals)
 
 
 def _form_named(type_name: object) -> UserForm | None:
@@ -425,8 +429,8 @@ class _WarningRecorder(logging.Handler):
         logger.removeHandler(self)
 
     @property
-    def repeated(self) -> list[str]:
-        """Recorded lines, followed by a line with the number of further warnings."""
+    def lines_to_repeat(self) -> list[str]:
+        """Recorded lines and, if there were further warnings, a line with their number."""
         num_unrecorded = self.count - MAX_RECORDED_WARNINGS
         if num_unrecorded > 0:
             return [*self.lines, f"{num_unrecorded} more such warnings"]
@@ -454,10 +458,12 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
             rows = StoredRows(folder)
             with closing(reader.read(rows)) as unencoded_users:
                 for unencoded, user in reader.stream(unencoded_users):
-                    shortage = None if reader.skips else reader.shortage(user)
+                    shortage = None
+                    if not reader.skips:  # otherwise `stream` has left out the small users
+                        shortage = reader.shortage(user)
                     if shortage is not None:
                         small_users.add(user.name, shortage)
-                    elif small_users.count == 0:  # else there will be an error, which needs only the small users
+                    elif small_users.count == 0:  # else an error follows, which needs only the small users
                         reader.inspect(unencoded, user)
                         writer.add(user)
                     del unencoded, user  # free memory before the next user is read
@@ -467,7 +473,7 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
         facts, warnings = reader.summary()
         about = {
             SUMMARY_WARNINGS: warnings,
-            READING_WARNINGS: recorder.repeated,
+            READING_WARNINGS: recorder.lines_to_repeat,
             "skipped": reader.skipped_users.count,
             **facts,
         }
@@ -475,13 +481,12 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
 
 
 def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[User], dict[str, Any], Mapping[str, str]]:
-    """Return the users of a reader from the cache, reading and caching them first if necessary.
+    """Return a reader's users from the cache, after writing them to it if they are missing or damaged.
 
-    Logs the warnings of reading them, also when they come from the cache. Reads the users again if the cached files are
-    damaged.
+    Logs the warnings of reading the users, also if they were cached.
 
     Returns:
-        The users, the content of ``about.json``, and the skipped users with what each has too little of.
+        The users; the content of ``about.json``; and the names of the skipped users, each with the shortage.
 
     Raises:
         DataError: A user's data cannot be used, or the cache is not writable.
@@ -489,7 +494,7 @@ def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[Use
     folder, was_cached = cached_population(reader)
     try:
         users, about = read_population(folder), read_about(folder)
-    except DataError:  # the cached files are damaged
+    except DataError:  # the cached files are damaged: write them again
         shutil.rmtree(folder, ignore_errors=True)
         folder, was_cached = cached_population(reader)
         users, about = read_population(folder), read_about(folder)
@@ -538,16 +543,16 @@ _DAYS_UNUSED = 30
 
 
 def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
-    """Return the folder of a reader's population, and whether it was cached already; write it if it was not.
+    """Return the folder of a reader's population, after writing it if necessary, and whether it was cached already.
 
-    A file lock ensures that only one process per machine writes it. If a source is not a file or folder, nothing is
-    cached: the population is written to a temporary folder.
+    A file lock ensures that only one process per machine writes it. With a source that is not a file or folder, the
+    population is written to a temporary folder instead of the cache.
 
     Raises:
         DataError: A user's data cannot be used, or the cache is not writable.
     """
     digest_of_sources = _digest_states(_source_states(reader.sources()))
-    if digest_of_sources is None:
+    if digest_of_sources is None:  # a source may change without notice, such as a data set of the hub
         temporary = Path(tempfile.mkdtemp(prefix="comingle-"))
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         write_users(reader, temporary)

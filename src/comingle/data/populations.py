@@ -130,7 +130,7 @@ class StoredNamesWriter:
         content = name.encode()
         is_first = len(self._hashes) == 0
         separator = b"" if is_first else b"\0"
-        self._digest.update(separator + content)
+        self._digest.update(separator + content)  # as in `digest_names`
         self._hashes.append(_hash(content))
         self._text_file.write(content)
         self._end += len(content)
@@ -148,16 +148,16 @@ class StoredNamesWriter:
         """
         self.close()
         hashes = np.frombuffer(self._hashes, dtype=np.uint64)
-        order = hashes.argsort(kind="stable")
-        sorted_hashes = hashes[order]
-        order.astype("<i8").tofile(self.folder / _INDEX)
+        user_of_hash = hashes.argsort(kind="stable")  # user number of each sorted hash
+        sorted_hashes = hashes[user_of_hash]
+        user_of_hash.astype("<i8").tofile(self.folder / _INDEX)
         sorted_hashes.astype("<u8").tofile(self.folder / _HASHES)
         (self.folder / _SUM).write_text(self._digest.hexdigest(), encoding="utf-8")
         names = StoredNames(self.folder)
         # Equal names have equal hashes, which are neighbours; equal hashes may belong to different names.
         equals_next = sorted_hashes[1:] == sorted_hashes[:-1]
         for position in np.flatnonzero(equals_next).tolist():
-            name, next_name = names[int(order[position])], names[int(order[position + 1])]
+            name, next_name = names[int(user_of_hash[position])], names[int(user_of_hash[position + 1])]
             if name == next_name:
                 raise DataError(f"user {name!r} occurs twice; names must be unique")
         return names

@@ -116,9 +116,9 @@ class BadRows:
         self.remarks[text] = num_rows + 1, first_place
 
     def report(self) -> None:
-        """Log the remarks, then raise an error that lists the bad rows, or warn that they are skipped; clear both.
+        """Log the remarks on rows that are used, then raise an error for the bad rows, or warn that they are skipped.
 
-        Remarks are notes on rows that are used (:meth:`remark`).
+        Afterwards, there are no remarks and no bad rows any more.
 
         Raises:
             BadRowsError: The policy is ``refuse``, and there are bad rows.
@@ -324,14 +324,14 @@ def read_json(path: Path, bad_rows: BadRows) -> PlacedRows:
             if is_list:
                 yield from _stream_objects(file, line, line_number, path, bad_rows)
                 return
-            is_complete = line.endswith("\n")
-            if not is_complete:
+            is_whole_line = line.endswith("\n")
+            if not is_whole_line:
                 line += _read_line(file, path, line_number)
-            spans_lines = suffix_of(path) == ".json" and not _is_object(line)
-            if spans_lines:
+            object_spans_lines = suffix_of(path) == ".json" and not _is_object(line)
+            if object_spans_lines:
                 yield from _stream_objects(file, line, line_number, path, bad_rows)
                 return
-            while line:
+            while line:  # JSON lines
                 if line.strip():
                     try:
                         row = _parse_object(line)
@@ -421,7 +421,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
     values = _JsonValues(file, head, line_number, path)
     is_list = values.next_character() == "["
     if is_list:
-        values.position += 1
+        values.position += 1  # after the bracket
     while character := values.next_character():
         if is_list and character == "]":
             values.position += 1
@@ -432,7 +432,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
             if character != ",":
                 raise values.error("not JSON: Expecting ',' delimiter", values.position)
             values.position += 1
-            values.next_character()
+            values.next_character()  # skips white space after the comma
         place = f"row {values.num_parsed + 1}"
         try:
             row = _require_object(values.parse_next())
@@ -461,7 +461,7 @@ class _JsonValues:
         self.file, self.text, self.line_number, self.path = file, text, line_number, path
         self.position = 0  # in `text`, of the next character to parse
         self.at_end_of_file = False
-        self.num_parsed = 0  # set by the caller
+        self.num_parsed = 0  # rows so far, counted by the caller
         self._decoder = json.JSONDecoder(parse_float=TypedNumber)
 
     def next_character(self) -> str:
@@ -482,12 +482,12 @@ class _JsonValues:
         Raises:
             DataError: There is a syntax error, or the value is too long or nested too deeply.
         """
-        while True:
+        while True:  # each time with more of the file
             try:
                 value, self.position = self._decoder.raw_decode(self.text, self.position)
                 return value
             except json.JSONDecodeError as error:
-                # Near the end of the chunk, the error may be due to a literal such as `false` that is cut in two.
+                # Near the end of the text, a literal such as `false` may be cut in two.
                 is_near_end = error.pos > len(self.text) - _LONGEST_LITERAL
                 may_be_cut_off = error.msg.startswith("Unterminated") or is_near_end
                 if self.at_end_of_file or not may_be_cut_off:
@@ -581,8 +581,8 @@ def _open_csv(path: Path, sep: str) -> Iterator[tuple[list[str], Iterator[tuple[
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(read_lines(file), delimiter=sep, strict=True)
             rows = ((reader.line_num, fields) for fields in reader if fields)
-            empty_file = (0, [])
-            _line_number, columns = next(rows, empty_file)  # the first line names the columns
+            no_row = (0, [])  # of an empty file
+            _line_number, columns = next(rows, no_row)  # the first line names the columns
             yield columns, rows
     except (*UNREADABLE, UnicodeDecodeError, csv.Error) as error:
         line_number = reader.line_num if reader else 0
@@ -643,18 +643,18 @@ def _parquet_rows(path: Path, open_file: Callable[[], Any], columns_to_read: Seq
         columns = schema.names
         if columns_to_read is not None:
             columns = [name for name in columns if name in columns_to_read]
-        labels_by_column = _class_labels(schema)
+        class_names = _class_labels(schema)  # by column
         batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns)
-        while True:
+        while True:  # not a for loop, to catch errors of `next` alone
             try:
-                # "lossy" keeps the last of equal keys of a map; any other setting gives pairs or an error.
+                # "lossy" converts a map to a dict, with the last of equal keys.
                 rows = next(batches).to_pylist(maps_as_pydicts="lossy")
             except StopIteration:
                 return
             except Exception as error:
                 raise DataError(f"{path}: reading failed: {describe_cause(error)}") from None
             for row in rows:
-                yield {column: _name_label(value, labels_by_column.get(column)) for column, value in row.items()}
+                yield {column: _name_label(value, class_names.get(column)) for column, value in row.items()}
 
 
 def _class_labels(schema: Any) -> dict[str, list[str]]:
@@ -671,8 +671,8 @@ def _class_labels(schema: Any) -> dict[str, list[str]]:
     return {name: item["names"] for name, item in features.items() if isinstance(item, dict) and "names" in item}
 
 
-def _name_label(value: object, labels: Sequence[str] | None) -> object:
+def _name_label(value: object, class_names: Sequence[str] | None) -> object:
     """Return the name of a class label, given its number; return other values unchanged."""
-    if labels and isinstance(value, int) and 0 <= value < len(labels):
-        return labels[value]
+    if class_names and isinstance(value, int) and 0 <= value < len(class_names):
+        return class_names[value]
     return value

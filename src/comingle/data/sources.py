@@ -88,18 +88,20 @@ def check_sources(data: DataSection) -> None:
     Raises:
         DataError: A file or folder does not exist; names the key in the recipe.
     """
-    if not isinstance(data, OwnUsersSection) or data.kind not in ("text", "conversations", "samples"):
+    is_built_in_kind = data.kind in ("text", "conversations", "samples")
+    if not isinstance(data, OwnUsersSection) or not is_built_in_kind:
         return
     for name, files in (data.users or {}).items():
         for key in PATHS:
             source = getattr(files, key)
-            if source is None or is_named(source) or "://" in source:
+            is_url = source is not None and "://" in source
+            if source is None or is_named(source) or is_url:
                 continue
-            # A source of conversations may be a name on the hub without "hub:".
-            is_pattern = any(character in source for character in "*?[")  # such as data/*.jsonl
-            may_be_on_hub = data.kind == "conversations" and (not looks_like_path(source) or is_pattern)
+            # A source of conversations may also be a name on the hub without "hub:", or a pattern: data/*.jsonl.
+            is_pattern = any(character in source for character in "*?[")
+            may_not_be_path = data.kind == "conversations" and (not looks_like_path(source) or is_pattern)
             path = expand_home(source)
-            if not os.path.exists(path) and not may_be_on_hub:
+            if not os.path.exists(path) and not may_not_be_path:
                 where = f"data.users.{name}" if key == "path" else f"data.users.{name}.{key}"
                 raise DataError(f"{where}: {path}: no such file or folder")
 
@@ -225,7 +227,7 @@ def iterate_documents(
     if where.startswith(HUB_PREFIX) and parse_hub_name(where).documents:
         raise DataError(f"{where}: documents applies only to the source of a single user; use max_documents instead")
     columns = [text, user] if split is None else [text, user, split]
-    counts: dict[str, Counter[str]] = {}  # documents kept so far, by user and split
+    counts: dict[str, Counter[str]] = {}  # number of documents so far, by user and split
     collected = bad_rows or BadRows()
     for table in read_tables(source, name=name, data_files=data_files, stream=max_documents is not None):
         rows = iterate_texts(table, columns, collected)
@@ -315,8 +317,8 @@ def _read_path(path: Path, column: str, max_bytes: int | None, bad_rows: BadRows
         max_bytes: Stop after about this many bytes; None for all.
         bad_rows: Collects bad rows.
     """
-    is_saved = path.is_dir() and is_saved_dataset(path)
-    if is_saved or (not path.is_dir() and has_row_suffix(path)):
+    has_rows = is_saved_dataset(path) if path.is_dir() else has_row_suffix(path)
+    if has_rows:
         yield from _read_rows(str(path), column, max_rows=None, max_bytes=max_bytes, bad_rows=bad_rows)
     elif path.is_dir():
         yield from read_text_folder(path, max_bytes=max_bytes)

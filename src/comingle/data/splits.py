@@ -82,13 +82,14 @@ def split_by_fractions(documents: Sequence[str], *, valid: float, test: float, s
     if not any(documents):
         raise DataError(f"user {name!r}: no documents to split; at least one is needed")
     shuffled = _shuffle(documents, "split", seed, name)
+    # In characters: train, valid from `valid_start` on, test from `test_start` on.
     num_characters = sum(map(len, shuffled))
     test_start = round(num_characters * (1 - test))
     valid_start = round(num_characters * (1 - test - valid))
-    train_documents, test_documents = _cut(shuffled, test_start)
-    valid_documents: list[str] = []
+    train_and_valid, test_documents = _cut(shuffled, test_start)
+    train_documents, valid_documents = train_and_valid, list[str]()
     if valid:
-        train_documents, valid_documents = _cut(train_documents, valid_start)
+        train_documents, valid_documents = _cut(train_and_valid, valid_start)
     return UserText(name=name, train=tuple(train_documents), valid=tuple(valid_documents), test=tuple(test_documents))
 
 
@@ -126,7 +127,7 @@ def split_given(
         needed = [train, valid, test]
     for wanted in needed:
         if wanted not in splits:
-            raise missing_split(name, wanted, splits, advice)
+            raise missing_split_error(name, wanted, splits, advice)
     train_documents, test_documents = splits[train], tuple(splits[test])
     if valid is not None and valid in splits:
         return UserText(name=name, train=tuple(train_documents), valid=tuple(splits[valid]), test=test_documents)
@@ -152,7 +153,7 @@ def column_advice(column: str | None) -> str:
     return f"set data.dataset.split to the column that names each row's split, or {names}"
 
 
-def missing_split(name: str, wanted: str, existing: Collection[str], advice: str = "") -> NoTextError:
+def missing_split_error(name: str, wanted: str, existing: Collection[str], advice: str = "") -> NoTextError:
     """Return the error for a user whose data lacks a split that the recipe requests.
 
     Args:
@@ -170,11 +171,9 @@ def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
     """Replace every user's valid and test documents by uniform mixtures of all users' documents; keep train.
 
     This is the out-of-distribution task of CoMiGS (section 4.1.1: "their validation and test sets consist of a uniform
-    mixture of all categories"). Every user contributes as many characters as the smallest split has, in an order drawn
-    from (seed, split, name), and each mixture gets an equal share of them. All mixtures therefore have the same size
-    and the same composition, to within a line per contributor, and no text is in two mixtures (Table 4 of the paper has
-    such equal counts). Documents of different contributors are interleaved, so that a prefix of a mixture (due to a
-    token limit, for example) is uniform too. The result does not depend on the order of the users.
+    mixture of all categories"; table 4 has equal counts). Each user shuffles its documents by (seed, split, name),
+    takes as many characters as the smallest split has, and cuts them into equal shares, one for each mixture. Shares of
+    different users are interleaved, so that a prefix of a mixture is uniform too. The order of the users has no effect.
 
     Raises:
         DataError: A user has no documents in a split that others have, or two users have the same name.
@@ -370,11 +369,11 @@ def cut_shares(
     Returns:
         The shares, each a list of documents, in the order of the text. Documents at a cut are divided.
     """
-    rest = _shuffle(documents, "mix", split, seed, name)
-    rest, _beyond_quota = _cut(rest, quota)
+    shuffled = _shuffle(documents, "mix", split, seed, name)
+    rest, _beyond_quota = _cut(shuffled, quota)
     shares: list[list[str]] = []
-    # Cut from the end, so that every cut is at a multiple of quota / num_mixtures characters from the beginning.
-    for index in range(num_mixtures - 1, -1, -1):
+    # From the last share to the first. With a quota of 90 and 3 mixtures, the shares begin at characters 60, 30 and 0.
+    for index in reversed(range(num_mixtures)):
         rest, share = _cut(rest, quota * index // num_mixtures)
         shares.insert(0, share)
     return shares

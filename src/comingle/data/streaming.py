@@ -31,10 +31,10 @@ MAX_LISTED_USERS = 10
 
 
 def list_shortages(shortages: Mapping[str, str], count: int | None = None) -> str:
-    """Return such as ``'ada' (no text), 'ben' (10 tokens) and 5 more``, with the first ten users by name.
+    """Return the first ten users as one line: ``'ada' (no text), 'ben' (10 tokens) and 5 more``.
 
     Args:
-        shortages: Problem of each user, by name; at least the first ten users.
+        shortages: Problem of each user, by name; at least of the first ten users.
         count: Number of users with a problem; by default the length of ``shortages``.
     """
     if count is None:
@@ -304,10 +304,10 @@ def read_each(
     noun: str,
     report: Callable[[], None],
 ) -> Generator[Read, None, None]:
-    """Yield the data of each user, then raise one error that lists the users without data.
+    """Yield the data of each user, then raise one error that lists all users without data.
 
-    Users without data are yielded as empty users. With ``skips`` the caller skips them, so there is an error only if no
-    user has data.
+    Until then, users without data are yielded as empty users. With ``skips`` the caller skips them, so there is an
+    error only if no user has data.
 
     Args:
         readers: Name of each user, and the function that reads its data.
@@ -470,7 +470,7 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
     def inspect(self, unencoded: Read, user: User) -> None:
         """Check a user before it is written to disk, and collect warnings; the base class does nothing.
 
-        Not called for a run with all users in memory, which are checked together later.
+        Users in memory are checked together later instead.
 
         Raises:
             DataError: The user's data cannot be used for training.

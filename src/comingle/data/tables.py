@@ -44,9 +44,10 @@ Rows = Any
 
 
 def iterate_texts(table: Table, columns: Sequence[str], bad_rows: BadRows) -> Iterator[tuple[str, ...]]:
-    """Yield the named columns of every row that has them all: the first as document, the others as names.
+    """Yield the document and the names of each row, such as ``("Once upon a time", "ada", "train")``.
 
-    Skips rows with no value in one of the columns, and rows with a blank document.
+    The first of the columns has the document, the others names. Skips rows without a value in one of the columns, and
+    rows with a blank document.
 
     Args:
         table: The rows.
@@ -56,14 +57,17 @@ def iterate_texts(table: Table, columns: Sequence[str], bad_rows: BadRows) -> It
     Raises:
         DataError: No row has one of the columns.
     """
-    # For "meta.set", read the columns "meta.set" and "meta": if both exist, the column takes precedence over the field.
-    columns_to_read = [name for column in columns for name in (column, column.partition(".")[0])]
-    if table.columns is None:
-        existing: list[str] = []  # known from the first row on
+    outer_columns = [column.partition(".")[0] for column in columns]  # "meta" for "meta.set"
+    columns_to_read = [*columns, *outer_columns]
+    if table.columns is None:  # JSON, in which rows may have different columns
+        existing: list[str] = []  # columns of the first row
         missing = list(columns)  # those that no row has so far
     else:
         existing = list(table.columns)
-        missing = [name for name in columns if name not in existing and name.partition(".")[0] not in existing]
+        missing: list[str] = []
+        for column, outer_column in zip(columns, outer_columns, strict=True):
+            if column not in existing and outer_column not in existing:
+                missing.append(column)
         _require_columns(missing, existing, table.where)
     is_empty = True
     document_column, *name_columns = columns
@@ -142,7 +146,7 @@ def field_of(row: Row, column: str) -> object:
 def has_column(row: Row, column: str) -> bool:
     """Return whether a row has a column, or for ``meta.set`` the field ``set`` in a column ``meta``.
 
-    The value may be missing. If ``meta`` itself has no value, the row counts as having every field of it.
+    The value may be None. A row with None in ``meta`` counts as having every field of it.
     """
     if column in row:
         return True
@@ -165,10 +169,11 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
 
     def read(_bad_rows: BadRows, columns_to_read: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
         """Yield the rows in the order of the split; none can be bad, since ``datasets`` has parsed them already."""
-        columns = list(known_columns or next(iter(rows), {}))
+        first_row = {} if known_columns else next(iter(rows), {})
+        columns = list(known_columns or first_row)
         if columns_to_read is not None:
             columns = [column for column in columns if column in columns_to_read]
-        features = rows.features or {}
+        features = rows.features or {}  # type of each column; that of class labels has `names`
         class_names = {column: getattr(features.get(column), "names", None) for column in columns}
         row_number = 0
         for batch in iterate_batches(rows.select_columns(columns), where):
@@ -346,7 +351,7 @@ def _load_splits(
         decoded: Decode values such as images.
 
     Returns:
-        Names and rows of the splits; empty for a file without rows.
+        Pairs of a split's name and rows; an empty list for a file without rows.
 
     Raises:
         DataError: The source cannot be loaded.
@@ -357,7 +362,7 @@ def _load_splits(
             options = {"split": hub.split, "data_files": hub.files, "streaming": stream}
             loaded = datasets.load_dataset(hub.name, name=hub.config or name, **options)
         else:
-            loaded = _load_any(datasets, source, name, data_files, cache, decoded)
+            loaded = _load_without_prefix(datasets, source, name, data_files, cache, decoded)
     except StopIteration:  # raised by ``datasets`` for a file without rows
         return []
     except DataError:
@@ -368,14 +373,15 @@ def _load_splits(
         return loaded
     if isinstance(loaded, dict):  # a `DatasetDict`
         return [(str(split), rows) for split, rows in loaded.items()]
-    only_split = hub.split if hub is not None and hub.split else "train"  # of a `Dataset`
-    return [(only_split, loaded)]
+    # `loaded` is a `Dataset`.
+    split = hub.split if hub is not None and hub.split else "train"
+    return [(split, loaded)]
 
 
-def _load_any(
+def _load_without_prefix(
     datasets: ModuleType, source: str, name: str | None, data_files: object, cache: str, decoded: bool
 ) -> object:
-    """Load a file, a folder, a data set of the hub, or files for a loader of ``datasets`` such as ``json``.
+    """Load a source that is not named ``hub:NAME``: a file, a folder, a data set of the hub, or files for a builder.
 
     For the arguments see :func:`_load_splits`. Local files are read by our own readers where possible, since
     ``datasets`` converts them to a copy first. Our readers do not decode values such as images.
@@ -387,16 +393,16 @@ def _load_any(
         DataError: The source is a path that does not exist.
     """
     path = expand_home(source)
-    exists = os.path.exists(path)
-    is_local_builder = source in _LOCAL_BUILDERS and data_files is not None  # such as "json" with local files
-    is_local = exists or is_local_builder
+    is_path = os.path.exists(path)
+    is_builder = source in _LOCAL_BUILDERS and data_files is not None  # such as "json"
+    is_local = is_path or is_builder
     if not is_local and looks_like_path(source):
         raise DataError(f"{source}: no such file or folder")
     if path.is_dir() and is_saved_dataset(path):
         return datasets.load_from_disk(str(path))
     if not is_local:
         return datasets.load_dataset(source, name=name, data_files=data_files)
-    path_or_builder = str(path) if exists else source
+    path_or_builder = str(path) if is_path else source
     builder = datasets.load_dataset_builder(path_or_builder, cache_dir=cache, name=name, data_files=data_files)
     if not decoded:
         tables = _tables_of_builder(builder)
@@ -412,14 +418,18 @@ def _tables_of_builder(builder: Any) -> list[tuple[str, Table]] | None:
     Returns:
         Pairs of split and table; None if the builder has options or files that our readers do not support.
     """
-    config, defaults = vars(builder.config), vars(type(builder.config)())
-    irrelevant = ("name", "version", "data_dir", "data_files", "description")
-    options = {key: value for key, value in config.items() if key not in irrelevant and defaults[key] != value}
-    # The separator, which our readers know, has two names, of which `sep` takes precedence.
+    config = builder.config
+    default_config = type(config)()
+    no_options = ("name", "version", "data_dir", "data_files", "description")
+    options: dict[str, Any] = {}  # those that are not the default
+    for key, value in vars(config).items():
+        if key not in no_options and getattr(default_config, key) != value:
+            options[key] = value
+    # The only option that our readers support is the separator, which has two names.
     sep, delimiter = options.pop("sep", None), options.pop("delimiter", None)
     separator = sep or delimiter
     has_unknown_options = len(options) > 0
-    files_by_split = builder.config.data_files
+    files_by_split = config.data_files
     if builder.name not in ("json", "csv", "parquet") or has_unknown_options or not files_by_split:
         return None
     tables: list[tuple[str, Path]] = []

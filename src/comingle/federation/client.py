@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 
 from comingle.config import Recipe, parse_recipe
-from comingle.config.sections import complete_older
+from comingle.config.sections import with_older_defaults
 from comingle.config.settings import Terms
 from comingle.data.populations import as_users
 from comingle.federation.client_store import MODEL, ClientStore, check_run_limit, run_folder, save_model
@@ -338,7 +338,7 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
     """
     if own.name not in public.users:
         raise MessageError(f"user {own.name!r}: not a user of this federation; allowed: {', '.join(public.users)}")
-    content: dict[str, Any] = dict(complete_older(public.recipe))  # adds a key that older recipes lack
+    content: dict[str, Any] = dict(with_older_defaults(public.recipe))  # adds a key that older recipes lack
     content["data"] = own.data_section(content["data"])
     if own.base is not None:
         content["base"] = own.base

@@ -11,7 +11,7 @@ from typing import Any
 
 from comingle import __version__
 from comingle.config import Recipe, parse_recipe
-from comingle.config.sections import complete_older
+from comingle.config.sections import with_older_defaults
 from comingle.config.settings import MEMORY, values_in
 from comingle.methods import make
 from comingle.methods.base import Method
@@ -95,7 +95,7 @@ class Public:
 
     def whole_recipe(self) -> Recipe:
         """Return the recipe, without data."""
-        return parse_recipe(complete_older(self.recipe), where="the federation's recipe")
+        return parse_recipe(with_older_defaults(self.recipe), where="the federation's recipe")
 
 
 _TYPES = {"recipe": dict, "users": list, "settings": dict, "base": str, "tokenizer": str, "version": str, "format": int}

@@ -540,7 +540,7 @@ class Placement:
         """
         if not isinstance(self.specialists, Mapping):
             return self
-        in_order = values_in_order(self.specialists, names, "method.specialists", known=known)
+        in_order = values_in_order(self.specialists, names, "method.specialists", ignored=known)
         return replace(self, specialists=tuple(in_order))
 
     def specialists_of(self, users: int) -> tuple[int, ...]:

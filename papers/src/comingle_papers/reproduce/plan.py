@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from comingle.config import Recipe, parse_recipe
-from comingle.config.sections import complete_older
+from comingle.config.sections import with_older_defaults
 from comingle.config.settings import AUTO, SHORTEST
 from comingle.data.conversations.section import ConversationsSection
 from comingle.data.text.section import TextSection
@@ -598,7 +598,7 @@ def _build_recipe(
     content = _fill_values(content, column_setting.values)
     # Recipes older than the key ``data.add_bos_token`` do not have it. It is set to false here as in those recipes, so
     # that published runs keep their names, which are digests of the recipes.
-    content = complete_older(content)
+    content = with_older_defaults(content)
     where = f"{experiment.source}, column {column}, row {row.label or row.method}"
     recipe = parse_recipe(content, where=where)
     if selection.changes:

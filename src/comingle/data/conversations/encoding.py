@@ -223,7 +223,7 @@ def build_answers(
     )
 
 
-def check_answers(user: UserAnswers, *, needs_validation: bool) -> None:
+def check_validation_questions(user: UserAnswers, *, needs_validation: bool) -> None:
     """Check that a user has validation questions if the method needs them.
 
     Raises:
@@ -305,15 +305,15 @@ class Encoder:
         for split in SPLITS:
             encoded_by_split[split] = self._encode_split(user.name, getattr(user, split), left_out_lengths)
 
-        # Generated responses are at most as long as the longest response of any split; 1 without conversations.
+        # The user's longest response, in tokens, limits the length of generated responses.
         all_encoded = chain.from_iterable(encoded_by_split.values())
-        limit = max((conversation.longest for conversation in all_encoded), default=1)
+        longest_response = max((conversation.longest for conversation in all_encoded), default=1)
 
         def build(split: str) -> Answers:
             loss_on_all = self.data.loss_on == "all" and split == "train"
             return build_answers(
                 encoded_by_split[split],
-                limit=limit,
+                limit=longest_response,
                 measures=self.data.measures,
                 ends=self.ends,
                 loss_on_all=loss_on_all,
@@ -365,8 +365,8 @@ class Encoder:
         where, messages = placed
         with self.bad_rows.catch(f"user {name!r}: {where}"):  # an error of the template makes a bad row
             encoded = self.template.encode_turns(messages)
-            knows_masked = all(conversation.masked is not None for conversation in encoded)
-            rewrites_turns = len(encoded) > 1 or not knows_masked
+            has_unknown_masks = any(conversation.masked is None for conversation in encoded)
+            rewrites_turns = len(encoded) > 1 or has_unknown_masks
             if self.data.loss_on == "all" and rewrites_turns:  # an earlier turn would have a loss several times
                 raise DataError(
                     "data.loss_on: got all, but the base model's chat template rewrites earlier turns as a "
@@ -435,15 +435,14 @@ def _cut_to_context(encoded: Encoded, context: int, may_cut: bool, counts: Count
 
 
 def find_shortages(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str]:
-    """Return the users that lack conversations in a split that a run needs, with a phrase that names these splits.
+    """Return a phrase for each user that lacks conversations in a split that a run needs.
 
     Args:
         users: Users, encoded or not.
         needs_validation: A run needs valid besides train and test, since the method uses validation data.
 
     Returns:
-        Phrases such as "no conversations in train and test", by the name of the user. They also say how many
-        conversations were left out as too long.
+        Phrases such as "no conversations in train and test, 2 left out as too long: ...", by the name of the user.
     """
     needed_splits = ("train", "valid", "test") if needs_validation else ("train", "test")
     phrases: dict[str, str] = {}
@@ -455,10 +454,9 @@ def find_shortages(users: Sequence[Any], *, needs_validation: bool) -> dict[str,
 
 
 def _left_out_phrase(user: object) -> str:
-    """Return such as ", 2 left out as too long: the longest has 900 tokens; set training.context to at least 900".
+    """Return the phrase ", 2 left out as too long: the longest has 900 tokens; set training.context to at least 900".
 
-    Args:
-        user: A user; one that is not encoded gives an empty text, since its numbers of tokens are unknown.
+    It is empty if no conversation was left out, or if the user is not encoded, so that its tokens are not counted.
     """
     if not isinstance(user, UserAnswers) or user.left_out == 0:
         return ""
@@ -608,7 +606,7 @@ def count_conversations(recipe: Recipe, data: ConversationsSection, validates: b
     tokenizer = local_tokenizer(recipe.base)
     reader_class = _UnencodedReader if tokenizer is None else ConversationReader
     reader = reader_class(data, recipe.data_seed, _no_base, context=recipe.training.context, validates=validates)
-    if tokenizer is not None:  # set the cached property, which would load the base model
+    if tokenizer is not None:  # else the reader would load the base model to make an encoder
         reader.encoder = Encoder(data, ChatTemplate(tokenizer), recipe.training.context, reader.bad_rows)
     skipped: set[str] = set()
 

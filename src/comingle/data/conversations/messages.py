@@ -79,10 +79,10 @@ class Columns:
             messages = cls.messages
         if not isinstance(response, str):
             response = cls.response
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        if not isinstance(prompts, list | tuple) or not all(isinstance(name, str) for name in prompts):
-            prompts = ()
-        return cls(messages=messages, prompt=tuple(prompts) or cls.prompt, response=response)
+        prompt_columns = [prompt] if isinstance(prompt, str) else prompt
+        if not isinstance(prompt_columns, list | tuple) or not all(isinstance(name, str) for name in prompt_columns):
+            prompt_columns = ()
+        return cls(messages=messages, prompt=tuple(prompt_columns) or cls.prompt, response=response)
 
     @property
     def are_named(self) -> bool:
@@ -323,10 +323,11 @@ def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> M
     """
     role = _first_value(record, _ROLE)
     content = _first_value(record, _CONTENT)
-    if not isinstance(role, str) or _OTHER_ROLES.get(role, role) not in ROLES:
+    if isinstance(role, str):
+        role = _OTHER_ROLES.get(role, role)  # "user" for "human", for example
+    if not isinstance(role, str) or role not in ROLES:
         allowed = f"{', '.join(ROLES)}, developer (and human, gpt)"
         raise ValueError(f"{where} has the role {reprlib.repr(role)}; allowed: {allowed}")
-    role = _OTHER_ROLES.get(role, role)
     calls, has_nameless_calls = _read_tool_calls(record.get("tool_calls"), role, f"{where}.tool_calls")
     may_lack_content = bool(calls) or has_nameless_calls
     text = "" if content is None and may_lack_content else _read_text(content, f"{where}.content")
@@ -339,7 +340,7 @@ def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> M
         message["name"] = record["name"]
     for key in _REASONING_KEYS:
         reasoning = record.get(key)
-        has_reasoning = message["content"].lstrip().startswith("<think>")  # of the content, or of an earlier key
+        has_reasoning = message["content"].lstrip().startswith("<think>")  # in the content, or from an earlier key
         if _is_filled(reasoning) and not has_reasoning:
             thought = _read_text(reasoning, f"{where}.{key}").strip("\n")
             message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
@@ -359,7 +360,9 @@ def _first_value(record: Mapping[str, object], keys: Sequence[str]) -> object:
 
 
 def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
-    """Return False if a message is a response that one of its keys, such as ``weight: 0``, excludes from the loss.
+    """Return whether no key of a message, such as ``weight: 0``, excludes it from the loss.
+
+    Such a key excludes only responses; True for other messages.
 
     Args:
         record: The message as read.
@@ -378,12 +381,13 @@ def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
             continue
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise ValueError(f"{where}.{key} is {reprlib.repr(value)}; allowed: 0 or 1, or true or false")
-        if value and not is_response:
+        is_on = bool(value)
+        if is_on and not is_response:
             raise ValueError(
                 f"{where}.{key} is {value!r} on a message of the {role}; allowed: only on responses (to train on "
                 "whole conversations, set data.loss_on: all)"
             )
-        if is_response and not value:
+        if is_response and not is_on:
             has_loss = False
     return has_loss
 
@@ -417,15 +421,16 @@ def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[st
         if not _is_function(call):
             has_nameless_calls = True
             continue
-        if "function" in call:
+        if "function" in call:  # {function: {name, arguments}}
             function = dict(call["function"])
-        else:
+        else:  # {name, arguments}
             function = {key: call[key] for key in ("name", "arguments") if key in call}
-        arguments = _from_json(function.get("arguments"))
-        if isinstance(arguments, Mapping):
-            function["arguments"] = arguments
+        arguments = function.get("arguments")
+        parsed_arguments = _from_json(arguments)
+        if isinstance(parsed_arguments, Mapping):
+            function["arguments"] = parsed_arguments
         else:
-            function["arguments"] = function.get("arguments") or {}
+            function["arguments"] = arguments or {}
         id_and_type = {key: call[key] for key in ("id", "type") if _is_filled(call.get(key))}
         normalised.append({"type": "function", **id_and_type, "function": function})
     return normalised, has_nameless_calls
@@ -463,13 +468,12 @@ def _is_text_part(part: object) -> bool:
 def _check_responses(messages: Sequence[MessageRecord], remark: Remark) -> None:
     """Check that a conversation has a response with a loss, and that no response with a loss is empty.
 
-    A response that is the first message has no prompt, so it has no loss; others may be excluded from the loss by
-    ``learn: False``.
+    A response has no loss if it is the first message, as it has no prompt, or if it has ``learn: False``.
 
     Args:
         messages: The conversation.
-        remark: Called with a text, for a warning, about each of: a first message of the assistant, an empty message of
-            another role, and consecutive messages of one role.
+        remark: Called with the text of a warning if the first message is a response, a message of another role is
+            empty, or two consecutive messages have the same role.
 
     Raises:
         ValueError: No response has a loss, or one with a loss is empty.

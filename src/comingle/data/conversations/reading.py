@@ -21,7 +21,7 @@ from comingle.data.conversations.section import ConversationRows, ConversationsS
 from comingle.data.duplicates import DuplicateFilter, warn_same_files
 from comingle.data.files import long_word_problem
 from comingle.data.row_files import BadRows, Row, read_name
-from comingle.data.splits import column_advice, missing_split
+from comingle.data.splits import column_advice, missing_split_error
 from comingle.data.streaming import ListedRows, Rows, read_each
 from comingle.data.tables import choose_users, field_of, has_column, read_tables, table_of
 from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
@@ -91,7 +91,7 @@ def read_users(data: ConversationsSection, seed: int, bad_rows: BadRows | None =
 def iterate_users(
     data: ConversationsSection,
     seed: int,
-    group_rows: Rows,
+    rows: Rows,
     bad_rows: BadRows,
     duplicates: DuplicateFilter,
     given: Mapping[str, object] | None = None,
@@ -101,7 +101,7 @@ def iterate_users(
     Args:
         data: The recipe's section.
         seed: Seed of the splits.
-        group_rows: Groups the rows of a data set by user, in memory or on disk.
+        rows: Empty store, in memory or on disk, that groups the rows of a data set by user.
         bad_rows: Collects bad rows.
         duplicates: Drops duplicate conversations of a user if the section enables this.
         given: Each user's rows by the user's name, if a program passes them: a list of rows, a ``Dataset``, a path, or
@@ -116,10 +116,10 @@ def iterate_users(
     elif data.given:
         raise DataError("data.given: a program must pass the users; call comingle.run(recipe, users=...)")
     elif data.dataset is not None:
-        readers = _dataset_readers(data, group_rows, bad_rows, duplicates)
+        readers = _dataset_readers(data, rows, bad_rows, duplicates)
     else:
         readers = file_readers(data, bad_rows, duplicates).items()
-    seeded_readers = ((name, partial(read, name, seed)) for name, read in readers)
+    readers_without_arguments = ((name, partial(read, name, seed)) for name, read in readers)
 
     def empty_user(name: str) -> UserConversations:
         return UserConversations(name=name)
@@ -129,7 +129,7 @@ def iterate_users(
         duplicates.report()
 
     skips = data.on_small_user == "skip"
-    return read_each(seeded_readers, make_empty=empty_user, skips=skips, noun="conversations", report=report)
+    return read_each(readers_without_arguments, make_empty=empty_user, skips=skips, noun="conversations", report=report)
 
 
 def given_readers(
@@ -155,13 +155,16 @@ def given_readers(
             readers[name] = partial(read_files, data, bad_rows, duplicates, UserFiles(path=str(rows)))
         elif isinstance(rows, Mapping):
             # The program passes splits: use them instead of the recipe's fractions.
-            valid_name = next((key for key in ("valid", "validation") if key in rows), None)
+            valid_names = [key for key in ("valid", "validation") if key in rows]
+            valid_name = valid_names[0] if valid_names else None
             split_section = data.split.model_copy(update={"given": True, "valid_name": valid_name})
-            records = {str(key): list(rows_of(part, str(key), bad_rows)) for key, part in rows.items()}
-            readers[name] = partial(split_records, data, bad_rows, duplicates, records, split=split_section)
+            records_by_split: dict[str, list[Record]] = {}
+            for split, rows_of_split in rows.items():
+                records_by_split[str(split)] = list(rows_of(rows_of_split, str(split), bad_rows))
+            readers[name] = partial(split_records, data, bad_rows, duplicates, records_by_split, split=split_section)
         else:
-            records = {"train": list(rows_of(rows, "train", bad_rows))}
-            readers[name] = partial(split_records, data, bad_rows, duplicates, records)
+            records_by_split = {"train": list(rows_of(rows, "train", bad_rows))}  # split by fractions later
+            readers[name] = partial(split_records, data, bad_rows, duplicates, records_by_split)
     return readers
 
 
@@ -227,7 +230,7 @@ def read_files(
     if has_file_per_split:
         paths = {"train": source.train, "valid": source.valid, "test": source.test}
     else:
-        paths = {"train": source.path}  # one file to split; its conversations are under "train" until then
+        paths = {"train": source.path}  # split below, by fractions
     max_conversations = data.max_conversations_of(name)
     records_by_split: dict[str, list[Record]] = {}
     for split, path in paths.items():
@@ -237,6 +240,7 @@ def read_files(
             records_by_split[split] = [(split, where, row) for _split_of_file_name, where, row in records]
     valid_name = "valid" if source.valid is not None else None
     split_names = {"train_name": "train", "valid_name": valid_name, "test_name": "test"}
+    # `given` keeps the splits of `records_by_split`; otherwise all conversations are split by fractions.
     split_section = data.split.model_copy(update={"given": has_file_per_split, **split_names})
     return split_records(data, bad_rows, duplicates, records_by_split, name, seed, split=split_section)
 
@@ -290,15 +294,15 @@ def split_records(
     can_cut_valid_from_train = split.valid > 0
     if split.valid_name and not can_cut_valid_from_train:
         needed.insert(1, split.valid_name)
-    for wanted in needed:
-        if wanted not in by_split:
+    for split_name in needed:
+        if split_name not in by_split:
             advice = "" if data.dataset is None else column_advice(data.dataset.split)
-            raise missing_split(name, wanted, by_split, advice)
+            raise missing_split_error(name, split_name, by_split, advice)
     train = tuple(by_split[split.train_name])
     test = tuple(by_split[split.test_name])
     if split.valid_name in by_split:
         valid = tuple(by_split[split.valid_name])
-    else:
+    else:  # cut it from train
         train, valid, _no_test = split_by_count(train, split.valid, test=0.0, seed=seed, name=name)
     return UserConversations(name=name, train=train, valid=valid, test=test)
 
@@ -404,7 +408,7 @@ def _split_size(count: int, fraction: float) -> int:
 def _dataset_readers(
     data: ConversationsSection, rows: Rows, bad_rows: BadRows, duplicates: DuplicateFilter
 ) -> Iterator[tuple[str, Reader]]:
-    """Yield name and reader of each selected user of a data set, after grouping all of its rows by user.
+    """Group the rows of a data set by user, then yield the name and the reader of each selected user.
 
     Args:
         data: The recipe's section.
@@ -416,19 +420,20 @@ def _dataset_readers(
         DataError: No row names a user, or a selected user has no rows.
     """
 
-    def users_and_splits() -> Iterator[tuple[str, str, Record]]:
+    def records() -> Iterator[tuple[str, str, Record]]:
+        """Yield user, split and record of each row."""
         for user, record in records_with_users(data, bad_rows):
             split, _place, _row = record
             yield user, split, record
 
-    def pack(record: Record) -> bytes:
+    def to_json(record: Record) -> bytes:
         return json.dumps(record, default=_placeholder).encode()
 
-    def unpack(content: bytes) -> tuple[Any, ...]:
+    def from_json(content: bytes) -> tuple[Any, ...]:
         return tuple(json.loads(content))
 
     assert data.dataset is not None
-    rows.fill(users_and_splits(), pack=pack, unpack=unpack)
+    rows.fill(records(), pack=to_json, unpack=from_json)
     names = choose_dataset_users(data.dataset, rows.users)
     for name, records_by_split in rows.groups(names):
         yield name, partial(split_records, data, bad_rows, duplicates, records_by_split)
@@ -469,8 +474,8 @@ def records_with_users(data: ConversationsSection, bad_rows: BadRows) -> Iterato
                 limit = data.max_conversations_of(user)
                 if limit is None or num_rows[user, split] <= limit:
                     yield user, (split, where, row)
-        has_rows = bool(columns)
-        if has_rows and not has_user_column:
+        is_empty = not columns
+        if not is_empty and not has_user_column:
             hint, found = did_you_mean(source.user, columns), list_names(columns)
             raise DataError(f"{table.where}: no row has a user in column {source.user!r}; found: {found}.{hint}")
     if not num_rows:
@@ -520,7 +525,7 @@ def _source_label(source: ConversationRows) -> str:
     return source.path if isinstance(source.path, str) else ", ".join(source.path)
 
 
-def has_messages(data: object, columns: Columns) -> bool:
+def may_be_conversations(data: object, columns: Columns) -> bool:
     """Return whether an object may be one user's conversations, judged by its type and first row.
 
     Conversations are a list of rows, a ``datasets.Dataset``, or a mapping from splits to lists or ``Dataset`` objects.
@@ -530,7 +535,7 @@ def has_messages(data: object, columns: Columns) -> bool:
         columns: The columns that rows of conversations have.
     """
     if isinstance(data, Mapping):
-        return bool(data) and all(has_messages(rows_of_split, columns) for rows_of_split in data.values())
+        return bool(data) and all(may_be_conversations(rows_of_split, columns) for rows_of_split in data.values())
     if hasattr(data, "column_names"):  # a Dataset
         names: Any = getattr(data, "column_names", None)
         return columns.has(list(names or ()))

@@ -34,23 +34,23 @@ def split_words(text: str) -> list[str]:
     The words are normalised by NFKC and in lower case, with marks attached to their letters.
     """
     words: list[str] = []
-    in_word = False  # the next letter or digit continues the last word
+    last_word_is_open = False  # the next letter or digit continues it
     for character in unicodedata.normalize("NFKC", text).lower():
         category = unicodedata.category(character)[0]
         is_mark, is_letter_or_number = category == "M", category in "LN"  # a mark is, for example, an accent
         if is_mark:
-            if words and (in_word or _is_unspaced(words[-1][0])):
+            if words and (last_word_is_open or _is_unspaced(words[-1][0])):  # else there is no letter to attach it to
                 words[-1] += character
         elif not is_letter_or_number:
-            in_word = False
+            last_word_is_open = False
         elif _is_unspaced(character):  # a word by itself, such as a Chinese character
             words.append(character)
-            in_word = False
-        elif in_word:
+            last_word_is_open = False
+        elif last_word_is_open:
             words[-1] += character
         else:
             words.append(character)
-            in_word = True
+            last_word_is_open = True
     return words
 
 
@@ -120,21 +120,21 @@ class AnswerScore:
         return {name: available[name] for name in self.names if name in available}
 
 
-def score_answers(score: Score, samples: int, names: Sequence[str]) -> AnswerScore:
-    """Return the score of one user's conversations with the losses, but without measures of generated responses.
+def score_answers(score: Score, num_conversations: int, measures: Sequence[str]) -> AnswerScore:
+    """Return the score of one user's conversations from their losses alone.
 
-    :func:`judge` adds these measures once responses have been generated.
+    :func:`judge` adds measures of generated responses, such as ROUGE-1.
 
     Args:
         score: Losses of the response tokens.
-        samples: Number of conversations.
-        names: Measures to report.
+        num_conversations: Number of conversations.
+        measures: Names of the measures to report.
     """
     return AnswerScore(
         loss_nats=score.loss_nats,
         tokens=score.tokens,
-        samples=samples,
-        names=tuple(names),
+        samples=num_conversations,
+        names=tuple(measures),
         expert_scores=score.expert_scores,
     )
 

@@ -85,8 +85,8 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
     }
 
     @model_validator(mode="after")
-    def _check_labels(self) -> ConversationsSection:
-        """Check that labels are given if and only if accuracy is scored, and that lists have no duplicates."""
+    def _check_lists(self) -> ConversationsSection:
+        """Check that ``labels`` and the score ``accuracy`` are given together, and that no list has duplicates."""
         scores_accuracy = "accuracy" in self.scores
         has_labels = len(self.labels) > 0
         if scores_accuracy != has_labels:

@@ -124,7 +124,7 @@ def find_splits(folder: Path, key: str) -> dict[str, Path]:
     has_held_out = "valid" in folder_by_split or "test" in folder_by_split
     if "train" not in folder_by_split or not has_held_out:
         return {"train": folder}
-    if "test" not in folder_by_split:
+    if "test" not in folder_by_split:  # test on the validation split
         folder_by_split["test"] = folder_by_split.pop("valid")
     return {split: folder_by_split[split] for split in SPLITS if split in folder_by_split}
 
@@ -202,35 +202,40 @@ def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
     return Images(pixels=pixels, labels=tuple(labels), classes=classes, unread=num_unread)
 
 
-def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
+def _check_depth(folder: Path, images_by_subfolder: dict[Path, list[Path]], key: str) -> None:
     """Check that images are directly in the class folders: ``folder/cat/1.png``, not ``folder/train/cat/1.png``.
 
     Args:
         folder: The folder.
-        images: Images by class folder, at any depth below it.
+        images_by_subfolder: Images at any depth below each subfolder.
         key: Recipe key that names the folder.
 
     Raises:
         DataError: All images are deeper, or those in a folder with the name of a split, such as "train".
     """
-    folders_with_images = [path for path, files in images.items() if files]
-    # Folders with no images of their own, only in subfolders.
-    deep_folders = [path for path in folders_with_images if not any(file.parent == path for file in images[path])]
-    all_are_deep = len(deep_folders) == len(folders_with_images)
+    subfolders_with_images = [subfolder for subfolder, images in images_by_subfolder.items() if images]
+    deep_folders: list[Path] = []  # subfolders with images only in subfolders of their own
+    for subfolder in subfolders_with_images:
+        if all(image.parent != subfolder for image in images_by_subfolder[subfolder]):
+            deep_folders.append(subfolder)
+    all_are_deep = len(deep_folders) == len(subfolders_with_images)
     a_split_is_deep = any(split_named(path.name) for path in deep_folders)
     if not all_are_deep and not a_split_is_deep:
         return
 
     names = [path.name for path in deep_folders]
-    subfolders = sorted({file.relative_to(path).parts[0] for path in deep_folders for file in images[path]})
+    inner_folders: set[str] = set()
+    for deep_folder in deep_folders:
+        inner_folders |= {image.relative_to(deep_folder).parts[0] for image in images_by_subfolder[deep_folder]}
+    inner_names = sorted(inner_folders)
     if len(deep_folders) == 1:
         advice = f"give {key} as {deep_folders[0]}"
-    elif any(split_named(name) for name in [*names, *subfolders]):
+    elif any(split_named(name) for name in [*names, *inner_names]):
         advice = _one_by_one(key)
     else:
         advice = "put each class's images into one folder"
     verb = "holds" if len(names) == 1 else "hold"
-    raise DataError(f"{folder}: {_listed(names)} {verb} {_listed(subfolders)}, but no images; {advice}")
+    raise DataError(f"{folder}: {_listed(names)} {verb} {_listed(inner_names)}, but no images; {advice}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -266,7 +271,8 @@ def read_images(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tenso
             first = image
             pixels = torch.empty(len(files), *image.shape, dtype=torch.uint8)
         if image.shape != first.shape:
-            size, first_size = (f"{array.shape[1]} x {array.shape[0]}" for array in (image, first))  # width x height
+            size = f"{image.shape[1]} x {image.shape[0]}"  # width x height
+            first_size = f"{first.shape[1]} x {first.shape[0]}"
             raise DataError(
                 f"{path}: got an image of {size}, but {files[0]} has {first_size}; set data.image_size to scale all"
             )
@@ -330,19 +336,20 @@ def _convert_to_8_bits(image: Any, file: Any) -> Any:
     from PIL import Image
 
     has_32_bits = image.mode in ("I", "F")  # integers or real numbers
-    is_really_16_bits = image.mode == "I" and file.format in ("PNG", "PPM")
-    if has_32_bits and not is_really_16_bits:
+    has_16_bit_values = image.mode == "I" and file.format in ("PNG", "PPM")  # Pillow reads these as 32 bits
+    if has_32_bits and not has_16_bit_values:
         kind = "32-bit integers" if image.mode == "I" else "real numbers"
         raise DataError(
             f"{file.filename}: got an image of {kind} ({image.mode}) with unknown range; convert it to 8 or 16 bits, "
             "or give an .npz file of real numbers"
         )
-    if image.mode.startswith("I"):
-        tags = getattr(file, "tag_v2", {})  # of a TIFF file; empty for other formats
-        bits_of_channels = tags.get(_BITS, (16,))
+    has_integers = image.mode.startswith("I")  # "I", or "I;16" and its variants
+    if has_integers:
+        tiff_tags = getattr(file, "tag_v2", {})  # empty for other formats
+        bits_of_channels = tiff_tags.get(_BITS, (16,))
         white = 2 ** bits_of_channels[0] - 1
         values = np.array(image).astype(np.float64) / white
-        if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
+        if tiff_tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
             values = 1 - values
         return Image.fromarray(np.rint(values.clip(0, 1) * 255).astype(np.uint8))
     if "transparency" in image.info or image.mode in _WITH_ALPHA:

@@ -138,7 +138,7 @@ def _hold_out_share(name: str, samples: Samples, split: str, share: float) -> tu
         DataError: There are too few samples to hold any out.
     """
     remaining, held_out = hold_out(_class_numbers(samples), share)  # indices
-    if len(held_out) == 0:
+    if len(held_out) == 0:  # as the last sample of a class is not held out
         got = f"{len(samples)} samples, one of each class" if len(samples) > 1 else "1 sample"
         raise DataError(f"user {name!r}: {got}: too few to hold out any for data.split.{split}; give more")
     return select_samples(samples, remaining), select_samples(samples, held_out)
@@ -233,8 +233,9 @@ class Remarks:
         """
         if "test" not in splits:  # the folder is not divided into splits
             return
-        test_folder = splits["test"].name  # such as "test" or "val"
-        if split_named(test_folder) != "test":
+        test_folder = splits["test"].name
+        is_valid_as_test = split_named(test_folder) != "test"  # such as "val"
+        if is_valid_as_test:
             self.renamed_splits[user] = test_folder
         outside = [path.name for path in list_visible(folder) if path not in splits.values()]
         self.add_unread(user, Counter(outside))
@@ -291,15 +292,15 @@ def read_source(
     else:
         path_by_split: dict[str, Path] = {}
         for split in SPLITS:
-            place = getattr(source, split)
-            if place is not None:
-                path_by_split[split] = expand_home(place)
+            path_in_recipe = getattr(source, split)
+            if path_in_recipe is not None:
+                path_by_split[split] = expand_home(path_in_recipe)
 
     broken: list[Path] = []
     samples_by_split: dict[str, Samples | Images] = {}
     for split, path in path_by_split.items():
         if _is_npz_file(path, where):
-            samples_by_split[split] = read_npz(path, where)["train"]  # the key of a file without splits
+            samples_by_split[split] = read_npz(path, where)["train"]  # all samples of a file without splits
             continue
         key_of_split = key if len(path_by_split) == 1 else f"{key}.{split}"
         try:
@@ -344,7 +345,7 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
         DataError: The file is not an npz file, or its arrays are missing or do not fit each other.
     """
     arrays = read_arrays(path)
-    for inputs_name, targets_name in _ARRAY_NAMES:  # the first pair of names that the file has counts
+    for inputs_name, targets_name in _ARRAY_NAMES:  # pairs such as "x" and "y"
         names_by_split = _array_names_by_split(arrays, inputs_name, targets_name)
         if "train" in names_by_split:
             samples_by_split: dict[str, Samples] = {}
@@ -358,7 +359,7 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
 
 
 def _array_names_by_split(arrays: Collection[str], inputs_name: str, targets_name: str) -> dict[str, tuple[str, str]]:
-    """Return such as ``{"train": ("x_train", "y_train"), "test": ("x_test", "y_test")}``, or ``{"train": ("x", "y")}``.
+    """Find the pairs of inputs and targets among the names of arrays, with or without splits.
 
     Args:
         arrays: Names of the arrays in a file.
@@ -366,7 +367,8 @@ def _array_names_by_split(arrays: Collection[str], inputs_name: str, targets_nam
         targets_name: Name of targets without a split, such as "y".
 
     Returns:
-        Names of inputs and targets by split; empty unless the arrays have these names, with train and test.
+        ``{"train": ("x", "y")}``, or ``{"train": ("x_train", "y_train"), "test": ("x_test", "y_test")}`` and possibly
+        valid; empty if arrays are missing.
     """
     if inputs_name in arrays and targets_name in arrays:
         return {"train": (inputs_name, targets_name)}
@@ -382,48 +384,50 @@ def _array_names_by_split(arrays: Collection[str], inputs_name: str, targets_nam
 
 
 def collect_classes(
-    classes_of_users: Iterable[tuple[str, Collection[str]]], named: tuple[str, ...]
+    classes_of_users: Iterable[tuple[str, Collection[str]]], recipe_classes: tuple[str, ...]
 ) -> tuple[tuple[str, ...], list[str]]:
     """Return the classes of all users, and notes on users that lack some and on names that may be misspelt.
 
-    The classes are those in ``named``, or else all that occur, sorted; none if no user has any.
+    The classes are those in the recipe, or else all that occur, sorted; none if no user has any.
 
     Args:
         classes_of_users: Name and classes of each user.
-        named: Classes in the recipe; empty if it names none.
+        recipe_classes: Classes in the recipe; empty if it names none.
 
     Returns:
         The classes, and the notes.
 
     Raises:
-        DataError: A user has a class that is not in ``named``.
+        DataError: A user has a class that is not in the recipe.
     """
-    # A user's classes are kept as a bit mask, since there may be many users: each class is one bit.
-    bit_of_class = {label: 1 << number for number, label in enumerate(named)}
+    # Bit masks, since there may be many users: with {"cat": 1, "dog": 2, "cow": 4}, a user with cat and cow has 5.
+    bit_of_class = {label: 1 << number for number, label in enumerate(recipe_classes)}
     masks: dict[str, int] = {}  # by user
     for user, labels in classes_of_users:
-        unknown = sorted(set(labels) - set(named))
-        if named and unknown:
-            raise DataError(f"user {user!r}: got class {unknown[0]!r}; allowed: {list_names(named)} (data.classes)")
+        unknown = sorted(set(labels) - set(recipe_classes))
+        if recipe_classes and unknown:
+            allowed = list_names(recipe_classes)
+            raise DataError(f"user {user!r}: got class {unknown[0]!r}; allowed: {allowed} (data.classes)")
         masks[user] = 0
         for label in set(labels):
             next_bit = 1 << len(bit_of_class)
             masks[user] |= bit_of_class.setdefault(label, next_bit)
     if not any(masks.values()):
         return (), []
-    classes = named or tuple(sorted(bit_of_class))
+    classes = recipe_classes or tuple(sorted(bit_of_class))
     all_bits = sum(bit_of_class.values())
     notes: list[str] = []
-    lacking = [user for user, mask in masks.items() if mask != all_bits]  # users that lack a class
-    if lacking:
-        missing = list_names(label for label in classes if not masks[lacking[0]] & bit_of_class[label])
-        fix = "" if named else f"; to allow no others, set data.classes: [{list_names(classes)}]"
+    incomplete_users = [user for user, mask in masks.items() if mask != all_bits]
+    if incomplete_users:
+        example = incomplete_users[0]
+        missing = list_names(label for label in classes if not masks[example] & bit_of_class[label])
+        advice = "" if recipe_classes else f"; to allow no others, set data.classes: [{list_names(classes)}]"
         notes.append(
-            f"training goes on, and all users' models have an output for every class: {len(lacking)} of {len(masks)} "
-            f"users lack some of the {len(classes)} classes over all users ({list_names(classes)}), for example "
-            f"{lacking[0]!r} lacks {missing}{fix}"
+            f"training goes on, and all users' models have an output for every class: {len(incomplete_users)} of "
+            f"{len(masks)} users lack some of the {len(classes)} classes over all users ({list_names(classes)}), for "
+            f"example {example!r} lacks {missing}{advice}"
         )
-    if not named:
+    if not recipe_classes:
         notes += _spelling_notes(classes, bit_of_class, masks)
     return classes, notes
 
@@ -446,11 +450,12 @@ def _spelling_notes(classes: Sequence[str], bit_of_class: Mapping[str, int], mas
     if alike:
         notes.append(f"classes differ only in case: {list_names(alike)}; rename the folders if they mean the same")
 
-    with_a_user = with_two_users = 0  # masks of the classes that at least one user and at least two users have
+    # Masks of the classes that at least one user has, and that at least two users have.
+    of_one, of_two = 0, 0
     for mask in masks.values():
-        with_two_users |= with_a_user & mask
-        with_a_user |= mask
-    single = [label for label in classes if not with_two_users & bit_of_class[label]]
+        of_two |= of_one & mask
+        of_one |= mask
+    single = [label for label in classes if not of_two & bit_of_class[label]]  # classes of one user
     if len(masks) > 1 and single:
         listed: list[str] = []
         for label in single[:_LISTED]:
@@ -544,12 +549,12 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         self._class_notes: list[str] = []
 
         self._chosen_loss = loss or data.loss  # None for the default loss
-        self._loss_by_whole: dict[bool, Loss] = {}
-        """Loss for whole-number targets (True) and for real targets (False)."""
+        self._losses: dict[bool, Loss] = {}
+        """Loss for whole-number targets (True) and for real targets (False), as far as needed so far."""
         self._targets_are_whole = False
         self._first_user: UserSamples | None = None
         self._first_user_as_read: UserSamples | None = None
-        """First user, before whole targets become real numbers."""
+        """First user before :meth:`encode`, which may convert whole targets to real numbers."""
 
         self._num_classes = 0
         """Largest class number of all users, plus 1."""
@@ -641,14 +646,14 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
 
         It may change while users are read, since only then it is known whether all targets are whole numbers.
         """
-        has_classes = self._targets_are_whole
-        if has_classes not in self._loss_by_whole:
+        are_whole = self._targets_are_whole
+        if are_whole not in self._losses:
             if self._chosen_loss is not None:
-                loss = find_loss(self._chosen_loss, classes=has_classes)
+                loss = find_loss(self._chosen_loss, classes=are_whole)
             else:
-                loss = CROSS_ENTROPY if has_classes else MSE
-            self._loss_by_whole[has_classes] = loss
-        return self._loss_by_whole[has_classes]
+                loss = CROSS_ENTROPY if are_whole else MSE
+            self._losses[are_whole] = loss
+        return self._losses[are_whole]
 
     @property
     def _class_limit(self) -> int | None:
@@ -684,10 +689,10 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             raise DataError("no users; at least one is needed")
         train = self._first_user.train
         if self.loss.classes:
-            # The recipe or the folders of images name the classes; else their number is the largest target plus 1.
+            # By folders of images or by the recipe (`section.outputs`); else the largest class number plus 1.
             num_named_classes = max(len(self.labels), self.section.outputs or 0)
             num_outputs = num_named_classes or max(1, self._num_classes)
-        else:
+        else:  # the length of a target
             num_outputs = train.targets.shape[-1]
         warnings = [*self._remarks.lines, *self._class_notes]
         if self.loss.classes and self._targets_are_whole:
@@ -775,14 +780,15 @@ def check_classes(
         DataError: There is only one class.
     """
     name = f" ({labels[min(train_classes)]})" if labels else ""
-    has_only_class_0 = not any(train_classes)
+    has_only_class_0 = not any(train_classes)  # no number above 0
     if num_outputs == 1 and has_only_class_0:
         raise DataError(
             f"samples: only one class{name}, so there is nothing to learn; give samples of two or more classes, or set "
             "data.classes if other users have more"
         )
-    if len(train_classes) == 1 and num_outputs > 1 and num_recipe_classes is None:
-        only_class = min(train_classes)
+    may_be_mistake = num_outputs > 1 and num_recipe_classes is None
+    if len(train_classes) == 1 and may_be_mistake:
+        (only_class,) = train_classes
         return [f"all train samples have class {only_class}{name}, so any net learns to predict only this class"]
     return []
 

@@ -122,7 +122,7 @@ class SampleBank:
         # A larger index would read another user's samples.
         assert bool(((indices >= PAD) & (indices < counts)).all()), "an index beyond the user's samples"
         is_present = indices != PAD
-        rows = starts + indices.clamp(min=0)  # an absent sample repeats the user's first
+        rows = starts + indices.clamp(min=0)  # PAD, a negative index, repeats the user's first sample
         rows = rows.clamp(max=len(self.inputs) - 1)  # if the last user has no samples, its start is past the end
         device = self.inputs.device
         rows = rows.to(device)
@@ -310,7 +310,7 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
             f"{where}: inputs have shape {tuple(x.shape)} but targets {tuple(y.shape)}; every input needs one target"
         )
     if y.is_floating_point() and len(y) == 0:
-        y = y.reshape(0, 1)  # -1 would be ambiguous without samples
+        y = y.reshape(0, 1)  # torch refuses reshape(0, -1)
     elif y.is_floating_point():
         y = y.reshape(len(y), -1)
     elif y.dim() == 2 and y.shape[1] == 1:
@@ -338,7 +338,7 @@ def as_inputs(x: Tensor, where: str) -> Tensor:
         real = x
     elif x.dim() not in (3, 4):
         real = x.float()
-    elif x.dtype in _WHITE:
+    elif x.dtype in _WHITE_BY_DTYPE:  # pixels
         real = as_images(x)
     else:  # the dtype does not determine the range of pixel values
         got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
@@ -349,24 +349,25 @@ def as_inputs(x: Tensor, where: str) -> Tensor:
     return real.unsqueeze(1) if real.dim() == 1 else real
 
 
-_WHITE = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
+_WHITE_BY_DTYPE = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
 """Pixel value of white by dtype."""
 
 
 def as_images(pixels: Tensor) -> Tensor:
     """Return images ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as floats ``(n, c, h, w)`` in [0, 1].
 
-    Pixels are divided by the largest value of their dtype. With four axes, the last axis has the channels if its length
-    is 1, 3 or 4, unless the second axis has length 1, 3 or the same length. Otherwise the second axis has the channels.
+    Pixels are divided by the largest value of their dtype. Of four axes, the last has the channels if its length is 1,
+    3 or 4, as in ``(n, 32, 32, 3)``. But if the second axis has length 1, 3 or the same length, it has the channels, as
+    in ``(n, 3, 4, 4)``.
     """
     if pixels.dim() == 3:
         pixels = pixels.unsqueeze(1)  # one channel
     else:
-        second, last = pixels.shape[1], pixels.shape[-1]
-        channels_are_last = last in (1, 3, 4) and second not in {1, 3, last}
+        second, last = pixels.shape[1], pixels.shape[3]
+        channels_are_last = last in (1, 3, 4) and second not in (1, 3, last)
         if channels_are_last:
             pixels = pixels.permute(0, 3, 1, 2)
-    return pixels.contiguous().float() / _WHITE[pixels.dtype]
+    return pixels.contiguous().float() / _WHITE_BY_DTYPE[pixels.dtype]
 
 
 def _as_cpu_tensor(values: object, where: str) -> Tensor:
@@ -511,9 +512,9 @@ _LISTED_USERS = 3
 def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, " kept"], Int64[Tensor, " held_out"]]:
     """Select samples to hold out for validation or test, about the same fraction of each label (stratified).
 
-    Of a label with ``n_y`` samples, ``floor(share n_y)`` are held out. One more is held out of the labels that lose
-    most by rounding, until ``round(share n)`` samples, but at least one, are held out. The last sample of a label is
-    never held out. Within a label, the first samples are held out.
+    With the share 0.3, labels with 9 and 4 samples have 2.7 and 1.2 samples to hold out, rounded down to 2 and 1. As
+    ``round(0.3 * 13)`` is 4, one more is held out of the label that loses most by rounding, the first. At least one
+    sample is held out, but never the last of a label. Within a label, the first samples are held out.
 
     Args:
         labels: Label of each sample.
@@ -525,17 +526,19 @@ def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, "
     if share <= 0 or len(labels) == 0:
         none = torch.arange(0)
         return torch.arange(len(labels)), none
-    # Per label: the number of its samples (n_y), and how many of them are held out.
+    # Per label: the number of its samples, and how many of them are held out.
     counts = labels.bincount()
-    quota = share * counts.double()
-    num_held_out = quota.floor().long().minimum((counts - 1).clamp(min=0))
+    not_rounded = share * counts.double()
+    all_but_one = (counts - 1).clamp(min=0)
+    num_held_out = not_rounded.floor().long().minimum(all_but_one)
     # One more of the labels that lose most by rounding.
     num_missing = max(1, round(share * len(labels))) - int(num_held_out.sum())
-    can_give_one = num_held_out < counts - 1  # otherwise only its last sample is left
-    lost = torch.where(can_give_one, quota - num_held_out, -1.0)
-    labels_by_loss = lost.sort(descending=True, stable=True).indices
-    most_lost = labels_by_loss[: max(0, num_missing)]
-    num_held_out[most_lost[can_give_one[most_lost]]] += 1
+    has_one_more = num_held_out < counts - 1
+    lost_by_rounding = torch.where(has_one_more, not_rounded - num_held_out, -1.0)
+    sorted_labels = lost_by_rounding.sort(descending=True, stable=True).indices
+    chosen_labels = sorted_labels[: max(0, num_missing)]
+    chosen_labels = chosen_labels[has_one_more[chosen_labels]]
+    num_held_out[chosen_labels] += 1
     # Per sample.
     is_held_out = _rank_in_label(labels, counts) < num_held_out[labels]
     return (~is_held_out).nonzero().flatten(), is_held_out.nonzero().flatten()
@@ -548,11 +551,12 @@ def _rank_in_label(labels: Int64[Tensor, " n"], counts: Int64[Tensor, " classes"
         labels: Label of each sample.
         counts: Number of samples of each label.
     """
-    order = labels.argsort(stable=True)  # samples of label 0, then of label 1, and so on
-    first_of_label = counts.cumsum(0) - counts  # position in `order` of each label's first sample
+    # For [5, 3, 5, 3, 5], samples sorted by label are [1, 3, 0, 2, 4]; those of label 5 begin at position 2.
+    sorted_samples = labels.argsort(stable=True)
+    first_position = counts.cumsum(0) - counts  # of each label
     position = torch.arange(len(labels))
-    rank = torch.empty_like(order)
-    rank[order] = position - first_of_label[labels[order]]
+    rank = torch.empty_like(sorted_samples)
+    rank[sorted_samples] = position - first_position[labels[sorted_samples]]
     return rank
 
 

@@ -30,7 +30,7 @@ def score_samples(
     Args:
         forward: Models of all users, in evaluation mode.
         bank: Test samples of all users.
-        rows: Numbers of the users to score, in the bank and the models; the scores have this order.
+        rows: Numbers of the users to score, which are their rows in the bank and the models.
         loss: Loss of outputs and targets.
         batch: Largest number of samples in a slot.
         slots: Largest number of jobs in a forward pass; the number of users by default.
@@ -43,16 +43,18 @@ def score_samples(
     num_correct = torch.zeros_like(loss_sums)
     jobs_per_pass = slots or max(1, len(rows))
     for start in range(0, len(jobs), jobs_per_pass):
-        group = jobs[start : start + jobs_per_pass]
-        positions = torch.tensor([job.position for job in group])  # several jobs may belong to one user
-        job_loss_sums, job_num_correct = _score_jobs(forward, bank, group, loss)
+        jobs_of_pass = jobs[start : start + jobs_per_pass]
+        job_loss_sums, job_num_correct = _score_jobs(forward, bank, jobs_of_pass, loss)
+        # Add them up by user, which may have several jobs.
+        positions = torch.tensor([job.position for job in jobs_of_pass])
         loss_sums.index_add_(0, positions, job_loss_sums)
         num_correct.index_add_(0, positions, job_num_correct)
 
     counts = bank.counts[list(rows)]
+    has_accuracy = loss.classes
     scores: list[SampleScore] = []
     for loss_sum, correct, count in zip(loss_sums.tolist(), num_correct.tolist(), counts.tolist(), strict=True):
-        scores.append(_mean_score(loss_sum, correct if loss.classes else None, count))
+        scores.append(_mean_score(loss_sum, correct if has_accuracy else None, count))
     return scores
 
 
@@ -87,27 +89,27 @@ def _split_into_jobs(position: int, row: int, count: int, batch: int) -> Iterato
 
 
 def _score_jobs(
-    forward: Forward, bank: SampleBank, group: Sequence[_Job], loss: Loss
+    forward: Forward, bank: SampleBank, jobs: Sequence[_Job], loss: Loss
 ) -> tuple[Float64[Tensor, " slots"], Float64[Tensor, " slots"]]:
     """Return the sum of losses and the number of correct predictions of each job, on the CPU.
 
-    Each job has a slot of the batch, which holds the inputs of one user's samples, padded to those of the longest job.
+    A job, some samples of one user, is a slot of the batch, padded to the longest job.
 
     Args:
         forward: Models of all users, called with the user of each slot and the inputs.
         bank: Samples of all users.
-        group: The jobs: each is a user and some of its samples.
+        jobs: The jobs of one forward pass.
         loss: Loss of outputs and targets.
     """
-    users = [job.row for job in group]
-    inputs, targets, is_present = bank.take(users, _sample_indices(group))
+    users = [job.row for job in jobs]
+    inputs, targets, is_present = bank.take(users, _sample_indices(jobs))
     outputs = forward(users, inputs)
     loss_sums = _sum_present(loss(outputs, targets).double(), is_present)
     if loss.classes:
         is_correct = outputs.argmax(-1) == targets
         num_correct = _sum_present(is_correct.double(), is_present)
     else:  # a regression, which has no correct predictions
-        num_correct = torch.zeros(len(group), dtype=torch.float64)
+        num_correct = torch.zeros(len(jobs), dtype=torch.float64)
     return loss_sums, num_correct
 
 

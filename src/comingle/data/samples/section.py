@@ -86,7 +86,7 @@ class SamplesSection(OwnUsersSection[SampleSource]):
     }
 
     @model_validator(mode="after")
-    def _has_users(self) -> SamplesSection:
+    def _check_users_and_fractions(self) -> SamplesSection:
         """Check that there is exactly one source of users, and that splits leave samples to train on."""
         names_users = self.users is not None
         gets_users_from_program = self.given is not None

@@ -38,7 +38,7 @@ from comingle.data.text.streams import (
     add_validation_to_train,
     check,
     find_shortage,
-    pack,
+    tokenise_splits,
     too_short_error,
 )
 from comingle.models.base import Base, tokenizer_of
@@ -61,7 +61,7 @@ def tokenise_user(data: TextSection, text: UserText, tokenizer: PreTrainedTokeni
         text: Documents of the user.
         tokenizer: Tokenizer of the base model.
     """
-    user = pack(text, tokenizer, **limits_for_user(data, text.name))
+    user = tokenise_splits(text, tokenizer, **limits_for_user(data, text.name))
     if data.train_on_valid:
         return add_validation_to_train(user)
     return user
@@ -154,7 +154,7 @@ def iterate_users(
     Args:
         data: The recipe's section.
         seed: Seed of the splits.
-        rows: Groups the rows of a data set by user.
+        rows: Empty store that groups the rows of a data set by user.
         bad_rows: Collects bad rows.
         duplicates: Drops duplicate documents of a user if the section enables this.
         given: Data of the users if a program passes it: documents, a table, a path, or a mapping from splits to these.
@@ -330,9 +330,9 @@ def split_sources(
             bytes are read as are needed to reach them.
         duplicates: Drops duplicate documents.
     """
-    max_train, max_valid, max_test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
+    max_train, max_valid, max_test = (limits[key] for key in LIMITS)
     valid_fraction = split.valid if "valid" not in readers else 0.0
-    # The keywords of `max_read_bytes` say how one source is divided. A source that is not divided is its `train`.
+    # The source of train may be divided into train and valid. The others are a split each, passed as `train`.
     max_bytes = {
         "train": max_read_bytes(train=(max_train, 1 - valid_fraction), valid=(max_valid, valid_fraction)),
         "valid": max_read_bytes(train=(max_valid, 1.0)),
@@ -353,7 +353,7 @@ def split_rows(
     duplicates: DuplicateFilter,
     advice: str = "",
 ) -> UserText:
-    """Split a user's documents of a data set into train, valid and test, by the data set's splits or by fractions.
+    """Split a user's documents from a data set, by the data set's own splits or by fractions.
 
     Args:
         name: Name of the user.
@@ -575,10 +575,11 @@ class LanguageReader(StreamingReader[Read, User]):
         return tokenizer_of(self.base)
 
     def key(self) -> list[object]:
-        """Return the settings that affect encoding and checks of users; cached users are valid only for equal ones.
+        """Return settings that affect how users are encoded and checked, as part of the key of the cache of users.
 
-        They are the tokenizer's digest, the context, and whether users need validation data. The base model's number of
-        embedding rows is added if it is less than the number of tokens, as users with other tokens are refused.
+        They are the tokenizer's digest, the context, and whether users need validation data. If the base model has
+        fewer embedding rows than the tokenizer has tokens, their number is added, as users with other tokens are
+        refused.
         """
         settings: list[object] = [digest_tokenizer(self.base.tokenizer), self.context, self.validates]
         num_tokens = len(tokenizer_of(self.base))  # type: ignore[arg-type]
@@ -592,11 +593,11 @@ class LanguageReader(StreamingReader[Read, User]):
 
 
 def require_rows(base: Base, user: Named) -> None:
-    """Check that the base model has an embedding row for each token of a user.
+    """Check that the base model's embedding has a row for each token of a user.
 
     Args:
         base: The base model.
-        user: The user, whose attribute for each split is a token stream or an object with padded ``windows``.
+        user: User with an attribute for each split: a token stream, or an object with padded ``windows``.
 
     Raises:
         DataError: A token has no embedding row.
@@ -693,10 +694,9 @@ class TextReader(DocumentsReader[UserText, UserData]):
     data: TextSection
 
     def key(self) -> list[object]:
-        """Return the settings that affect encoding and checks of users; cached users are valid only for equal ones.
+        """Return the settings of the base class, and "begins" if a begin-of-text token is put in front of each window.
 
-        "begins" is added if the base model puts a begin-of-text token in front of each window. A user then has enough
-        text with one token less.
+        Users then need one token less.
         """
         settings = super().key()
         if self.base.begin is not None:
@@ -722,7 +722,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
                 if not self.skips or self.admit(self.encode(text)):
                     mixture.add(text)
             self.raise_if_all_skipped()
-            self.skips = False  # the small users are skipped already; no other may be, as its text is in the mixtures
+            self.skips = False  # small users are skipped already, and the text of the others is in the mixtures
             yield from mixture.texts()
         finally:
             mixture.remove()
@@ -816,28 +816,28 @@ def _users_with_short_text(
     """
     context = recipe.training.context
     skips = data.on_small_user == "skip"
-    if data.held_out == "mixture" and not skips:  # with skipping, a run tests users before it mixes their text
+    is_mixed = data.held_out == "mixture"
+    if is_mixed and not skips:  # a run that skips small users finds them before it mixes the others' text
         texts = mix_held_out(texts, seed=recipe.data_seed)
 
-    # Tokenise only as much as is needed to see that there is enough: one window per stream.
+    # One window per stream is enough to see that no stream is too short.
     window_tokens = context + 1  # the last token is only a target
     limits_by_user = token_limits(data, [text.name for text in texts])
     users: list[UserData] = []
     for text in texts:
         limits = limits_by_user[text.name]
         window_limits = {key: min(limit or window_tokens, window_tokens) for key, limit in limits.items()}
-        user = pack(text, tokenizer, **window_limits)
+        user = tokenise_splits(text, tokenizer, **window_limits)
         if data.train_on_valid:
             user = add_validation_to_train(user)
         users.append(user)
 
-    # If true, windows get a begin-of-text token that the users' streams lack, so a stream may be one token shorter.
-    begins = data.add_bos_token and bool(begin_of(tokenizer))
-    needed = {"context": context, "needs_validation": validates, "begins": begins}
-    small = {user.name for user in users if find_shortage(user, **needed)}
-    if not skips or len(small) == len(users):
-        check(users, **needed)  # raises an error if there are users with too little text
-    return small
+    begins = data.add_bos_token and bool(begin_of(tokenizer))  # windows get a begin-of-text token in front
+    needs = {"context": context, "needs_validation": validates, "begins": begins}
+    small_users = {user.name for user in users if find_shortage(user, **needs)}
+    if not skips or len(small_users) == len(users):
+        check(users, **needs)  # raises an error if there are users with too little text
+    return small_users
 
 
 def _paths_of_users(data: DocumentsSection) -> list[str]:

@@ -108,7 +108,7 @@ class DocumentsSection(OwnUsersSection[Files], Generic[Files, Rows]):
     """File of a user, as an example in messages."""
 
     @model_validator(mode="after")
-    def _has_one_source(self) -> DocumentsSection:
+    def _check_users(self) -> DocumentsSection:
         """Check that the recipe names its users in one way: listed users, a data set, or users that a program passes.
 
         Listed users must not be empty. They name their own files for splits, so ``split.given`` is not allowed.

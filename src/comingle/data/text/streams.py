@@ -102,7 +102,7 @@ class Shortage:
     advice: str
 
 
-def pack(
+def tokenise_splits(
     user: UserText,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -164,11 +164,13 @@ def too_short_error(shortages: Mapping[str, Shortage], count: int, num_users: in
     some_users_suffice = count < num_users
     skip_advice = "; or skip such users with data.on_small_user: skip" if some_users_suffice else ""
     if count == 1:
-        ((name, shortage),) = shortages.items()
+        name, shortage = next(iter(shortages.items()))
         return DataError(f"user {name!r}: {shortage.what}{shortage.advice}{skip_advice}")
     listed = list_shortages({name: shortage.what for name, shortage in shortages.items()}, count)
-    advice, *other_advice = {shortage.advice for shortage in shortages.values()}
-    if other_advice:  # users lack different things
+    advice_of_users = {shortage.advice for shortage in shortages.values()}
+    if len(advice_of_users) == 1:
+        (advice,) = advice_of_users
+    else:  # users lack different things
         advice = "; give them more text or shorten training.context"
     return DataError(f"{count} of {num_users} users have too little text: {listed}{advice}{skip_advice}")
 
@@ -183,25 +185,27 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool, begin
         user: The user.
         context: Tokens per window, excluding the last target.
         needs_validation: The method needs validation data.
-        begins: Every window gets a begin-of-text token in front, so that one token less suffices.
+        begins: A begin-of-text token is put in front of each window, so that one token less suffices.
     """
     if not (len(user.train) or len(user.valid) or len(user.test)):
         return Shortage(what="no text in train, valid or test", advice="; add text or remove the user")
     window_tokens = context if begins else context + 1
     test_tokens = 1 if begins else 2
-    train_advice = "give more text or shorten training.context"
-    valid_advice = "give a valid split or fraction, or choose a method without validation data"
+    for_window = f"for one window of context {context}"
     if len(user.train) < window_tokens:
-        return _shortage("train", user.train, window_tokens, f" for one window of context {context}; {train_advice}")
+        advice = f" {for_window}; give more text or shorten training.context"
+        return _shortage("train", user.train, window_tokens, advice)
     if needs_validation and len(user.valid) < window_tokens:
-        return _shortage("valid", user.valid, window_tokens, f" for one window of context {context}; {valid_advice}")
+        advice = f" {for_window}; give a valid split or fraction, or choose a method without validation data"
+        return _shortage("valid", user.valid, window_tokens, advice)
     if len(user.test) < test_tokens:
-        return _shortage("test", user.test, test_tokens, " to measure perplexity; give a test split or fraction")
+        advice = " to measure perplexity; give a test split or fraction"
+        return _shortage("test", user.test, test_tokens, advice)
     return None
 
 
 def _shortage(split: str, stream: Int32[Tensor, " tokens"], needed: int, advice: str) -> Shortage:
-    """Return a shortage such as "train has 10 tokens but needs at least 33"."""
+    """Return a shortage such as "train has 10 tokens but needs at least 33"; ``advice`` ends the sentence."""
     return Shortage(what=f"{split} has {len(stream)} tokens but needs at least {needed}", advice=advice)
 
 

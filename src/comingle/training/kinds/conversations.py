@@ -18,14 +18,14 @@ from comingle.data.conversations.encoding import (
     Answers,
     ConversationReader,
     UserAnswers,
-    check_answers,
     check_shortages,
+    check_validation_questions,
     count_conversations,
     pool_answers,
     widen,
 )
 from comingle.data.conversations.messages import Columns
-from comingle.data.conversations.reading import has_messages, records_with_users
+from comingle.data.conversations.reading import may_be_conversations, records_with_users
 from comingle.data.conversations.scoring import JUDGES, AnswerScore, judge, score_answers
 from comingle.data.conversations.section import ConversationsSection
 from comingle.data.row_files import BadRows
@@ -372,7 +372,7 @@ class AnswersKind(LanguageKind):
             DataError: A user lacks data.
         """
         for user in users:
-            check_answers(user, needs_validation=method.client.needs_validation)
+            check_validation_questions(user, needs_validation=method.client.needs_validation)
 
     def model(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Model:
         """Return the model that all users train.
@@ -464,7 +464,7 @@ class ConversationsKind(AnswersKind):
 
     def accepts(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Return whether ``data`` has rows with messages, or with the prompt and response columns of the section."""
-        return has_messages(data, Columns.read(options))
+        return may_be_conversations(data, Columns.read(options))
 
     def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
         """Check that every user has enough conversations; names all users that do not."""
