@@ -80,9 +80,9 @@ def take_phase(clients: Clients, phase: Phase, round_number: int, step: int) -> 
     """The optimiser steps of a phase for all rows, as the first of a round."""
     rows, method = list(range(len(clients.state.rows))), clients.method
     cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
-    cohort.across = clients.state.rows[cohort.owners] if method.client.looks_across else None
+    cohort.first_copies = clients.state.rows[cohort.owners] if method.client.looks_across else None
     clients.steps.take_phase(cohort, phase, step)
-    clients.state.put(rows, cohort.part)
+    clients.state.put(rows, cohort.state)
 
 
 def message_bytes(tensors: Mapping[str, Tensor], header: Mapping[str, Any], reports: Mapping[str, Tensor]) -> int:

@@ -183,7 +183,7 @@ def test_the_period_counts_a_users_own_iterations(federate: Any, alternating: di
     clients = federation.clients
     cohort = clients.cohort(EVERYONE, 0)
     clients.steps.take_local_step(cohort, clients.phases, 0, torch.ones(3, dtype=torch.bool))
-    clients.state.put(EVERYONE, cohort.part)
+    clients.state.put(EVERYONE, cohort.state)
     moved = (federation.clients.state.rows != before)[:, router].any(1)
     assert torch.equal(moved, due & real)
     assert federation.clients.state.iterations.tolist() == [1, 2, 3]

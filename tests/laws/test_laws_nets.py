@@ -15,7 +15,7 @@ from comingle.methods.mixtures import Entropic
 from comingle.methods.momentum_clustering import Centres
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.training.backends.local import InProcess
-from comingle.training.evaluation import merged_mixtures_event, own_mixtures
+from comingle.training.evaluation import merged_mixtures_event, mixtures_of_users
 from comingle.utils.trees import CLIENT_ROUTER
 from federations import download_all, exchange, local_round, replace_user
 
@@ -151,7 +151,7 @@ def test_absent_users_train_nothing(federate_nets: Any, name: str) -> None:
 
 def test_evaluations_say_what_is_mixed(federate_nets: Any, netted: dict[str, Any]) -> None:
     federation = download_all(federate_nets(netted))
-    event = merged_mixtures_event(federation.clients, federation.server, own_mixtures(federation.clients))
+    event = merged_mixtures_event(federation.clients, federation.server, mixtures_of_users(federation.clients))
     models = netted["name"].startswith(("ensemble", "mfl", "fml", "fedmerge", "ifca", "fedem"))
     mixes = models or netted["name"].startswith("floral")
     assert event.get("component") == ({True: "model", False: "adaptor set"}[models] if mixes else None)

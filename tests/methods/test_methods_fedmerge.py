@@ -17,7 +17,7 @@ from comingle.methods.fedmerge import Proximal
 from comingle.methods.server import ServerSetup
 from comingle.models import hardware
 from comingle.training.backends.local import InProcess
-from comingle.training.evaluation import merged_mixtures_event, own_mixtures
+from comingle.training.evaluation import merged_mixtures_event, mixtures_of_users
 from comingle.training.kinds import nets
 from comingle.training.rounds import run_rounds
 from comingle.utils.errors import DivergenceError, RecipeError
@@ -288,10 +288,10 @@ def test_the_proximal_gradient_is_that_of_autograd(federate_nets: Any) -> None:
     federation = federate_nets({"name": "fedmerge", "models": 2, "proximal": 0.3})
     layout, users = federation.clients.model.layout, [1, 3]
     cohort = federation.clients.cohort(users, 0, looks_back=True)
-    assert cohort.before is not None
-    cohort.before.normal_(generator=torch.Generator().manual_seed(1))
+    assert cohort.round_start is not None
+    cohort.round_start.normal_(generator=torch.Generator().manual_seed(1))
     leaves = {name: t.detach().clone().requires_grad_() for name, t in cohort.tensors.items()}
-    before = layout.views(cohort.before)
+    before = layout.views(cohort.round_start)
     penalty = 0.3 * sum((leaves[name] - before[name]).square().sum() for name in leaves)
     wanted = dict(zip(leaves, torch.autograd.grad(penalty, list(leaves.values())), strict=True))
     found = {name: torch.ones_like(t) for name, t in leaves.items()}
@@ -458,7 +458,7 @@ def test_evaluations_tell_the_merging_weights(federate_nets: Any, method: dict[s
         weights = federation.clients.method.server.merging_weights(federation.server.kept)
     if not told:
         weights[0, 0] = -0.5
-    event = merged_mixtures_event(federation.clients, federation.server, own_mixtures(federation.clients))
+    event = merged_mixtures_event(federation.clients, federation.server, mixtures_of_users(federation.clients))
     found = torch.tensor(list(event["mixtures"].values()), dtype=torch.float64)
     torch.testing.assert_close(found, weights.double(), rtol=0, atol=1e-6)
     assert event["clusters"] == {"user-0": 0, "user-1": 1, "user-2": 0, "user-3": 1}

@@ -138,7 +138,7 @@ def test_stateless_users_forget_and_learn_again(federate_nets: Any) -> None:
     cohort = federation.clients.cohort(EVERYONE, 1)
     for part in federation.clients.method.client.parts:
         part.begin(cohort)
-    theta, rows = cohort.tensors["router.theta"], cohort.part.rows
+    theta, rows = cohort.tensors["router.theta"], cohort.state.rows
     assert (theta.abs() < 4).all()
     assert (theta != 0).any()
     still = ~federation.clients.model.layout.mask({"router", "statistics"})

@@ -102,7 +102,7 @@ def test_ranks_whose_tail_shrinks_are_given_up(federate: Any) -> None:
     clients = federate("hetlora", changes={"adapters.rank": RANKS.tolist()}).clients
     clients.state.rows.normal_(generator=torch.Generator().manual_seed(0)).mul_(clients.mask)
     cohort = clients.cohort(EVERYONE, 0, looks_back=True)
-    cohort.part.rows.mul_(torch.tensor([0.9, 1.1, 1.0], dtype=torch.float64).unsqueeze(1))
+    cohort.state.rows.mul_(torch.tensor([0.9, 1.1, 1.0], dtype=torch.float64).unsqueeze(1))
     Prune(0.99).end(cohort)
     assert cohort.ranks.tolist() == [1, 3, 4]
 

@@ -163,7 +163,7 @@ def test_statistics_are_those_of_the_components_mixed_by_pi(federate_nets: Any) 
     """A pass of each adaptor set alone moves the running statistics of its own; what a user keeps is their mixture."""
     clients = federate_nets({"name": "floral-mfl", "clusters": CLUSTERS}).clients
     cohort = clients.cohort(list(EVERYONE), 0)
-    views = clients.model.layout.views(cohort.part.rows)
+    views = clients.model.layout.views(cohort.state.rows)
     views["model.0.b"].normal_(generator=torch.Generator().manual_seed(1))
     views["router.theta"].copy_(torch.tensor([0.9, 0.1]).log().expand(4, -1))
     before = {name: views[name].clone() for name in ("model.0.a", "model.0.b", "model.0.bias")}

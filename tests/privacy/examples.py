@@ -65,7 +65,7 @@ def sums_of(federation: InProcess, numbers: list[list[int]]) -> tuple[Tree, Tens
     clients, noised = federation.clients, noised_of(federation)
     layout = clients.model.layout
     cohort = clients.cohort(list(range(len(numbers))), 0)
-    tensors = restrict(clients.model.tensors(cohort.part.rows), layout, layout.roles - noised.local_roles(layout))
+    tensors = restrict(clients.model.tensors(cohort.state.rows), layout, layout.roles - noised.local_roles(layout))
     part = padded([torch.tensor(one, dtype=torch.int64) for one in numbers], 1)
     leaves = noised.noised_names(shared_phase(federation), layout)
     bound = float(clients.plan.privacy.first_bound)

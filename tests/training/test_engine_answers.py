@@ -257,7 +257,7 @@ def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, mo
     expected = [spoken(sim, user) for user in range(3)]
     generate = partial(sim.scorer.generate, sim.models)
     for speaking in (1, 5, 64):
-        monkeypatch.setattr(feeding, "SPEAKING", speaking)
+        monkeypatch.setattr(feeding, "MAX_RESPONSES_AT_ONCE", speaking)
         for sequences in (16, 1):
             assert (
                 sim.batch_source.generate_responses(generate, sets, sim.row_of, PassSize(users=2, sequences=sequences))

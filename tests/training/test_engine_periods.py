@@ -145,12 +145,12 @@ def test_advice_names_no_key_that_other_kinds_of_data_refuse(
 def test_a_period_is_the_smallest_that_keeps_to_it() -> None:
     """A tenth of ten rounds of 100 has room for 230 that are read once: two evaluations of 115."""
     plan = make_run_plan(training=TrainingSection(rounds=10), evaluation=EvaluationSection(first=False))
-    assert evaluation.period(plan, [1, 100, 115], 1) == SHORTEST
-    assert evaluation.period(plan, [1, 100, 116], 1) == 10
+    assert evaluation.evaluation_interval(plan, [1, 100, 115], 1) == SHORTEST
+    assert evaluation.evaluation_interval(plan, [1, 100, 116], 1) == 10
 
 
 def test_nothing_is_known_of_nobody() -> None:
-    assert evaluation.period(make_run_plan(), [0, 0, 0], 4) == SHORTEST
+    assert evaluation.evaluation_interval(make_run_plan(), [0, 0, 0], 4) == SHORTEST
 
 
 def test_a_word_that_is_none_is_refused() -> None:
@@ -189,6 +189,6 @@ def test_users_elsewhere_evaluate_as_often(tmp_path: Path, monkeypatch: pytest.M
     with one_base():
         with pytest.raises(KeyboardInterrupt):
             federated(content, elsewhere, observers=[stop])
-        monkeypatch.setattr(run_folder, "period", None)  # is not asked again
+        monkeypatch.setattr(run_folder, "evaluation_interval", None)  # is not asked again
         federated(content, elsewhere, resume=True, observers=[events.append])
     assert sorted(set(evaluated(events))) == done

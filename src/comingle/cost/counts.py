@@ -541,7 +541,7 @@ class _MeasuredFlops:
 
     def _tensors(self) -> Tree:
         """Return the fake tensors of the one model that is measured, by name."""
-        return self.rehearsal.steps.tensors(self.cohort.part.rows)
+        return self.rehearsal.steps.tensors(self.cohort.state.rows)
 
     @torch.no_grad()
     def _predict(self, count: int) -> None:

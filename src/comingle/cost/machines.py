@@ -35,7 +35,7 @@ from comingle.cost.timing import (
 from comingle.methods import make
 from comingle.runs.distributed import cores
 from comingle.training.backends.launched import MEETING
-from comingle.training.evaluation import period, warn_of_share
+from comingle.training.evaluation import evaluation_interval, warn_of_share
 from comingle.training.kinds.base import kind_of
 from comingle.training.plan import test_limit_of
 from comingle.training.settings import RunPlan
@@ -448,7 +448,7 @@ def _evaluation_period(
     amounts = [num_measured, trained_items, scored_items * num_evaluated // num_measured]
     evaluation_seconds = measurement.parts.evaluation_core_seconds * num_evaluated
     warn_of_share(plan, amounts, num_users, seconds=evaluation_seconds)
-    return period(plan, amounts, num_users)
+    return evaluation_interval(plan, amounts, num_users)
 
 
 def _num_participants(participation: Participation, num_recipe_users: int, num_users: int) -> int:

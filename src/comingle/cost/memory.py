@@ -518,14 +518,14 @@ class Rehearsal:
         """
         clients, device = self.federation.clients, self.steps.model.device
         cohort = clients.cohort(list(rows), 0)  # round 0; the round does not change shapes
-        part = cohort.part
-        fake_part = replace(
-            part,
-            rows=self.fakes.of(part.rows, device),
-            first=self.fakes.of(part.first, device),
-            second=self.fakes.of(part.second, device),
+        state = cohort.state
+        fake_state = replace(
+            state,
+            rows=self.fakes.of(state.rows, device),
+            first=self.fakes.of(state.first, device),
+            second=self.fakes.of(state.second, device),
         )
-        return replace(cohort, part=fake_part)
+        return replace(cohort, state=fake_state)
 
 
 def rehearse(
@@ -815,7 +815,7 @@ def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor
     if plain_names:
         _losses, plain_gradients = steps.gradient(cohort, batch, phase, names=plain_names)
     shared_roles = layout.roles - private.local_roles(layout)
-    shared_tensors = restrict(model.tensors(cohort.part.rows), layout, shared_roles)
+    shared_tensors = restrict(model.tensors(cohort.state.rows), layout, shared_roles)
     sums = Tree()
     for _ in range(TRACED_BATCHES):
         sums_of_pass, _ = private.clipped_sums_of_batch(
@@ -828,7 +828,7 @@ def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor
             bound=1.0,  # any clip norm
         )
         sums = {name: t + sums[name] if name in sums else t for name, t in sums_of_pass.items()}
-    noised = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
+    noised = {name: (t + torch.zeros_like(t)).to(cohort.state.rows.dtype) for name, t in sums.items()}
     return private.merge(layout, phase, plain_gradients, noised, noised_users=range(num_users), users=num_users)
 
 

@@ -49,7 +49,7 @@ from comingle.training.backends.local import InProcess
 from comingle.training.backends.ranks import Ranks, joined
 from comingle.training.checkpoints import Clock, write_tensors
 from comingle.training.client import Clients, LocalRound
-from comingle.training.evaluation import amounts_of
+from comingle.training.evaluation import data_amounts
 from comingle.training.kinds.base import RunData
 from comingle.training.rounds import run_rounds
 from comingle.utils.errors import ComingleError
@@ -454,7 +454,7 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
     wait_for_others()
     measured: dict[str, object] = {
         **describe_messages(federation),
-        "amounts": amounts_of(clients),
+        "amounts": data_amounts(clients),
         "cohort": cohort_size,
         "own_user_s": own_user_seconds,
         "user_s": cohort_user_seconds,

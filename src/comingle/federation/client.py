@@ -79,7 +79,7 @@ from comingle.protocol.wire import pack, unpack
 from comingle.runs.given import Given
 from comingle.runs.session import check_and_set_up, describe, memory_limit, prepare, use_chosen_settings
 from comingle.training.client import Clients, finetuned, finish, settle, train
-from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
+from comingle.training.evaluation import amounts, data_amounts, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import NETS, RunData, kind_of
 from comingle.training.plan import keep_key, terms_of
 from comingle.training.settings import warn_of_untrained
@@ -700,7 +700,7 @@ class Client:
             reported["amounts"] = amounts(only_trainer, unit)
             if store.read.skipped_rows:
                 reported["skipped_rows"] = store.read.skipped_rows
-            _num_users, trained_amount, scored_amount = amounts_of(clients)
+            _num_users, trained_amount, scored_amount = data_amounts(clients)
             reported["works"] = [trained_amount, scored_amount]
         return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)
 

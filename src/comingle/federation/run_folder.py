@@ -30,7 +30,7 @@ from comingle.training.checkpoints import (
     read_progress,
     save_checkpoint,
 )
-from comingle.training.evaluation import end_event, period, start_event, warn_of_share
+from comingle.training.evaluation import end_event, evaluation_interval, start_event, warn_of_share
 from comingle.training.events import EventLog, Observer
 from comingle.training.kinds.base import kind_of
 from comingle.training.plan import keep_key
@@ -436,7 +436,7 @@ def _resolve_eval_interval(session: ServerSession) -> None:
     scored_in_evaluation = sum(scored_amounts) * num_evaluated // num_reporting
     amounts = [num_reporting, sum(trained_amounts), scored_in_evaluation]
     warn_of_share(plan, amounts, num_users)
-    interval = period(plan, amounts, num_users)
+    interval = evaluation_interval(plan, amounts, num_users)
     _evaluate_every(session, interval)
 
 

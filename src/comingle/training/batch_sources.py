@@ -54,12 +54,11 @@ class BatchShapes:
     """Whether scoring passes are larger than training passes, so that they may set the peak memory."""
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the batches in one epoch of a user: for training, and for :meth:`sweep` over all data.
+        """Return the sizes of the batches of a user in one epoch of training, and in one :meth:`sweep` over its data.
 
-        Sources without epochs, such as text, return one batch for each.
+        Sources without epochs, such as text, return ``((batch_size,), (batch_size,))``.
         """
-        one_step = (self.batch_size,)
-        return one_step, one_step
+        return (self.batch_size,), (self.batch_size,)
 
     def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int[Tensor, "users count ..."]:
         """Return a fake batch, with a shape but no data, as :meth:`Batches.draw` would return it.
@@ -96,7 +95,7 @@ class Batches(ABC):
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int[Tensor, "users batch ..."]:
-        """Return a batch for each trainer, before any data is read: windows of tokens, or numbers of samples.
+        """Return a batch for each trainer: windows of tokens, or only the numbers of samples, which are read later.
 
         It depends only on (seed, user, round, purpose of the phase, step, repeat), so a repeated round of a resumed run
         draws the same batches.
@@ -239,16 +238,16 @@ class BatchSource(Batches, BatchShapes):
 class PassBatchSource(BatchSource):
     """Source in which each user makes ``local_epochs`` shuffled passes over its training samples per round.
 
-    The last batch of a pass may be smaller; it is dropped if it has fewer than ``least`` samples. ``trainers`` have a
-    name, and ``train`` and ``valid`` sets with a length.
+    The last batch of a pass may be smaller; it is dropped if it has fewer than ``smallest_batch`` samples.
     """
 
     unit = "samples"
-    even = False
+    fixed_shape = False
     """Whether all batches have one shape, so that a batch does not depend on the other users of its step."""
 
-    def __init__(self, trainers: Sequence[AnyUser], plan: RunPlan, batch_size: int, *, least: int = 1):
-        self.trainers, self.plan, self.batch_size, self.least = as_users(trainers), plan, batch_size, least
+    def __init__(self, trainers: Sequence[AnyUser], plan: RunPlan, batch_size: int, *, smallest_batch: int = 1):
+        self.trainers, self.plan = as_users(trainers), plan
+        self.batch_size, self.smallest_batch = batch_size, smallest_batch
         self._epoch_batches: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
         self._round = -1
 
@@ -263,7 +262,7 @@ class PassBatchSource(BatchSource):
     def _num_batches(self, count: int, size: int) -> int:
         """Return the number of batches of ``size`` samples in one pass over ``count`` samples."""
         num_full, rest = divmod(count, size)
-        has_last_batch = rest >= self.least  # a smaller one is dropped
+        has_last_batch = rest >= self.smallest_batch  # a smaller one is dropped
         return num_full + has_last_batch
 
     @property
@@ -277,12 +276,12 @@ class PassBatchSource(BatchSource):
         """Return the sizes of the batches in one pass over the samples of a user: for training, and for all samples.
 
         For example ``(4, 4)`` and ``(4, 4, 1)`` for 9 samples in batches of 4: a last batch of fewer than
-        ``self.least`` samples is not trained on, as batch norm needs at least two samples.
+        ``self.smallest_batch`` samples is not trained on, as batch norm needs at least two samples.
         """
         num_samples = len(user.train)
         own_size = self.plan.batch_size_of(user.name) if self.has_sizes else self.batch_size
         own_batches = [min(own_size, num_samples - first) for first in range(0, num_samples, own_size)]
-        trained_sizes = [size for size in own_batches if size == own_size or size >= self.least]
+        trained_sizes = [size for size in own_batches if size == own_size or size >= self.smallest_batch]
         swept_sizes = [min(self.batch_size, num_samples - first) for first in range(0, num_samples, self.batch_size)]
         return tuple(trained_sizes), tuple(swept_sizes)
 
@@ -300,9 +299,9 @@ class PassBatchSource(BatchSource):
     def numbers(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch"]:
-        """Return the sample numbers of a batch of each trainer, padded with ``PAD``.
+        """Return the numbers of the samples in a batch of each trainer, ``(users, batch)`` padded with ``PAD``.
 
-        The width is that of the largest batch of these trainers; with ``self.even`` it is always the batch size.
+        ``batch`` is the size of the largest batch of these trainers; with ``self.fixed_shape`` always the largest size.
 
         Args:
             trainers: Numbers of the trainers.
@@ -312,13 +311,14 @@ class PassBatchSource(BatchSource):
             repeat: Repeat of the phase within the step.
         """
         self.enter(round_number)
-        if step < 0:  # batches before the first step have a shuffled order of their own
-            purpose, number_in_round = "before", repeat
-        else:  # so has each phase for each split
-            purpose, number_in_round = f"{phase.purpose}/{phase.stream}", step * phase.steps + repeat
-        batches = [self._batch(trainer, phase.stream, purpose, round_number, number_in_round) for trainer in trainers]
+        # Samples are shuffled anew for each phase and split, and for batches before the first step.
+        if step < 0:
+            purpose, batch_number = "before", repeat
+        else:
+            purpose, batch_number = f"{phase.purpose}/{phase.stream}", step * phase.steps + repeat
+        batches = [self._batch(trainer, phase.stream, purpose, round_number, batch_number) for trainer in trainers]
         drawn = torch.stack(batches)
-        if self.even:
+        if self.fixed_shape:
             return drawn
         largest_batch = int((drawn != PAD).sum(1).max())
         return drawn[:, : max(1, largest_batch)]

@@ -336,7 +336,7 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, like_server: Tree
         folder: Folder of the checkpoint.
         layout: Layout of the columns.
         like: State of the users in a new run of the same recipe; the checkpoint must have the same tensors.
-        like_server: State of the server in that new run, for the same purpose.
+        like_server: State of the server in a new run of the same recipe.
 
     Raises:
         RunError: The files are damaged, or a tensor has another shape or dtype, is not finite or has negative counts;
@@ -346,7 +346,7 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, like_server: Tree
     tensors_of_new_run = named_tensors(layout, like, like_server)
     expected = {name: (tuple(t.shape), t.dtype) for name, t in tensors_of_new_run.items()}
     tensors = read_tensors(folder / STATE, expected, like.rows.device)
-    server_state = {name: tensors.pop(OF_SERVER + name) for name in like_server}
+    server_state = {name: tensors.pop(OF_SERVER + name) for name in like_server}  # names such as "server/version"
     user_state = _fill_state(layout, like, tensors)
     return user_state, server_state
 

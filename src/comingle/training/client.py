@@ -151,9 +151,9 @@ class UsersAndTrainers:
         skipped: Mapping[str, str] = MappingProxyType({}),
         skipped_rows: int = 0,
     ):
-        """Assign rows of the state to trainers and users; ``skipped`` has the reason for each user that was left out.
+        """Assign rows of the state to trainers and users.
 
-        There is one row per trainer and copy of its model: first those of copy 0, then those of copy 1, and so on.
+        For example, trainers a and b with 2 copies of a model each own the rows ``[a, b, a, b]``.
         """
         placement = plan.method.placement
         self.plan = plan
@@ -403,18 +403,18 @@ class Users(UsersAndTrainers):
         if self.state.in_memory:
             return
         if self._resizes:
-            _zero_where_false(cohort.part, self.masks(cohort.rows, cohort.part))
+            _zero_where_false(cohort.state, self.masks(cohort.rows, cohort.state))
 
-    def masks(self, rows: Sequence[int], part: State) -> Bool[Tensor, "some columns"]:
+    def masks(self, rows: Sequence[int], state: State) -> Bool[Tensor, "some columns"]:
         """Return a mask that is True where a row has a parameter and False where it is padded.
 
         Args:
             rows: Numbers of the rows.
-            part: State of these rows, with their ranks.
+            state: State of these rows, with their ranks.
         """
         if self.state.in_memory:
             return self.mask[list(rows)]
-        return self.model.only(self.owners(rows)).mask(part.ranks.cpu())
+        return self.model.only(self.owners(rows)).mask(state.ranks.cpu())
 
     @property
     def users_per_message(self) -> int:
@@ -432,11 +432,10 @@ class Users(UsersAndTrainers):
         Args:
             rows: Rows of these users in the state; a user has several rows if the method trains copies of its model.
             round_number: The round, counted from 0.
-            looks_back: Whether the cohort keeps a copy of its parameters as they are now, in ``before``.
+            looks_back: Whether the cohort keeps a copy of its parameters as they are now, in ``round_start``.
             state: State to take the rows from; that of all users if None.
         """
-        part = self.state.take(rows) if state is None else state.take(rows)
-        parameters_before = part.rows.clone() if looks_back else None
+        cohort_state = self.state.take(rows) if state is None else state.take(rows)
         return Cohort(
             steps=self.steps,
             scorer=self.scorer,
@@ -446,10 +445,10 @@ class Users(UsersAndTrainers):
             rows=rows,
             owners=self.owners(rows),
             names=[self.name(row) for row in rows],
-            part=part,
+            state=cohort_state,
             round_number=round_number,
-            before=parameters_before,
-            mask=self.masks(rows, part) if self.may_be_padded else None,
+            round_start=cohort_state.rows.clone() if looks_back else None,
+            mask=self.masks(rows, cohort_state) if self.may_be_padded else None,
         )
 
     def _initial_rows(self, rows: Sequence[int]) -> Float[Tensor, "some columns"]:
@@ -524,13 +523,13 @@ class Clients(Users):
             combined_model = {name: t[:, 0] for name, t in models.items()}
         assign(cohort.tensors, layout, self.method.received, combined_model)
         if cohort.mask is not None:  # a server may send one model to users of different ranks: zero the padding
-            cohort.part.rows.mul_(cohort.mask)
+            cohort.state.rows.mul_(cohort.mask)
         if change_updates(self.mechanisms):  # the change from this download to the next upload is clipped
             keep_references(cohort.kept, restrict(cohort.tensors, layout, self.method.shared), clip_norms)
         for hook in self.method.client.parts:
             hook.received(cohort)
-        cohort.part.versions.fill_(download.version)
-        state.put(receivers, cohort.part)
+        cohort.state.versions.fill_(download.version)
+        state.put(receivers, cohort.state)
 
     def receive_verdict(self, verdict: Download) -> None:
         """Store the current models as the best ones if the server reports the lowest loss so far."""
@@ -587,7 +586,7 @@ class Clients(Users):
         # ``cohort.kept`` has the rounding errors of the previous upload; those of this one replace them.
         sent = compress_with_feedback(copies, number_format, cohort.kept, all_places, store_residuals=not counts)
         if keeps_rounding_errors:
-            state.put(cohort.rows, cohort.part)
+            state.put(cohort.rows, cohort.state)
         reports_of_method = {name: t.clone() for name, t in self._reports(cohort, members).items()}
         return Upload(
             round=round_number,
@@ -762,7 +761,7 @@ def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: 
         tick: Called after each local step of a cohort.
     """
     started, method = time.perf_counter(), clients.method
-    clients.steps.known_suspects.clear()  # optimizers blamed for non-finite tensors, of the previous round
+    clients.steps.suspects_by_row.clear()  # optimizers that may have caused non-finite values in the previous round
     losses: dict[int, float] = {}
     rejected: dict[int, str] = {}
     steps_taken: dict[int, int] = {}
@@ -771,21 +770,23 @@ def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: 
     place_of_participant = {participant: place for place, participant in enumerate(participants)}
 
     rows_of_cohorts = _split_into_cohorts(clients, participants)
-    num_cohorts_of = Counter(owner for rows in rows_of_cohorts for owner in set(clients.owners(rows)))
+    num_cohorts_of: Counter[int] = Counter()  # by participant, as its copies may be in several cohorts
+    for rows in rows_of_cohorts:
+        num_cohorts_of.update(set(clients.owners(rows)))
     rows_of_next_cohorts = [*rows_of_cohorts[1:], []]
     for rows, next_rows in zip(rows_of_cohorts, rows_of_next_cohorts, strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
         clients.state.prefetch(next_rows)
         if first_copies is not None:
-            cohort.across = first_copies[[place_of_participant[owner] for owner in cohort.owners]]
+            cohort.first_copies = first_copies[[place_of_participant[owner] for owner in cohort.owners]]
         planned_steps, time_limits = _plan_local_steps(clients, cohort.owners, steps_taken, num_cohorts_of)
         losses_of_steps, num_steps = _take_local_steps(clients, cohort, planned_steps, time_limits, tick)
-        reason_by_place = find_nonfinite_users(losses_of_steps, cohort.part.rows, round_number)
+        reason_by_place = find_nonfinite_users(losses_of_steps, cohort.state.rows, round_number)
         _drop_diverged(clients, cohort, reason_by_place)
         for hook in method.client.parts:
             hook.end(cohort)
         clients.apply_masks(cohort)
-        clients.state.put(rows, cohort.part)
+        clients.state.put(rows, cohort.state)
         mean_losses = losses_of_steps.sum(0) / num_steps
         steps_taken.update(zip(cohort.owners, num_steps.tolist(), strict=True))
         losses.update(zip(cohort.owners, mean_losses.tolist(), strict=True))
@@ -916,14 +917,14 @@ def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> 
     Raises:
         DivergenceError: The method does not drop such users.
     """
-    part = cohort.part
+    state = cohort.state
     for place, reason in broken.items():
-        # ``cohort.before`` has the parameters of the start of the round; None if they were not kept.
-        if cohort.before is None or not clients.method.client.drops_nonfinite:
-            suspect_optimizers = clients.steps.suspect_optimizers(cohort.rows[place], part.rows[place])
+        # ``cohort.round_start`` has the parameters of the start of the round; None if they were not kept.
+        if cohort.round_start is None or not clients.method.client.drops_nonfinite:
+            suspect_optimizers = clients.steps.suspect_optimizers(cohort.rows[place], state.rows[place])
             raise diverged(cohort.names[place], reason, suspect_optimizers)
-        part.rows[place] = cohort.before[place]
-        for moments_or_count in (part.first, part.second, part.iterations, part.router_steps):
+        state.rows[place] = cohort.round_start[place]
+        for moments_or_count in (state.first, state.second, state.iterations, state.router_steps):
             moments_or_count[place] = 0
 
 
@@ -981,7 +982,7 @@ def settle(clients: Clients, *, ends: bool = True) -> None:
         cohort = clients.cohort(rows, clients.plan.training.rounds, state=clients.state.without_moments())
         for hook in hooks:
             hook.settle(cohort)
-        clients.state.put(rows, cohort.part)
+        clients.state.put(rows, cohort.state)
 
 
 def finish(clients: Clients) -> None:
@@ -998,5 +999,5 @@ def finish(clients: Clients) -> None:
         for hook in hooks:
             cohort = clients.cohort(rows, clients.plan.training.rounds)
             final_models = hook.finish(cohort)
-            cohort.part.rows[-len(trainers) :] = final_models  # the last copies come last
-            clients.state.put(rows, cohort.part)
+            cohort.state.rows[-len(trainers) :] = final_models  # the last copies come last
+            clients.state.put(rows, cohort.state)

@@ -17,7 +17,7 @@ from comingle.methods.base import Phase
 from comingle.models.routers import Powers
 from comingle.models.scoring import PAD, Gates
 from comingle.training.batch_sources import AnyScore, AnySplit, AnyUser, BatchSource
-from comingle.training.cohort_state import CohortTensors, learning_rate, missing_flag
+from comingle.training.cohort_state import CohortTensors, learning_rate, missing_flag_error
 from comingle.training.settings import PassSize, cohorts
 from comingle.training.steps import Steps, within_memory
 from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign
@@ -214,7 +214,7 @@ class Cohort(CohortTensors):
     @property
     def copy(self) -> Int[Tensor, " users"]:
         """Copy of its user that each row holds, counted from 0."""
-        return torch.tensor(self.rows, device=self.part.rows.device) // len(self.trainers)
+        return torch.tensor(self.rows, device=self.state.rows.device) // len(self.trainers)
 
     @property
     def router_rate(self) -> float:
@@ -232,29 +232,27 @@ class Cohort(CohortTensors):
             RuntimeError: No client hook of the method sets the class attribute ``resets``, which announces this call.
         """
         if not self.steps.plan.method.client.resets:
-            raise missing_flag("reset", "resets", training=False)
-        parameters = self.part.rows
+            raise missing_flag_error("reset", "resets", training=False)
+        parameters = self.state.rows
         initial_parameters = self.initial(self.rows)
         columns = self.layout.mask(roles).to(parameters.device)
         parameters[:, columns] = initial_parameters[:, columns]
 
     def reset_moments(self, roles: frozenset[str]) -> None:
-        """Reset the moments of some roles to zero.
+        """Reset the optimizer moments of some roles to zero.
 
-        The step count of an optimizer is reset too if these are all the roles that it trains: bias correction counts
-        steps from zero moments.
+        If an optimizer trains no other roles, its step count, which bias correction uses, is reset too.
         """
-        is_reset = self.layout.mask(roles).to(self.part.rows.device)
-        for moments in (self.part.first, self.part.second):
+        is_reset = self.layout.mask(roles).to(self.state.rows.device)  # for each column
+        for moments in (self.state.first, self.state.second):
             num_columns = moments.shape[1]  # 0 if no optimizer uses these moments
             moments[:, is_reset[:num_columns]] = 0
-        step_counts = {"experts": self.part.iterations, "router": self.part.router_steps}
+        trained_roles: dict[str, set[str]] = {"experts": set(), "router": set()}  # by optimizer
+        for optimizer, roles_of_optimizer in self.steps.plan.method.client.optimizers:
+            trained_roles[optimizer] |= roles_of_optimizer
+        step_counts = {"experts": self.state.iterations, "router": self.state.router_steps}
         for optimizer, step_count in step_counts.items():
-            trained_roles: set[str] = set()
-            for name, roles_of_optimizer in self.steps.plan.method.client.optimizers:
-                if name == optimizer:
-                    trained_roles |= roles_of_optimizer
-            is_trained = self.layout.mask(trained_roles)
+            is_trained = self.layout.mask(trained_roles[optimizer])
             if bool(is_reset[is_trained].all()):
                 step_count.zero_()
 
@@ -277,9 +275,9 @@ class Cohort(CohortTensors):
                 "Cohort.component_losses: got a method without components; allowed: methods with Placement.mixture; "
                 "use training_losses for the losses of downloaded models"
             )
-        losses = self.part.rows.new_zeros(len(self.rows), mixture.clusters)
+        losses = self.state.rows.new_zeros(len(self.rows), mixture.clusters)
         for places, owners in self._with_data():
-            tensors = self.steps.tensors(self.part.rows[places])
+            tensors = self.steps.tensors(self.state.rows[places])
             sweep = self._train_sweep(owners)
             mean_losses = sweep.means(self._component_loss_function(tensors, owners))
             losses[places] = mean_losses.to(losses)
@@ -287,21 +285,23 @@ class Cohort(CohortTensors):
 
     @torch.no_grad()
     def divide_samples(self) -> None:
-        """Set mixture weights for each training sample in this round, and the mixture of a user to their mean.
+        """Set the mixture weights of each training sample for this round, and each user's weights to their mean.
 
         The weight of component c for sample s is the probability that c generated s, ``q_c(s) = pi_c exp(-loss_c(s)) /
-        sum_k pi_k exp(-loss_k(s))``, with the user's mixture pi; the new mixture is ``pi_c = mean_s q_c(s)``.
+        sum_k pi_k exp(-loss_k(s))``, with the user's weights pi; its new weights are ``pi_c = mean_s q_c(s)``.
 
         Source: FedEM (Marfoq et al. 2021, arXiv:2108.10252), eq. 7 and 8.
         """
-        tensors = self.steps.tensors(self.part.rows)
+        tensors = self.steps.tensors(self.state.rows)
         pi = self.steps.model.shares(tensors)
         sweep = self._train_sweep(self.owners)
-        q = sweep.responsibilities(pi, self._component_loss_function(tensors, self.owners))  # one tensor per user
-        self.sample_shares = q
+        # One tensor (clusters, samples) per user.
+        q = sweep.responsibilities(pi, self._component_loss_function(tensors, self.owners))
+        self.sample_weights = q
         new_pi = torch.stack([q_of_user.mean(1) for q_of_user in q])
         smallest = torch.finfo(new_pi.dtype).tiny  # a weight of exactly 0 could never grow again
-        self.tensors[CLIENT_ROUTER].copy_(new_pi.clamp(min=smallest).log())  # logits, of which a softmax is taken
+        router_logits = new_pi.clamp(min=smallest).log()  # their softmax is the weights
+        self.tensors[CLIENT_ROUTER].copy_(router_logits)
 
     @torch.no_grad()
     def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
@@ -316,11 +316,11 @@ class Cohort(CohortTensors):
         layout, shared = self.layout, self.steps.plan.method.shared
         any_tensor = next(iter(models.values()))
         num_models = any_tensor.shape[1]
-        losses = torch.zeros(len(self.rows), num_models, dtype=self.part.rows.dtype)
+        losses = torch.zeros(len(self.rows), num_models, dtype=self.state.rows.dtype)
         for places, owners in self._with_data():
             sweep = self._train_sweep(owners)
             for number in range(num_models):
-                parameters = self.part.rows[places]  # a copy, in which the model replaces the shared tensors
+                parameters = self.state.rows[places]  # a copy, in which the model replaces the shared tensors
                 model = {name: t[places, number] for name, t in models.items()}
                 assign(layout.views(parameters), layout, shared, model)
                 mean_losses = sweep.means(self._loss_function(parameters, owners))  # (users, 1): of this model alone
@@ -345,7 +345,7 @@ class Cohort(CohortTensors):
         def parameters_of(pairs: Sequence[int]) -> Float[Tensor, "slots columns"]:
             """Return the parameters of some pairs: the user's own, with the shared ones replaced by the model's."""
             users, chosen = [user_of_pair[pair] for pair in pairs], [model_of_pair[pair] for pair in pairs]
-            parameters = self.part.rows[users]  # a copy
+            parameters = self.state.rows[users]  # a copy
             assign(layout.views(parameters), layout, shared, {name: t[users, chosen] for name, t in models.items()})
             if self.mask is None:
                 return parameters
@@ -358,59 +358,56 @@ class Cohort(CohortTensors):
         return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, num_models)
 
     def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
-        """Return the loss in nats of each validation token or sample of each user under each component.
+        """Return the loss in nats of each validation token or sample of each user under the model of each cluster.
 
         Args:
-            powers: Exponent of each component's probabilities (an inverse temperature), ``(clusters,)`` or ``(users,
-                clusters)``, with respect to which the losses can be differentiated; None for 1.
+            powers: Exponents (inverse temperatures) of the probabilities that the model of each cluster predicts,
+                ``(clusters,)`` or ``(users, clusters)``; the losses can be differentiated by them. None for 1.
 
         Returns:
             Losses in float64; rows of users with less data are padded with zeros.
         """
         model, batch_source = self.steps.model, self.steps.batch_source
-        tensors = self.steps.tensors(self.part.rows)
+        tensors = self.steps.tensors(self.state.rows)
         # Only models that mix predictions have the parameter ``powers``.
         power_option: dict[str, Any] = {} if powers is None else {"powers": powers}
         losses_of_batches = []
-        for drawn in batch_source.held_out(self.owners):
-            for micro_batch in drawn.to(self.part.rows.device).split(self.steps.pass_size.sequences, dim=1):
+        for sample_numbers in batch_source.held_out(self.owners):
+            for micro_batch in sample_numbers.to(self.state.rows.device).split(self.steps.pass_size.sequences, dim=1):
                 batch: Any = batch_source.read("valid", self.owners, micro_batch)
-                losses = model.component_losses(tensors, self.owners, batch, **power_option)
+                losses = model.component_losses(tensors, self.owners, batch, **power_option)  # (users, clusters, ...)
                 losses_of_batches.append(losses.flatten(2).double())
         return torch.cat(losses_of_batches, 2)
 
     @torch.no_grad()
     def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
-        """Return the mean direction of the inputs of each token router, over random training instances of each user.
-
-        The input of an instance is the router's input at the end of the prompt, scaled to a unit vector.
+        """Return the mean direction of the inputs of each token router, over random training windows of each user.
 
         Args:
-            instances: Number of training instances of each user.
-            whole: Average the router's input over all tokens of an instance, instead of taking it at the end of the
-                prompt.
+            instances: Number of training windows of each user.
+            whole: Average a router's input over all tokens of a window, instead of taking it at the end of the prompt.
 
         Returns:
-            Means of unit vectors ``(users, width)``, by the name of the router's tensor; zeros for users without
-            training data.
+            Means ``(users, width)`` of inputs scaled to unit vectors, by the name of the router's tensor; zeros for
+            users without training data.
         """
         directions: Tree = {}
         for name, t in self.tensors.items():
             if name.endswith(f".{ROUTER}"):
                 directions[name] = torch.zeros_like(t[:, 0])  # a router is (users, experts, width)
         for places, owners in self._with_data():
-            tensors = self.steps.tensors(self.part.rows[places])
-            num_instances = self.part.rows.new_zeros(len(places), 1)  # of each user
-            for drawn in self._instances(owners, instances):
-                for micro_batch in drawn.split(self.steps.pass_size.sequences, dim=1):
+            tensors = self.steps.tensors(self.state.rows[places])
+            num_windows = self.state.rows.new_zeros(len(places), 1)  # of each user
+            for windows in self._instances(owners, instances):
+                for micro_batch in windows.split(self.steps.pass_size.sequences, dim=1):
                     inputs = self.steps.model.router_inputs(tensors, owners, micro_batch, whole=whole)
                     for name, x in inputs.items():
                         unit_vectors = F.normalize(x.to(directions[name]), dim=-1)
                         directions[name][places] += unit_vectors.sum(1)
-                is_instance = (drawn != PAD).any(-1)
-                num_instances += is_instance.sum(1, keepdim=True)
-            for sums in directions.values():
-                sums[places] /= num_instances.clamp(min=1)
+                is_window = (windows != PAD).any(-1)  # others fill up the batch
+                num_windows += is_window.sum(1, keepdim=True)
+            for sum_of_unit_vectors in directions.values():
+                sum_of_unit_vectors[places] /= num_windows.clamp(min=1)
         return directions
 
     def _instances(self, owners: Sequence[int], count: int) -> Iterator[Int[Tensor, "users batch window"]]:
@@ -426,7 +423,7 @@ class Cohort(CohortTensors):
         num_before: int | Tensor = 0  # instances of each user in earlier batches
         for repeat in range(num_batches):
             drawn = batch_source.draw(owners, phase, self.round_number, step=0, repeat=repeat)
-            drawn = drawn.to(self.part.rows.device)
+            drawn = drawn.to(self.state.rows.device)
             is_instance = (drawn != PAD).any(-1)
             instance_number = num_before + is_instance.cumsum(1)  # counted from 1
             num_before = instance_number[:, -1:]
@@ -439,7 +436,7 @@ class Cohort(CohortTensors):
         In the cohort the first copies of all users come first, then all second copies, and so on.
         """
         num_copies = self.steps.plan.method.placement.copies
-        rows = self.part.rows
+        rows = self.state.rows
         return rows.clone().view(num_copies, -1, rows.shape[1])
 
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
@@ -464,7 +461,7 @@ class Cohort(CohortTensors):
     def _train_sweep(self, owners: Sequence[int]) -> TrainSweep:
         """Return batches that represent the training data of some trainers in this round."""
         return TrainSweep(
-            self.steps.batch_source, owners, self.round_number, self.steps.pass_size, self.part.rows.device
+            self.steps.batch_source, owners, self.round_number, self.steps.pass_size, self.state.rows.device
         )
 
     def _loss_function(self, rows: Float[Tensor, "users columns"], owners: Sequence[int]) -> Losses:

@@ -23,8 +23,8 @@ from comingle.training.state import GRADIENTS, State
 from comingle.utils.trees import STATISTICS, Layout, Tree, flatten
 
 
-def missing_flag(attribute: str, flag: str, *, training: bool) -> RuntimeError:
-    """Return the error of a client hook that uses tensors of the cohort which are kept only for hooks with a flag.
+def missing_flag_error(attribute: str, flag: str, *, training: bool) -> RuntimeError:
+    """Return the error for a client hook that uses a cohort attribute without setting the flag that it requires.
 
     :func:`comingle.methods.own_errors` adds the hook's file and line.
 
@@ -53,29 +53,29 @@ class CohortTensors(base.Cohort):
         rows: Numbers of the rows in the state of all users.
         owners: Numbers of the trainers that own the rows.
         names: Names of the owners.
-        part: State of these rows.
+        state: State of these rows.
         round_number: The round, counted from 0.
-        before: Parameters at the start of the round, if the method needs them.
-        across: Parameters of the first copy of each user at the start of the round, if the method needs them.
+        round_start: Parameters at the start of the round, if the method needs them.
+        first_copies: Parameters of the first copy of each user at the start of the round, if the method needs them.
         mask: True where a user has a parameter; None without padding.
-        sample_shares: Mixture weights of each training sample ``(clusters, samples)``, one tensor per user.
+        sample_weights: Mixture weights of each training sample ``(clusters, samples)``, one tensor per user.
     """
 
     layout: Layout
     rows: list[int]
     owners: list[int]
     names: list[str]
-    part: State
+    state: State
     round_number: int
-    before: Float[Tensor, "users columns"] | None = None
-    across: Float[Tensor, "users columns"] | None = None
+    round_start: Float[Tensor, "users columns"] | None = None
+    first_copies: Float[Tensor, "users columns"] | None = None
     mask: Bool[Tensor, "users columns"] | None = None
-    sample_shares: list[Float[Tensor, "clusters samples"]] | None = None
+    sample_weights: list[Float[Tensor, "clusters samples"]] | None = None
 
     @property
     def tensors(self) -> Tree:
         """Views of the tensors of the users, by name."""
-        return self.layout.views(self.part.rows)
+        return self.layout.views(self.state.rows)
 
     @property
     def began(self) -> Tree:
@@ -84,9 +84,9 @@ class CohortTensors(base.Cohort):
         Raises:
             RuntimeError: No hook sets ``looks_back``, or no user is training.
         """
-        if self.before is None:
-            raise missing_flag("began", "looks_back", training=True)
-        return self.layout.views(self.before)
+        if self.round_start is None:
+            raise missing_flag_error("began", "looks_back", training=True)
+        return self.layout.views(self.round_start)
 
     @property
     def exchanged(self) -> Tree:
@@ -97,78 +97,88 @@ class CohortTensors(base.Cohort):
         Raises:
             RuntimeError: No hook sets ``looks_across``, or no user is training.
         """
-        if self.across is None:
-            raise missing_flag("exchanged", "looks_across", training=True)
-        return self.layout.views(self.across)
+        if self.first_copies is None:
+            raise missing_flag_error("exchanged", "looks_across", training=True)
+        return self.layout.views(self.first_copies)
 
     @property
     def kept(self) -> Tree:
         """Tensors that the client hooks keep for each user."""
-        return self.part.kept
+        return self.state.kept
 
     @property
     def ranks(self) -> Int[Tensor, " users"]:
         """LoRA rank of each user."""
-        return self.part.ranks
+        return self.state.ranks
 
     @contextmanager
-    def some(self, at: Sequence[int]) -> Iterator[CohortTensors]:
-        """Yield a cohort of the users at the places ``at``; on exit, write their changes back into this cohort."""
+    def subset(self, places: Sequence[int]) -> Iterator[CohortTensors]:
+        """Yield a cohort of the users at some places of this cohort; on exit, write their changes back.
+
+        Args:
+            places: Places of the users, such as ``[0, 2]``.
+        """
         all_places = list(range(len(self.rows)))
-        if list(at) == all_places:  # no copy to write back
+        if list(places) == all_places:  # no copy to write back
             yield self
             return
-        subset = self._subset(at, self.part.take(at))
+        subset = self._subset(places, self.state.take(places))
         yield subset
-        self.part.put(at, subset.part)
+        self.state.put(places, subset.state)
 
-    def only(self, at: Sequence[int]) -> CohortTensors:
-        """Return a copy of the users at the places ``at``, without moments, for passes without an optimizer step.
+    def copy_of(self, places: Sequence[int]) -> CohortTensors:
+        """Return a copy of the users at some places, without moments, for passes without an optimizer step.
 
-        Changes are not written back into this cohort.
+        Args:
+            places: Places of the users in this cohort, such as ``[0, 2]``.
         """
-        index, part = list(at), self.part
-        no_moments = part.rows.new_empty(len(at), 0)
-        part_of_users = replace(
-            part,
-            rows=part.rows[index],
+        index, state = list(places), self.state
+        no_moments = state.rows.new_empty(len(index), 0)
+        state_without_moments = replace(
+            state,
+            rows=state.rows[index],
             first=no_moments,
             second=no_moments,
-            iterations=part.iterations[index],
-            router_steps=part.router_steps[index],
-            ranks=part.ranks[index],
-            versions=part.versions[index],
-            kept={name: t[index] for name, t in part.kept.items()},
+            iterations=state.iterations[index],
+            router_steps=state.router_steps[index],
+            ranks=state.ranks[index],
+            versions=state.versions[index],
+            kept={name: t[index] for name, t in state.kept.items()},
         )
-        return self._subset(at, part_of_users)
+        return self._subset(index, state_without_moments)
 
-    def _subset(self, at: Sequence[int], part: State) -> CohortTensors:
-        """Return a cohort of the users at the places ``at``, with ``part`` as their state."""
-        index = list(at)
+    def _subset(self, places: Sequence[int], state: State) -> CohortTensors:
+        """Return a cohort of the users at some places of this cohort.
+
+        Args:
+            places: Places of the users, such as ``[0, 2]``.
+            state: State of these users.
+        """
+        index = list(places)
         return replace(
             self,
             rows=[self.rows[i] for i in index],
             owners=[self.owners[i] for i in index],
             names=[self.names[i] for i in index],
-            part=part,
-            before=None if self.before is None else self.before[index],
-            across=None if self.across is None else self.across[index],
+            state=state,
+            round_start=None if self.round_start is None else self.round_start[index],
+            first_copies=None if self.first_copies is None else self.first_copies[index],
             mask=None if self.mask is None else self.mask[index],
-            sample_shares=None if self.sample_shares is None else [self.sample_shares[i] for i in index],
+            sample_weights=None if self.sample_weights is None else [self.sample_weights[i] for i in index],
         )
 
-    def shares_of(self, drawn: Int[Tensor, "users batch"]) -> Float[Tensor, "users clusters batch"]:
+    def weights_of(self, drawn: Int[Tensor, "users batch"]) -> Float[Tensor, "users clusters batch"]:
         """Return the mixture weights of the drawn samples; values at ``PAD`` are arbitrary.
 
         Args:
             drawn: Numbers of the samples of each user.
         """
-        assert self.sample_shares is not None
-        sample_numbers = drawn.to(self.part.rows.device).clamp(min=0)  # PAD, which is negative, becomes sample 0
-        shares_of_users = []
-        for shares, numbers in zip(self.sample_shares, sample_numbers, strict=True):
-            shares_of_users.append(shares[:, numbers])
-        return torch.stack(shares_of_users)
+        assert self.sample_weights is not None
+        sample_numbers = drawn.to(self.state.rows.device).clamp(min=0)  # PAD, which is negative, becomes sample 0
+        weights_of_users = []
+        for weights, numbers in zip(self.sample_weights, sample_numbers, strict=True):
+            weights_of_users.append(weights[:, numbers])
+        return torch.stack(weights_of_users)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,15 +213,15 @@ def freeze_columns(
     if not freezes_newcomer and other_roles is None:
         yield None
         return
-    is_frozen = torch.zeros_like(cohort.part.rows, dtype=torch.bool)
+    is_frozen = torch.zeros_like(cohort.state.rows, dtype=torch.bool)
     if other_roles is not None:
         is_frozen |= other_roles.to(is_frozen.device)
     if newcomer is not None and freezes_newcomer:
         is_first_copy = torch.tensor([row < trainers for row in cohort.rows], device=is_frozen.device)
         is_frozen |= is_first_copy.unsqueeze(1) & newcomer.columns.to(is_frozen.device)
-    frozen_values = cohort.part.rows[is_frozen]
+    frozen_values = cohort.state.rows[is_frozen]
     yield is_frozen
-    cohort.part.rows[is_frozen] = frozen_values
+    cohort.state.rows[is_frozen] = frozen_values
 
 
 Rows = Float[Tensor, "users columns"]
@@ -352,33 +362,33 @@ def take_step(
         count: Step count of each user, including this step.
         frozen_columns: True on entries that do not move.
     """
-    layout, part = cohort.layout, cohort.part
+    layout, state = cohort.layout, cohort.state
     # SGD without clipping and momentum ("memoryless") treats each tensor on its own, so they need not be joined into
     # one tensor. The copy would be large for whole nets.
     if settings.memoryless and cohort.mask is None and frozen_columns is None:
-        views = layout.views(part.rows)
+        views = layout.views(state.rows)
         for slot in trained.slots:
             descend(settings, rate, views[slot.name], gradients.pop(slot.name))
         return
     columns = layout.span(trained)
-    gradient = flatten([gradients.pop(slot.name) for slot in trained.slots], part.rows.dtype)
+    gradient = flatten([gradients.pop(slot.name) for slot in trained.slots], state.rows.dtype)
     if cohort.mask is not None:
         gradient *= cohort.mask[:, columns]
     if frozen_columns is not None:
         gradient.masked_fill_(frozen_columns[:, columns], 0.0)
 
-    has_first, has_second = part.first.shape[1] > 0, part.second.shape[1] > 0  # whether some optimizer uses moments
-    values = part.rows[:, columns]
-    first = part.first[:, columns] if has_first else part.first
-    second = part.second[:, columns] if has_second else part.second
+    has_first, has_second = state.first.shape[1] > 0, state.second.shape[1] > 0  # whether some optimizer uses moments
+    values = state.rows[:, columns]
+    first = state.first[:, columns] if has_first else state.first
+    second = state.second[:, columns] if has_second else state.second
     update(settings, rate, values, gradient, first, second, count)
     if isinstance(columns, slice):  # a slice makes views, so the update was in place
         return
-    part.rows[:, columns] = values
+    state.rows[:, columns] = values
     if has_first:
-        part.first[:, columns] = first
+        state.first[:, columns] = first
     if has_second:
-        part.second[:, columns] = second
+        state.second[:, columns] = second
 
 
 def keep_statistics(layout: Layout, rows: Float[Tensor, "users columns"], tensors: Tree) -> None:

@@ -43,12 +43,12 @@ TRAIN_COST = Fraction(23, 10)
 """Time to train on one token, in units of the time to score one."""
 
 
-def amounts_of(clients: Clients) -> list[int]:
-    """Return the amounts of data from which the evaluation interval follows.
+def data_amounts(clients: Clients) -> list[int]:
+    """Return amounts of data from which :func:`evaluation_interval` estimates the time of training and evaluation.
 
     Returns:
-        Number of evaluated trainers, tokens or samples that they train on per round, and tokens or samples that one
-        evaluation scores.
+        ``[trainers, trained, scored]``, such as ``[50, 6400, 1200]``: evaluated trainers, tokens or samples that they
+        train on per round, and tokens or samples that one evaluation scores.
     """
     batch_source, trainers = clients.batch_source, clients.scored_trainers
     trained_amount = sum(batch_source.trained_amount(trainer) for trainer in trainers)
@@ -60,13 +60,12 @@ def amounts_of(clients: Clients) -> list[int]:
     return [len(trainers), trained_amount, scored_amount]
 
 
-def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
+def evaluation_interval(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
     """Return the number of rounds between evaluations: 5, or more so that they take at most 10% of training time.
 
     Args:
         plan: Plan of the run.
-        amounts: Number of trainers that represent all users, tokens or samples that they train on per round, and tokens
-            or samples that one evaluation scores, as :func:`amounts_of` returns them.
+        amounts: See :func:`data_amounts`.
         users: Number of all users.
     """
     interval, _num_evaluations, _num_affordable = _plan_evaluations(plan, amounts, users)
@@ -82,7 +81,7 @@ def warn_of_share(plan: RunPlan, amounts: Sequence[int], users: int, *, seconds:
 
     Args:
         plan: Plan of the run.
-        amounts: As in :func:`period`.
+        amounts: As in :func:`evaluation_interval`.
         users: Number of all users.
         seconds: Time of one evaluation; infinite if it is unknown.
     """
@@ -135,19 +134,19 @@ PRECISION = 6
 """Number of decimals of mixtures in events."""
 
 
-def own_mixtures(clients: Clients) -> dict[str, JsonObject]:
+def mixtures_of_users(clients: Clients) -> dict[str, JsonObject]:
     """Return the mixture weights, true cluster and amount of training data of each evaluated user of this process.
 
-    For example ``{"ann": {"mixture": [0.9, 0.1], "cluster": 0, "count": 1200}}``. The mixture is None if the users of
-    the method have none; the cluster is None for data without known clusters.
+    For example ``{"ann": {"mixture": [0.9, 0.1], "cluster": 0, "count": 1200}}``. The mixture is None if the method
+    has none; the cluster is None for data without known clusters.
     """
     mixtures = mixture_at_users(clients)
     weights_of_users = [None] * len(clients.scored) if mixtures is None else mixtures.tolist()
-    own: dict[str, JsonObject] = {}
+    mixture_by_user: dict[str, JsonObject] = {}
     for user, weights in zip(clients.scored_users, weights_of_users, strict=True):
         cluster = getattr(user, "cluster", None)
-        own[user.name] = {"mixture": weights, "cluster": cluster, "count": len(user.train)}
-    return own
+        mixture_by_user[user.name] = {"mixture": weights, "cluster": cluster, "count": len(user.train)}
+    return mixture_by_user
 
 
 def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[str, JsonMapping]) -> JsonObject:
@@ -162,7 +161,7 @@ def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[s
     Args:
         clients: Clients of this process.
         server: The server, which may know mixtures.
-        users: Results of :func:`own_mixtures` of all processes, by user.
+        users: Results of :func:`mixtures_of_users` of all processes, by user.
     """
     mixtures = _mixture_weights(server, users)
     if mixtures is None:
@@ -187,7 +186,7 @@ def _mixture_weights(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Fl
 
     Args:
         server: The server.
-        users: Results of :func:`own_mixtures`, with the weights that each user has learned under "mixture".
+        users: Results of :func:`mixtures_of_users`, with the weights that each user has learned under "mixture".
     """
     merging_weights = server.method.server.merging_weights(server.kept)
     if merging_weights is not None:  # the server merges models for each user, with these weights
@@ -285,7 +284,7 @@ def mismatch(
 def users_report(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
     """Return scores, routing and mixtures of the users of this process, for an evaluation event."""
     users = {user.name: measured(score) for user, score in zip(clients.scored_users, scores, strict=True)}
-    return {"users": users, "routing": experts_event(clients, scores), "mixtures": own_mixtures(clients)}
+    return {"users": users, "routing": experts_event(clients, scores), "mixtures": mixtures_of_users(clients)}
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> JsonObject:

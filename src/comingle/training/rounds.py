@@ -386,7 +386,7 @@ def log_round(result: RoundResult, done: int, observe: Observer, clock: Clock) -
         result: Result of the round.
         done: Number of rounds that are done.
         observe: Called with the event.
-        clock: Clock of the run; ``told_upload_bytes`` are its uploaded bytes at the previous round event.
+        clock: Clock of the run; ``told_upload_bytes`` are the uploaded bytes up to the previous round event.
     """
     new_upload_bytes = clock.upload_bytes - clock.told_upload_bytes
     new_download_bytes = clock.download_bytes - clock.told_download_bytes

@@ -217,15 +217,12 @@ class ServerState:
 
     @property
     def _saved_ranks(self) -> Int[Tensor, " _"]:
-        """LoRA ranks to save: one per user, or a single one for more than :data:`MAX_HASHED_NAMES` users of equal rank.
-
-        So the size of the server's state does not grow with the number of users.
-        """
+        """LoRA ranks to save: one per user, or a single one for many users (:data:`MAX_HASHED_NAMES`) of equal rank."""
         changes_ranks = any(hook.resizes for hook in self.method.client.parts)
-        if changes_ranks or len(self.users) <= MAX_HASHED_NAMES:
-            return self.ranks.clone()
-        all_equal = bool((self.ranks == self.ranks[0]).all())
-        return self.ranks[:1].clone() if all_equal else self.ranks.clone()
+        has_many_users = len(self.users) > MAX_HASHED_NAMES
+        if has_many_users and not changes_ranks and bool((self.ranks == self.ranks[0]).all()):
+            return self.ranks[:1].clone()
+        return self.ranks.clone()
 
     def restore(self, state: Tree) -> None:
         """Restore the state from a checkpoint."""
@@ -268,12 +265,12 @@ class ServerHalf(ServerState):
     def with_download(self, users: Sequence[str]) -> list[str]:
         """Return those of the given users for which the server has a download.
 
-        With peer-to-peer methods these are the users that have uploaded in this round, with others all users.
+        With peer-to-peer methods only users that have uploaded in this round get one, with others all users.
         """
         if not self.method.server.peer_to_peer:
             return list(users)
-        senders = {self.users[sender] for sender in self.method.server.senders(self.kept)}
-        return [user for user in users if user in senders]
+        uploaders = {self.users[number] for number in self.method.server.senders(self.kept)}
+        return [user for user in users if user in uploaders]
 
     def invite(self, plan: RunPlan, number: int, *, releases: bool = True) -> list[int] | None:
         """Return the numbers of a round's participants; None if no privacy budget is left, which ends the run.
@@ -306,10 +303,11 @@ class ServerHalf(ServerState):
 
     def warn_of_noise(self, plan: RunPlan) -> None:
         """Log a warning if the noise of a private run is larger than the updates of its users."""
-        if not self.shares:  # nothing is uploaded
+        uploads_tensors = self.shares
+        if not uploads_tensors:
             return
         for mechanism in self.mechanisms:
-            warning = mechanism.warn(self.size, plan.training.rounds)
+            warning = mechanism.warn(self.size, plan.training.rounds)  # empty if the noise is small
             if warning:
                 logger.warning("%s", warning)
 
@@ -516,12 +514,13 @@ def normalise_steps(received: Received, starts: Tree) -> Received:
 def tensors_of_components(model: Model, method: Method) -> tuple[str, ...]:
     """Return the names of the tensors whose leading axis is the components of a mixture, in the order of the layout.
 
-    They are the adaptors of the components and, in a mixture of whole models, their running statistics. In other
-    mixtures, running statistics belong to the one model in which the adaptors are mixed.
+    They are the adaptors and, in a mixture of whole models, the running statistics of batch norm. A mixture of adaptors
+    in one model has no running statistics for each component.
     """
     component_roles = {ADAPTOR}
     mixture = method.placement.mixture
-    if mixture is not None and mixture.of == "models":
+    mixes_whole_models = mixture is not None and mixture.of == "models"
+    if mixes_whole_models:
         component_roles.add(STATISTICS)
     names = []
     for slot in model.layout.slots:

@@ -148,14 +148,14 @@ class State:
             population: Number of users of all processes.
         """
 
-    def open(self, run: Path, *, anew: bool) -> None:
+    def open(self, run: Path, *, new_run: bool) -> None:
         """Have a store on disk keep its files in a run folder from now on; does nothing for tensors in memory.
 
         The caller has locked the folder. With several processes, the first one must call this before the others.
 
         Args:
             run: The run folder.
-            anew: Whether existing files are deleted.
+            new_run: Whether existing files are deleted.
         """
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:

@@ -261,7 +261,7 @@ class PrivateSteps:
         return (layout.roles & self.plan.method.client.trained) - self.plan.method.shared
 
     def works(self, batch_source: BatchSource) -> dict[str, Work]:
-        """Return the work of each trainer of a batch source, by name."""
+        """Return each trainer's numbers of examples and noisy steps, for privacy accounting, by name."""
         works: dict[str, Work] = {}
         for number, trainer in enumerate(batch_source.trainers):
             works[trainer.name] = self.work(batch_source, number)
@@ -318,7 +318,7 @@ class PrivateSteps:
         if not noised_users:
             return losses, plain_gradients
         # A subset of the cohort copies its tensors; none is made if all users are noised.
-        noised_cohort = cohort if len(noised_users) == num_users else cohort.only(noised_users)
+        noised_cohort = cohort if len(noised_users) == num_users else cohort.copy_of(noised_users)
         noised_losses, noised_gradients = self.gradients(model, batch_source, pass_size, noised_cohort, phase, place)
         if plain is None:
             losses[list(noised_users)] = noised_losses
@@ -345,17 +345,17 @@ class PrivateSteps:
             pass_size: Number of sequences in one pass.
             cohort: Users of the step.
             phase: Phase of the step.
-            place: Number of the local step in the round, and of the repeat of the phase within the step.
+            place: Local step in the round and repeat of the phase within the step, such as ``(3, 0)``.
 
         Returns:
-            Losses, and gradients ``(users, ...)`` cut to the shared entries of each tensor.
+            Losses, and gradients ``(users, ...)`` of only the shared entries of each tensor.
         """
-        layout, rows, round_number = model.layout, cohort.part.rows, cohort.round_number
+        layout, rows, round_number = model.layout, cohort.state.rows, cohort.round_number
         shared = self._shared_tensors(layout, rows)
         streams = []  # for each user, the key of the random stream of its noise
         for i, name in enumerate(cohort.names):
-            # Equal noise for different tensors would reveal the difference of their gradients, so the digest is in the
-            # key: after an interruption a round may be repeated with other tensors.
+            # A round that is repeated after an interruption may have other tensors. With the same noise, the difference
+            # of their gradients would be revealed; so the key contains a digest of the tensors.
             tensors_digest = digest({n: t[i] for n, t in shared.items()})
             streams.append((name, round_number, phase.purpose, *place, tensors_digest))
 
@@ -363,7 +363,7 @@ class PrivateSteps:
         tensors = restrict(model.tensors(rows), layout, roles_of_pass)
         noised_names = self.noised_names(phase, layout)
 
-        def sums(examples: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
+        def sum_clipped(examples: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
             """Return sums of gradients clipped to the norm ``bound``, and of losses, over examples of each user."""
             return self.clipped_sums(model, batch_source, tensors, noised_names, cohort, examples, bound)
 
@@ -371,7 +371,7 @@ class PrivateSteps:
             works=[self.work(batch_source, owner) for owner in cohort.owners],
             streams=streams,
             batch=pass_size.sequences,
-            clipped_sums=sums,
+            clipped_sums=sum_clipped,
         )
         # Dropout has one random stream for the whole pass, seeded by the secret key.
         with model.randomness(self.mechanism.key, cohort.names[0], round_number, *place):
@@ -402,7 +402,7 @@ class PrivateSteps:
             bound: Clip norm of the gradient of one example.
         """
         examples = batch_source.examples_at(cohort.owners, indices, cohort.round_number)
-        examples = examples.to(cohort.part.rows.device)
+        examples = examples.to(cohort.state.rows.device)
         return self.clipped_sums_of_batch(model, batch_source, tensors, leaves, cohort.owners, examples, bound)
 
     def clipped_sums_of_batch(
@@ -464,10 +464,10 @@ class PrivateSteps:
         Args:
             layout: Layout of the columns.
             phase: Phase of the step.
-            plain: Gradients ``(users, *shape)`` without noise; without tensors of which all entries are shared.
-            noised: Gradients of the users ``noised_users``, which have only the shared entries of each tensor, such as
-                the generalists among the experts ``(users, experts, ...)``.
-            noised_users: Places in the cohort of the users with noised gradients.
+            plain: Gradients ``(users, *shape)`` without noise, of tensors with local entries.
+            noised: Gradients of the shared entries of each tensor, such as those of the generalists
+                ``(noised users, generalists, ...)``.
+            noised_users: Places in the cohort of the users with noised gradients, such as ``[0, 2]``.
             users: Number of users in the cohort.
         """
         merged = Tree()
@@ -483,8 +483,10 @@ class PrivateSteps:
             shared_experts = slot.experts_with(self.plan.method.shared)
             if len(shared_experts) == len(slot.roles):  # the whole tensor is shared
                 merged[name][list(noised_users)] = noised[name]
-            else:
-                merged[name][torch.tensor(noised_users).unsqueeze(1), torch.tensor(shared_experts)] = noised[name]
+            else:  # every pair of a noised user and a shared expert
+                user_index = torch.tensor(noised_users).unsqueeze(1)  # (noised users, 1)
+                expert_index = torch.tensor(shared_experts)
+                merged[name][user_index, expert_index] = noised[name]
         return merged
 
 
@@ -533,7 +535,7 @@ class Steps:
     """Steps with gradients from a privacy mechanism."""
     frozen_columns: FrozenColumns | None = None
     """Columns that stay frozen for a user who joins a finished federation."""
-    known_suspects: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    suspects_by_row: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Optimizers that may have made a row non-finite in this round, by row."""
 
     def __post_init__(self) -> None:
@@ -600,7 +602,7 @@ class Steps:
         """
         losses = torch.zeros(len(cohort.rows))
         is_active = active.tolist()
-        steps_in_run = (cohort.part.iterations + 1).tolist()  # of each user, with this one
+        steps_in_run = (cohort.state.iterations + 1).tolist()  # of each user, with this one
         for phase in phases:
             if cohort.round_number % phase.turns != phase.turn:  # another phase has this round
                 continue
@@ -608,11 +610,11 @@ class Steps:
             if not due_users:
                 continue
             step_losses = torch.zeros(len(due_users))  # always replaced; for type checkers
-            with cohort.some(due_users) as due_cohort:
+            with cohort.subset(due_users) as due_cohort:
                 step_losses = self.take_phase(due_cohort, phase, step)
             if phase.optimizer != "router":  # a router may train on validation data; report training losses only
                 losses[due_users] = step_losses
-        cohort.part.iterations += active.to(cohort.part.iterations)
+        cohort.state.iterations += active.to(cohort.state.iterations)
         return losses
 
     def take_phase(self, cohort: CohortTensors, phase: Phase, step: int) -> Float[Tensor, " users"]:
@@ -638,7 +640,7 @@ class Steps:
                     losses, gradients = self._batch_gradients(cohort, phase, step, repeat)
                 for place in (~losses.isfinite()).nonzero().flatten().tolist():
                     # Called only to cache the result, before the step makes all parameters NaN.
-                    self.suspect_optimizers(cohort.rows[place], cohort.part.rows[place])
+                    self.suspect_optimizers(cohort.rows[place], cohort.state.rows[place])
                 for hook in self.plan.method.client.parts:
                     hook.correct(cohort, gradients)
                 accumulate(cohort, phase, gradients)
@@ -707,13 +709,13 @@ class Steps:
             row: Row of the user.
             values: Its parameters.
         """
-        if row not in self.known_suspects:
+        if row not in self.suspects_by_row:
             roles_by_optimizer: dict[str, frozenset[str]] = {}
             for optimizer, roles in self.plan.method.client.optimizers:  # an optimizer may occur several times
                 earlier_roles = roles_by_optimizer.get(optimizer, frozenset())
                 roles_by_optimizer[optimizer] = earlier_roles | roles
-            self.known_suspects[row] = find_suspects(self.model.layout, values, roles_by_optimizer)
-        return self.known_suspects[row]
+            self.suspects_by_row[row] = find_suspects(self.model.layout, values, roles_by_optimizer)
+        return self.suspects_by_row[row]
 
     def _router_noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users *layers clusters"] | None:
         """Return noise for the router logits, from one random stream per user; None if the mixture has no noise.
@@ -740,7 +742,7 @@ class Steps:
         iteration: int,
         frozen_columns: Bool[Tensor, "users columns"] | None = None,
     ) -> None:
-        """Take one step of each optimizer of a phase, in place on the columns that it trains.
+        """Take one step of each optimizer of a phase, in place.
 
         Args:
             phase: The phase.
@@ -749,19 +751,18 @@ class Steps:
             iteration: Local step within the run, for learning rates.
             frozen_columns: True on entries that do not move.
         """
-        part = cohort.part
         for optimizer, roles in phase.optimizers:
             if optimizer == "router":
-                part.router_steps += 1
-                settings, step_count = self.plan.training.router, part.router_steps
+                cohort.state.router_steps += 1
+                settings, step_count = self.plan.training.router, cohort.state.router_steps
             else:
-                # The count is raised at the end of the local step, as several phases may train experts in it.
-                settings, step_count = self.plan.training.experts, part.iterations + 1
-            trained = self.model.layout.touching(roles)
+                # :meth:`step` raises this count after all phases of the local step.
+                settings, step_count = self.plan.training.experts, cohort.state.iterations + 1
+            trained_layout = self.model.layout.touching(roles)
             rate = learning_rate(settings, iteration, self.iterations)
-            take_step(trained, cohort, gradients, settings, rate, step_count, frozen_columns)
+            take_step(trained_layout, cohort, gradients, settings, rate, step_count, frozen_columns)
             for hook in self.plan.method.client.parts:
-                trained_tensors = {slot.name: cohort.tensors[slot.name] for slot in trained.slots}
+                trained_tensors = {slot.name: cohort.tensors[slot.name] for slot in trained_layout.slots}
                 hook.stepped(cohort, trained_tensors, rate)
 
     # ---------------------------------------------------------------- gradients
@@ -817,7 +818,7 @@ class Steps:
         Returns:
             Mean losses, and gradients that are multiplied by the scales.
         """
-        rows, owners, layout = cohort.part.rows, cohort.owners, self.model.layout
+        rows, owners, layout = cohort.state.rows, cohort.owners, self.model.layout
         num_targets = self.batch_source.loss_counts(drawn)  # of each user, without padding
         if self.model.batchwise and len(num_targets.unique()) > 1:  # batch norm would see padding
             # No nets with batch norm have noised gradients (``names``) or train in float16 (``scales``).
@@ -836,11 +837,11 @@ class Steps:
             num_losses = self.batch_source.loss_counts(micro_batch)  # of each user, without padding
             share = num_losses.to(rows.dtype) / num_targets.to(rows)  # weight of the micro-batch in the mean
             batch: Any = self.batch_source.read(phase.stream, owners, micro_batch)
-            sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(micro_batch)}
+            sample_weights = {} if cohort.sample_weights is None else {"shares": cohort.weights_of(micro_batch)}
             used_tensors = tensors
             if phase.without:  # for each micro-batch anew, as a backward pass frees the buffers of its graph
                 used_tensors = restrict(tensors, layout, layout.roles - phase.without)
-            losses, penalty = model.losses(used_tensors, owners, batch, train=True, **sample_shares)
+            losses, penalty = model.losses(used_tensors, owners, batch, train=True, **sample_weights)
             means = losses.flatten(1).sum(1) / num_losses.clamp(min=1)  # of each user, over the micro-batch
             objective = means + self.plan.training.balance_weight * penalty
             for hook in self.plan.method.client.parts:
@@ -913,7 +914,7 @@ class Steps:
         Returns:
             Mean loss of each user, and gradients ``(users, *shape)`` by tensor name, as :meth:`gradient` returns them.
         """
-        rows = cohort.part.rows
+        rows = cohort.state.rows
         num_users = len(rows)
         losses = torch.zeros(num_users)
         gradients: Tree = {}
@@ -922,11 +923,11 @@ class Steps:
         batch_sizes = self.batch_source.loss_counts(drawn)  # of each user, without padding
         for size in batch_sizes.unique().tolist():
             places = (batch_sizes == size).nonzero().flatten()  # users with this batch size
-            group = cohort.only(places.tolist())
+            group = cohort.copy_of(places.tolist())
             group_batches = drawn[places, :size]
             group_noise = None if noise is None else noise[places]
             losses[places], group_gradients = self.gradient(group, group_batches, phase, group_noise)
-            rows[places] = group.part.rows  # with updated running statistics
+            rows[places] = group.state.rows  # with updated running statistics
             for name, gradient in group_gradients.items():
                 gradients[name][places] = gradient
         return losses, gradients

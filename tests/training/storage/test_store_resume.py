@@ -207,7 +207,7 @@ def test_a_checkpoint_beside_a_store_that_has_gone_on_is_refused(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: int
 ) -> None:
     """It was put aside, and put back when its places had been used again."""
-    monkeypatch.setattr(files, "MAX_CHECKED_HEADS", looked_at)
+    monkeypatch.setattr(files, "MAX_RECORDS_VERIFIED_AT_LOAD", looked_at)
     run, aside = tmp_path / "run", tmp_path / "aside"
     longer = load_recipe(recipe).with_changes({"training.rounds": 8})
     with pytest.raises(StoppedError):

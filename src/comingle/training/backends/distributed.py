@@ -52,7 +52,7 @@ from comingle.training.checkpoints import (
     write_tensors,
 )
 from comingle.training.client import LocalRound
-from comingle.training.evaluation import amounts_of, merged, period
+from comingle.training.evaluation import data_amounts, evaluation_interval, merged
 from comingle.utils.errors import DivergenceError
 from comingle.utils.files import checksum_line, list_checkpoints
 from comingle.utils.records import JsonMapping, JsonObject
@@ -250,12 +250,12 @@ class Sharded(InProcess):
     def _resolve_eval_interval(self) -> int:
         """Return the number of rounds between evaluations, computed in the first process from the data of all."""
         clients = self.clients
-        amounts_by_rank = self.ranks.gather(lambda: amounts_of(clients))  # such as [[900, 100], [700, 80]]
+        amounts_by_rank = self.ranks.gather(lambda: data_amounts(clients))  # such as [[900, 100], [700, 80]]
 
         def resolve() -> int:
             total_amounts = [sum(amounts) for amounts in zip(*amounts_by_rank, strict=True)]
             self._amounts = total_amounts
-            return period(clients.plan, total_amounts, len(clients.population_names))
+            return evaluation_interval(clients.plan, total_amounts, len(clients.population_names))
 
         return self.ranks.run_in_first(resolve)
 
@@ -325,10 +325,10 @@ class Sharded(InProcess):
 
         def open_in_others() -> None:
             if not self.is_first_process:
-                store.open(folder, anew=not has_checkpoint)
+                store.open(folder, new_run=not has_checkpoint)
 
         # The first process opens the store before the others, as it deletes old files.
-        self.ranks.run_in_first(lambda: store.open(folder, anew=not has_checkpoint))
+        self.ranks.run_in_first(lambda: store.open(folder, new_run=not has_checkpoint))
         self.ranks.run_in_all(open_in_others)
         return has_checkpoint
 
@@ -432,12 +432,12 @@ class Sharded(InProcess):
         stale_names_by_rank = self.ranks.gather(lambda: [self.clients.names[user] for user in stale])
         common: Tree = {}  # filled in the first process
         header, own_tensors = self.ranks.scatter(lambda: self._split_download(stale_names_by_rank, common))
-        if not header["answered"]:  # no process has a stale user
+        if not header["any_stale"]:
             return
         tensors = own_tensors | self.ranks.broadcast(common)
         receivers = tuple(header["users"])
         if not receivers:
-            self.ranks.run_in_all(lambda: None)  # other processes call `run_in_all` below and wait for this one
+            self.ranks.run_in_all(lambda: None)  # matches the call of the other processes below
             return
         message_tensors: Tree = {}
         for name in header["tensor_names"]:
@@ -463,12 +463,12 @@ class Sharded(InProcess):
 
         Returns:
             For each process a header with the fields of its message, and the tensors ``(users, *shape)`` that are not
-            common. If no user is stale, the header is ``{"answered": False}``.
+            common. If no process has a stale user, the header is ``{"any_stale": False}``.
         """
         names_by_rank = [self.server.with_download(names) for names in stale_names_by_rank]
         all_names = [name for names in names_by_rank for name in names]
         if not all_names:
-            return [({"answered": False}, {})] * len(names_by_rank)
+            return [({"any_stale": False}, {})] * len(names_by_rank)
         message = self.server.download(all_names)
         self.clock.download_bytes += sum(packed_bytes(message))
         for name, t in message.tensors.items():
@@ -481,7 +481,7 @@ class Sharded(InProcess):
             rows = slice(start, start + len(names))  # of this process in the message
             start += len(names)
             header = {
-                "answered": True,
+                "any_stale": True,
                 "version": message.version,
                 "senders": list(message.senders),
                 "tensor_names": list(message.tensors),
@@ -497,7 +497,7 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- uploads
 
     def upload(self, users: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
-        """Make the upload of the users of this process for :meth:`aggregate`; count the bytes of all processes.
+        """Store the upload of this process's users for :meth:`aggregate`; count the upload bytes of all processes.
 
         Args:
             users: Numbers of the users; may be empty.
@@ -507,7 +507,7 @@ class Sharded(InProcess):
         own_upload = self.ranks.run_in_all(lambda: self._make_upload(users, round_number, losses))
         self._upload_of_round = own_upload
         has_secure_sum = self.server.sums is not None
-        if has_secure_sum:  # its messages have other sizes than the upload
+        if has_secure_sum:  # count its masked messages, not the upload
             names_by_rank = self.ranks.gather(lambda: list(own_upload.users))
             names = [name for names in names_by_rank for name in names]
             if self.is_first_process and names:
@@ -693,7 +693,7 @@ class Sharded(InProcess):
         """
         losses_by_rank = self.ranks.gather(lambda: losses)
         mean, is_lowest = self.ranks.run_in_first(lambda: self._judge_losses(losses_by_rank, done))
-        # A process without losses needs a receiver, too: one message makes it store the models of all its users.
+        # A message to any user makes this process store the models of all its users, also of those without losses.
         receivers = list(losses) or [self.clients.names[0]]
         self.clients.receive_verdict(validation_reply(receivers, done, lowest=is_lowest))
         return mean

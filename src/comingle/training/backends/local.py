@@ -43,12 +43,12 @@ from comingle.training.checkpoints import (
 )
 from comingle.training.client import EMPTY_ROUND, Clients, LocalRound, finetuned, finish, settle, train
 from comingle.training.evaluation import (
-    amounts_of,
     check_finite,
+    data_amounts,
     evaluation_event,
+    evaluation_interval,
     measure_among,
     merged_mixtures_event,
-    period,
     sample_entry,
     users_report,
     warn_of_share,
@@ -140,8 +140,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
     def _resolve_eval_interval(self) -> int:
         """Return the number of rounds between evaluations that keeps their share of the run's time small."""
-        self._amounts = amounts_of(self.clients)
-        return period(self.clients.plan, self._amounts, len(self.clients.population_names))
+        self._amounts = data_amounts(self.clients)
+        return evaluation_interval(self.clients.plan, self._amounts, len(self.clients.population_names))
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
         """Return the participants of a round; None ends the run because the privacy budget is spent."""
@@ -308,7 +308,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def open_folder(self, folder: Path, *, resume: bool) -> bool:
         """Open the users' store in a run folder; return whether there is a checkpoint to restore."""
         found = resume and bool(list_checkpoints(folder))
-        self.clients.state.open(folder, anew=not found)
+        self.clients.state.open(folder, new_run=not found)
         return found
 
     def keep_key(self, folder: Path | None, *, resume: bool) -> None:
@@ -562,7 +562,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
                 self.clock.upload_bytes += keys_bytes(terms, name)
 
     def report_losses(self, done: int, losses: dict[str, float]) -> float:
-        """Report validation losses to the server; users store their models if the mean is the lowest so far.
+        """Report validation losses to the server; users store their models if it replies that the mean is the lowest.
 
         Args:
             done: Number of rounds that are done.
@@ -575,11 +575,11 @@ class InProcess(Backend[Sequence[AnyScore]]):
         self.clock.upload_bytes += sum(packed_bytes(report))
         if self.serialise:
             report = _repack_uploads(report.split())
-        verdict = self.server.judge(report)
-        self.clock.download_bytes += sum(packed_bytes(verdict))
+        reply = self.server.judge(report)
+        self.clock.download_bytes += sum(packed_bytes(reply))
         if self.serialise:
-            verdict = _repack_downloads(verdict.split())
-        self.clients.receive_verdict(verdict)
+            reply = _repack_downloads(reply.split())
+        self.clients.receive_verdict(reply)
         return fmean(losses.values())
 
 

@@ -294,13 +294,13 @@ class Kind(ABC):
     def reopened(
         self, base: Base | None, users: Sequence[AnyUser], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
-        """Return the data of a run that is opened again; users are read on demand.
+        """Return the data of a finished run whose folder is opened; the data of users is read on demand.
 
         Args:
             base: The base model.
             users: The users.
-            settings: Result of :meth:`settings` in the run folder.
-            net: Makes a net, if a program passes one.
+            settings: Result of :meth:`settings`, stored in the run folder.
+            net: Function that returns a new net, if the caller passed one instead of a recipe's.
         """
         return RunData(kind=self, base=base, users=as_users(users), unread=True)
 

@@ -55,7 +55,7 @@ from comingle.utils.inputs import DATE
 class AnswerBatchSource(PassBatchSource):
     """Passes over conversations, with the loss on the tokens of the responses.
 
-    A batch is as wide as its longest conversation; with ``even`` all batches are ``context`` wide.
+    A batch is as wide as its longest conversation; with ``fixed_shape`` all batches are ``context`` wide.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AnswerBatchSource(PassBatchSource):
         batch_size: int,
         *,
         tokenizer: PreTrainedTokenizerBase,
-        even: bool = False,
+        fixed_shape: bool = False,
     ):
         """Store the conversations and how to batch them.
 
@@ -74,11 +74,11 @@ class AnswerBatchSource(PassBatchSource):
             plan: Plan of the run.
             batch_size: Number of conversations in a batch.
             tokenizer: Decodes generated responses.
-            even: Whether all batches have the same shape, ``context`` wide, so that a user's padding does not depend on
-                other users' conversations.
+            fixed_shape: Pad all batches to ``context`` tokens, not to their longest conversation, so that a user's
+                padding does not depend on other users' conversations.
         """
         super().__init__(trainers, plan, batch_size)
-        self.tokenizer, self.even = tokenizer, even
+        self.tokenizer, self.fixed_shape = tokenizer, fixed_shape
 
     def count(self, trainer: int, stream: Stream) -> int:
         """Return the number of conversations of a trainer."""
@@ -90,7 +90,7 @@ class AnswerBatchSource(PassBatchSource):
 
     def pass_size(self, device: torch.device, columns: int) -> PassSize:
         """Return how many users and sequences one pass takes, as if all conversations were as long as the longest."""
-        if self.even:
+        if self.fixed_shape:
             width = self.plan.training.context
         elif "most_width" in self.trainers.about:  # stored with users that are read from disk
             width = self.trainers.about["most_width"]
@@ -112,7 +112,7 @@ class AnswerBatchSource(PassBatchSource):
         self, trainers: Sequence[int], indices: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch window"]:
         """Return whole conversations, ``context`` wide, so that their lengths do not affect each other."""
-        return self._windows(trainers, "train", indices.long(), even=True)
+        return self._windows(trainers, "train", indices.long(), full_width=True)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
         """Yield all training conversations of each trainer, in order."""
@@ -125,7 +125,12 @@ class AnswerBatchSource(PassBatchSource):
             yield self._windows(trainers, "valid", numbers)
 
     def _windows(
-        self, trainers: Sequence[int], stream: Stream, numbers: Int64[Tensor, "users batch"], *, even: bool = False
+        self,
+        trainers: Sequence[int],
+        stream: Stream,
+        numbers: Int64[Tensor, "users batch"],
+        *,
+        full_width: bool = False,
     ) -> Int64[Tensor, "users batch window"]:
         """Return conversations by number, as wide as the longest of them.
 
@@ -133,7 +138,7 @@ class AnswerBatchSource(PassBatchSource):
             trainers: Numbers of the trainers.
             stream: Split to read.
             numbers: Numbers of the conversations of each trainer; ``PAD`` gives a window of ``PAD``.
-            even: Whether to return windows of the width ``context`` instead.
+            full_width: Whether to return windows of the width ``context`` instead.
         """
         windows_by_trainer = []
         for trainer, numbers_of_trainer in zip(trainers, numbers, strict=True):
@@ -141,8 +146,8 @@ class AnswerBatchSource(PassBatchSource):
             windows = self._set(trainer, stream).windows[numbers_of_trainer.clamp(min=0)]
             windows_by_trainer.append(windows.masked_fill(is_missing.unsqueeze(1), PAD))
         all_windows = torch.stack(widen(windows_by_trainer))
-        used_width = max(2, _width(all_windows))  # at least one input and one target
-        width = self.plan.training.context if self.even or even else used_width
+        used_width = max(2, _longest_unpadded(all_windows))  # at least one input and one target
+        width = self.plan.training.context if self.fixed_shape or full_width else used_width
         missing_width = max(0, width - all_windows.shape[-1])
         padded = torch.nn.functional.pad(all_windows, (0, missing_width), value=PAD)
         return padded[..., :width]  # the columns after it are only padding
@@ -267,7 +272,7 @@ class AnswerBatchSource(PassBatchSource):
         return str(self.tokenizer.decode(response, skip_special_tokens=True)).strip()
 
 
-SPEAKING, READ_AT_ONCE = 64, 8192
+MAX_RESPONSES_AT_ONCE, MAX_PROMPT_TOKENS_AT_ONCE = 64, 8192
 """Largest number of responses that are generated at once, and of tokens of their prompts.
 
 Each further token reads all weights, however many responses there are. With larger numbers, passes over the prompts
@@ -286,10 +291,9 @@ def _generation_shape(sets: Sequence[Answers], pass_size: PassSize) -> tuple[int
     longest_prompt = max(
         (int(answers.prompt_tokens.max()) for answers in sets if len(answers.prompt_tokens)), default=1
     )
-    # The more prompts share a pass, the faster: each new token reads all weights once for all of them.
-    prompts_in_memory = pass_size.users * pass_size.sequences
-    prompts_read_at_once = min(SPEAKING, READ_AT_ONCE // max(1, longest_prompt))
-    prompts_per_pass = max(prompts_in_memory, prompts_read_at_once)
+    prompts_of_training_pass = pass_size.users * pass_size.sequences
+    prompts_of_limits = min(MAX_RESPONSES_AT_ONCE, MAX_PROMPT_TOKENS_AT_ONCE // max(1, longest_prompt))
+    prompts_per_pass = max(prompts_of_training_pass, prompts_of_limits)  # more prompts in a pass are faster
     largest_set = max((len(answers.references) for answers in sets), default=1)
     prompts_per_set = prompts_per_pass // max(1, len(sets))
     prompts_per_slot = max(1, min(largest_set, prompts_per_set))
@@ -329,17 +333,17 @@ def _prompts(jobs: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "sl
     return padded
 
 
-def _width(windows: Int[Tensor, "*batch window"]) -> int:
-    """Return the width without columns at the end that are padding in all windows; 0 if all are padding."""
-    has_tokens = (windows != PAD).flatten(0, -2).any(0)  # for each column
-    columns_with_tokens = has_tokens.nonzero()
-    if not len(columns_with_tokens):
+def _longest_unpadded(windows: Int[Tensor, "*batch window"]) -> int:
+    """Return the length of the longest window without the padding at its end; 0 if all are padding."""
+    has_token = (windows != PAD).flatten(0, -2).any(0)  # for each position, in any window
+    positions_with_token = has_token.nonzero()
+    if not len(positions_with_token):
         return 0
-    return int(columns_with_tokens.max()) + 1
+    return int(positions_with_token.max()) + 1
 
 
 def _trim(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, "n width"]:
-    return windows[:, : _width(windows)]
+    return windows[:, : _longest_unpadded(windows)]
 
 
 def _by_width(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, " n"]:
@@ -416,14 +420,14 @@ class AnswersKind(LanguageKind):
             for user in run_data.present:
                 require_rows(run_data.base, user)
         users, trainers = users_and_trainers(self, run_data, plan.method)
-        # A penalty that balances the load of experts counts padding, which then must not depend on other users.
+        # The load-balancing penalty also counts padding, so padding must not depend on other users.
         penalises_padding = plan.method.placement.routed and plan.training.balance_weight > 0
         batch_source = AnswerBatchSource(
             trainers,
             plan,
             batch_size(plan, len(users)),
             tokenizer=tokenizer_of(run_data.base),
-            even=penalises_padding,
+            fixed_shape=penalises_padding,
         )
         return Clients(
             model_here(self.model(recipe, run_data, plan), run_data),
@@ -523,13 +527,13 @@ def as_text_recipe(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
         counts: Number of training conversations of each user.
     """
     pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
-    recipe = recipe.for_users(tuple(counts))  # lists, as users without enough data are left out of the new recipe
+    recipe = recipe.for_users(tuple(counts))  # per-user settings may list users without enough data
     most_conversations = sum(counts.values()) if pooled else max(counts.values())
     smallest_batch = min(values_in(recipe.training.batch_size))
-    steps_per_epoch = max(1, ceil(most_conversations / smallest_batch))
+    most_steps_per_epoch = max(1, ceil(most_conversations / smallest_batch))
     texts = dict.fromkeys(counts, "not read")  # paths, which counting costs does not open
     return recipe.with_changes(
-        {"data": {"users": texts}, "training.local_steps": steps_per_epoch * recipe.training.local_epochs}
+        {"data": {"users": texts}, "training.local_steps": most_steps_per_epoch * recipe.training.local_epochs}
     )
 
 

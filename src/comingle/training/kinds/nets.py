@@ -56,7 +56,7 @@ class SampleBatchSource(PassBatchSource):
         dtype: torch.dtype,
         loss: Loss,
         augment: Augment | None = None,
-        least: int = 1,
+        smallest_batch: int = 1,
     ):
         """Copy the samples of trainers that are in memory to the device.
 
@@ -66,24 +66,24 @@ class SampleBatchSource(PassBatchSource):
             batch_size: Largest number of samples per trainer.
             device: Device of inputs.
             dtype: Data type of inputs.
-            loss: Loss of held-out data.
+            loss: Loss by which held-out data is scored.
             augment: Changes training inputs at random.
-            least: Smallest number of samples in a batch; smaller ones are not trained on.
+            smallest_batch: Smallest number of samples in a batch; smaller ones are not trained on.
         """
-        super().__init__(trainers, plan, batch_size, least=least)
+        super().__init__(trainers, plan, batch_size, smallest_batch=smallest_batch)
         self.loss, self.augment = loss, augment
         self.device_and_dtype = {"device": device, "dtype": dtype}
         """Device and dtype of inputs."""
         self._cached_banks: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
-        """The two latest sets that were scored, by their ids, with their samples in one tensor."""
+        """The two sequences of sets that were scored last, with their samples in one tensor; keys are ids of sets."""
         self.banks: dict[str, SampleBank] = {}
         """Samples of all trainers in one tensor, by split; empty if trainers are not in memory."""
         if not self.trainers.in_memory:  # samples are read for each batch instead
             return
         for trainer in self.trainers:
-            if len(trainer.train) < least:
+            if len(trainer.train) < smallest_batch:
                 got = f"{len(trainer.train)} train samples"
-                raise DataError(f"user {trainer.name!r}: {got}; batch norm needs at least {least} in a batch")
+                raise DataError(f"user {trainer.name!r}: {got}; batch norm needs at least {smallest_batch} in a batch")
         for split in ("train", "valid"):
             samples_of_trainers = [trainer.split(split) for trainer in self.trainers]
             self.banks[split] = bank_of(samples_of_trainers, **self.device_and_dtype)
@@ -209,7 +209,7 @@ class SampleBatchSource(PassBatchSource):
             device=inputs.device,
             dtype=inputs.dtype,
             loss=self.loss,
-            least=self.least,
+            smallest_batch=self.smallest_batch,
         )
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleBatchSource:
@@ -232,15 +232,15 @@ class SampleBatchSource(PassBatchSource):
     def blank_inputs(
         self, users: int, count: int, fake: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "users count ..."]:
-        """Return inputs without memory in the shape of the samples, to count costs.
+        """Return fake inputs in the shape of the samples, without values, to count costs.
 
         Args:
             users: Number of users.
             count: Number of samples of each user.
-            fake: Returns a tensor without memory in the shape of its argument.
+            fake: Converts a tensor on the meta device to a ``FakeTensor``, which only has a shape, dtype and device.
         """
-        samples = self.banks["train"].inputs  # (total, ...)
-        return fake(torch.empty(users, count, *samples.shape[1:], dtype=samples.dtype, device="meta"))
+        inputs = self.banks["train"].inputs  # (samples of all users, ...)
+        return fake(torch.empty(users, count, *inputs.shape[1:], dtype=inputs.dtype, device="meta"))
 
     def scored_at_once(self, users: Sequence[AnyUser], pass_size: PassSize) -> int:
         """Return the size of the largest test set, up to a limit."""
@@ -509,7 +509,7 @@ def build_nets(
             dtype=model.dtype,
             loss=local_population.measure,
             augment=augment,
-            least=smallest_batch,
+            smallest_batch=smallest_batch,
         )
 
     if reads_later:  # the clients call the function on first use

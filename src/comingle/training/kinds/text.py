@@ -63,7 +63,7 @@ class TextBatchSource(BatchSource):
         width = plan.training.context + 1  # inputs and, one place later, their targets
         batch_bytes = 8 * batch_size * width  # int64
         require_bytes(f"training.batch_size: {batch_size:,} windows of {width:,} tokens", batch_bytes)
-        self._cut: dict[int, Int[Tensor, "windows window"]] = {}
+        self._cached_windows: dict[int, Int[Tensor, "windows window"]] = {}
         """Cache: the text of a trainer, by number, cut into windows."""
 
     def pass_size(self, device: torch.device, columns: int) -> PassSize:
@@ -120,10 +120,10 @@ class TextBatchSource(BatchSource):
 
     def _windows(self, trainer: int) -> Int[Tensor, "windows window"]:
         """Return the training text of a trainer, cut into disjoint windows; cached."""
-        if trainer not in self._cut:
+        if trainer not in self._cached_windows:
             stream, context = self.trainers[trainer].train, self.plan.training.context
-            self._cut[trainer] = fixed_windows(stream, context=context, begin=self.begin)
-        return self._cut[trainer]
+            self._cached_windows[trainer] = fixed_windows(stream, context=context, begin=self.begin)
+        return self._cached_windows[trainer]
 
     def examples_at(
         self, trainers: Sequence[int], indices: Int[Tensor, "users batch"], round_number: int

@@ -89,21 +89,20 @@ class OnDisk(State):
         """Start a store in which no row has a record yet; files are made at the first write.
 
         Args:
-            initial_state: Function that returns the initial state of rows, which are given by number.
+            initial_state: Returns the state of rows that have no record, given their numbers.
             num_rows: Number of users times number of copies of the tensors that the method keeps for each user.
             moments: Dtype of optimizer moments in records; None for their dtype in memory.
-            names: Names of the users. If the names are in files (:class:`StoredNames`), these files are copied to the
-                run folder. Other names are not used.
+            names: Names of the users, to copy their files to the run folder if they are :class:`StoredNames`.
         """
         self._initial_state = initial_state
         self._num_rows = num_rows
         self._names = names
         first_row = initial_state([0])
         self._device = first_row.rows.device
-        # The tensors of this state have no rows, as these are on disk; they tell shapes and dtypes.
+        # Rows are on disk; the tensors of this state have 0 rows, only the right shapes and dtypes.
         tensors_without_rows = {name: t[:0] for name, t in first_row.tensors().items()}
         self._template = first_row.filled(tensors_without_rows, best={})
-        copy_fields(self, self._template)
+        copy_fields(self, self._template)  # self is a State, too
         self._layouts = record_layouts(first_row, moments)
         self._groups = [group for group, layout in self._layouts.items() if layout.bytes]
         """Groups of tensors with record files of their own: "params" and, if there are any, "moments"."""
@@ -359,9 +358,9 @@ class OnDisk(State):
     # ---------------------------------------------------------------- the best round
 
     def remember(self, done: int) -> None:
-        """Store the current rows as those of the best round; their records are protected from being overwritten.
+        """Store the current rows as those of the best round, and keep their records from being overwritten.
 
-        Only the table of places is copied, no record.
+        No record is copied, only the table of their places.
 
         Args:
             done: Number of rounds that are done.
@@ -369,15 +368,15 @@ class OnDisk(State):
         self._wait_for_writes(most=0)
         self._best = self._table.copy()
         self.best = {"round": torch.tensor(done)}
-        has_checkpoints = self._run is not None  # they may use places, which :meth:`save` frees later
+        may_have_checkpoints = self._run is not None
         for group in self._groups:
             for number, file in enumerate(self._files[group]):
                 if file is None:
                     continue
                 is_only_read = self._write_numbers.get(group) != number
-                if has_checkpoints or is_only_read:
+                if may_have_checkpoints or is_only_read:  # checkpoints may need any record, until :meth:`save`
                     file.protect_records()
-                else:
+                else:  # protects the records of the current and the best round
                     file.free_all_except(_restrict_to_file(self._places_in_use(group), number))
 
     def restored_best(self) -> State:
@@ -415,25 +414,25 @@ class OnDisk(State):
             total_rows=num_copies * population,
         )
 
-    def open(self, run: Path, *, anew: bool) -> None:
+    def open(self, run: Path, *, new_run: bool) -> None:
         """Open the record files in ``store/`` of a run folder, to which rows are written from now on.
 
-        The first process must call this before the others, as it makes the folder.
+        The first process must call this before the others: for a new run it makes the folder.
 
         Args:
             run: Run folder.
-            anew: True for a new run, which deletes existing records. False for a resumed run, whose files must exist.
+            new_run: Delete existing records. False for a resumed run, whose files must exist.
 
         Raises:
             RunError: A record file is missing, or the disk cannot be written to.
         """
         self._run = run
-        if not anew:
+        if not new_run:
             newest_checkpoint = list_checkpoints(run)[-1]
             require_files(run, newest_checkpoint, self._groups)
         is_first_process = self._shard.process.number == 0
         with disk_errors(run):
-            if anew and is_first_process:
+            if new_run and is_first_process:
                 self._make_folder(run / FOLDER)
             for group in self._groups:
                 path = self._shard.process.records_path(run, group)
@@ -494,12 +493,12 @@ class OnDisk(State):
         return written
 
     def _own_files(self) -> dict[str, RecordFile]:
-        """Return the file of this process in the run folder, by group, if it is open."""
+        """Return the open record files of this process in the run folder, by group: "params" and maybe "moments"."""
         own_files: dict[str, RecordFile] = {}
         for group in self._groups:
-            own_file = self._files[group][0]
-            if own_file is not None:
-                own_files[group] = own_file
+            file_in_run_folder = self._files[group][0]
+            if file_in_run_folder is not None:
+                own_files[group] = file_in_run_folder
         return own_files
 
     def _free_unused_places(self, checkpoints: Sequence[Path]) -> None:
@@ -722,7 +721,7 @@ on_disk_bf16 = DiskStore(moments=torch.bfloat16)
 
 
 def check_storable(clients: Users) -> None:
-    """Check that a run can keep its users on disk, and that the best round can be selected if the recipe wants that.
+    """Check that a run can keep its users on disk, and has validation data if it selects the best round.
 
     Raises:
         RecipeError: The method trains one pooled model.
@@ -731,6 +730,5 @@ def check_storable(clients: Users) -> None:
     if clients.method.placement.pooled:
         raise RecipeError(f"method {clients.method.name}: trains a single model; allowed: runtime.store: memory")
     if clients.plan.evaluation.select == "best":
-        # Counted when the users were stored; older stores have no count, so that one user is assumed.
-        num_users_with_validation = clients.users.about.get("valid", 1)
-        clients.require_validation(num_users_with_validation > 0)
+        num_users_with_validation = clients.users.about.get("valid")  # None in a store of an older version
+        clients.require_validation(num_users_with_validation is None or num_users_with_validation > 0)

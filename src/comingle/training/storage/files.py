@@ -325,7 +325,9 @@ def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups
 
 
 def remove_files(run: Path, checkpoints: Sequence[Path]) -> None:
-    """Delete record files that no checkpoint refers to, as after a change of the number of processes.
+    """Delete record files that were written with a number of processes that no checkpoint has.
+
+    For example, "params-0-of-2.bin" if all checkpoints were written by 4 processes.
 
     Args:
         run: Run folder.
@@ -333,13 +335,13 @@ def remove_files(run: Path, checkpoints: Sequence[Path]) -> None:
     """
     counts_in_use = {process.count for checkpoint in checkpoints for process in processes_of(checkpoint)}
     for path in (run / FOLDER).glob("*.bin"):
-        _group_and_number, separator, count = path.stem.rpartition("-of-")  # of "params-0-of-2", or of "params"
-        num_processes = int(count) if separator else 1
+        _group_and_number, separator, count = path.stem.rpartition("-of-")  # "params-0", "-of-", "2"
+        num_processes = int(count) if separator else 1  # a single process writes "params.bin"
         if num_processes not in counts_in_use:
             path.unlink()
 
 
-MAX_CHECKED_HEADS = 1024
+MAX_RECORDS_VERIFIED_AT_LOAD = 1024
 """Largest number of records that are verified when a checkpoint is loaded; all are when they are read."""
 
 
@@ -423,7 +425,7 @@ class RecordFile:
     def expect(
         self, places: Int64[np.ndarray, " some"], rows: Int64[np.ndarray, " some"], crcs: UInt32[np.ndarray, " some"]
     ) -> None:
-        """Set the CRC-32 that records must have when they are read; verify a sample of them now.
+        """Set the CRC-32 that records must have when they are read; verify at most 1024 of the records now.
 
         Args:
             places: Places of the records.
@@ -436,11 +438,12 @@ class RecordFile:
         last_place = int(places.max(initial=-1))
         self._crcs = _grown(self._crcs, last_place + 1)
         self._crcs[places] = crcs
-        distance = max(1, math.ceil(len(places) / MAX_CHECKED_HEADS))
-        for index in range(0, len(places), distance):
-            place, row, crc = int(places[index]), int(rows[index]), int(crcs[index])
-            stored_crc = int.from_bytes(os.pread(self._handle, 8, place * self.size_bytes), sys.byteorder)
-            if crc not in (stored_crc, UNKNOWN):
+        stride = max(1, math.ceil(len(places) / MAX_RECORDS_VERIFIED_AT_LOAD))  # verify every stride-th record
+        for index in range(0, len(places), stride):
+            place, row, expected_crc = int(places[index]), int(rows[index]), int(crcs[index])
+            first_bytes = os.pread(self._handle, 8, place * self.size_bytes)  # a record begins with its CRC-32
+            stored_crc = int.from_bytes(first_bytes, sys.byteorder)
+            if expected_crc not in (stored_crc, UNKNOWN):
                 buffer = np.empty(self.size_bytes, dtype=np.uint8)
                 self.read([place], [row], [buffer])  # raises an error that says what is wrong
 
