@@ -172,7 +172,7 @@ def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] |
     if len(users_of_pass) <= num_clusters:
         return federate(clients)
     model = clients.model.only(range(len(users_of_pass)))
-    batch_source = cast(SampleBatchSource, clients.batch_source).of(users_of_pass)
+    batch_source = cast(SampleBatchSource, clients.batch_source).with_trainers(users_of_pass)
     return federate(Clients(model, plan, trainers=users_of_pass, users=users_of_pass, batch_source=batch_source))
 
 

@@ -199,7 +199,7 @@ class BatchSource(Batches, BatchShapes):
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> Sequence[AnyScore]:
-        """Return the score of each of several held-out splits under a model of its own, several in one pass.
+        """Return the scores of several held-out splits, each under a model of its own.
 
         Args:
             predict: Returns the predictions of models, given by number, for a batch of each.

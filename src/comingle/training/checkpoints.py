@@ -120,11 +120,11 @@ class Progress:
     @property
     def clock(self) -> Clock:
         """Clock that continues from the recorded counts and times."""
-        counts = {name: getattr(self, name) for name in _COUNTED}
+        counts = {name: getattr(self, name) for name in _CLOCK_COUNTS}
         return Clock(earlier_seconds=self.wall_seconds, **counts)
 
 
-_COUNTED = {attribute.name for attribute in fields(Clock)} & {attribute.name for attribute in fields(Progress)}
+_CLOCK_COUNTS = {attribute.name for attribute in fields(Clock)} & {attribute.name for attribute in fields(Progress)}
 """Attributes that :class:`Clock` and :class:`Progress` have in common: seconds of training, tokens, bytes, rounds."""
 
 
@@ -152,8 +152,8 @@ def progress_of(
         stopped: Whether the run has ended early, as its privacy budget is spent.
     """
     wall_seconds = 0.0 if clock is None else clock.wall_seconds
-    counted_by = Clock() if clock is None else clock
-    counts = {name: getattr(counted_by, name) for name in _COUNTED}  # bytes, tokens and seconds of training
+    clock_or_zeros = Clock() if clock is None else clock
+    counts = {name: getattr(clock_or_zeros, name) for name in _CLOCK_COUNTS}  # such as "upload_bytes" and "tokens"
     return Progress(
         round=done,
         fingerprint=fingerprint,

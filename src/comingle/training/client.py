@@ -696,8 +696,8 @@ class Clients(Users):
             return [sums.sent_bytes(self.name(row), num_entries) for row in self.scored_rows]
         bytes_by_trainer: dict[int, int] = {}
         for trainers in cohorts(self.scored_trainers, self.users_per_message):
-            # The number of bytes depends neither on the losses nor on the round, so any will do.
-            message = self.upload(trainers, round_number=1, losses={LOSS: torch.zeros(len(trainers))}, counts=True)
+            any_losses = {LOSS: torch.zeros(len(trainers))}  # the size depends neither on their values nor on the round
+            message = self.upload(trainers, round_number=1, losses=any_losses, counts=True)
             bytes_by_trainer.update(zip(trainers, packed_bytes(message), strict=True))
         return [bytes_by_trainer[trainer] for trainer in self.owners(self.scored_rows)]
 

@@ -238,8 +238,8 @@ def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None
     if mixture is not None:
         rows = clients.state.rows_of(clients.scored_rows)
         logits = clients.model.layout.views(rows)[CLIENT_ROUTER]
-        shares = mixture.shares(logits.double()).cpu()
-        return shares.mean(1) if mixture.per_layer else shares
+        weights = mixture.shares(logits.double()).cpu()  # (users, clusters), or (users, layers, clusters)
+        return weights.mean(1) if mixture.per_layer else weights
     for hook in clients.method.client.parts:
         cohort = clients.cohort(clients.scored_rows, round_number=0)  # any round: choices do not depend on it
         one_hot_choices = hook.shares(cohort)
@@ -544,7 +544,7 @@ def metrics_of(
         plan: Plan of the run.
         clock: Time, tokens and bytes of the run.
         rounds: Number of rounds that are done.
-        selected: Number of rounds after which the final models were trained.
+        selected: Round that the final models come from.
         measure: Name of the measure.
         unit: Unit in which data is counted.
     """

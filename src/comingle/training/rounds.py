@@ -131,17 +131,18 @@ def _warn_if_worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[
         metrics: Metrics of the finished run.
     """
     measure, rounds_done = metrics["measure"], metrics["rounds"]
-    if first is None or first["round"] >= rounds_done or not metrics["users"]:  # no training between two results
+    if first is None or first["round"] >= rounds_done or not metrics["users"]:  # nothing to compare
         return ()
     before, after = first[f"mean_test_{measure}"], metrics[f"mean_test_{measure}"]
     if before is None or not math.isfinite(before):
         return ()
     first_time = "before training" if first["round"] == 0 else f"after round {first['round']}"
-    if first["round"] == 0 and metrics["selected_round"] == 0:  # evaluation.select: best has chosen the start
+    selects_untrained = first["round"] == 0 and metrics["selected_round"] == 0  # with evaluation.select: best
+    if selects_untrained:
         return (f"no round is better than the start, so the run ends with the models {first_time}. {_remedy(metrics)}",)
     if not _is_worse(before, after, measure):
         return ()
-    compared_users = [name for name in metrics["users"] if name in first["users"]]
+    compared_users = [name for name in metrics["users"] if name in first["users"]]  # evaluated both times
     worse_users = []
     for name in compared_users:
         if _is_worse(_result(first, name, measure), _result(metrics, name, measure), measure):
@@ -193,7 +194,8 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
     """
     # Weights are trained by gradients, or computed from a sweep over the training data.
     is_learned = bool(ROUTERS & method.client.trained) or method.client.sweeps
-    if not is_learned or evaluations.last is None or evaluations.last is evaluations.first:  # no training between them
+    has_two_evaluations = evaluations.last is not None and evaluations.last is not evaluations.first
+    if not is_learned or evaluations.last is None or not has_two_evaluations:
         return ()
     mixtures: list[list[float]] = list(evaluations.last.get("mixtures", {}).values())  # one per user
     if not mixtures:
@@ -214,7 +216,9 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
             "so the users share one model. Fewer clusters or a lower training.router.learning_rate may help; if the "
             "users are alike, use fedavg",
         )
-    entropies = [-sum(w * math.log(w) for w in weights if w > 0) for weights in mixtures]
+    entropies = [
+        -sum(w * math.log(w) for w in weights if w > 0) for weights in mixtures
+    ]  # ln(num_components) if uniform
     mean_entropy = sum(entropies) / len(entropies)
     if mean_entropy < _UNIFORM * math.log(num_components):
         return ()

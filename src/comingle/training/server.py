@@ -174,7 +174,7 @@ class ServerState:
         weighted: Whether uploads are weighted by amounts of training data.
         normalises: Whether changes are normalised by numbers of local steps (:func:`normalise_steps`).
         uploads: Number format of uploads.
-        clustered: Names of the tensors whose leading axis is the components of a mixture.
+        clustered: Names of the tensors with one entry per mixture component on the leading axis.
         centred: Moves the mean of components into the base.
         kept: Tensors of the method.
         version: Number of rounds that were done at the last aggregation.
@@ -424,7 +424,7 @@ class ServerHalf(ServerState):
             mechanism.skip_round(received)
 
     def _make_received(self, numbers: Sequence[int], tensors: Tree, upload: Upload) -> Received:
-        """Return uploads in the form that strategies and mechanisms take, with weights, ranks and scales of the users.
+        """Return uploads with weights, ranks and scales of the users, as strategies and mechanisms take them.
 
         Args:
             numbers: Numbers of the users that have uploaded.
@@ -438,8 +438,8 @@ class ServerHalf(ServerState):
             ranks=upload.ranks,
             scales=self.scales[numbers],
             reports=upload.reports,
-            clustered=self.clustered,  # names of the tensors with one entry per mixture component
-            centred=self.centred,  # moves the mean of the components into the base
+            clustered=self.clustered,
+            centred=self.centred,
             roles=self._roles,
         )
 

@@ -149,13 +149,13 @@ class State:
         """
 
     def open(self, run: Path, *, new_run: bool) -> None:
-        """Have a store on disk keep its files in a run folder from now on; does nothing for tensors in memory.
+        """Make a store on disk write to a run folder from now on; does nothing for tensors in memory.
 
         The caller has locked the folder. With several processes, the first one must call this before the others.
 
         Args:
             run: The run folder.
-            new_run: Whether existing files are deleted.
+            new_run: Whether to delete existing records of the folder.
         """
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
@@ -300,19 +300,19 @@ def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Fl
     return logits.scatter(1, component_of_row.unsqueeze(1), 0.0)
 
 
-def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
+def reorder(state: State, old_names: Sequence[str], new_names: Sequence[str]) -> State:
     """Return a state with its users in another order, as a recipe may list them differently when a run is resumed.
 
     Args:
-        state: State with users in the order ``was``.
-        was: Names of the users in the state.
-        now: The same names in the new order.
+        state: State with users in the order ``old_names``.
+        old_names: Names of the users in the state.
+        new_names: The same names in the new order.
     """
-    if list(was) == list(now):
+    if list(old_names) == list(new_names):
         return state
-    old_places = UserNumbers(was)(now)  # of each user in the new order
-    copies = len(state.rows) // len(was)
-    old_rows = [copy * len(was) + place for copy in range(copies) for place in old_places]
+    old_places = UserNumbers(old_names)(new_names)  # [2, 0, 1] if the last user comes first now
+    num_copies = len(state.rows) // len(old_names)  # of each user's tensors
+    old_rows = [copy * len(old_names) + place for copy in range(num_copies) for place in old_places]
     tensors = state.tensors()
     has_users = tensors.keys()  # names of tensors with users on the leading dimension; in ``best``, "round" has none
     reordered_tensors = _reorder_users(tensors, has_users, old_rows)

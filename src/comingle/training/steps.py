@@ -231,7 +231,8 @@ class PrivateSteps:
         """
         names = []
         for slot in layout.slots:
-            is_shared, is_trained = slot.role_mask(self.plan.method.shared), slot.role_mask(phase.roles)
+            is_shared = slot.role_mask(self.plan.method.shared)  # for each entry, such as an expert
+            is_trained = slot.role_mask(phase.roles)
             if any(shared and trained for shared, trained in zip(is_shared, is_trained, strict=True)):
                 names.append(slot.name)
         return names
@@ -777,8 +778,7 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Return mean losses ``(users,)``, and the gradients that a phase computes, by tensor name.
 
-        Gradients have the dtype of the parameters (at least float32), or that of the model if nothing changes them
-        before the step.
+        Gradients have the dtype of the parameters (at least float32), or of the model if used directly in a step.
 
         Args:
             cohort: The cohort; running statistics of its nets are updated.

@@ -96,7 +96,7 @@ class Backend(ABC, Generic[S]):
             participants: Numbers of the users that were selected for the round.
 
         Raises:
-            ComingleError: The work of too few participants counts, as others are absent, rejected or diverged.
+            ComingleError: Too many participants are absent, rejected or diverged.
         """
 
     @abstractmethod
@@ -114,8 +114,8 @@ class Backend(ABC, Generic[S]):
         Args:
             done: Number of rounds that are done.
             receives: Whether users first download the newest shared tensors, if they have older ones.
-            finishes: Whether users first make their final models, as they do after the last exchange.
-            silent: Whether this evaluation was logged before the run was resumed, so that it is not logged again.
+            finishes: Whether users first make their final models, after the last exchange of the run.
+            silent: Do not log this evaluation, as it was logged before the run was interrupted.
 
         Returns:
             The scores, None if no user was scored, and the event, empty if another process logs it.

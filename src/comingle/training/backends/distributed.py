@@ -250,14 +250,14 @@ class Sharded(InProcess):
     def _resolve_eval_interval(self) -> int:
         """Return the number of rounds between evaluations, computed in the first process from the data of all."""
         clients = self.clients
-        amounts_by_rank = self.ranks.gather(lambda: data_amounts(clients))  # such as [[900, 100], [700, 80]]
+        amounts_by_rank = self.ranks.gather(lambda: data_amounts(clients))  # such as [[3, 900, 100], [2, 700, 80]]
 
-        def resolve() -> int:
+        def interval_of_all() -> int:
             total_amounts = [sum(amounts) for amounts in zip(*amounts_by_rank, strict=True)]
             self._amounts = total_amounts
             return evaluation_interval(clients.plan, total_amounts, len(clients.population_names))
 
-        return self.ranks.run_in_first(resolve)
+        return self.ranks.run_in_first(interval_of_all)
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
         """Return the participants of a round that belong to this process.

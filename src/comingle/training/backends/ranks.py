@@ -283,8 +283,8 @@ def joined(place: Place) -> Iterator[Ranks]:
         url = f"file://{place.meeting}" if place.meeting else "env://"
         store = _rendezvous_store(url, place.rank, place.size)
         run_number = next(_RUN_NUMBERS)
-        # The store may hold addresses of earlier runs of this program, and of attempts before a restart. A prefix keeps
-        # them apart. ``launcher_store`` outlasts restarts, so its prefix is the same in all attempts of a run.
+        # The store may have keys of earlier runs, and of attempts before a restart; prefixes keep them apart.
+        # ``launcher_store`` is for all attempts of a run.
         launcher_store = PrefixStore(f"comingle/runs/{run_number}", _without_prefixes(store))
         store_of_attempt = PrefixStore(f"comingle/{place.restarts}/{run_number}", store)
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()

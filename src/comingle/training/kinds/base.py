@@ -511,12 +511,12 @@ def _describe_data(data: object) -> str:
     return f"{type_name} of {_describe_data(data[0])}"
 
 
-COMPILE_FROM, OVERHEAD = 5e12, 8e6
+MIN_COST_TO_COMPILE, OVERHEAD_PER_TOKEN = 5e12, 8e6
 """Thresholds of ``runtime.compile: auto`` for language models.
 
-The model is compiled if training tokens times (base parameters + ``OVERHEAD``) reach ``COMPILE_FROM``; below that,
-compiling takes longer than it saves. Compiling takes tens of seconds for every model. ``OVERHEAD`` is the cost per
-token that does not depend on the size of the model, and most of which compiled code saves. SmolLM2-135M reaches the
+The model is compiled if training tokens times (base parameters + overhead) reach the minimum; below that, compiling
+takes longer than it saves. Compiling takes tens of seconds for every model. The overhead is the cost per token that
+does not depend on the size of the model, and most of which compiled code saves. SmolLM2-135M reaches the
 threshold with 35,000 tokens, stories260K with 610,000."""
 
 NETS = "net:"
@@ -631,7 +631,8 @@ def _should_compile(recipe: Recipe, base: Base, method: Method, num_tokens: int)
     """
     if recipe.runtime.compile != "auto":
         return bool(recipe.runtime.compile)
-    return method.trains and num_tokens * (base.model.num_parameters() + OVERHEAD) >= COMPILE_FROM
+    cost_of_training = num_tokens * (base.model.num_parameters() + OVERHEAD_PER_TOKEN)
+    return method.trains and cost_of_training >= MIN_COST_TO_COMPILE
 
 
 def mix_base(recipe: Recipe, base: Base, method: Method, num_trainers: int) -> MixedLanguageModel:

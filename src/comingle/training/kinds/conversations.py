@@ -166,7 +166,7 @@ class AnswerBatchSource(PassBatchSource):
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> list[AnswerScore]:
-        """Return the losses of the responses in each of several sets under a model of its own, each token once.
+        """Return the losses of the responses in several sets, each set under a model of its own.
 
         Args:
             predict: Runs a pass and returns its losses.
@@ -178,13 +178,16 @@ class AnswerBatchSource(PassBatchSource):
         conversations_per_slot, slots = pass_size.slots(SCORED_PER_SLOT)
         batches_by_set = []
         for answers in sets:
-            numbers_by_width = _by_width(answers.windows)  # conversations of one batch then need little padding
-            batches = [_trim(answers.windows[numbers]) for numbers in numbers_by_width.split(conversations_per_slot)]
+            numbers_by_width = _by_width(answers.windows)  # batches of similar lengths need little padding
+            batches = []
+            for numbers_of_batch in numbers_by_width.split(conversations_per_slot):
+                batches.append(_trim(answers.windows[numbers_of_batch]))
             batches_by_set.append(batches)
-        scores = score_windows(predict, batches_by_set, rows, slots=slots, gates=gates)
-        return [
-            score_answers(score, len(answers), answers.measures) for score, answers in zip(scores, sets, strict=True)
-        ]
+        window_scores = score_windows(predict, batches_by_set, rows, slots=slots, gates=gates)
+        answer_scores = []
+        for window_score, answers in zip(window_scores, sets, strict=True):
+            answer_scores.append(score_answers(window_score, len(answers), answers.measures))
+        return answer_scores
 
     def examine(
         self,
@@ -220,7 +223,7 @@ class AnswerBatchSource(PassBatchSource):
     ) -> list[list[str]]:
         """Return responses to all prompts of several sets, generated greedily, each set by a model of its own.
 
-        A response ends where the model ends it, or at the length of the longest response of its user.
+        A response ends at an end token, or at the length of the longest true response in its set.
 
         Args:
             generate: Generates tokens after prompts from the numbers of models, prompts ``(slots, batch, tokens)``
@@ -234,7 +237,7 @@ class AnswerBatchSource(PassBatchSource):
         """
         prompts_per_slot, slots = _generation_shape(sets, pass_size)
         responses_by_set = [[""] * len(answers.references) for answers in sets]
-        # Prompts of about the same length share a slot, and slots of about the same length a pass, the longest first.
+        # Little padding: a slot has prompts of similar length, and a pass has slots of similar length.
         jobs = []
         for set_number, answers in enumerate(sets):
             numbers_by_length = answers.prompt_tokens.argsort(stable=True)

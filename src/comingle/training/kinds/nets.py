@@ -199,7 +199,7 @@ class SampleBatchSource(PassBatchSource):
 
     scores_more = True
 
-    def of(self, trainers: Sequence[UserSamples]) -> SampleBatchSource:
+    def with_trainers(self, trainers: Sequence[UserSamples]) -> SampleBatchSource:
         """Return a batch source of other trainers with the same settings, but without augmentation."""
         inputs = self.banks["train"].inputs
         return SampleBatchSource(
@@ -300,14 +300,14 @@ def net_maker(recipe: Recipe, population: Population) -> Callable[[int], nn.Modu
     """
     name = net_name(recipe, population)
     input_shape, num_outputs = population.input_shape, population.classes
-    own_net = population.net  # a function of the user's program, or a name
+    name_or_function = population.net  # a net of comingle, or a function of the user's program
 
     def make(seed: int) -> nn.Module:
-        if isinstance(own_net, str):
+        if isinstance(name_or_function, str):
             return make_net(name, input_shape, num_outputs, seed=seed)
         with torch.random.fork_rng(devices=()):  # the function draws weights from torch's global generator
             torch.manual_seed(derive("net", "own", seed))
-            return _make_own_net(own_net, name, input_shape, num_outputs)
+            return _make_own_net(name_or_function, name, input_shape, num_outputs)
 
     return make
 
@@ -537,15 +537,15 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
         raise RecipeError("runtime.dtype: float16 is for language models; nets take auto, bfloat16, float32 or float64")
     name = net_name(recipe, population)
     mixture = method.placement.mixture
-    make = net_maker(recipe, population)
-    first = make(recipe.seed)
-    changes_buffers = check_net(first, name, population)
+    make_net_of_seed = net_maker(recipe, population)
+    first_net = make_net_of_seed(recipe.seed)
+    changes_buffers = check_net(first_net, name, population)
     num_nets = _count_nets(method)
-    require_room(f"method {method.name}", num_nets, sum(p.numel() for p in first.parameters()))
-    nets = [first]
+    require_room(f"method {method.name}", num_nets, sum(p.numel() for p in first_net.parameters()))
+    nets = [first_net]
     for number in range(1, num_nets):
         seed = recipe.seed + SEED_STEP * number  # a seed that no run with another seed uses
-        nets.append(make(seed))
+        nets.append(make_net_of_seed(seed))
 
     if mixture is not None and mixture.of == "adaptors":
         nets = [_add_adaptors(nets[0], recipe, method)]

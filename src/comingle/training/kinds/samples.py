@@ -143,10 +143,11 @@ class PersonalNet(Personal):
         def forward(_rows: Sequence[int], inputs: Tensor) -> Tensor:
             """Return the outputs for ``(1, batch, ...)`` inputs, after checking that targets are classes of the net."""
             outputs = self.predict(inputs[0])
-            if self.loss.classes and self.loss.paired and len(targets):
-                low, high, last_class = int(targets.min()), int(targets.max()), outputs.shape[-1] - 1
-                if low < 0 or high > last_class:
-                    raise DataError(f"{where}: targets go from {low} to {high}; allowed: 0 to {last_class}")
+            predicts_classes = self.loss.classes and self.loss.paired
+            if predicts_classes and len(targets):
+                lowest, highest, last_class = int(targets.min()), int(targets.max()), outputs.shape[-1] - 1
+                if lowest < 0 or highest > last_class:
+                    raise DataError(f"{where}: targets go from {lowest} to {highest}; allowed: 0 to {last_class}")
             return outputs.unsqueeze(0)
 
         scores = score_samples(forward, bank, [0], loss=self.loss, batch=SCORED_AT_ONCE, slots=1)

@@ -218,7 +218,7 @@ class LanguageKind(Kind):
             recipe: The recipe.
             source: Dataset of the recipe, if it has one. Its ``users`` are names, or the number of users to read.
             read_owners: Yields the name of the user of each row.
-            unread: Word for the rows in the error if they cannot be read: "text" or "rows".
+            unread: Word for the rows that cannot be read, for the error: "text" or "rows".
 
         Raises:
             DataError: The rows cannot be read.
@@ -338,9 +338,9 @@ class TextKind(LanguageKind):
         return self.known_names(recipe, source, read_owners, "text")
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
-        """Return the recipes unchanged, the names of users with too little text, and a note about these.
+        """Return the recipes, the names of users with too little text, and a note about these.
 
-        With a number of ``users`` no text is read, so that a run can be planned without it.
+        If the number of ``users`` is given, no text is read and no user is named.
         """
         if users is not None:
             return list(recipes), set(), ""

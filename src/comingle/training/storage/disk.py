@@ -248,7 +248,7 @@ class OnDisk(State):
 
         Args:
             rows: Numbers of the rows.
-            read: Pending read of the records in "moments"; None to return moments without columns.
+            read: Pending read of the records in "moments"; None if moments are not needed, to return 0 columns.
         """
         if read is None:
             return {"first": self.first.new_zeros(len(rows), 0), "second": self.second.new_zeros(len(rows), 0)}
@@ -559,21 +559,21 @@ class OnDisk(State):
             run: Run folder.
             process: Process that wrote the files.
         """
-        is_own = process == self._shard.process
-        numbers: dict[str, int] = {}
+        is_this_process = process == self._shard.process
+        file_numbers: dict[str, int] = {}
         for group in self._groups:
-            files = self._files[group]
-            if is_own and files[0] is not None:  # open already
-                numbers[group] = 0
+            files = self._files[group]  # files[0] is that of this process
+            if is_this_process and files[0] is not None:  # open already
+                file_numbers[group] = 0
                 continue
             file = RecordFile(process.records_path(run, group), self._layouts[group].bytes, writable=False)
-            if is_own:
+            if is_this_process:
                 files[0] = file
-                numbers[group] = 0
+                file_numbers[group] = 0
             else:
                 files.append(file)
-                numbers[group] = len(files) - 1
-        return numbers
+                file_numbers[group] = len(files) - 1
+        return file_numbers
 
     def _load_places(
         self, columns: dict[str, np.ndarray], *, prefix: str, into: Table, file_numbers: dict[str, int]

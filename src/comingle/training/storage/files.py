@@ -177,21 +177,21 @@ def copy_fields(state: State, template: State) -> None:
         vars(state)[field.name] = getattr(template, field.name)
 
 
-def align(part: State, users: Sequence[int]) -> State:
-    """Return the tensors at the memory alignment that they would have if all users were in memory.
+def align(state: State, rows: Sequence[int]) -> State:
+    """Return a state at the memory alignment that it would have as a view of the state of all users in memory.
 
-    There, consecutive rows are a view of all rows, and the last bit of a product may depend on where it starts.
+    Alignment may change the last bit of a matrix product.
 
     Args:
-        part: State of some rows, without a best round.
-        users: Numbers of these rows.
+        state: State of some rows, without a best round.
+        rows: Numbers of these rows.
     """
-    first = users[0]
-    is_consecutive = list(users) == list(range(first, first + len(users)))
-    if not is_consecutive:  # in memory they would be copied, too
-        return part
-    aligned = {name: _at_offset_of_row(t, first) for name, t in part.tensors().items()}
-    return part.filled(aligned, best={})
+    first = rows[0]
+    is_consecutive = list(rows) == list(range(first, first + len(rows)))
+    if not is_consecutive:  # then they would be a copy in memory, too, not a view
+        return state
+    aligned = {name: _at_offset_of_row(t, first) for name, t in state.tensors().items()}
+    return state.filled(aligned, best={})
 
 
 def _at_offset_of_row(t: Tensor, row: int) -> Tensor:
@@ -238,11 +238,12 @@ class Process:
 
 
 def processes_of(checkpoint: Path) -> list[Process]:
-    """Return the processes whose tables a checkpoint has; empty without a store."""
+    """Return the processes that wrote the tables of record places in a checkpoint; empty without a store."""
     suffixes = sorted(path.stem.removeprefix(TABLE) for path in checkpoint.glob(f"{TABLE}*.safetensors"))
     counts: set[int] = set()
     for suffix in suffixes:  # "-0-of-4", or empty for a single process
-        counts.add(int(suffix.rpartition("-")[2]) if suffix else 1)
+        _before, _separator, count = suffix.rpartition("-")
+        counts.add(int(count) if suffix else 1)
     return [Process(number, count) for count in counts for number in range(count)]
 
 
@@ -399,7 +400,7 @@ class RecordFile:
         """
         for places in used:
             last_place = int(places.max(initial=-1))
-            self.end = max(self.end, last_place + 1)
+            self.end = max(self.end, last_place + 1)  # number of places of the file
         is_used = np.zeros(self.end, dtype=bool)
         for places in used:
             is_used[places] = True
