@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comingle.federation.messages import check_upload
 from comingle.methods import make
-from comingle.methods.mixtures import ClusterSteps, by_layer
+from comingle.methods.mixtures import ClusterSteps, mixtures_by_tensor
 from comingle.methods.server import Received
 from comingle.models.floral.wrapper import floral
 from comingle.protocol.messages import LOSS
@@ -150,7 +150,7 @@ def test_one_p_of_c_is_needed_for_centring() -> None:
 def test_layers_are_counted_as_the_model_counts_them_however_uploads_are_ordered() -> None:
     names = ("layers.2.a", "layers.2.b", "layers.10.a", "layers.10.b")
     mixtures = torch.rand(3, 2, 4, dtype=torch.float64)
-    found = by_layer(mixtures, names)
+    found = mixtures_by_tensor(mixtures, names)
     assert all(torch.equal(found[name], mixtures[:, number // 2]) for number, name in enumerate(names))
     weights = torch.tensor([0.2, 0.3, 0.5]).double()
     given = {"users": [0, 1, 2], "weights": weights, "ranks": torch.zeros(3, dtype=torch.int64), "scales": weights}
