@@ -449,13 +449,13 @@ def fedmerge(
     Args:
         models: Number of models on the server.
         softmax: Use the softmax of logits as merging weights (FedMerge, appendix D).
-        column_normalize: Move a model by a mean over its users, as the public code does; ``false`` is eq. 5 as printed.
+        column_normalize: Move a model by a mean over its users, as the public code does; ``false`` is FedMerge's eq. 5.
         models_first: Update the models before the merging weights; the public code updates the weights first.
         inner_product_keys: Tensors whose inner products move the weights (eq. 6): ``head`` (the last layer, as in the
             public code; all of LoRA, which has none), ``all``, ``trained`` (all but running statistics), ``body``
             (trained tensors without the head), ``first`` (the first layer).
-        inner_product_share: Share of these tensors' numbers that is used, above 0: those that the user has changed
-            most. FedMerge's section 3 names pruning without details.
+        inner_product_share: Share of the numbers of ``inner_product_keys`` that is used, above 0: those that the user
+            has changed most. FedMerge's section 3 names pruning without details.
         weight_step: Largest change of a merging weight, or of its logit, in an update; 0 freezes the weights.
         global_rate: Learning rate of the server's models.
         global_iterations: Updates of the server's models and merging weights in a round.

@@ -45,11 +45,11 @@ def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumula
     Differs from the paper: none known.
 
     Args:
-        router_every: Local steps on experts between two turns of the router. A run with fewer local steps trains no
+        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
             router and warns.
-        router_steps: Optimiser steps of the router in a turn, each on a fresh batch.
-        accumulate_gradients: Let the router's steps also add to the gradients of the experts, and vice versa, as in
-            CoMiGS's public code; the experts then learn from the router's batches too.
+        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
+            CoMiGS's public code; the experts then learn from the routers' batches too.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return Method(name="local-moe-tr", placement=_LOCAL, client=Client(phases=phases), server=Server())
@@ -64,11 +64,11 @@ def fedavg_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumul
     Differs from the paper: routers stay local, as in the public code; the paper does not say.
 
     Args:
-        router_every: Local steps on experts between two turns of the router. A run with fewer local steps trains no
+        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
             router and warns.
-        router_steps: Optimiser steps of the router in a turn, each on a fresh batch.
-        accumulate_gradients: Let the router's steps also add to the gradients of the experts, and vice versa, as in
-            CoMiGS's public code; the experts then learn from the router's batches too.
+        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
+            CoMiGS's public code; the experts then learn from the routers' batches too.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return Method(name="fedavg-moe-tr", placement=_SHARED, client=Client(phases=phases), server=Mean())
