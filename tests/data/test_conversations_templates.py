@@ -218,10 +218,10 @@ def test_a_response_is_trained_on_where_it_is_asked_for(family: str, chat: str) 
 def test_the_date_is_the_templates() -> None:
     first, same, other = (ChatTemplate(of_family("llama-3.2"), datetime(2026, 5, day)) for day in (4, 4, 5))
     asked = CHATS["one"][:1]
-    assert first.dated
+    assert first.writes_date
     assert first.prompt(asked) == same.prompt(asked) != other.prompt(asked)
     assert "Today Date: 04 May 2026" in shown(first, first.prompt(asked))
-    assert not ChatTemplate(of_family("qwen3")).dated
+    assert not ChatTemplate(of_family("qwen3")).writes_date
 
 
 def test_an_end_of_text_behind_the_conversation_is_no_end_of_a_response() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from comingle.models.side_by_side import FEW_CHANNELS, LARGE_WEIGHT, Folded, FusedNorms, channels_last, folds
+from comingle.models.side_by_side import FEW_CHANNELS, LARGE_WEIGHT, Folded, FusedNorms, can_fold, channels_last
 from comingle.utils.seeds import generator
 
 USERS, SETS, BATCH, CHANNELS = 3, 2, 5, 8
@@ -155,7 +155,7 @@ def test_samples_of_all_users_as_one_batch_are_those_of_each(inputs: int, bias: 
     layers = [nn.Flatten(), nn.Linear(inputs, CHANNELS, bias=bias), nn.Tanh(), nn.Linear(CHANNELS, 2, bias=bias)]
     net = nn.Sequential(*layers).double()
     x, tensors = draw(USERS, BATCH, inputs // 2, 2).requires_grad_(), copies(net)
-    assert folds(net)
+    assert can_fold(net)
     with Folded():
         found = functional_call(net, tensors, x.flatten(0, 1)).unflatten(0, (USERS, BATCH))
     expected = torch.stack([functional_call(net, {n: t[u] for n, t in tensors.items()}, x[u]) for u in range(USERS)])
@@ -168,7 +168,7 @@ def test_a_linear_of_rows_of_a_sample_is_that_of_each(bias: bool) -> None:
         nn.Linear(4, CHANNELS, bias=bias), nn.Tanh(), nn.Linear(CHANNELS, 2), nn.Flatten(), nn.Linear(12, 2)
     ).double()
     x, tensors = draw(USERS, BATCH, 2, 3, 4).requires_grad_(), copies(net)
-    assert folds(net)
+    assert can_fold(net)
     with Folded():
         found = functional_call(net, tensors, x.flatten(0, 1)).unflatten(0, (USERS, BATCH))
     expected = torch.stack([functional_call(net, {n: t[u] for n, t in tensors.items()}, x[u]) for u in range(USERS)])
@@ -195,4 +195,4 @@ class Mixing(nn.Module):
     "layer", [Mixing(), nn.Dropout(), nn.Flatten(0), nn.Conv1d(1, 1, 1), nn.Softmax(0), nn.BatchNorm1d(2)]
 )
 def test_a_net_that_may_mix_samples_keeps_its_users_apart(layer: nn.Module) -> None:
-    assert not folds(nn.Sequential(nn.Linear(2, 2), layer))
+    assert not can_fold(nn.Sequential(nn.Linear(2, 2), layer))

@@ -110,15 +110,15 @@ def test_a_penalty_is_left_out_exactly_where_it_has_no_gradient(balance: Balance
     router = bound_router(top_k=top_k, balance=balance, experts=experts)
     x = random_logits(3, 12, 8, seed=3)
     router(x)
-    assert (router.penalty is not None) == router.balances
+    assert (router.penalty is not None) == router.has_penalty
     logits = torch.bmm(x, router.weight.mT)  # type: ignore[union-attr]
     picks = gate(logits, router.present, top_k)[1]
     if balance == "none":
-        assert not router.balances
+        assert not router.has_penalty
         return
     penalty = balance_penalty(logits, picks, router.present, balance)
     (gradient,) = torch.autograd.grad(penalty.sum(), [router.weight])
-    assert (gradient.abs().max() > 1e-6) == router.balances
+    assert (gradient.abs().max() > 1e-6) == router.has_penalty
     if router.penalty is not None:
         torch.testing.assert_close(router.penalty, penalty)
 

@@ -330,7 +330,7 @@ _CACHE_OPTION = "autograd_cache_allow_custom_autograd_functions"
 def _checkpointed_forward(layer: nn.Module) -> Callable[..., object]:
     """Return the layer's forward pass with activation checkpointing.
 
-    The recomputation uses the adapters of the first pass, also if others have been bound since.
+    The recomputation in the backward pass uses the adapters that were bound in the forward pass.
     """
     forward = layer.forward
 
@@ -339,11 +339,11 @@ def _checkpointed_forward(layer: nn.Module) -> Callable[..., object]:
         """Run the layer; with gradients save its input and its adapters, instead of activations."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        attributes_now = [(module, dict(vars(module))) for module in layer.modules()]  # such as bound factors
+        saved_attributes = [(module, dict(vars(module))) for module in layer.modules()]  # such as bound factors
 
         def forward_with_attributes(*args: object, **kwargs: object) -> object:
-            """Restore the modules' attributes and run the layer."""
-            for module, attributes in attributes_now:
+            """Run the layer with the attributes of the forward pass."""
+            for module, attributes in saved_attributes:
                 vars(module).update(attributes)
             return forward(*args, **kwargs)
 

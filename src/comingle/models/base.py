@@ -68,11 +68,11 @@ class Base:
         return rows_of(self.model)
 
     def require_rows(self, tokens: Int[Tensor, "*any"] | Sequence[int], source: str) -> None:
-        """Raise an error if a token has no row in the embedding, or a predicted token none in the output head.
+        """Raise an error if the embedding has no row for a token, or the output head none for a token to predict.
 
         Args:
-            tokens: A tensor of tokens that the model reads and predicts, with hidden tokens that it only reads
-                (:func:`~comingle.models.scoring.hide`); or a sequence of tokens that it only reads.
+            tokens: A tensor of tokens to read and predict, in which tokens that are only read are hidden: hide(5) = -7
+                (:func:`~comingle.models.scoring.hide`); or a sequence of tokens that are only read.
             source: Where the tokens come from, for the message.
 
         Raises:
@@ -83,7 +83,7 @@ class Base:
         if tokens.numel() == 0:
             return
         smallest, largest = (int(value) for value in torch.aminmax(tokens))
-        largest_hidden = -2 - smallest  # as decoded by `hide`
+        largest_hidden = -2 - smallest  # decoded: hide(token) is -2 - token
         if max(largest, largest_hidden) >= self.rows:
             inputs = torch.where(tokens < PAD, hide(tokens), tokens)
             first_without_row = int(inputs[inputs >= self.rows][0])
@@ -113,7 +113,7 @@ class Base:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the weights; it does not depend on ``dtype`` if there is an ``origin``."""
+        """A digest of the weights: of the files or the random base that they come from, else of those in memory."""
         if self.origin is None:
             return digest_model(self.model)
         if isinstance(self.origin, Path):
@@ -156,18 +156,18 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     return tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
 
-def with_date(base: Base, recorded: str) -> Base:
+def with_date(base: Base, run_date: str) -> Base:
     """Return the base with a fixed date for its chat template, if the template writes the current date.
 
     Args:
         base: The base model; returned unchanged if it has a date.
-        recorded: The date of the run in ISO format; empty for a new run, which gets the current date.
+        run_date: The date of the run, such as "2026-03-01T09:30:00"; empty for a new run, which gets the current one.
     """
     if base.tokenizer is None or base.date is not None:
         return base
-    if not ChatTemplate(base.tokenizer).dated:
+    if not ChatTemplate(base.tokenizer).writes_date:
         return base
-    date = datetime.fromisoformat(recorded) if recorded else datetime.now().replace(microsecond=0)
+    date = datetime.fromisoformat(run_date) if run_date else datetime.now().replace(microsecond=0)
     return replace(base, date=date)
 
 

@@ -91,7 +91,7 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 _PROBE = "\ue002{}\ue003"
 
 _THINK, _END_THINK = "<think>", "</think>"
-_OWN_KEYS = ("learn", "tools")
+_KEYS_OF_COMINGLE = ("learn", "tools")
 _DIRECTIVES = (*(f"-{key}" for key in "dmHIMSjy"), *"aAbBcdfGHIjmMpSuUVwWxXyYZz")
 
 
@@ -122,12 +122,12 @@ class ChatTemplate:
     date: datetime | None = None
 
     @property
-    def own(self) -> bool:
+    def has_own_template(self) -> bool:
         """Whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
     @property
-    def dated(self) -> bool:
+    def writes_date(self) -> bool:
         """Whether the template writes the current date."""
         return "strftime_now" in str(self.tokenizer.chat_template)
 
@@ -144,7 +144,7 @@ class ChatTemplate:
             DataError: The template rejects the messages, say their order, or the tokenizer has no end-of-text token for
                 the plain template.
         """
-        if self.own:
+        if self.has_own_template:
             return self._apply_template(messages, add_prompt, template=None)
         if self.tokenizer.eos_token_id is None:
             raise DataError(
@@ -164,11 +164,11 @@ class ChatTemplate:
         The template has a fixed date, and writes the text that begins a response where the tokenizer's own ignores
         ``add_generation_prompt``. So other programs build the same prompts as :meth:`prompt`.
         """
-        if not self.own:
+        if not self.has_own_template:
             return self._plain
         template: Any = self.tokenizer.chat_template
-        if self.dated and isinstance(template, str):
-            template = self._with_date
+        if self.writes_date and isinstance(template, str):
+            template = self._template_with_date
         header = self._response_header
         if not header:  # the template heeds `add_generation_prompt`
             return template
@@ -192,10 +192,10 @@ class ChatTemplate:
         tools = messages[0].get("tools") if messages else None
         plain_messages = []
         for message in messages:  # without "learn" and "tools"
-            plain_messages.append({key: value for key, value in message.items() if key not in _OWN_KEYS})
+            plain_messages.append({key: value for key, value in message.items() if key not in _KEYS_OF_COMINGLE})
         try:
-            if template is None and self.dated:
-                template = self._with_date
+            if template is None and self.writes_date:
+                template = self._template_with_date
             text = self.tokenizer.apply_chat_template(
                 plain_messages,
                 tools=list(tools) if tools else None,
@@ -210,7 +210,7 @@ class ChatTemplate:
             raise DataError(f"the base's chat template refuses the roles {roles}: {reason}") from None
 
     @cached_property
-    def _with_date(self) -> str:
+    def _template_with_date(self) -> str:
         """The tokenizer's template with :attr:`date` as the current date.
 
         A Jinja macro ``strftime_now`` replaces the function of transformers. It writes, for example, "2026" for "%Y".
@@ -314,13 +314,13 @@ class ChatTemplate:
         prepared, hidden_texts = self._hide_special_tokens(messages)
         prepared, unwritten = self._format_calls(prepared)
         learnt = []
-        for number, message in enumerate(prepared):
-            is_response = message["role"] == ASSISTANT and number > 0
-            if is_response and message.get("learn", True) and number not in unwritten:
-                learnt.append(number)
+        for index, message in enumerate(prepared):
+            is_response = message["role"] == ASSISTANT and index > 0
+            if is_response and message.get("learn", True) and index not in unwritten:
+                learnt.append(index)
         if not learnt:
-            why = "the base's chat template does not write its tool calls" if unwritten else "all are excluded"
-            raise DataError(f"no response to learn: {why}; allowed: at least one after a message")
+            reason = "the base's chat template does not write its tool calls" if unwritten else "all are excluded"
+            raise DataError(f"no response to learn: {reason}; allowed: at least one after a message")
         return prepared, hidden_texts, learnt, len(unwritten)
 
     def _encode_prepared(
@@ -330,7 +330,7 @@ class ChatTemplate:
 
         Args:
             messages: Messages from :meth:`_prepare_messages`.
-            hidden_texts: Texts of special tokens that the messages' placeholders stand for.
+            hidden_texts: Texts of special tokens, in the order of their placeholders in the messages.
             learnt: Indices of the responses to learn, in order.
             unwritten: Number of responses whose tool calls the template does not write.
 
@@ -349,9 +349,10 @@ class ChatTemplate:
         masked_spans = None
         if masked_places is not None:
             masked_spans = tuple(self._span_of(place, tokens) for place in masked_places)
-        _, last_stop = spans[-1]
+        _, stop_of_last = spans[-1]
+        ids = [token for token, _start, _end in tokens]
         return Encoded(
-            tokens=tuple(token for token, _, _ in tokens[:last_stop]),
+            tokens=tuple(ids[:stop_of_last]),
             responses=tuple(spans),
             references=tuple(references),
             masked=masked_spans,
@@ -404,11 +405,11 @@ class ChatTemplate:
         """Return the text of a response without special tokens, to compare generated texts with it.
 
         Args:
-            place: Character offsets of the response.
+            place: Character offsets of the response: its start, its end, and its end with closing text.
             span: Indices of its tokens, from :meth:`_span_of`.
             text: The rendered conversation.
             tokens: Tokens of the conversation, from :meth:`_tokenize`.
-            hidden_texts: Texts of special tokens that the text's placeholders stand for.
+            hidden_texts: Texts of special tokens, in the order of their placeholders in the text.
         """
         start_character, end_character, _ = place
         start, stop = span
@@ -448,7 +449,7 @@ class ChatTemplate:
 
         Returns:
             The text, the places of the responses to learn, and the places of the other responses, which are to be
-            masked; None instead of the latter if one of them cannot be found.
+            masked; None if one of the latter cannot be found.
 
         Raises:
             RewrittenTurnsError: The text of an earlier response differs from that in a shorter conversation.
@@ -460,12 +461,12 @@ class ChatTemplate:
         missing = _missing_part(messages[-1]["content"], text[last_start:], thoughts=True)
         if missing:
             raise _omission_error(messages, len(messages) - 1, missing)
-        places, masked_places, masks_all = [], [], True
-        for number, message in enumerate(messages[:-1]):
+        places, masked_places, found_all = [], [], True
+        for index, message in enumerate(messages[:-1]):
             if message["role"] != ASSISTANT:
                 continue
-            place = self._locate_earlier(messages, number, text)
-            if number in learnt:
+            place = self._locate_earlier(messages, index, text)
+            if index in learnt:
                 if place is None or self._is_rewritten(message, place, text):
                     raise RewrittenTurnsError(
                         "the base's chat template rewrites earlier turns when a conversation continues, so responses "
@@ -474,9 +475,9 @@ class ChatTemplate:
                 places.append(place)
             elif place is not None:
                 masked_places.append(place)
-            elif number > 0 or not message.get("learn", True):
-                masks_all = False  # not found; a first message needs a mask only if it has ``learn: False``
-        return text, [*places, last_place], masked_places if masks_all else None
+            elif index > 0 or not message.get("learn", True):
+                found_all = False  # a first message needs a mask only if it has ``learn: False``
+        return text, [*places, last_place], masked_places if found_all else None
 
     @staticmethod
     def _is_rewritten(response: Message, place: Place, text: str) -> bool:
@@ -490,30 +491,31 @@ class ChatTemplate:
         start, end, _ = place
         return _missing_part(response["content"], text[start:end], thoughts=True) != ""
 
-    def _locate_earlier(self, messages: Sequence[Message], number: int, text: str) -> Place | None:
+    def _locate_earlier(self, messages: Sequence[Message], index: int, text: str) -> Place | None:
         """Return the place of a response that is not the last message in a rendered conversation.
 
         Args:
             messages: The conversation.
-            number: Index of the response.
+            index: Index of the response.
             text: The rendered conversation.
 
         Returns:
-            Character offsets of start and end, and the end again, as only the last response has closing text; None if
-            the text does not begin with the response's prompt.
+            Character offsets of start, end, and end with closing text, which only the last response has; None if the
+            text does not begin with the response's prompt.
         """
-        if number == 0:  # without a prompt
+        if index == 0:  # without a prompt
             return None
         try:
-            prompt = self._prompt_text(messages[:number])
-            shorter_conversation = self.render(messages[: number + 1])
+            prompt = self._prompt_text(messages[:index])
+            shorter_conversation = self.render(messages[: index + 1])
         except DataError:
             return None
         start = len(prompt)
         end = _common_prefix(shorter_conversation, text)  # after the response the two texts differ
         if not text.startswith(prompt) or end <= start:
             return None
-        return (start, end, end)
+        end_with_closing_text = end
+        return (start, end, end_with_closing_text)
 
     def _render_final(self, messages: Sequence[Message]) -> tuple[str, Place]:
         """Render a conversation for training: the prompt of its last response as in generation, then the response.
@@ -540,10 +542,10 @@ class ChatTemplate:
         return text, (start, end, len(text))
 
     def _response_after_prompt(self, messages: Sequence[Message], whole: str) -> str:
-        """Return the last response with its end token, to be appended to a prompt with which ``whole`` does not begin.
+        """Return the text of the last response, to be appended to its prompt if ``whole`` does not begin with it.
 
-        Two kinds of templates are supported: those that open a thought (``<think>``) in the prompt and remove thoughts
-        from responses, and those that write the system message in a prompt only.
+        Two kinds of templates are supported: those whose prompt ends with ``<think>`` and that remove thoughts from
+        responses, and those that write the system message in a prompt only.
 
         Args:
             messages: The conversation; the last message is a response.
@@ -554,7 +556,7 @@ class ChatTemplate:
         """
         question, answer = _PROBE.format(1), _PROBE.format(2)  # placeholders of the last two messages
         probed = [*messages[:-2], {**messages[-2], "content": question}]
-        # The text between question and response, such as "<|assistant|>", in a conversation and in a prompt.
+        # The text after the question, such as "<|assistant|>", in a conversation and in a prompt.
         after_question = self.render([*probed, _response(answer)]).partition(question)[2]
         header = after_question.partition(answer)[0].rstrip(" ")
         prompt_header = self._prompt_text(probed).partition(question)[2]
@@ -572,7 +574,7 @@ class ChatTemplate:
         response = response.lstrip()
         if response.startswith(_THINK):  # the prompt has this tag already
             return response.removeprefix(_THINK).lstrip("\n")
-        # The template removed the thought: insert that of the message, or an empty one.
+        # The template removed the thought: restore that of the message, or an empty one.
         content = messages[-1]["content"].lstrip().removeprefix(_THINK).lstrip("\n")
         thought, end_tag, answer_text = content.rpartition(_END_THINK)
         if not end_tag:
@@ -594,7 +596,7 @@ class ChatTemplate:
         Raises:
             DataError: A message or a tool is missing.
         """
-        if not self.own:  # the plain template writes everything
+        if not self.has_own_template:  # the plain template writes everything
             return
         flat = _without_spaces(text)
         omitted = self._omitted_by_role(messages)
@@ -617,25 +619,25 @@ class ChatTemplate:
                 )
 
     def _omitted_by_role(self, messages: Sequence[Message]) -> frozenset[int]:
-        """Return the indices of messages that the template omits because of their role.
+        """Return the indices of messages that the template omits whatever their content, such as those of a tool.
 
         The conversation is rendered with placeholders as contents, and missing placeholders are found. Results are
-        cached, except for conversations with tool calls, which can change the result.
+        cached by roles, except for conversations with tool calls, on which the result can depend.
         """
-        key = tuple((message["role"], bool(message["content"].strip())) for message in messages)
+        key = tuple((message["role"], bool(message["content"].strip())) for message in messages)  # and if empty
         has_calls = any(message.get("tool_calls") for message in messages)
         if not has_calls and key in self._omitted_by_roles:
             return self._omitted_by_roles[key]
         probed, placeholders = list(messages), dict[int, str]()
-        for number, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if message["content"].strip():
-                placeholders[number] = _PROBE.format(number)
-                probed[number] = {**message, "content": placeholders[number]}
+                placeholders[index] = _PROBE.format(index)
+                probed[index] = {**message, "content": placeholders[index]}
         try:
             text = self.render(probed, add_prompt=True)
         except DataError:  # the template checks contents, so placeholders do not work
             return frozenset()
-        omitted = frozenset(number for number, placeholder in placeholders.items() if placeholder not in text)
+        omitted = frozenset(index for index, placeholder in placeholders.items() if placeholder not in text)
         if not has_calls:
             self._omitted_by_roles[key] = omitted
         return omitted
@@ -656,10 +658,11 @@ class ChatTemplate:
         Raises:
             DataError: The template rejects both formats.
         """
-        with_calls = [number for number, message in enumerate(messages) if message.get("tool_calls")]
+        with_calls = [index for index, message in enumerate(messages) if message.get("tool_calls")]
         if not with_calls:
             return messages, frozenset()
-        best: tuple[list[Message], frozenset[int]] | None = None
+        best_messages: list[Message] | None = None
+        fewest_unwritten = frozenset[int]()
         refusal: DataError | None = None
         for formatted in (messages, [_with_json_arguments(message) for message in messages]):
             try:
@@ -667,13 +670,13 @@ class ChatTemplate:
             except DataError as error:
                 refusal = error
                 continue
-            unwritten = frozenset(number for number in with_calls if not _contains_calls(messages[number], rendered))
-            if best is None or len(unwritten) < len(best[1]):
-                best = (formatted, unwritten)
-        if best is None:
+            unwritten = frozenset(index for index in with_calls if not _contains_calls(messages[index], rendered))
+            if best_messages is None or len(unwritten) < len(fewest_unwritten):
+                best_messages, fewest_unwritten = formatted, unwritten
+        if best_messages is None:
             assert refusal is not None
             raise refusal
-        return best
+        return best_messages, fewest_unwritten
 
     # ------------------------------------------------------------ special tokens in messages
 

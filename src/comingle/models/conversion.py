@@ -107,7 +107,7 @@ def _cached_reader() -> Iterator[None]:
 
 def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model, in float32, and the tokenizer of a GGUF file."""
-    # Not with `from_pretrained`, which requires accelerate and leaves some kinds of tensors packed.
+    # Not with `from_pretrained`, which requires accelerate and leaves some tensors quantised.
     from gguf import GGUFReader
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -289,12 +289,12 @@ def _model_without_values(config: PreTrainedConfig, *, dtype: torch.dtype, atten
 
 
 def _assign_tensors(model: PreTrainedModel, tensors: dict[str, torch.Tensor], folder: Path) -> bool:
-    """Replace a model's tensors by those of its files, without copies.
+    """Replace a model's tensors by those of its files, without copies, and read its settings of generation if any.
 
     Args:
         model: The model.
         tensors: The tensors of the files by name.
-        folder: The model's folder, which may have settings of generation.
+        folder: The model's folder.
 
     Returns:
         Whether the files have all of the model's tensors and no others. If not, the model cannot be used.
@@ -310,7 +310,7 @@ def _assign_tensors(model: PreTrainedModel, tensors: dict[str, torch.Tensor], fo
     assigned_ids = {id(tensor) for name, tensor in _all_tensors(model) if name in tensors}
     for name, tensor in _all_tensors(model):
         is_missing = name in expected and name not in tensors
-        is_tied = id(tensor) in assigned_ids  # to a tensor in the files
+        is_tied = id(tensor) in assigned_ids  # such as the head's weight to that of the embedding
         if is_missing and not is_tied:
             return False
     if (folder / _GENERATION).is_file():

@@ -182,7 +182,7 @@ def _raise_unless_allowed(key: str, value: object) -> None:
 
     Args:
         key: Name of the setting: a key of ``_RULES``, or "do_sample".
-        value: Value of the setting; a tuple if the setting may be one value or a list.
+        value: Value of the setting; a tuple if the setting may be one value or a list, such as ("###",).
 
     Raises:
         RecipeError: The value is not allowed.
@@ -194,7 +194,7 @@ def _raise_unless_allowed(key: str, value: object) -> None:
         is_allowed = rule(value)
     if not is_allowed:
         if isinstance(value, tuple) and len(value) == 1:
-            value = value[0]
+            (value,) = value
         raise RecipeError(f"{key}: got {value!r:.60}; allowed: {allowed}")
 
 

@@ -100,8 +100,7 @@ class TritonBackend:
     ) -> tuple[SharedHidden, Last, Last]:
         """Compute the hidden layer of a mixture of LoRA experts with Triton.
 
-        With the hidden activations h_j of expert j, its probability p_j and A_j of the last layer, the results are
-        ``sum_j p_j h_j``, ``z_last_j = s A_j h_j`` and ``p_j z_last_j``.
+        h_j are the hidden activations of expert j.
 
         Args:
             act: The activation.
@@ -111,10 +110,10 @@ class TritonBackend:
             z: Products of the input with A of these layers.
             gates: The experts' probabilities ``p_j``, in float32.
             b: B of these layers.
-            a: A of the last layer.
+            a: A_j of the last layer.
 
         Returns:
-            ``sum_j p_j h_j``, ``z_last`` and ``p_j z_last_j``.
+            ``sum_j p_j h_j``, ``z_last_j = s A_j h_j`` and ``p_j z_last_j``.
         """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
@@ -206,9 +205,9 @@ class TritonBackend:
 def _leading_arguments(
     bases: Sequence[Tensor], biases: Sequence[Tensor | None], z: Tensor, gates: Tensor, b: Sequence[Tensor], a: Tensor
 ) -> tuple[object, ...]:
-    """Return the arguments with which all Triton kernels begin: tensors of two layers that read the MLP's input.
+    """Return the first arguments of each Triton kernel: tensors of the layers 0 and 1, which read the MLP's input.
 
-    A gated MLP has two such layers, gate and up. A plain MLP has only up, which is passed twice.
+    Layers 0 and 1 are gate and up in a gated MLP. A plain MLP has only up, which is passed as both.
 
     Args:
         bases: The base's pre-activations without bias, ``(users, n, hidden)``, of each layer.
@@ -220,8 +219,8 @@ def _leading_arguments(
     """
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
     assert z.stride(2) == 1
-    not_read = bases[0]  # kernels do not read the argument of a missing bias
-    bias_arguments = [not_read if bias is None else bias for bias in biases]
+    any_tensor = bases[0]  # in place of a missing bias, which kernels do not read
+    bias_arguments = [any_tensor if bias is None else bias for bias in biases]
     return bases[0], bases[-1], bias_arguments[0], bias_arguments[-1], z, gates, b[0], b[-1], a
 
 
@@ -239,12 +238,12 @@ def _compile_time_arguments(
     next_power_of_two = 1 << (rank - 1).bit_length()
     return {
         "ACT": ACTIVATION_CODES[act],
-        "FIRST": len(biases),
+        "NUM_FIRST": len(biases),
         "BIASED_0": biases[0] is not None,
         "BIASED_1": biases[-1] is not None,
         "EXPERTS": experts,
         "RANK": rank,
-        "WIDE": max(MIN_INNER, next_power_of_two),  # the padded rank
+        "PADDED_RANK": max(MIN_INNER, next_power_of_two),
         "TOKENS": TOKENS,
         "COLUMNS": COLUMNS,
         "PRECISION": "ieee" if a.dtype == torch.float32 else "tf32",  # of products in float32
@@ -295,18 +294,18 @@ class RecordedModel(AdaptedModel):
         if any(recording is not None and recording.busy for recording in self.recordings.values()):
             return super().states(tensors, present, inputs)
         arguments = (*tensors.values(), present, inputs)
-        shapes_and_dtypes = [(t.shape, t.dtype, t.requires_grad) for t in arguments]
-        key = (*tensors, *shapes_and_dtypes)
+        specs = [(t.shape, t.dtype, t.requires_grad) for t in arguments]
+        key = (*tensors, *specs)  # a recording serves all passes with the same names, shapes and dtypes
         if key not in self.recordings and len(self.recordings) < MAX_RECORDINGS:
             self.recordings[key] = self._record(tuple(tensors), arguments)
         recording = self.recordings.get(key)
         if recording is None:  # this pass could not be captured, or there are too many
             return super().states(tensors, present, inputs)
         outputs: Any = _Replayed.apply(recording, *arguments)
-        if len(outputs) == 1:  # a constant penalty is no output of the graph
-            (hidden,) = outputs
+        hidden, *tensor_penalty = outputs
+        if not tensor_penalty:  # a constant penalty is no output of the graph
             return hidden, recording.penalty
-        hidden, penalty = outputs
+        (penalty,) = tensor_penalty
         return hidden, penalty
 
     def _record(self, names: tuple[str, ...], arguments: Sequence[Tensor]) -> Recording | None:

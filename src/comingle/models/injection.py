@@ -94,10 +94,10 @@ class RoutedMLP(nn.Module):
         """Return the mixture of each user's experts; the rows of ``x`` are ordered by user.
 
         ``mix="linear"`` mixes the experts in each linear layer. ``mix="output"`` mixes their outputs,
-        ``sum_j p_j MLP_j(x)``, by the first code that supports the input: the kernel for generation, other native code
-        (C++ or Triton), PyTorch.
+        ``sum_j p_j MLP_j(x)``, with the native kernel for generation, else with other native code (C++ or Triton), else
+        with PyTorch.
         """
-        a_down, _b_down = self.factors["down"]
+        a_down, _ = self.factors["down"]
         users, _experts, rank, _width = a_down.shape
         tokens = x.reshape(users, -1, x.shape[-1])
         if self.mix == "linear":
@@ -178,13 +178,13 @@ class RoutedMLP(nn.Module):
 
         router_weight = self.router.weight
         matrices = a_first if router_weight is None else [*a_first, router_weight.to(x.dtype)]
-        same_x, products = _InputProducts.apply(x, torch.cat(matrices, 1))
+        returned_x, products = _InputProducts.apply(x, torch.cat(matrices, 1))
         z_width = sum(a.shape[1] for a in a_first)
         z, logits = products.tensor_split([z_width], -1)
         # A router without a weight gives all experts the same gate.
         gates = self.router(x) if router_weight is None else self.router.choose(logits.float(), x)
-        # `same_x` equals x, but sends the mixture's gradient through _InputProducts.backward, which adds its own to it.
-        mixture_input = same_x if x.requires_grad else x
+        # `returned_x` equals x, but its gradient goes to _InputProducts.backward, which adds its own in place.
+        mixture_input = returned_x if x.requires_grad else x
         num_first = len(self.first)
         tensors = (*b_first, a_last, b_last, *weights_and_biases)  # autograd functions take flat arguments
         mixed = _NativeMixture.apply(
@@ -357,7 +357,7 @@ class _InputProducts(torch.autograd.Function):
         """
         x, matrix = ctx.saved_tensors
         wants_x, wants_matrix = ctx.needs_input_grad
-        # In place: only this function holds d_x, which _NativeMixture has allocated.
+        # d_x may be overwritten: _NativeMixture has allocated it, and nothing else reads it.
         d_input = d_x.baddbmm_(d_products, matrix) if wants_x else None
         d_matrix = torch.bmm(contiguous_transpose(d_products), x) if wants_matrix else None
         return d_input, d_matrix
@@ -421,13 +421,24 @@ class _NativeMixture(torch.autograd.Function):
         b_first, (a_last, b_last), weights, biases = _split_native_arguments(rest, num_first)
         *weights_first, weight_last = weights
         *biases_first, _ = biases
-        # Arguments of `forward` by index: 3 is x, and from 7 on follow the factors and the frozen base weights.
-        wants_x, wants_factors = ctx.needs_input_grad[3], any(ctx.needs_input_grad[7:])
+        # Arguments of `forward`: backend, act, scale, x, z, gates, num_first, *rest.
+        _, _, _, wants_x, _, _, _, *wants_rest = ctx.needs_input_grad
+        wants_factors = any(wants_rest)  # the base weights in `rest` are frozen
         d_mixed = dy @ weight_last
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT)
-        inputs_and_results = (products, biases_first, z, gates, b_first, a_last, z_last)  # of `backend.forward`
         d_products, d_z, d_gates, d_b_first, d_a_last = ctx.backend.backward(
-            ctx.act, ctx.scale, *inputs_and_results, d_mixed, d_gated, wants_factors
+            ctx.act,
+            ctx.scale,
+            products,
+            biases_first,
+            z,
+            gates,
+            b_first,
+            a_last,
+            z_last,
+            d_mixed,
+            d_gated,
+            wants_factors,
         )
         d_x = None
         if wants_x:
@@ -439,7 +450,6 @@ class _NativeMixture(torch.autograd.Function):
             d_b_last = torch.bmm(contiguous_transpose(gated), dy).view_as(b_last)
             d_factors = [*d_b_first, d_a_last, d_b_last]
         no_grads = [None] * (2 * num_first + 2)  # weights and biases of the base
-        # In the order of the arguments of `forward`: backend, act, scale, x, z, gates, num_first, *rest.
         return None, None, None, d_x, d_z, d_gates, None, *d_factors, *no_grads
 
 
@@ -696,10 +706,10 @@ class Adapters:
             linears = (*mlp.first, "down")
             mlp.factors = {linear: factors_of(tensors, f"{name}.{linear}", mlp.scale) for linear in linears}
             mlp.router.weight = tensors.get(f"{name}.router")  # None averages the experts
-            a_up, _b_up = mlp.factors["up"]
-            mlp.router.keys = a_up  # some methods' gates compare a token with the experts' A
+            a_up, _ = mlp.factors["up"]
+            mlp.router.keys = a_up  # for gates that compare a token with each expert's A
             mlp.router.present = present
-            mlp.router.penalty = None  # the last pass's
+            mlp.router.penalty = None  # forget that of the last pass
 
     def _rescale_factors(self, tensors: Tree, users: Sequence[int]) -> Tree:
         """Return the tensors with each user's A multiplied by the user's LoRA scale divided by the modules' scale.
@@ -753,24 +763,24 @@ class Adapters:
                 return torch.ones(users, dtype=torch.bool).view(users, 1, 1).expand(full_shape)
             return self.present.view(*self.present.shape, 1, 1).expand(full_shape)
         largest_rank = slot.shape[-2]
-        has_rank = torch.arange(largest_rank) < ranks.unsqueeze(1)  # (users, rank)
+        within_rank = torch.arange(largest_rank) < ranks.unsqueeze(1)  # (users, rank), such as [True, True, False]
         if slot.roles == (ATTENTION,):  # (rank, width), without experts
-            return has_rank.unsqueeze(-1).expand(full_shape)
-        has_rank_of_expert = self.present.unsqueeze(-1) & has_rank.unsqueeze(1)  # (users, experts, rank)
-        return has_rank_of_expert.unsqueeze(-1).expand(full_shape)
+            return within_rank.unsqueeze(-1).expand(full_shape)
+        within_rank_of_expert = self.present.unsqueeze(-1) & within_rank.unsqueeze(1)  # (users, experts, rank)
+        return within_rank_of_expert.unsqueeze(-1).expand(full_shape)
 
     def _router_row_mask(self, num_rows: int) -> Bool[Tensor, "users rows"]:
         """Return True where a user has a row of a router's weight; a user with a single expert has none.
 
         Args:
-            num_rows: Number of rows. Up to the number of experts, each row belongs to one of the last experts; more
-                rows belong to no single expert.
+            num_rows: Number of rows. Of 3 experts, 3 rows belong to all, 2 rows to the last two; more than 3 rows belong
+                to no single expert.
         """
-        has_several = self.present.sum(1, keepdim=True) > 1  # (users, 1)
+        has_router = self.present.sum(1, keepdim=True) > 1  # (users, 1)
         num_experts = self.present.shape[1]
         if num_rows > num_experts:
-            return has_several
-        return (self.present & has_several)[:, -num_rows:]
+            return has_router
+        return (self.present & has_router)[:, -num_rows:]
 
 
 def ranks_of(settings: AdaptersSection, users: int) -> Int[Tensor, " users"]:

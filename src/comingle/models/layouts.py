@@ -106,10 +106,10 @@ def _name_hint(name: str, linears: set[str]) -> str:
 
 
 def _raise_unless_whole_mlp(targets: TargetsSection, linears: set[str]) -> None:
-    """Raise an error unless the module that injection replaces holds all linears of the MLP and no others.
+    """Raise an error unless the module ``targets.mlp``, which adapters replace, holds the MLP's linears and no others.
 
     Args:
-        targets: Target modules; ``mlp`` is the replaced module, empty if the decoder layer itself holds the linears.
+        targets: Target modules; ``mlp`` is empty if the decoder layer itself holds the linears.
         linears: Names of all linears in a decoder layer.
 
     Raises:

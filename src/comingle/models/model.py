@@ -305,10 +305,10 @@ class Model(TokenRouting, ClientMixing, ABC):
     # ---------------------------------------------------------------- costs
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """Replace the frozen weights by fake tensors, to estimate memory; by default a model has none.
+        """Replace the frozen weights by fake tensors, to estimate memory; here nothing, as nets have no frozen weights.
 
         Args:
-            fakes: Fake tensors (:class:`comingle.cost.memory.Fakes`).
+            fakes: Maker of fake tensors (:class:`comingle.cost.memory.Fakes`).
 
         Returns:
             The model, and the bytes of the replaced weights.

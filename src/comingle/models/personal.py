@@ -139,7 +139,7 @@ def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
     for name, adapted in model.of_one_user(tensors).layers().items():
         a = _widen(adapted.get_parameter("a").detach())
         b = _widen(adapted.get_parameter("b").detach()).mT
-        shares = adapted.alpha * adapted.own_mixture(pi)
+        shares = adapted.alpha * adapted.mixture_of_layer(pi)
         key = ""  # not a linear of an MLP's experts, so that `averaged` keeps the shares
         changes.append(_change_of(module_names, adapted.base, _layer_number(name), key, a, b, shares))
     return changes
@@ -274,61 +274,63 @@ class Exported:
 CONVERSATIONS = "conversations"
 
 
-def chat_template_of(base: Base, about: ModelInfo | None) -> ChatTemplate | None:
+def chat_template_of(base: Base, model_info: ModelInfo | None) -> ChatTemplate | None:
     """Return the chat template of a user's model, or None if it is not for conversations.
 
     Without a template of the tokenizer, a model that was trained on conversations has comingle's plain template.
 
     Args:
         base: The base model.
-        about: What the run knows about the model, such as the kind of its training data; None without a run.
+        model_info: Facts from the run, such as the kind of its data; None without a run.
     """
     if base.tokenizer is None:
         return None
     template = ChatTemplate(base.tokenizer, base.date)
-    was_trained_on_conversations = about is not None and about.kind == CONVERSATIONS
-    if template.own or was_trained_on_conversations:
+    was_trained_on_conversations = model_info is not None and model_info.kind == CONVERSATIONS
+    if template.has_own_template or was_trained_on_conversations:
         return template
     return None
 
 
 def chat_ends(base: Base) -> tuple[int, ...]:
-    """Return the tokens that end a response: those of tokenizer, chat template and the base's generation settings.
+    """Return the tokens that end a response: of the chat template, then of the base's generation settings.
 
     Raises:
         DataError: The base's template rejects a conversation of one turn, its tokenizer has no end-of-text token, or
             that token has no row in the embedding.
     """
     assert base.tokenizer is not None
-    ends = ChatTemplate(base.tokenizer, base.date).ends()
-    base.require_rows(ends, "the end of a response")
-    without_duplicates = dict.fromkeys([*ends, *base.ends])
+    template_ends = ChatTemplate(base.tokenizer, base.date).ends()
+    base.require_rows(template_ends, "the end of a response")
+    without_duplicates = dict.fromkeys([*template_ends, *base.ends])
     return tuple(without_duplicates)
 
 
-def turn_end(base: Base, about: ModelInfo | None) -> int | None:
+def turn_end(base: Base, model_info: ModelInfo | None) -> int | None:
     """Return the token that ends a response in the model's chat template; None without a template or such a token.
 
     Args:
         base: The base model.
-        about: What the run knows about the model; None without a run.
+        model_info: Facts from the run; None without a run.
     """
-    template = chat_template_of(base, about)
+    template = chat_template_of(base, model_info)
     if template is None:
         return None
     try:
-        ends = template.ends()  # the tokenizer's end-of-text token, then the template's own if it is another
+        ends = template.ends()
     except DataError:  # the template rejects a conversation of one turn
         return None
-    return ends[-1] if ends else None
+    if not ends:
+        return None
+    return ends[-1]  # the template's own end, if it differs from the tokenizer's end-of-text token, which is first
 
 
-def generation_of(base: Base, about: ModelInfo | None) -> GenerationConfig:
+def generation_of(base: Base, model_info: ModelInfo | None) -> GenerationConfig:
     """Return the generation settings of an exported model, with the same end tokens as the user's model.
 
     Args:
         base: The base model.
-        about: What the run knows about the model; None without a run.
+        model_info: Facts from the run; None without a run.
     """
     config = copy.deepcopy(base.model.generation_config)
     assert config is not None
@@ -336,14 +338,14 @@ def generation_of(base: Base, about: ModelInfo | None) -> GenerationConfig:
     if config.eos_token_id is not None:
         ends += as_tuple(config.eos_token_id)
     ends += base.ends
-    response_end = turn_end(base, about)
+    response_end = turn_end(base, model_info)
     if response_end is not None:
         ends.append(response_end)
-    ends = list(dict.fromkeys(ends))  # without duplicates
-    if len(ends) == 1:
-        config.eos_token_id = ends[0]
+    unique_ends = list(dict.fromkeys(ends))
+    if len(unique_ends) == 1:
+        (config.eos_token_id,) = unique_ends
     else:
-        config.eos_token_id = ends or None
+        config.eos_token_id = unique_ends or None
     return config
 
 
@@ -455,13 +457,13 @@ class PersonalModel(Personal):
         model: The users' model.
         tensors: Trained tensors by name.
         row: Index of the user in the federation.
-        about: Facts from the user's run, for :meth:`export`.
+        model_info: Facts from the user's run, for :meth:`export`.
     """
 
     model: LanguageModel
     tensors: Tree
     row: int
-    about: ModelInfo | None = None
+    model_info: ModelInfo | None = None
 
     def __repr__(self) -> str:
         return f"PersonalModel({self.name!r} on {self.model.base.name})"
@@ -498,7 +500,7 @@ class PersonalModel(Personal):
             DataError: Several experts are mixed after a nonlinearity, which no weights can represent.
         """
         merged = self._merge_base()
-        merged.generation_config = generation_of(self.model.base, self.about)
+        merged.generation_config = generation_of(self.model.base, self.model_info)
         return merged
 
     def _merge_base(self) -> PreTrainedModel:
@@ -508,14 +510,14 @@ class PersonalModel(Personal):
             DataError: No weights can hold the user's model.
         """
         if isinstance(self.model, MixedLanguageModel):
-            (pi,) = self.model.shares(self.tensors)
-            return cast(PreTrainedModel, self._floral_model.merge(pi))
+            (mixture,) = self.model.shares(self.tensors)  # of this user, the only one in `tensors`
+            return cast(PreTrainedModel, self._floral_model.merge(mixture))
         if isinstance(self.model, EnsembleModel):
             raise DataError(f"user {self.name!r}: {NO_SINGLE_MODEL}")
-        why = why_not_merged(self.model, self.row)
-        if why:
+        obstacle = why_not_merged(self.model, self.row)
+        if obstacle:
             raise DataError(
-                f"user {self.name!r}: experts cannot be merged into weights, because {why}; "
+                f"user {self.name!r}: experts cannot be merged into weights, because {obstacle}; "
                 "allowed: models with one expert (such as fedit) and client-level mixtures"
             )
         return merge_adapters(self.model, self.tensors, self.row)

@@ -121,7 +121,7 @@ class Code:
             return unpacked.view(shape)
         table = self.table.to(packed.device)
         values = table.index_select(0, packed.int()).flatten()
-        num_padding = len(scales) * self.block - len(values)
+        num_padding = len(scales) * self.block - len(values)  # of the last block
         blocks = nn.functional.pad(values, (0, num_padding)).view(-1, self.block)
         weights = (blocks * scales[:, None]).to(dtype).flatten()
         return weights[:num_weights].view(shape)

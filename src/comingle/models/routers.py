@@ -145,23 +145,23 @@ class Router(nn.Module):
         if self.gating is not None:
             gates = self.gating(self, logits, x)  # may set the penalty
         else:
-            gates, picks = gate(logits, self.present, self.top_k)
+            gates, chosen = gate(logits, self.present, self.top_k)
             self.penalty = None
-            if self.balances:
-                self.penalty = balance_penalty(logits, picks, self.present, self.balance)
+            if self.has_penalty:
+                self.penalty = balance_penalty(logits, chosen, self.present, self.balance)
         if self.record_gates:
             self.gates = gates.detach()
         return gates
 
     @property
-    def balances(self) -> bool:
-        """True if the load-balancing penalty can have a gradient."""
+    def has_penalty(self) -> bool:
+        """Whether tokens have a load-balancing penalty that is not constant."""
         experts = self.present.shape[-1]
         if self.balance == "none":
             return False
         if self.top_k < experts:
             return True
-        # Every token picks all experts: the penalty is constant unless experts have unequal weights.
+        # Every token chooses all experts, so only the "generalist" penalty can vary, with 2 or more specialists.
         return self.balance == "generalist" and experts > 2
 
 
@@ -255,7 +255,7 @@ def mix_probabilities(
     """Return ``log sum_c pi_c softmax(f_c(x))``: logits whose softmax is the mixture of the components' predictions.
 
     Args:
-        logits: Logits f_c of each component.
+        logits: Logits f_c of component c.
         shares: Mixture weights pi.
     """
     log_pi = shares.log()[..., None, None]  # (*users, clusters, 1, 1)

@@ -42,18 +42,18 @@ def inputs_of(windows: Int[Tensor, "*batch window"]) -> Int[Tensor, "*batch cont
 
 
 def prompt_ends(windows: Int[Tensor, "*batch window"]) -> Int64[Tensor, "*batch"]:
-    """Return the position of the prompt's end in each window: the input from which the first target is predicted.
+    """Return the position of the prompt's last token in each window.
 
-    Tokens of a prompt are hidden (:func:`hide`). For a window without a prompt, the last position with a target is
-    returned.
+    Tokens of a prompt are hidden (:func:`hide`): [-7, -8, 3, 4] has the result 1, as 3 is the first token to predict.
+    For a window without a prompt, the last position whose next token is predicted is returned.
     """
-    has_target = (windows[..., 1:] >= 0).long()  # of each input position
+    has_target = (windows[..., 1:] >= 0).long()  # of each position: whether the next token is predicted
     positions = torch.arange(has_target.shape[-1], device=windows.device)
     first_with_target = has_target.argmax(-1)
     last_with_target = (has_target * positions).amax(-1)
     # Plain text after a begin-of-text token has its first target at position 1; that token is not hidden.
-    follows_begin = (first_with_target == 1) & (windows[..., 0] >= 0)
-    has_prompt = (first_with_target > 0) & ~follows_begin
+    starts_plain_text = (first_with_target == 1) & (windows[..., 0] >= 0)
+    has_prompt = (first_with_target > 0) & ~starts_plain_text
     return torch.where(has_prompt, first_with_target, last_with_target)
 
 
@@ -274,12 +274,12 @@ def score_windows(
 ) -> list[Score]:
     """Return the sum of losses on each of several sets of windows, such as the users' test sets.
 
-    A set is split into parts. A forward pass processes up to ``slots`` parts of any sets.
+    A set is split into parts; one forward pass processes up to ``slots`` parts, from one set or several.
 
     Args:
         losses: Function that runs a pass and returns its losses.
         parts: For each set a list of parts, each a tensor of windows.
-        models: For each set the number of the model to score it with.
+        models: For each set the index of the model to score it with, the first argument of ``losses``.
         slots: Largest number of parts in a pass.
         gates: Function that returns the routers' gates in the last pass, to average them; None without routers.
     """

@@ -136,8 +136,8 @@ FOLDING = (nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.Tanh, 
 """Modules that process samples independently of each other; :data:`_FOLDED` replaces those with parameters."""
 
 
-def folds(net: nn.Module) -> bool:
-    """Return whether the samples of all users can go through a net as one batch, within :class:`Folded`."""
+def can_fold(net: nn.Module) -> bool:
+    """Return whether a net supports :class:`Folded`, which runs the samples of all users as one batch."""
     for module in net.modules():
         joins_samples = getattr(module, "start_dim", 1) != 1  # a ``Flatten`` from axis 0
         if type(module) not in FOLDING or joins_samples:
@@ -298,13 +298,13 @@ class Sum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``relu(chain(x) + other(x))``; the last step of the chain computes the sum and the ReLU."""
         (other,) = self.other
-        x = self.pass_shape.lanes(x)  # to the memory layout of native code
+        x = self.pass_shape.to_maps(x)  # to the memory layout of native code
         y, steps = x, self.steps_before_last
         if steps and isinstance(steps[0], Step):
             # Returns x, too. As `other` reads that x, the step's backward pass adds up both branches' gradients of x.
             y, x = steps[0].run_shared(x)
             steps = steps[1:]
-        other_output = self.pass_shape.lanes(other(x))
+        other_output = self.pass_shape.to_maps(other(x))
         for step in steps:
             y = step(y)
         return self.last_step(y, other_output)

@@ -36,7 +36,7 @@ from comingle.models.model import FakeWeights, Model, call_with, copy_with_tenso
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.routers import ClientMixture, merge_models, mix_probabilities, weigh_gradient
 from comingle.models.scoring import MSE, PAD, Loss, inputs_of
-from comingle.models.side_by_side import Folded, FusedNorms, SideBySideNet, channels_last, folds
+from comingle.models.side_by_side import Folded, FusedNorms, SideBySideNet, can_fold, channels_last
 from comingle.utils.errors import RecipeError
 from comingle.utils.seeds import derive
 from comingle.utils.trees import (
@@ -70,7 +70,7 @@ class GatedPair(nn.Module):
             shared: Feature extractor that users share.
             own: Feature extractor of the user.
             head: Map from features to outputs, of the user.
-            gate: Map from samples to two logits, of the weights of ``shared`` and ``own``.
+            gate: Map from a sample to two logits: of ``shared``, then of ``own``.
         """
         super().__init__()
         self.shared, self.own, self.head, self.gate = shared, own, head, gate
@@ -141,7 +141,7 @@ def layout_of(nets: Sequence[nn.Module], *, side_by_side: bool) -> Layout:
 
     Args:
         nets: Nets of one architecture with their initial values. Only the first is used unless ``side_by_side``.
-        side_by_side: Whether a user has all nets, as components of a mixture with a router.
+        side_by_side: Each user has a mixture of all nets, and a router.
     """
     if side_by_side:
         slots = [*_component_slots(nets), _router_slot(len(nets))]
@@ -182,7 +182,7 @@ def _net_slots(net: nn.Module) -> list[Slot]:
 
     Parameters have the role "base", or in a :class:`GatedPair` that of their submodule (:func:`assign_role`).
     """
-    parts = _module_parts(net)
+    parts_by_module = _module_parts(net)  # such as {"0": "body", "1": "norm", "4": "head"}
     slots = []
     for name, (tensor, role) in _tensors_and_roles(net).items():
         module_name = name.rpartition(".")[0]
@@ -191,7 +191,7 @@ def _net_slots(net: nn.Module) -> list[Slot]:
             shape=tuple(tensor.shape),
             roles=(role,),
             init=_constant_init(tensor),
-            part=parts[module_name],  # "norm", "head" or "body"
+            part=parts_by_module[module_name],
         )
         slots.append(assign_role(slot) if isinstance(net, GatedPair) else slot)
     return slots
@@ -218,7 +218,7 @@ def _module_parts(net: nn.Module) -> dict[str, str]:
 def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
     """Return the slots of a mixture of whole models; each tensor holds all components, ``(components, ...)``.
 
-    Parameters have the role "adaptor", as servers average them with the users' mixture weights.
+    Parameters of the nets have the role "adaptor" instead of "base": servers weigh them by the users' mixtures.
 
     Args:
         nets: One net per component, all of one architecture.
@@ -226,7 +226,10 @@ def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
     components = [_tensors_and_roles(net) for net in nets]
     slots = []
     for name, (_, role) in components[0].items():
-        tensors = [tensors_and_roles[name][0] for tensors_and_roles in components]
+        tensors = []
+        for component in components:
+            component_tensor, _ = component[name]
+            tensors.append(component_tensor)
         stacked = torch.stack(tensors)
         component_role = ADAPTOR if role == BASE else role
         roles = (component_role,) * len(nets)
@@ -339,7 +342,7 @@ class StackedModel(Model):
         """Whether a training pass of the net may draw random numbers."""
         for module_class in {type(module) for module in self.net.modules()}:
             is_from_torch = module_class.__module__.startswith("torch.nn.")
-            if issubclass(module_class, _RANDOM) or not is_from_torch:
+            if issubclass(module_class, _RANDOM) or not is_from_torch:  # any other class may draw
                 return True
         return False
 
@@ -512,8 +515,8 @@ class StackedModel(Model):
     ) -> Float[Tensor, "users clusters batch ..."]:
         """Return the outputs of the base with each of the C adaptor sets alone.
 
-        The net's forward pass mixes the adaptor sets with weights; one-hot weights select one set. In training, each
-        set c updates a copy stats_c of the user's running statistics, which then become ``sum_c pi_c stats_c``.
+        One-hot mixture weights, such as (0, 1, 0), select one set. In training, each set c updates a copy stats_c of
+        the user's running statistics, which then become ``sum_c pi_c stats_c``.
 
         Args:
             tensors: The users' tensors; in training their running statistics change.
@@ -522,27 +525,28 @@ class StackedModel(Model):
         """
         assert self.mixture is not None
         clusters = self.mixture.clusters
-        statistics: Tree = {}  # one copy for each adaptor set, (users, clusters, ...)
+        # Tensors with an axis of adaptor sets, (users, clusters, ...): copies of the running statistics, and a trained
+        # base whose gradient from set c is multiplied by pi_c.
+        statistics: Tree = {}
         if train:
             for slot in self.layout.only({STATISTICS}).slots:
                 statistics[slot.name] = tensors[slot.name].unsqueeze(1).repeat_interleave(clusters, 1)
-        # A trained base, once for each adaptor set, with a gradient weighted by pi_c: (users, clusters, ...).
         trained_base: Tree = {}
         for slot in self.layout.only({BASE}).slots:
             if tensors[slot.name].requires_grad:
                 trained_base[slot.name] = weigh_gradient(tensors[slot.name], self.shares(tensors).detach())
         per_set = {**statistics, **trained_base}
-        # Of one user's tensors only those in `per_set` have a leading axis of adaptor sets.
-        set_axes = {name: 0 if name in per_set else None for name in tensors}
+        set_axes = {name: 0 if name in per_set else None for name in tensors}  # of one user's tensors
         call_sets = vmap(self._call_user_with_mixture, in_dims=(set_axes, None, 0), randomness="different")
-        one_hot = torch.eye(clusters, dtype=self.dtype, device=inputs.device)
+        one_hot = torch.eye(clusters, dtype=self.dtype, device=inputs.device)  # row c selects set c
 
         def call_user_with_each_set(user_tensors: Tree, user_inputs: Tensor) -> Tensor:
             return call_sets(user_tensors, user_inputs, one_hot)
 
         outputs = self._run_users(train, call_user_with_each_set, {**tensors, **per_set}, inputs)
         for name, stats in statistics.items():
-            tensors[name].copy_(torch.einsum("uc,uc...->u...", self.shares(tensors).detach(), stats))
+            mean_over_sets = torch.einsum("uc,uc...->u...", self.shares(tensors).detach(), stats)
+            tensors[name].copy_(mean_over_sets)
         return outputs
 
     def _run_users(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
@@ -550,8 +554,8 @@ class StackedModel(Model):
 
         Args:
             train: Run the net in training mode.
-            call: The function of one user's tensors, inputs and further arguments.
-            *stacked: Arguments of the function, each with a leading user axis; the first is a tree of tensors.
+            call: Function of one user's tensors, inputs and further arguments.
+            *stacked: All users' tensors, inputs and further arguments, each with a leading user axis.
         """
         self.net.train(train)
         tensors, *others = stacked
@@ -568,7 +572,7 @@ class StackedModel(Model):
             tensors: One net's tensors per user, ``(users, ...)``.
             inputs: Samples ``(users, batch, ...)``.
         """
-        native_net = self.form  # in C++; None if the net does not support it
+        native_net = self._native_net  # None if the net has layers without native code
         if native_net is not None and native_net.takes(inputs):
             return native_net(tensors, inputs, train=train)
         if not self._can_fold:
@@ -581,7 +585,7 @@ class StackedModel(Model):
         return outputs.unflatten(0, users_and_batch)
 
     @cached_property
-    def form(self) -> SideBySideNet | None:
+    def _native_net(self) -> SideBySideNet | None:
         """The net rewritten to run the convolutions of all users at once in C++; None to use ``vmap``."""
         if not self.compiled:
             return None
@@ -592,7 +596,7 @@ class StackedModel(Model):
     @cached_property
     def _can_fold(self) -> bool:
         """Whether the net can process all users' samples as one batch, which is faster than ``vmap``."""
-        return folds(self.net)
+        return can_fold(self.net)
 
     def _call_user(self, user_tensors: Tree, inputs: Tensor, **options: object) -> Tensor:
         """Return the net's outputs for one user; ``options`` are further arguments of its ``forward``."""
@@ -801,13 +805,13 @@ class MixedLanguageModel(StackedModel):
 
         Args:
             train: Ignored.
-            call: The function of one user's tensors, inputs and further arguments.
-            *stacked: Arguments of the function, each with a leading user axis: a tree of tensors, the tokens, and
-                others.
+            call: Function of one user's tensors, embedded tokens and further arguments.
+            *stacked: All users' tensors, their tokens, and further arguments, each with a leading user axis.
         """
-        # Embed first: some families search the token ids for padding, which vmap does not support.
         tensors, tokens, *others = stacked
-        return super()._run_users(False, call, tensors, self.embedding(tokens), *others)
+        # Embed before vmap: some families search the token ids for padding, which vmap does not support.
+        embedded = self.embedding(tokens)
+        return super()._run_users(False, call, tensors, embedded, *others)
 
     def _call_user(self, user_tensors: Tree, inputs: Tensor, **options: object) -> Tensor:
         """Return one user's last hidden states for embedded tokens ``(batch, context, width)``."""

@@ -105,7 +105,7 @@ class Run:
         personal = kind.personal(name, model, tensors, trainer)
         personal = kind.with_inputs(personal, self.recipe, self.settings)
         if isinstance(personal, PersonalModel):
-            return replace(personal, about=self._model_info(name))
+            return replace(personal, model_info=self._model_info(name))
         return kind.with_test_data(personal, lambda: clients.users[number].test)
 
     def _model_info(self, name: str) -> ModelInfo:

@@ -281,7 +281,7 @@ class MixedRows(Rows):
         for layer_name, a, b in lora_pairs(personal.tensors):  # (1, clusters, rank, d_in), (1, clusters, d_out, rank)
             name = layer_name.removeprefix("model.")
             layer = layers[layer_name]
-            layer_shares = layer.own_mixture(shares)  # (clusters,): a mixture may have shares of its own for each layer
+            layer_shares = layer.mixture_of_layer(shares)  # (clusters,): shares may differ between layers
             scales = layer.alpha * layer_shares
             scaled_b = b.squeeze(0) * scales.to(b).view(-1, 1, 1)  # (clusters, d_out, rank)
             tree[f"{name}.a"] = a.flatten(1, 2)  # (1, clusters rank, d_in)

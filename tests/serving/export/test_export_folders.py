@@ -179,8 +179,8 @@ def test_settings_that_do_not_apply_are_one_line(bob: Any, tmp_path: Path, optio
 
 def test_the_card_says_what_it_is_and_nothing_of_others(bob: Any, tmp_path: Path) -> None:
     counts, scores = {"train_tokens": 1234, "valid_tokens": 60}, {"test_perplexity": 12.345}
-    about = replace(bob.about, counts=counts, scores=scores, users=3)
-    replace(bob, about=about).export(tmp_path / "bob", format="merged-approximately")
+    model_info = replace(bob.model_info, counts=counts, scores=scores, users=3)
+    replace(bob, model_info=model_info).export(tmp_path / "bob", format="merged-approximately")
     text = (tmp_path / "bob" / "README.md").read_text()
     front = yaml.safe_load(text.split("---")[1])
     assert front == {"library_name": "transformers", "tags": ["comingle", "federated-learning"]}
@@ -208,7 +208,7 @@ def test_the_licence_and_the_name_are_those_of_the_base(tmp_path: Path) -> None:
     packaged = replace(there, name="some_package/model.Q4_1.gguf")  # not a name of the hub's
     hub = replace(there, name="owner/model")
     about = ModelInfo(method="fedit", kind="text", users=1, counts={}, scores={}, validate=lambda losses, gates: None)
-    text = Card(name="bob", base=hub, library="peft", form="One LoRA.", usage="...", about=about).text()
+    text = Card(name="bob", base=hub, library="peft", form="One LoRA.", usage="...", model_info=model_info).text()
     front = yaml.safe_load(text.split("---")[1])
     assert "base_model" not in Card(name="bob", base=packaged, library="peft", form="", usage="", about=about).text()
     assert (front["base_model"], front["license"]) == ("owner/model", "apache-2.0")

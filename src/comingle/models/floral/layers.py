@@ -167,17 +167,20 @@ class Geometry:
         return matrix.reshape(*leading, *self.outer_shape)
 
     def weight_from_matrix(self, matrix: Float[Tensor, "... groups rows columns"]) -> Clustered:
-        """Reshape products ``outer_matrix @ inner_matrix`` to the shape of the base weight."""
+        """Reshape products ``outer_matrix @ inner_matrix`` to the shape of the base weight.
+
+        A linear has the weight ``(d_out, d_in)``, a convolution ``(d_out, d_in / groups, *kernel)``.
+        """
         leading = matrix.shape[:-3]
         d_in_of_group = self.d_in // self.groups
         split = matrix.reshape(*leading, self.d_out, *self.outer_kernel, d_in_of_group, *self.inner_kernel)
-        # (..., out, *outer_kernel, in, *inner_kernel) -> (..., out, in, outer 1, inner 1, outer 2, inner 2)
+        # (..., out, outer 1, outer 2, in, inner 1, inner 2) -> (..., out, in, outer 1, inner 1, outer 2, inner 2)
         out_axis, dims = len(leading), len(self.kernel)
-        in_axis = out_axis + dims + 1
-        order = [out_axis, in_axis]
+        in_axis = out_axis + 1 + dims
+        axes = [out_axis, in_axis]
         for dim in range(1, dims + 1):
-            order += [out_axis + dim, in_axis + dim]
-        permuted = split.permute(*range(out_axis), *order)
+            axes += [out_axis + dim, in_axis + dim]
+        permuted = split.permute(*range(out_axis), *axes)
         # A kernel dimension has size 1 in one of the factors, so its two axes become one of the full size.
         weight = permuted.reshape(*leading, self.d_out, d_in_of_group, *self.kernel)
         return weight.mT if self.transposed else weight
@@ -190,11 +193,10 @@ class Geometry:
             form: One of ``CONV_FORMS``. For "filter" the width is the rank times a group's output channels (FLoRAL,
                 arXiv:2410.03497, eq. 39), for other forms the rank.
         """
-        width_of_rank_1 = 1
-        if form == "filter":
-            width_of_rank_1 = self.d_out // self.groups
-        full_rank = math.ceil(min(self.rows, self.columns) / width_of_rank_1)
-        return replace(self, width=width_of_rank_1 * min(rank, full_rank))
+        width_per_rank = self.d_out // self.groups if form == "filter" else 1
+        largest_width = min(self.rows, self.columns)
+        largest_rank = math.ceil(largest_width / width_per_rank)
+        return replace(self, width=width_per_rank * min(rank, largest_rank))
 
 
 def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], groups: int) -> Geometry:
@@ -310,9 +312,9 @@ class AdaptedLayer(nn.Module, ABC):
         mixture = self.mixture.value
         if mixture is None:
             raise RuntimeError("an adapted layer was called outside the model's forward; call it inside model.mixing()")
-        return self.alpha * self.own_mixture(mixture).to(like.dtype)
+        return self.alpha * self.mixture_of_layer(mixture).to(like.dtype)
 
-    def own_mixture(self, mixture: Float[Tensor, "*layers clusters"]) -> Float[Tensor, " clusters"]:
+    def mixture_of_layer(self, mixture: Float[Tensor, "*layers clusters"]) -> Float[Tensor, " clusters"]:
         """Return this layer's row of a mixture per layer, or the mixture itself if all layers share one vector."""
         is_shared = mixture.ndim == 1
         return mixture if is_shared else mixture[self.layer_index]
@@ -334,11 +336,11 @@ class AdaptedLayer(nn.Module, ABC):
         """
 
     def offset(self, prefix: str, name: str) -> Offset:
-        """Return the names of an adaptor without factors (of a bias, gamma or beta) and of the base's tensor.
+        """Return the names of an adaptor of a bias, gamma or beta, and of the base's tensor that it is added to.
 
         Args:
             prefix: Prefix of the names, such as "model.layers.0.".
-            name: Name of the adaptor in this layer, which is that of the tensor in the base.
+            name: "bias" or "weight": name of both tensors, in this layer and in its base.
         """
         dims = tensor(self.base, name).ndim
         return Offset(adaptor=f"{prefix}{name}", base=f"{prefix}base.{name}", alpha=self.alpha, dims=dims)
@@ -582,11 +584,12 @@ class AdaptedConv(LowRankLayer):
         inner = geometry.inner_matrix(self.a).transpose(0, 1)  # (groups, clusters, width, columns)
         # (groups * clusters * width, d_in of a group, *inner_kernel)
         inner_kernel = inner.reshape(-1, geometry.d_in // geometry.groups, *geometry.inner_kernel)
+        # (clusters, groups, rows, width); rows are a group's output channels times kernel positions
         outer = geometry.outer_matrix(self.b) * shares.to(self.b.dtype).view(-1, 1, 1, 1)
-        outer = outer.permute(1, 2, 0, 3).flatten(2)  # (groups, rows, clusters * width)
-        # Rows are output channels times kernel positions: (d_out, clusters * width, kernel positions)
-        outer = outer.reshape(geometry.d_out, -1, outer.shape[-1]).mT
-        outer_kernel = outer.reshape(geometry.d_out, -1, *geometry.outer_kernel)
+        side_by_side = outer.permute(1, 2, 0, 3).flatten(2)  # (groups, rows, clusters * width)
+        all_widths = side_by_side.shape[-1]
+        by_channel = side_by_side.reshape(geometry.d_out, -1, all_widths)  # (d_out, kernel positions, all widths)
+        outer_kernel = by_channel.mT.reshape(geometry.d_out, -1, *geometry.outer_kernel)
         return inner_kernel, outer_kernel
 
     def broadcastable(self, bias: Float[Tensor, " d_out"]) -> Tensor:

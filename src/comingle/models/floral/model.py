@@ -173,29 +173,32 @@ def affordable_rank(geometry: Geometry, budget: float) -> int:
 
     Args:
         geometry: Shapes of the factors at rank 1.
-        budget: Parameters of an adaptor divided by those of its base weight.
+        budget: Largest number of an adaptor's parameters, divided by that of its base weight.
     """
     max_parameters = budget * geometry.base_size
-    return math.floor(max_parameters / geometry.size + 1e-9)  # 0.29 * 100 is 28.999999999999996
+    return math.floor(max_parameters / geometry.size + 1e-9)  # for rounding errors: 0.29 * 100 is 28.999999999999996
 
 
-def log_excess(budget: float, over: Collection[str], layers: int, *, clusters: int, growth: float) -> None:
+def log_excess(
+    budget: float, layers_over_budget: Collection[str], num_layers: int, *, clusters: int, growth: float
+) -> None:
     """Log a warning if rank 1, the smallest, exceeds the budget in some layers.
 
     Args:
-        budget: Allowed parameters of an adaptor divided by those of its base weight.
-        over: Names of the layers whose adaptors exceed the budget.
-        layers: Number of low-rank layers.
+        budget: Largest number of an adaptor's parameters, divided by that of its base weight.
+        layers_over_budget: Names of these layers.
+        num_layers: Number of all low-rank layers.
         clusters: Number of clusters.
-        growth: Parameters of the adaptors of all clusters divided by parameters of the base.
+        growth: Parameters of all clusters' adaptors divided by those of the base, such as 0.25.
     """
-    if not over:
+    if not layers_over_budget:
         return
     logger.warning(
         "floral: rank 1 exceeds budget %g in %d of %d low-rank layers (%s); "
         "%d clusters add %+.0f%% parameters, the budget allows %+.0f%%; use fewer clusters or "
         "a rank in place of a budget",
-        budget, len(over), layers, shorten(over), clusters, 100 * growth, 100 * budget * clusters,
+        budget, len(layers_over_budget), num_layers, shorten(layers_over_budget), clusters, 100 * growth,
+        100 * budget * clusters,
     )  # fmt: skip
 
 
@@ -320,11 +323,12 @@ class FloralModel(nn.Module):
 
     def pairs(self) -> Pairs:
         """Return the names of all adaptors' tensors and of the base's tensors, for preconditioning and centring."""
-        by_layer = [layer.pairs(f"{name}.") for name, layer in self.layers().items()]
-        return Pairs(
-            factors=tuple(pair for pairs in by_layer for pair in pairs.factors),
-            offsets=tuple(offset for pairs in by_layer for offset in pairs.offsets),
-        )
+        factors, offsets = [], []
+        for name, layer in self.layers().items():
+            layer_pairs = layer.pairs(f"{name}.")
+            factors += layer_pairs.factors
+            offsets += layer_pairs.offsets
+        return Pairs(factors=tuple(factors), offsets=tuple(offsets))
 
     @torch.no_grad()
     def merge(self, mixture: Tensor | None = None) -> nn.Module:
@@ -346,7 +350,7 @@ class FloralModel(nn.Module):
         model = copy.deepcopy(self.model)
         adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
         for name, layer in adapted:
-            shares = layer.alpha * layer.own_mixture(mixture)
+            shares = layer.alpha * layer.mixture_of_layer(mixture)
             model = replace_module(model, name, layer.merge_into_base(shares))
         return model
 

@@ -72,7 +72,7 @@ class _Plan:
         return gets_low_rank_adaptor or gets_bias_adaptor
 
     def rank_one_geometry(self, module: nn.Module) -> Geometry | None:
-        """Return the shapes of the layer's low-rank adaptor if it had rank 1; None if the layer gets none."""
+        """Return the shapes of the layer's low-rank adaptor at rank 1; None if the layer gets none."""
         if is_linear(module):
             return linear_geometry(module) if self.lora else None
         if not isinstance(module, CONVS) or self.conv == "none":
@@ -88,8 +88,8 @@ class _Plan:
     def geometry(self, module: nn.Module) -> Geometry | None:
         """Return the shapes of the layer's low-rank adaptor; None if the layer gets none.
 
-        The rank is that of the settings, or the largest within the budget, but at least 1. It is limited to the largest
-        rank that the layer's weight can have.
+        The rank is that of the settings, or the largest within the budget, but at least 1. ``with_rank`` limits it to
+        the largest rank that the layer's weight can have.
         """
         rank_one = self.rank_one_geometry(module)
         if rank_one is None:
@@ -99,8 +99,9 @@ class _Plan:
         else:
             assert self.rank is not None
             rank = self.rank
-        form = self.conv if type(module) in CONVS else "channel"  # For a linear layer all forms are the same.
-        return rank_one.with_rank(rank, form)
+        if is_linear(module):
+            return rank_one.with_rank(rank)
+        return rank_one.with_rank(rank, form=self.conv)
 
     def layers_over_budget(self, layers: dict[str, nn.Module]) -> list[str]:
         """Return the names of the layers in which even rank 1 exceeds the budget; none without a budget.
@@ -127,9 +128,11 @@ class _Plan:
             return []
         names: list[str] = []
         for name, module in layers.items():
-            rank_one, geometry = self.rank_one_geometry(module), self.geometry(module)
-            # `width` is proportional to the rank.
-            if rank_one and geometry and geometry.width < self.rank * rank_one.width:
+            rank_one, limited = self.rank_one_geometry(module), self.geometry(module)
+            if rank_one is None or limited is None:  # no low-rank adaptor
+                continue
+            width_without_limit = self.rank * rank_one.width
+            if limited.width < width_without_limit:
                 names.append(name)
         return names
 

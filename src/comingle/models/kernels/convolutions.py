@@ -85,7 +85,7 @@ def accepting_fakes() -> Iterator[None]:
 
 
 def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | None) -> None:
-    """Run the forward or backward pass of a step with native code.
+    """Run the forward or backward pass of a step with native code; for fake tensors only allocate its memory.
 
     Args:
         name: "forward" or "backward".
@@ -94,9 +94,10 @@ def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | Non
         **tensors: Tensors by their field in ``step``.
     """
     assert _library is not None
-    if _accepts_fakes:  # The tensors have no data: only allocate memory, to estimate it.
-        # Native code needs more scratch memory if the address of `d_weight` is not 0.
-        step.d_weight = int(tensors.get("d_weight") is not None)
+    if _accepts_fakes:
+        # Native code needs more scratch memory for the gradient of the weight: 1 stands for its address.
+        needs_d_weight = tensors.get("d_weight") is not None
+        step.d_weight = 1 if needs_d_weight else 0
         first_tensor = next(t for t in tensors.values() if t is not None)
         _allocate_scratch(step, first_tensor)
         return
@@ -107,18 +108,19 @@ def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | Non
     native_pass(ctypes.byref(step))
 
 
-def _allocate_scratch(step: StepStruct, like: Tensor) -> None:
-    """Allocate as much scratch memory as native code would, and free it, so that a memory estimate counts it.
+def _allocate_scratch(step: StepStruct, fake_tensor: Tensor) -> None:
+    """Allocate and free a fake tensor of the size of native code's scratch memory, for an estimate of memory.
 
     Args:
         step: Sizes of the step.
-        like: A fake tensor with the step's device and dtype.
+        fake_tensor: A fake tensor with the step's device and dtype.
     """
     assert _library is not None
-    scratch_size = getattr(_library, f"room_{DTYPES[like.dtype]}")  # number of entries of one thread
-    scratch_size.restype = ctypes.c_int64
+    count_entries = getattr(_library, f"room_{DTYPES[fake_tensor.dtype]}")
+    count_entries.restype = ctypes.c_int64
+    entries_per_thread = count_entries(ctypes.byref(step))
     num_threads = min(step.threads, step.users)  # a thread processes whole users
-    like.new_empty(num_threads, scratch_size(ctypes.byref(step)))
+    fake_tensor.new_empty(num_threads, entries_per_thread)
 
 
 Flat = Float[Tensor, "users_images channels height width"]
@@ -137,14 +139,14 @@ class PassShape:
     users: int = 0
     images: int = 0
 
-    def lanes(self, x: Tensor) -> Tensor:
-        """Convert samples to maps, the layout of the C++ kernels.
+    def to_maps(self, x: Tensor) -> Tensor:
+        """Convert samples to maps, the layout of the C++ kernels; return maps unchanged.
 
         Samples are ``(users * images, channels, height, width)``, maps ``(users, lanes, channels, height, width)``.
-        Each image of a user is a lane. Lanes are innermost in memory, padded to a multiple of 16 (float32) or 8.
+        A lane is an image of a user. Lanes are innermost in memory, padded to a multiple of 16 (float32) or 8.
         """
-        is_converted = x.dim() == 5
-        if is_converted:
+        are_maps = x.dim() == 5
+        if are_maps:
             return x
         samples = x.unflatten(0, (self.users, self.images))
         in_memory_order = samples.permute(0, 3, 4, 2, 1)  # (users, height, width, channels, images)
@@ -153,9 +155,9 @@ class PassShape:
         return padded.contiguous().permute(0, 4, 3, 1, 2)
 
     def flat(self, x: Tensor) -> Tensor:
-        """Convert maps to samples ``(users * images, channels, height, width)``, the inverse of :meth:`lanes`."""
-        is_converted = x.dim() == 5
-        if not is_converted:
+        """Convert maps to samples ``(users * images, channels, height, width)``, the inverse of :meth:`to_maps`."""
+        are_maps = x.dim() == 5
+        if not are_maps:
             return x
         without_padding = x[:, : self.images]
         return without_padding.flatten(0, 1)
@@ -196,7 +198,7 @@ class Step:
             x: Samples ``(users * images, channels, height, width)``, or the output of another step.
             added: Tensor to add before the ReLU; None for none.
         """
-        outputs: Outputs = self._apply(self.pass_shape.lanes(x), added, returns_input=False)
+        outputs: Outputs = self._apply(self.pass_shape.to_maps(x), added, returns_input=False)
         return outputs
 
     def run_shared(self, x: Maps) -> tuple[Outputs, Maps]:
@@ -359,8 +361,8 @@ class _Fused(torch.autograd.Function):
         users, lanes = x.shape[:2]
         out_height, out_width = step.output_size(x)
         outputs, pool = step.convolution.out_channels, step.pool
-        # In memory order: z is the step's output, y the convolution's output if a norm reads it, and `taken` the place
-        # of each pooled number in its pooling window.
+        # In memory order: z is the step's output, y the convolution's output if a norm reads it, and `taken` the index
+        # of the maximum in each pooling window.
         z = x.new_empty(users, out_height // pool, out_width // pool, outputs, lanes)
         y = None if step.norm is None else x.new_empty(users, out_height, out_width, outputs, lanes)
         taken = torch.empty_like(z, dtype=torch.uint8) if pool > 1 else None
@@ -387,6 +389,7 @@ class _Fused(torch.autograd.Function):
             dz: Gradient of the step's outputs.
             passed: Gradient of ``x`` from its other uses, if :meth:`forward` has returned ``x``; added to the result.
         """
+        # `taken`: index of the maximum in each pooling window.
         x, weight, bias, gamma, beta, mean, rstd, y, taken, z = ctx.saved_tensors
         inputs = (x, weight, bias, gamma, beta)
         needs_gradient = ctx.needs_input_grad[1:6]  # of these inputs
@@ -394,16 +397,17 @@ class _Fused(torch.autograd.Function):
             t.new_empty(t.shape) if is_needed else None for t, is_needed in zip(inputs, needs_gradient, strict=True)
         )
         dz_memory = _to_memory_order(dz)
-        # The gradient of the forward pass's `added` is dz, which native code masks by the ReLU if there is one. Of the
-        # field `added` it only reads whether it is set.
-        masks = ctx.adds and ctx.step.relu
-        d_added = torch.empty_like(dz_memory) if masks else dz_memory
+        # The gradient of `added` is dz; behind a ReLU, native code writes it, with 0 where the ReLU's output is 0. It
+        # only checks that the field `added` is set, so any tensor will do.
+        writes_d_added = ctx.adds and ctx.step.relu
+        d_added = torch.empty_like(dz_memory) if writes_d_added else dz_memory
         run(
             "backward", ctx.native_step, x.dtype, x=x, weight=weight, gamma=gamma, beta=beta, mean=mean, rstd=rstd, y=y,
-            taken=taken, z=z, dz=dz_memory, added=z if masks else None, d_added=d_added if masks else None,
-            passed=_to_memory_order(passed), dx=d_x, d_weight=d_weight, d_bias=d_bias, d_gamma=d_gamma, d_beta=d_beta,
+            taken=taken, z=z, dz=dz_memory, added=dz_memory if writes_d_added else None,
+            d_added=d_added if writes_d_added else None, passed=_to_memory_order(passed), dx=d_x,
+            d_weight=d_weight, d_bias=d_bias, d_gamma=d_gamma, d_beta=d_beta,
         )  # fmt: skip
-        d_sum = _from_memory_order(d_added) if ctx.adds else None
+        gradient_of_added = _from_memory_order(d_added) if ctx.adds else None
         return (
             None,  # step
             _from_memory_order(d_x),
@@ -413,6 +417,6 @@ class _Fused(torch.autograd.Function):
             d_beta,
             None,  # mean
             None,  # rstd
-            d_sum,
+            gradient_of_added,
             None,  # returns_input
         )

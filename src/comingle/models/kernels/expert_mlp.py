@@ -689,13 +689,16 @@ def linear(
     """
     x = x.contiguous()
     call = _Rows(scale=scale)
-    kept_tensors = _fill_linear_struct(call.last, weights, factors)
-    weight, _bias = weights
+    kept_alive = _fill_linear_struct(call.last, weights, factors)  # tensors that the call reads by address
+    weight, _ = weights
     d_out = weight.shape[0]
     y = x.new_empty(*x.shape[:-1], d_out)
-    num_users = 0 if factors is None else len(factors[0])
+    num_users = 0
+    if factors is not None:
+        a, _ = factors
+        num_users = len(a)
     _run_rows(call, x, y, num_users)
-    del kept_tensors  # only after the call, which reads them by address
+    del kept_alive
     return y
 
 

@@ -73,8 +73,8 @@ def _load_base(base, bias, offsets, inside, c, hidden, BIASED: tl.constexpr):
 
 
 @triton.jit
-def _load_columns(start, row, valid, first_column, RANK: tl.constexpr, WIDE: tl.constexpr):
-    """Load ``RANK`` columns of some rows from ``first_column`` on, padded with zeros to ``WIDE`` columns.
+def _load_columns(start, row, valid, first_column, RANK: tl.constexpr, PADDED_RANK: tl.constexpr):
+    """Load ``RANK`` columns of some rows from ``first_column`` on, padded with zeros to ``PADDED_RANK`` columns.
 
     Args:
         start: Address of the tensor.
@@ -82,9 +82,9 @@ def _load_columns(start, row, valid, first_column, RANK: tl.constexpr, WIDE: tl.
         valid: Mask of the rows within the tensor.
         first_column: Index of the first column to load.
         RANK: Number of columns to load.
-        WIDE: Number of columns with padding, a power of two.
+        PADDED_RANK: Number of columns with padding, a power of two.
     """
-    r = tl.arange(0, WIDE)
+    r = tl.arange(0, PADDED_RANK)
     columns = first_column + r
     addresses = start + row[:, None] + columns[None, :]
     is_inside = valid[:, None] & (r < RANK)[None, :]
@@ -92,29 +92,29 @@ def _load_columns(start, row, valid, first_column, RANK: tl.constexpr, WIDE: tl.
 
 
 @triton.jit
-def _load_factor(factor, number, c, hidden, RANK: tl.constexpr, WIDE: tl.constexpr):
-    """Load some columns of one expert's factor ``(rank, hidden)``, padded with zeros to ``WIDE`` rows.
+def _load_factor(factor, expert, c, hidden, RANK: tl.constexpr, PADDED_RANK: tl.constexpr):
+    """Load some columns of one expert's factor ``(rank, hidden)``, padded with zeros to ``PADDED_RANK`` rows.
 
     Args:
         factor: Address of the factors of all experts of all users.
-        number: Index of the expert among those of all users.
+        expert: Index of the expert among those of all users, ``user * experts + j``.
         c: Indices of the columns.
         hidden: Number of columns of a factor.
         RANK: Number of rows of a factor.
-        WIDE: Number of rows with padding, a power of two.
+        PADDED_RANK: Number of rows with padding, a power of two.
     """
-    r = tl.arange(0, WIDE)
-    offsets = (number * RANK + r)[:, None] * hidden + c[None, :]
+    r = tl.arange(0, PADDED_RANK)
+    offsets = (expert * RANK + r)[:, None] * hidden + c[None, :]
     is_inside = (r < RANK)[:, None] & (c < hidden)[None, :]
     return tl.load(factor + offsets, mask=is_inside, other=0.0)
 
 
 @triton.jit
 def forward(
-    base_0, base_1, bias_0, bias_1, z, gates, b_0, b_1, a, mixed, last,
-    n, hidden, scale, z_user, z_row,
-    ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
-    RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    base_0, base_1, bias_0, bias_1, z, gates, b_0, b_1, a, mixed, partial_sums,
+    n, hidden, scale, z_user_stride, z_token_stride,
+    ACT: tl.constexpr, NUM_FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute ``mixed = sum_j p_j h_j`` over experts j, and partial sums of ``h_j A_j^T`` for the last layer's LoRA.
 
@@ -130,25 +130,25 @@ def forward(
         base_1: The base's pre-activations of layer 1; any address in plain MLPs.
         bias_0: Bias of layer 0; any address without bias.
         bias_1: Bias of layer 1; any address without bias.
-        z: Products of the input with A of layers 0 and 1, ``(users, n, FIRST * experts * rank)``.
+        z: Products of the input with A of layers 0 and 1, ``(users, n, NUM_FIRST * experts * rank)``.
         gates: The experts' probabilities, ``(users, n, experts)``.
         b_0: B of layer 0.
         b_1: B of layer 1.
         a: A of the last layer.
         mixed: Output: the mixture of hidden activations, ``(users, n, hidden)``.
-        last: Output: the partial sums of ``h_j A_j^T``, ``(chunks, users, n, experts * rank)``.
+        partial_sums: Output: the partial sums of ``h_j A_j^T``, ``(chunks, users, n, experts * rank)``.
         n: Tokens of a user.
         hidden: Hidden width.
         scale: LoRA scale.
-        z_user: Stride of ``z`` between users.
-        z_row: Stride of ``z`` between tokens.
+        z_user_stride: Stride of ``z`` between users.
+        z_token_stride: Stride of ``z`` between tokens.
         ACT: Code of the activation.
-        FIRST: Number of layers that read the MLP's input: 2 in gated MLPs, else 1.
+        NUM_FIRST: Number of layers that read the MLP's input: 2 in gated MLPs, else 1.
         BIASED_0: Whether layer 0 has a bias.
         BIASED_1: Whether layer 1 has a bias.
         EXPERTS: Number of experts.
         RANK: LoRA rank.
-        WIDE: The rank padded to a power of two that tensor cores support.
+        PADDED_RANK: The rank padded to a power of two that tensor cores support.
         TOKENS: Tokens of a tile.
         COLUMNS: Columns of a tile.
         PRECISION: Input precision of products.
@@ -159,40 +159,41 @@ def forward(
     user = tl.program_id(2).to(tl.int64)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    r = tl.arange(0, WIDE)
+    r = tl.arange(0, PADDED_RANK)
     valid = t < n
     token = user * n + t  # index among the tokens of all users
     inside = valid[:, None] & (c < hidden)[None, :]
     offsets = token[:, None] * hidden + c[None, :]
-    row = user * z_user + t.to(tl.int64) * z_row  # offset in `z`
+    row = user * z_user_stride + t.to(tl.int64) * z_token_stride  # offset in `z`
     pre_0 = _load_base(base_0, bias_0, offsets, inside, c, hidden, BIASED_0)
     pre_1 = pre_0
-    if FIRST == 2:
+    if NUM_FIRST == 2:
         pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
-    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    part = (chunk * tl.num_programs(2) * n + token) * (EXPERTS * RANK)  # offset of the row in `last`
+    mixture = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    num_users = tl.num_programs(2)
+    sums_row = (chunk * num_users * n + token) * (EXPERTS * RANK)  # offset in `partial_sums`
     for j in tl.static_range(EXPERTS):
-        number = user * EXPERTS + j  # of expert j among the experts of all users
-        z_0 = _load_columns(z, row, valid, j * RANK, RANK, WIDE)
-        factor_0 = _load_factor(b_0, number, c, hidden, RANK, WIDE)
+        expert = user * EXPERTS + j  # of expert j among the experts of all users
+        z_0 = _load_columns(z, row, valid, j * RANK, RANK, PADDED_RANK)
+        factor_0 = _load_factor(b_0, expert, c, hidden, RANK, PADDED_RANK)
         h, _ = _activation(pre_0 + scale * _dot(z_0, factor_0, PRECISION), ACT)
-        if FIRST == 2:
-            z_1 = _load_columns(z, row, valid, (EXPERTS + j) * RANK, RANK, WIDE)
-            factor_1 = _load_factor(b_1, number, c, hidden, RANK, WIDE)
+        if NUM_FIRST == 2:
+            z_1 = _load_columns(z, row, valid, (EXPERTS + j) * RANK, RANK, PADDED_RANK)
+            factor_1 = _load_factor(b_1, expert, c, hidden, RANK, PADDED_RANK)
             h *= pre_1 + scale * _dot(z_1, factor_1, PRECISION)
         p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
-        total += p[:, None] * h
-        factor_last = _load_factor(a, number, c, hidden, RANK, WIDE)
+        mixture += p[:, None] * h
+        factor_last = _load_factor(a, expert, c, hidden, RANK, PADDED_RANK)
         product = _dot(h.to(factor_last.dtype), tl.trans(factor_last), PRECISION)
-        addresses = last + part[:, None] + (j * RANK + r)[None, :]
+        addresses = partial_sums + sums_row[:, None] + (j * RANK + r)[None, :]
         tl.store(addresses, product, mask=valid[:, None] & (r < RANK)[None, :])
-    tl.store(mixed + offsets, total.to(mixed.dtype.element_ty), mask=inside)
+    tl.store(mixed + offsets, mixture.to(mixed.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _expert_backward(
     pre_0, pre_1, d_mixed, z_0, z_1, d_gated, p, b_0, b_1, a, scale,
-    ACT: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    ACT: tl.constexpr, NUM_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Recompute the hidden activations h of one expert, and return them with gradients.
 
@@ -213,7 +214,7 @@ def _expert_backward(
         a: A of the last layer, ranks times hidden columns.
         scale: LoRA scale.
         ACT: Code of the activation.
-        FIRST: Number of layers before the activation: 2 in gated MLPs, else 1.
+        NUM_FIRST: Number of layers that read the MLP's input: 2 in gated MLPs, else 1.
         PRECISION: Input precision of products.
 
     Returns:
@@ -226,7 +227,7 @@ def _expert_backward(
     h = value
     d_pre_0 = d_h * slope
     d_pre_1 = d_h
-    if FIRST == 2:
+    if NUM_FIRST == 2:
         up = pre_1 + scale * _dot(z_1, b_1, PRECISION)
         h = value * up
         d_pre_0 = d_pre_0 * up
@@ -237,9 +238,9 @@ def _expert_backward(
 @triton.jit
 def backward(
     base_0, base_1, bias_0, bias_1, z, gates, b_0, b_1, a, d_mixed, d_gated, d_base_0, d_base_1, d_z, d_gates,
-    n, hidden, scale, z_user, z_row,
-    ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
-    RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    n, hidden, scale, z_user_stride, z_token_stride,
+    ACT: tl.constexpr, NUM_FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the base's pre-activations, of ``z / scale`` and of the gates.
 
@@ -254,7 +255,7 @@ def backward(
         d_gated: Gradient of ``p_j z_last_j`` with ``z_last_j = scale h_j A_j^T``, ``(users, n, experts * rank)``.
         d_base_0: Output: gradient of ``base_0``.
         d_base_1: Output: gradient of ``base_1``; not written in plain MLPs.
-        d_z: Output: partial sums, ``(chunks, users, n, FIRST * experts * rank)``.
+        d_z: Output: partial sums, ``(chunks, users, n, NUM_FIRST * experts * rank)``.
         d_gates: Output: partial sums, ``(chunks, users, n, experts)``.
     """
     # This program computes a tile: tokens t of one user times hidden columns c.
@@ -262,16 +263,16 @@ def backward(
     user = tl.program_id(2).to(tl.int64)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    r = tl.arange(0, WIDE)
+    r = tl.arange(0, PADDED_RANK)
     valid = t < n
     token = user * n + t  # index among the tokens of all users
     inside = valid[:, None] & (c < hidden)[None, :]
     offsets = token[:, None] * hidden + c[None, :]
-    row = user * z_user + t.to(tl.int64) * z_row  # offset in `z`
+    row = user * z_user_stride + t.to(tl.int64) * z_token_stride  # offset in `z`
     row_last = token * (EXPERTS * RANK)  # offset in `d_gated`
     pre_0 = _load_base(base_0, bias_0, offsets, inside, c, hidden, BIASED_0)
     pre_1 = pre_0
-    if FIRST == 2:
+    if NUM_FIRST == 2:
         pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
     d_mixture = tl.load(d_mixed + offsets, mask=inside, other=0.0).to(tl.float32)
     total_0 = tl.zeros((TOKENS, COLUMNS), tl.float32)
@@ -279,38 +280,40 @@ def backward(
     part = chunk * tl.num_programs(2) * n + token  # row of the partial sums
     in_rank = valid[:, None] & (r < RANK)[None, :]
     for j in tl.static_range(EXPERTS):
-        number = user * EXPERTS + j  # of expert j among the experts of all users
+        expert = user * EXPERTS + j  # of expert j among the experts of all users
         p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
-        factor_0 = _load_factor(b_0, number, c, hidden, RANK, WIDE)
-        factor_1 = _load_factor(b_1, number, c, hidden, RANK, WIDE)
-        factor_last = _load_factor(a, number, c, hidden, RANK, WIDE)
-        z_0 = _load_columns(z, row, valid, j * RANK, RANK, WIDE)
-        z_1 = _load_columns(z, row, valid, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE)  # not used in plain MLPs
-        d_gated_j = _load_columns(d_gated, row_last, valid, j * RANK, RANK, WIDE)
+        factor_0 = _load_factor(b_0, expert, c, hidden, RANK, PADDED_RANK)
+        factor_1 = _load_factor(b_1, expert, c, hidden, RANK, PADDED_RANK)
+        factor_last = _load_factor(a, expert, c, hidden, RANK, PADDED_RANK)
+        z_0 = _load_columns(z, row, valid, j * RANK, RANK, PADDED_RANK)
+        z_1 = _load_columns(
+            z, row, valid, ((NUM_FIRST - 1) * EXPERTS + j) * RANK, RANK, PADDED_RANK
+        )  # not used in plain MLPs
+        d_gated_j = _load_columns(d_gated, row_last, valid, j * RANK, RANK, PADDED_RANK)
         h, d_pre_0, d_pre_1, _ = _expert_backward(
             pre_0, pre_1, d_mixture, z_0, z_1, d_gated_j, p, factor_0, factor_1, factor_last,
-            scale, ACT, FIRST, PRECISION,
+            scale, ACT, NUM_FIRST, PRECISION,
         )  # fmt: skip
         tl.store(d_gates + part * EXPERTS + j, tl.sum(d_mixture * h, 1), mask=valid)
         total_0 += d_pre_0
-        addresses = d_z + (part * (FIRST * EXPERTS) + j)[:, None] * RANK + r[None, :]
+        addresses = d_z + (part * (NUM_FIRST * EXPERTS) + j)[:, None] * RANK + r[None, :]
         d_z_0 = _dot(d_pre_0.to(factor_0.dtype), tl.trans(factor_0), PRECISION)
         tl.store(addresses, d_z_0, mask=in_rank)
-        if FIRST == 2:
+        if NUM_FIRST == 2:
             total_1 += d_pre_1
             d_z_1 = _dot(d_pre_1.to(factor_1.dtype), tl.trans(factor_1), PRECISION)
             tl.store(addresses + EXPERTS * RANK, d_z_1, mask=in_rank)
     tl.store(d_base_0 + offsets, total_0.to(d_base_0.dtype.element_ty), mask=inside)
-    if FIRST == 2:
+    if NUM_FIRST == 2:
         tl.store(d_base_1 + offsets, total_1.to(d_base_1.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def backward_factors(
     base_0, base_1, bias_0, bias_1, z, gates, b_0, b_1, a, d_mixed, d_gated, d_b_0, d_b_1, d_a,
-    n, hidden, scale, z_user, z_row, span,
-    ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
-    RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    n, hidden, scale, z_user_stride, z_token_stride, span,
+    ACT: tl.constexpr, NUM_FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the LoRA factors: B of the first layers and A of the last.
 
@@ -328,45 +331,47 @@ def backward_factors(
     """
     # This program sums over a range of one user's tokens, tile by tile, for expert j and hidden columns c.
     interval = tl.program_id(1)
-    number = tl.program_id(2).to(tl.int64)  # of expert j among the experts of all users
-    user = number // EXPERTS
-    j = number % EXPERTS
+    expert = tl.program_id(2).to(tl.int64)  # of expert j among the experts of all users
+    user = expert // EXPERTS
+    j = expert % EXPERTS
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    r = tl.arange(0, WIDE)
-    factor_0 = _load_factor(b_0, number, c, hidden, RANK, WIDE)
-    factor_1 = _load_factor(b_1, number, c, hidden, RANK, WIDE)
-    factor_last = _load_factor(a, number, c, hidden, RANK, WIDE)
-    sum_b_0 = tl.zeros((WIDE, COLUMNS), tl.float32)
-    sum_b_1 = tl.zeros((WIDE, COLUMNS), tl.float32)
-    sum_a = tl.zeros((WIDE, COLUMNS), tl.float32)
+    r = tl.arange(0, PADDED_RANK)
+    factor_0 = _load_factor(b_0, expert, c, hidden, RANK, PADDED_RANK)
+    factor_1 = _load_factor(b_1, expert, c, hidden, RANK, PADDED_RANK)
+    factor_last = _load_factor(a, expert, c, hidden, RANK, PADDED_RANK)
+    sum_b_0 = tl.zeros((PADDED_RANK, COLUMNS), tl.float32)
+    sum_b_1 = tl.zeros((PADDED_RANK, COLUMNS), tl.float32)
+    sum_a = tl.zeros((PADDED_RANK, COLUMNS), tl.float32)
     for start in range(interval * span, tl.minimum(n, interval * span + span), TOKENS):
         t = start + tl.arange(0, TOKENS)
         valid = t < n
         token = user * n + t  # index among the tokens of all users
         inside = valid[:, None] & (c < hidden)[None, :]
         offsets = token[:, None] * hidden + c[None, :]
-        row = user * z_user + t.to(tl.int64) * z_row  # offset in `z`
+        row = user * z_user_stride + t.to(tl.int64) * z_token_stride  # offset in `z`
         pre_0 = _load_base(base_0, bias_0, offsets, inside, c, hidden, BIASED_0)
         pre_1 = pre_0
-        if FIRST == 2:
+        if NUM_FIRST == 2:
             pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
         d_mixture = tl.load(d_mixed + offsets, mask=inside, other=0.0).to(tl.float32)
-        z_0 = _load_columns(z, row, valid, j * RANK, RANK, WIDE)
-        z_1 = _load_columns(z, row, valid, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE)  # not used in plain MLPs
-        d_gated_j = _load_columns(d_gated, token * (EXPERTS * RANK), valid, j * RANK, RANK, WIDE)
+        z_0 = _load_columns(z, row, valid, j * RANK, RANK, PADDED_RANK)
+        z_1 = _load_columns(
+            z, row, valid, ((NUM_FIRST - 1) * EXPERTS + j) * RANK, RANK, PADDED_RANK
+        )  # not used in plain MLPs
+        d_gated_j = _load_columns(d_gated, token * (EXPERTS * RANK), valid, j * RANK, RANK, PADDED_RANK)
         p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
         h, d_pre_0, d_pre_1, d_last = _expert_backward(
             pre_0, pre_1, d_mixture, z_0, z_1, d_gated_j, p, factor_0, factor_1, factor_last,
-            scale, ACT, FIRST, PRECISION,
+            scale, ACT, NUM_FIRST, PRECISION,
         )  # fmt: skip
         sum_b_0 += _dot(tl.trans(z_0), d_pre_0.to(z_0.dtype), PRECISION)
         sum_a += _dot(tl.trans(d_last), h.to(d_last.dtype), PRECISION)
-        if FIRST == 2:
+        if NUM_FIRST == 2:
             sum_b_1 += _dot(tl.trans(z_1), d_pre_1.to(z_1.dtype), PRECISION)
-    rows = (interval * tl.num_programs(2) + number) * RANK + r  # of the partial sums
+    rows = (interval * tl.num_programs(2) + expert) * RANK + r  # of the partial sums
     offsets_of_sums = rows[:, None] * hidden + c[None, :]
     mask = (r < RANK)[:, None] & (c < hidden)[None, :]
     tl.store(d_b_0 + offsets_of_sums, sum_b_0 * scale, mask=mask)
     tl.store(d_a + offsets_of_sums, sum_a, mask=mask)
-    if FIRST == 2:
+    if NUM_FIRST == 2:
         tl.store(d_b_1 + offsets_of_sums, sum_b_1 * scale, mask=mask)

@@ -116,24 +116,24 @@ print(answer["choices"][0]["text"])""",
 }
 
 
-def usage_example(base: Base, about: ModelInfo | None, format: str) -> UsageExample:
+def usage_example(base: Base, model_info: ModelInfo | None, format: str) -> UsageExample:
     """Return the model card's example: a message to answer, or a text to continue.
 
     Args:
         base: The base.
-        about: What the run knows about the user's data; None without a run.
+        model_info: What the run knows about the user's data; None without a run.
         format: The export format.
     """
-    tokenizer, template = base.tokenizer, chat_template_of(base, about)
+    tokenizer, template = base.tokenizer, chat_template_of(base, model_info)
     assert tokenizer is not None
-    was_trained_on_texts = about is not None and about.kind != CONVERSATIONS
+    was_trained_on_texts = model_info is not None and model_info.kind != CONVERSATIONS
     if template is not None and not was_trained_on_texts:
         is_chat, prompt = True, ""
         with suppress(DataError):  # the template refuses this message; the card then shows no prompt
             prompt = template.render([{"role": "user", "content": "Hello!"}], add_prompt=True)
     else:
         is_chat, prompt = False, _EXAMPLE_TEXT
-    end_tokens = generation_of(base, about).eos_token_id  # an integer, a list or None
+    end_tokens = generation_of(base, model_info).eos_token_id  # an integer, a list or None
     end_ids = () if end_tokens is None else as_tuple(end_tokens)
     library = "gguf" if format == "gguf" else "transformers"
     return UsageExample(
@@ -166,7 +166,7 @@ class Card:
         library: The library that opens the export, such as "transformers".
         form: Sentence on the format that was written.
         usage: Code that opens the model.
-        about: What the run knows about the user's data and scores; None without a run.
+        model_info: What the run knows about the user's data and scores; None without a run.
         example: Example that generates a text; None without a tokenizer.
         lost: Scores before and after an approximation.
     """
@@ -176,7 +176,7 @@ class Card:
     library: str
     form: str
     usage: str
-    about: ModelInfo | None
+    model_info: ModelInfo | None
     example: UsageExample | None = None
     lost: Mapping[str, float] = field(default_factory=dict)
 
@@ -201,10 +201,10 @@ class Card:
     def _head(self) -> list[str]:
         """Return the first lines of the card: title, summary, format and code."""
         how = "with adapters"
-        if self.about is not None:
-            how = f"with the method {self.about.method}"
-            if self.about.users > 1:
-                how += f", in a federation of {self.about.users} users"
+        if self.model_info is not None:
+            how = f"with the method {self.model_info.method}"
+            if self.model_info.users > 1:
+                how += f", in a federation of {self.model_info.users} users"
         base_name = name_of(self.base)
         summary = f"The personal language model of one user, {self.name}: {base_name} fine-tuned {how}."
         lines = [f"# {self.name}", "", summary, "", self.form, "", "## Usage", ""]
@@ -215,17 +215,17 @@ class Card:
 
     def _data(self) -> list[str]:
         """Return the lines of the section on the amount of the user's data; empty if it is unknown."""
-        if self.about is None or not self.about.counts:
+        if self.model_info is None or not self.model_info.counts:
             return []
-        amounts = [f"{count:,} {key.replace('_', ' ')}" for key, count in self.about.counts.items()]
+        amounts = [f"{count:,} {key.replace('_', ' ')}" for key, count in self.model_info.counts.items()]
         note = "This folder contains none of it, only the trained weights."
-        return ["## Data", "", f"The user's own {self.about.kind}: {', '.join(amounts)}. {note}", ""]
+        return ["## Data", "", f"The user's own {self.model_info.kind}: {', '.join(amounts)}. {note}", ""]
 
     def _metrics(self) -> list[str]:
         """Return the lines of the section with the model's scores; empty if there are none."""
         scores: dict[str, float] = {}
-        if self.about is not None:
-            scores.update(self.about.scores)
+        if self.model_info is not None:
+            scores.update(self.model_info.scores)
         scores.update(self.lost)
         if not scores:
             return []
@@ -487,7 +487,7 @@ def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype
         model=cast(AdaptedModel | MixedLanguageModel, personal.model),
         tensors=personal.tensors,
         row=personal.row,
-        model_info=personal.about,
+        model_info=personal.model_info,
         logits=personal.logits,
     )
     with torch.no_grad():
@@ -531,7 +531,7 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
             form=exported.form,
             usage=code_template.format(folder=folder.name, base=name_of(base)),
             example=example,
-            about=source.model_info,
+            model_info=source.model_info,
             lost=exported.lost,
         )
         (draft / CARD).write_text(card.text(), encoding="utf-8")
