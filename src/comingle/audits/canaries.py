@@ -264,8 +264,8 @@ class Attacker:
         if not isinstance(batch_source, TextBatchSource) or batch_source.begin is None:
             return windows
         # The first token of a window from the middle of a text is no target; here all windows count as such.
-        at_start = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
-        return begin_windows(windows[..., :-1], batch_source.begin, at_start=at_start)
+        begins_stream = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
+        return begin_windows(windows[..., :-1], batch_source.begin, begins_stream=begins_stream)
 
 
 @dataclass(frozen=True, kw_only=True)

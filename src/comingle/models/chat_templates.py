@@ -298,7 +298,7 @@ class ChatTemplate:
         except RewrittenTurnsError:
             if len(learnt) == 1:  # separate encoding would do the same
                 raise
-        first, *others = [self._encode_prepared(prepared, hidden_texts, [number], unwritten=0) for number in learnt]
+        first, *others = [self._encode_prepared(prepared, hidden_texts, [index], unwritten=0) for index in learnt]
         return [replace(first, unwritten_calls=num_unwritten), *others]
 
     def _prepare_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[str], list[int], int]:
@@ -525,7 +525,7 @@ class ChatTemplate:
 
         Returns:
             The text, and three character offsets: the response's start, the response's end, and the end of the text.
-            Some templates close a conversation by text that does not belong to the response.
+                Some templates write closing text after the last response.
         """
         whole, prompt = self.render(messages), self._prompt_text(messages[:-1])
         text = whole
@@ -533,12 +533,13 @@ class ChatTemplate:
             text = prompt + self._response_after_prompt(messages, whole)
         start, end = len(prompt), len(text)
         try:
-            continued = self.render(messages, add_prompt=True)  # has another prompt instead of closing text
+            continued = self.render(messages, add_prompt=True)  # with the next prompt in place of closing text
         except DataError:
             return text, (start, end, len(text))
         closing_length = len(whole) - _common_prefix(continued, whole)
-        if len(text) - closing_length > start:  # otherwise `continued` and `whole` differ before the response
-            end = len(text) - closing_length
+        end_without_closing = len(text) - closing_length
+        if end_without_closing > start:  # otherwise `continued` and `whole` differ before the response
+            end = end_without_closing
         return text, (start, end, len(text))
 
     def _response_after_prompt(self, messages: Sequence[Message], whole: str) -> str:
@@ -600,14 +601,14 @@ class ChatTemplate:
             return
         flat = _without_spaces(text)
         omitted = self._omitted_by_role(messages)
-        for number, message in enumerate(messages):
+        for index, message in enumerate(messages):
             required = message["content"]
             if message["role"] == ASSISTANT:
                 required = required.rpartition(_END_THINK)[2]  # without thoughts
-            # `omitted` also has short messages that the text contains by chance.
-            missing = message["content"] if number in omitted else _missing_part(required, flat)
+            # A short omitted message such as "ok" may be part of another: do not search for it.
+            missing = message["content"] if index in omitted else _missing_part(required, flat)
             if missing.strip():
-                raise _omission_error(messages, number, missing)
+                raise _omission_error(messages, index, missing)
         tools = messages[0].get("tools") if messages else None
         for tool in tools or ():
             function = tool.get("function") or tool

@@ -192,8 +192,8 @@ class EnsembleModel(Model):
         losses = self.component_losses(tensors, users, batch, train=train)
         mixture_loss = mix_losses(losses.detach(), self.shares(tensors).detach())
         plain_sum = losses.sum(1)
-        no_value = plain_sum - plain_sum.detach()  # 0 with the gradient of `plain_sum`
-        return mixture_loss + no_value, 0.0
+        zero = plain_sum - plain_sum.detach()  # with the gradient of `plain_sum`
+        return mixture_loss + zero, 0.0
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
         """Return the mixture's losses in nats."""
@@ -292,18 +292,18 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
         users, components = pi.shape
         texts = len(input_ids)
 
-        def repeat(rows: Tensor) -> Tensor:
-            """Repeat rows (user, text) to rows (user, component, text)."""
+        def repeat_per_component(rows: Tensor) -> Tensor:
+            """Repeat rows ordered by user and text; the result is ordered by user, component and text."""
             by_user = rows.unflatten(0, (users, -1)).unsqueeze(1)
             return by_user.expand(users, components, *by_user.shape[2:]).flatten(0, 2)
 
-        cache = options.pop(cache_key, None)  # has a row per text
+        cache = options.pop(cache_key, None)
         options[cache_key] = None if cache is None else FoldedCache(cache, users, components)
-        for key in PER_TEXT:
+        for key in PER_TEXT:  # arguments with a row for each text, or a single row for all
             value = options.get(key)
-            if isinstance(value, Tensor) and len(value) == texts:  # not a single row for all texts
-                options[key] = repeat(value)
-        output = original_forward(input_ids=repeat(input_ids), **options)
+            if isinstance(value, Tensor) and len(value) == texts:
+                options[key] = repeat_per_component(value)
+        output = original_forward(input_ids=repeat_per_component(input_ids), **options)
         logits = output.logits.float().unflatten(
             0, (users, components, -1)
         )  # (users, components, texts, tokens, vocab)

@@ -142,10 +142,10 @@ class TritonBackend:
         gates: Gates,
         b: Sequence[Factor],
         a: Factor,
-        last: Last,
+        z_last: Last,
         d_mixed: SharedHidden,
         d_gated: Last,
-        factors: bool,
+        wants_factors: bool,
     ) -> tuple[list[SharedHidden], First, Gates, list[Factor], Factor | None]:
         """Return the gradients of ``bases``, ``z``, ``gates``, ``b`` and ``a`` of :meth:`forward`, with Triton.
 
@@ -161,10 +161,10 @@ class TritonBackend:
             gates: The experts' probabilities ``p_j``.
             b: B of these layers.
             a: A of the last layer.
-            last: ``z_last_j = s A_j h_j`` from :meth:`forward`.
+            z_last: ``z_last_j = s A_j h_j`` from :meth:`forward`.
             d_mixed: Gradient of the mixture ``sum_j p_j h_j``.
             d_gated: Gradient of ``p_j z_last_j``.
-            factors: Compute the gradients of ``b`` and ``a``; otherwise they are an empty list and None.
+            wants_factors: Compute the gradients of ``b`` and ``a``; otherwise they are an empty list and None.
         """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
@@ -173,7 +173,7 @@ class TritonBackend:
         d_mixed, d_gated = d_mixed.contiguous(), d_gated.contiguous()
         tensors = (*_leading_arguments(bases, biases, z, gates, b, a), d_mixed, d_gated)
         user_stride, token_stride, _ = z.stride()
-        numbers = (n, hidden, scale, user_stride, token_stride)
+        sizes = (n, hidden, scale, user_stride, token_stride)
         constants = _compile_time_arguments(act, biases, a)
 
         d_bases = [torch.empty_like(base) for base in bases]
@@ -181,13 +181,13 @@ class TritonBackend:
         d_gates_sums = a.new_empty(num_chunks, *gates.shape, dtype=torch.float32)
         with torch.cuda.device_of(d_mixed):
             self.programs.backward[num_chunks, num_tiles, users](
-                *tensors, d_bases[0], d_bases[-1], d_z_sums, d_gates_sums, *numbers, **constants
+                *tensors, d_bases[0], d_bases[-1], d_z_sums, d_gates_sums, *sizes, **constants
             )
         d_z = d_z_sums.sum(0).mul_(scale).to(z.dtype)
         # Gates have two gradients: through the mixed activations, and through the last layer's LoRA.
-        d_gates_of_lora = (d_gated.float() * last.float()).view(users, n, experts, rank).sum(-1)
+        d_gates_of_lora = (d_gated.float() * z_last.float()).view(users, n, experts, rank).sum(-1)
         d_gates = d_gates_sums.sum(0) + d_gates_of_lora
-        if not factors:
+        if not wants_factors:
             return d_bases, d_z, d_gates, [], None
 
         num_spans = math.ceil(n / SPAN)  # of tokens
@@ -195,7 +195,7 @@ class TritonBackend:
         d_a_sums = a.new_empty(num_spans, *a.shape, dtype=torch.float32)
         with torch.cuda.device_of(d_mixed):
             self.programs.backward_factors[num_chunks, num_spans, users * experts](
-                *tensors, d_b_sums[0], d_b_sums[-1], d_a_sums, *numbers, SPAN, **constants
+                *tensors, d_b_sums[0], d_b_sums[-1], d_a_sums, *sizes, SPAN, **constants
             )
         d_b = [sums.sum(0).to(a.dtype) for sums in d_b_sums]
         d_a = d_a_sums.sum(0).to(a.dtype)
@@ -524,12 +524,14 @@ def capture(work: Work, device: torch.device, pool: Any) -> Work:
 
 
 def _end_failed_capture(device: torch.device, pool: Any) -> None:
-    """Tell PyTorch's allocator that a failed capture has ended, so that it frees the pool, unless PyTorch has done it.
+    """Tell PyTorch's allocator that a failed capture has ended, so that it frees the pool.
+
+    PyTorch does so itself for some errors.
 
     Args:
         device: Device of the capture.
         pool: Memory pool of the graph.
     """
-    with suppress(AttributeError, RuntimeError):  # the first call raises an error if PyTorch has done it
+    with suppress(AttributeError, RuntimeError):  # raised if the capture has ended already
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)

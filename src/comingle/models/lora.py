@@ -182,15 +182,15 @@ def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> 
 def factors_of(
     tensors: Tree, name: str, scale: float
 ) -> tuple[Float[Tensor, "users ... rank d_in"], Float[Tensor, "users ... rank d_out"]]:
-    """Return the LoRA factors A and B of a linear; the ranks of a residual (factors I and O) are appended to them.
+    """Return the LoRA factors A and B of a linear, with the factors I and O of its residual as further ranks.
 
-    With further ranks ``I / scale`` of A and O of B, ``scale * B^T A`` includes the residual ``O^T I``, a frozen change
-    of the weight.
+    The residual ``O^T I`` is a frozen change of the weight. I is divided by the scale, as the caller multiplies
+    ``B^T A`` by it.
 
     Args:
         tensors: The users' tensors by name.
         name: Name of the linear.
-        scale: LoRA scale, by which the caller multiplies the product.
+        scale: LoRA scale.
     """
     a, b = tensors[f"{name}.a"], tensors[f"{name}.b"]
     has_residual = f"{name}.{IN}" in tensors

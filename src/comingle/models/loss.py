@@ -118,25 +118,25 @@ def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, needs_gradient: bool) -
     scales_or_caps = head.softcap is not None or head.scale != 1.0
     if scales_or_caps:
         logits, slope = _scale_and_cap(logits, head)
-    parts = None
+    loss_and_softmax = None
     if native_softmax_parts is not None:
-        parts = native_softmax_parts(logits, ids, needs_gradient)
-    if parts is None:  # no native code, or it does not support these logits
-        parts = softmax_parts(logits, ids)
-    loss, weights, total = parts  # softmax = weights / total
+        loss_and_softmax = native_softmax_parts(logits, ids, needs_gradient)
+    if loss_and_softmax is None:  # no native code, or it does not support these logits
+        loss_and_softmax = softmax_parts(logits, ids)
+    loss, exponentials, total = loss_and_softmax  # softmax = exponentials / total
     if not needs_gradient:
         return loss, None
     if slope is None:
-        expected_row = (weights @ head.weight) / total.unsqueeze(1)  # sum_v softmax_v W_v
+        expected_row = (exponentials @ head.weight) / total.unsqueeze(1)  # sum_v softmax_v W_v
         return loss, (expected_row - head.weight[ids]).to(hidden.dtype)
-    d_logits = weights / total.unsqueeze(1).to(weights.dtype)
+    d_logits = exponentials / total.unsqueeze(1).to(exponentials.dtype)  # softmax_v - [v = t]
     d_logits[torch.arange(len(ids), device=ids.device), ids] -= 1
     return loss, (d_logits * slope) @ head.weight
 
 
 @fused
 def softmax_parts(logits: Float[Tensor, "n vocab"], ids: Int[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts of a cross-entropy, computed in float32 or wider.
+    """Return cross-entropy and softmax, the latter as numerator and denominator, computed in float32 or wider.
 
     Args:
         logits: Logits of ``n`` positions; not modified.
@@ -151,10 +151,10 @@ def softmax_parts(logits: Float[Tensor, "n vocab"], ids: Int[Tensor, " n"]) -> t
     target_logits = wide_logits.gather(1, ids.unsqueeze(1)).squeeze(1)
     is_copy = wide_logits is not logits  # which can be overwritten, to save memory
     shifted = wide_logits.sub_(largest.unsqueeze(1)) if is_copy else wide_logits - largest.unsqueeze(1)
-    weights = shifted.exp_()
-    total = weights.sum(1)
+    exponentials = shifted.exp_()
+    total = exponentials.sum(1)
     losses = largest + torch.log(total) - target_logits
-    return losses, weights.to(logits.dtype), total
+    return losses, exponentials.to(logits.dtype), total
 
 
 def _scale_and_cap(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:

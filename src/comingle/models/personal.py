@@ -80,7 +80,7 @@ class Change:
 def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Change]:
     """Return the change of each adapted linear's weight by one user's adapters, for merging and exports.
 
-    The share of each expert is the LoRA scale; :func:`averaged` divides it by the number of experts. Binds the user's
+    The share of each expert is the LoRA scale; :func:`average_experts` divides it by the number of experts. Binds the user's
     tensors to the model's adapters.
 
     Args:
@@ -94,12 +94,12 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
     num_experts = int(present.sum())
     changes = []
     for name, lora in model.adapters.attention.items():
-        layer, shares = _layer_number(name), _constant_shares(1, lora.scale)
+        layer, shares = _layer_number(name), _equal_shares(1, lora.scale)
         a, b = (factor[0] for factor in lora.factors)  # of the only bound user, (rank, ...)
         a, b = _widen(a).unsqueeze(0), _widen(b).unsqueeze(0)  # as one expert, (1, rank, ...)
         changes.append(_change_of(module_names, lora.linear, layer, "", a, b, shares))
     for name, mlp in model.adapters.experts.items():
-        layer, shares = _layer_number(name), _constant_shares(num_experts, mlp.scale)
+        layer, shares = _layer_number(name), _equal_shares(num_experts, mlp.scale)
         for key, linear in (*mlp.first.items(), ("down", mlp.last)):
             a, b = (factor[0] for factor in mlp.factors[key])  # of the only bound user, (experts, rank, ...)
             a, b = _widen(a)[present.to(a.device)], _widen(b)[present.to(b.device)]
@@ -107,20 +107,20 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
     return _trim_ranks(changes)
 
 
-def averaged(changes: Sequence[Change]) -> list[Change]:
+def average_experts(changes: Sequence[Change]) -> list[Change]:
     """Return the changes with the shares of the E experts of each MLP divided by E.
 
     Args:
         changes: Changes of the weights of linear layers; those of an MLP have the key "gate", "up" or "down".
     """
-    weighted = []
+    averaged = []
     for change in changes:
         is_of_mlp = change.key != ""
         if is_of_mlp:
             experts = len(change.a)
-            change = change.reweighted(_constant_shares(experts, 1 / experts))
-        weighted.append(change)
-    return weighted
+            change = change.reweighted(_equal_shares(experts, 1 / experts))
+        averaged.append(change)
+    return averaged
 
 
 def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
@@ -175,7 +175,7 @@ def _layer_number(name: str) -> int:
     return next(int(part) for part in name.split(".") if part.isdigit())
 
 
-def _constant_shares(experts: int, value: float) -> Float[Tensor, " experts"]:
+def _equal_shares(experts: int, value: float) -> Float[Tensor, " experts"]:
     """Return the same share for each expert."""
     return torch.full((experts,), value, dtype=torch.float64)
 
@@ -192,8 +192,8 @@ def _trim_ranks(changes: Sequence[Change]) -> list[Change]:
 
 
 def _used_rank(change: Change) -> int:
-    """Return the number of ranks up to the last whose rows in A and B are not zero, at least 1."""
-    largest_a = change.a.abs().amax((0, 2))  # of each rank
+    """Return the rank without ranks at the end that are zero in A or B of all experts, but at least 1."""
+    largest_a = change.a.abs().amax((0, 2))  # of each rank, over experts and columns
     largest_b = change.b.abs().amax((0, 2))
     nonzero_ranks = (largest_a * largest_b).nonzero()
     if len(nonzero_ranks) == 0:
@@ -231,7 +231,7 @@ def merge_adapters(model: AdaptedModel, tensors: Tree, row: int) -> PreTrainedMo
         row: Index of the user among all users.
     """
     merged = copy.deepcopy(model.base.model)
-    for change in averaged(changes_of_adapted(model, tensors, row)):
+    for change in average_experts(changes_of_adapted(model, tensors, row)):
         change.add_to(merged.get_parameter(f"{change.name}.weight"))
     return merged
 
@@ -727,9 +727,9 @@ class PersonalModel(Personal):
         base.require_rows(tokens, "the text")
         if base.begin is not None:
             base.require_rows([base.begin], "the text")
-        streams, model_of_stream = [tokens], [0]
+        streams, model_indices = [tokens], [0]  # `losses` ignores the index
         (score,) = score_streams(
-            losses, streams, model_of_stream, context=window_size, batch=16, slots=1, begin=base.begin
+            losses, streams, model_indices, context=window_size, batch=16, slots=1, begin=base.begin
         )
         return score
 

@@ -307,8 +307,8 @@ def weigh_gradient(base: Float[Tensor, "users ..."], shares: Float[Tensor, "user
     value = base.detach().unsqueeze(1)
     num_inner_axes = base.dim() - 1
     pi = shares.view(*shares.shape, *[1] * num_inner_axes)
-    no_value = base.unsqueeze(1) - value  # 0 with the gradient of `base`
-    return value + pi * no_value
+    zero = base.unsqueeze(1) - value  # with the gradient of `base`
+    return value + pi * zero
 
 
 def softmax_mixture(theta: Float[Tensor, "*users clusters"], temperature: float) -> Float[Tensor, "*users clusters"]:

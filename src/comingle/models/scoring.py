@@ -80,7 +80,7 @@ def random_windows(
     windows = stream[starts + torch.arange(tokens_from_stream, device=stream.device)].long()
     if begin is None:
         return windows
-    return begin_windows(windows, begin, at_start=starts == 0)
+    return begin_windows(windows, begin, begins_stream=starts == 0)
 
 
 def evaluation_windows(
@@ -106,10 +106,10 @@ def evaluation_windows(
         num_after_first_window = max(0, len(stream) - context)
         count = 1 + math.ceil(num_after_first_window / stride)
     windows = _cut_windows(stream, width=context, stride=stride, count=count)
-    at_start = _is_first(windows)
-    if context == 1:  # windows do not overlap, so no token is hidden
-        at_start = torch.ones_like(at_start)
-    return begin_windows(windows, begin, at_start=at_start)
+    begins_stream = _is_first(windows)
+    if context == 1:  # windows do not overlap: hide no first token
+        begins_stream = torch.ones_like(begins_stream)
+    return begin_windows(windows, begin, begins_stream=begins_stream)
 
 
 def fixed_windows(
@@ -132,7 +132,7 @@ def fixed_windows(
     windows = _cut_windows(stream, width=tokens_from_stream, stride=tokens_from_stream, count=count)
     if begin is None:
         return windows
-    return begin_windows(windows, begin, at_start=_is_first(windows))
+    return begin_windows(windows, begin, begins_stream=_is_first(windows))
 
 
 def _cut_windows(
@@ -161,17 +161,17 @@ def _is_first(windows: Int64[Tensor, "windows width"]) -> Bool[Tensor, "windows 
 
 
 def begin_windows(
-    windows: Int64[Tensor, "*batch width"], begin: int, *, at_start: Bool[Tensor, "*batch 1"]
+    windows: Int64[Tensor, "*batch width"], begin: int, *, begins_stream: Bool[Tensor, "*batch 1"]
 ) -> Int64[Tensor, "*batch window"]:
     """Prepend ``begin`` to windows, and hide the first token of windows from the middle of a stream (:func:`hide`).
 
     Args:
         windows: Tokens of a stream.
         begin: Begin-of-text token.
-        at_start: True for windows from the stream's start.
+        begins_stream: True for windows from the stream's start, whose first token is not hidden.
     """
     first, others = windows[..., :1], windows[..., 1:]
-    first = torch.where(at_start, first, hide(first))
+    first = torch.where(begins_stream, first, hide(first))
     return torch.cat([torch.full_like(first, begin), first, others], dim=-1)
 
 

@@ -120,8 +120,8 @@ def split_head(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
 def assign_role(slot: Slot) -> Slot:
     """Return the slot of a tensor of a :class:`GatedPair` with the role of its submodule.
 
-    For example, tensors of "own" get the role "specialist". Running statistics keep the role "statistics" and get the
-    submodule's name as ``factor``, so that a recipe can name "statistics.own".
+    For example, "own.0.weight" gets the role "specialist". The running statistic "own.1.running_mean" keeps the role
+    "statistics" and gets the factor "own", so that a recipe can name "statistics.own".
 
     Args:
         slot: Name, shape and role of the tensor.
@@ -394,8 +394,8 @@ class StackedModel(Model):
             return (shares * losses).sum(1), 0.0
         pi = self.shares(tensors).to(losses.dtype)
         weighted_sum, plain_sum = torch.einsum("uc,uc...->u...", pi, losses), losses.sum(1)
-        no_value = plain_sum - plain_sum.detach()  # 0 with the gradient of `plain_sum`
-        return weighted_sum.detach() + no_value, 0.0
+        zero = plain_sum - plain_sum.detach()  # with the gradient of `plain_sum`
+        return weighted_sum.detach() + zero, 0.0
 
     def _model_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:
         """Return the loss of every sample under the users' models; 0 for padding.
@@ -665,9 +665,9 @@ def stack(
     nets = [net.to(device, dtype) for net in nets]
     mixes_whole_models = mixture is not None and mixture.of == "models"
     layout = layout_of(nets, side_by_side=mixes_whole_models)
-    others = None  # the server's further initial models
+    other_initial_rows = None  # the server's initial models after the first
     if len(nets) > 1 and not mixes_whole_models:
-        others = torch.stack([row_of(net, layout) for net in nets[1:]])
+        other_initial_rows = torch.stack([row_of(net, layout) for net in nets[1:]])
     return StackedModel(
         name=name,
         net=nets[0].requires_grad_(False),
@@ -676,7 +676,7 @@ def stack(
         device=device,
         dtype=dtype,
         mixture=mixture,
-        others=others,
+        others=other_initial_rows,
         loss=loss,
         compiled=compiled,
         batchwise=batchwise or any(map(_depends_on_batch, nets[0].modules())),

@@ -210,10 +210,16 @@ def test_the_licence_and_the_name_are_those_of_the_base(tmp_path: Path) -> None:
     about = ModelInfo(method="fedit", kind="text", users=1, counts={}, scores={}, validate=lambda losses, gates: None)
     text = Card(name="bob", base=hub, library="peft", form="One LoRA.", usage="...", model_info=model_info).text()
     front = yaml.safe_load(text.split("---")[1])
-    assert "base_model" not in Card(name="bob", base=packaged, library="peft", form="", usage="", about=about).text()
+    assert (
+        "base_model"
+        not in Card(name="bob", base=packaged, library="peft", form="", usage="", model_info=model_info).text()
+    )
     assert (front["base_model"], front["license"]) == ("owner/model", "apache-2.0")
     assert ": apache-2.0." in text
-    assert str(tmp_path) not in Card(name="bob", base=there, library="peft", form="", usage="", about=about).text()
+    assert (
+        str(tmp_path)
+        not in Card(name="bob", base=there, library="peft", form="", usage="", model_info=model_info).text()
+    )
 
 
 @pytest.mark.parametrize(

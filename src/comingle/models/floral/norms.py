@@ -158,7 +158,7 @@ class AdaptedBatchNorm(AdaptedNorm):
         uses_batch_statistics = base.training or self.running_mean is None
         if uses_batch_statistics:  # One call computes the sum of both norms.
             gamma = base.weight + gain
-            beta = _add_present(base._parameters.get("bias"), shift)
+            beta = _add_optional(base._parameters.get("bias"), shift)
             return self._normalise_by_batch(x, gamma, beta)
         normalise = partial(F.batch_norm, x, training=False, momentum=0.0, eps=base.eps)
         base_output = normalise(base.running_mean, base.running_var, base.weight, base.bias)
@@ -177,9 +177,9 @@ class AdaptedBatchNorm(AdaptedNorm):
         if not self.nora or not has_running_statistics:
             return gain, shift
         s, m = self._relative_statistics()
-        # Stops the gradient of the clusters' gains only, not of the mixture weights.
+        # sg(gain): no gradient of the clusters' gains through the shift, only of the mixture weights.
         detached_gain = mix(self.shares(self.weight), self.weight.detach())
-        return s * gain, _add_present(shift, m * detached_gain)
+        return s * gain, _add_optional(shift, m * detached_gain)
 
     def _relative_statistics(self) -> tuple[Tensor, Tensor]:
         """Return ``sigma_local / sigma`` and ``(mu_local - mu) / sigma``.
@@ -276,7 +276,7 @@ class AdaptedBatchNorm(AdaptedNorm):
         return base
 
 
-def _add_present(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _add_optional(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Return the sum of the tensors that are not None; None if both are."""
     if a is None:
         return b

@@ -365,13 +365,13 @@ def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
 
 def _log_sizes(model: FloralModel, plan: _Plan) -> None:
     """Log a warning if some adaptors have a smaller rank than asked for, or more parameters than the budget allows."""
-    # Names in the caller's model, which is the submodule "model" of the wrapper.
+    # By the names in the caller's model: "model.fc1" of the wrapper is its "fc1".
     bases = {name.removeprefix("model."): layer.base for name, layer in model.layers().items()}
     num_low_rank = sum(plan.rank_one_geometry(base) is not None for base in bases.values())
     if plan.rank is not None:
         log_limited(plan.rank, plan.layers_below_rank(bases), num_low_rank)
         return
-    if not plan.warn:  # concerns the budget only
+    if not plan.warn:
         return
     assert plan.budget is not None
     parameters = sizes(model)

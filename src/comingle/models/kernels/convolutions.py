@@ -370,9 +370,9 @@ class _Fused(torch.autograd.Function):
             "forward", native_step, x.dtype, x=x_memory, z=z, y=y, taken=taken, mean=mean, rstd=rstd,
             added=_to_memory_order(added), weight=weight, bias=bias, gamma=gamma, beta=beta,
         )  # fmt: skip
-        # The backward pass of the ReLU needs its zeros: from `taken`, or computed from y, or else from z.
-        can_compute_from_y = y is not None and added is None
-        needs_z = step.relu and taken is None and not can_compute_from_y
+        # The backward pass must know where the ReLU's output is 0: from `taken`, from y without `added`, or else from z.
+        y_suffices = y is not None and added is None
+        needs_z = step.relu and taken is None and not y_suffices
         saved_z = z if needs_z else None
         ctx.save_for_backward(x_memory, weight, bias, gamma, beta, mean, rstd, y, taken, saved_z)
         ctx.step, ctx.native_step, ctx.adds = step, native_step, added is not None

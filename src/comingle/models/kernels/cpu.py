@@ -322,17 +322,17 @@ def causal_attention(q: Heads, k: Grouped, v: Grouped, scale: float) -> tuple[He
     q, k, v = (_contiguous_rows(t) for t in (q, k, v))
     batch, heads, n, _width = q.shape
     out = _empty_heads(q)
-    sums = q.new_empty(batch, heads, n, 2, dtype=torch.float32)
-    _run_attention("forward", scale, sums, q=q, k=k, v=v, out=out)
-    return out, sums
+    softmax_statistics = q.new_empty(batch, heads, n, 2, dtype=torch.float32)
+    _run_attention("forward", scale, softmax_statistics, q=q, k=k, v=v, out=out)
+    return out, softmax_statistics
 
 
 @_operator(
     f"{_OPERATOR}_backward",
-    "(Tensor q, Tensor k, Tensor v, Tensor sums, Tensor d_out, float scale) -> (Tensor, Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor softmax_statistics, Tensor d_out, float scale) -> (Tensor, Tensor, Tensor)",
 )
 def causal_attention_backward(
-    q: Heads, k: Grouped, v: Grouped, sums: Float[Tensor, "batch heads n 2"], d_out: Heads, scale: float
+    q: Heads, k: Grouped, v: Grouped, softmax_statistics: Float[Tensor, "batch heads n 2"], d_out: Heads, scale: float
 ) -> tuple[Heads, Grouped, Grouped]:
     """Return the gradients of :func:`causal_attention` with respect to ``q``, ``k`` and ``v``.
 
@@ -340,13 +340,13 @@ def causal_attention_backward(
         q: Queries.
         k: Keys.
         v: Values.
-        sums: Softmax statistics from :func:`causal_attention`.
+        softmax_statistics: The second result of :func:`causal_attention`.
         d_out: Gradient of the output.
         scale: Factor of the scores.
     """
     q, k, v, d_out = (_contiguous_rows(t) for t in (q, k, v, d_out))
     d_q, d_k, d_v = (_empty_heads(t) for t in (q, k, v))
-    _run_attention("backward", scale, sums, q=q, k=k, v=v, d_out=d_out, d_q=d_q, d_k=d_k, d_v=d_v)
+    _run_attention("backward", scale, softmax_statistics, q=q, k=k, v=v, d_out=d_out, d_q=d_q, d_k=d_k, d_v=d_v)
     return d_q, d_k, d_v
 
 
@@ -357,7 +357,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake(f"comingle::{_OPERATOR}_backward")
-def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, d_out: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, softmax_statistics: Tensor, d_out: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_heads(q), _empty_heads(k), _empty_heads(v)
 
 
@@ -370,15 +372,15 @@ def _setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, 
         output: Its results: the output and the softmax statistics.
     """
     q, k, v, scale = inputs
-    _out, sums = output
-    ctx.save_for_backward(q, k, v, sums)
+    _out, softmax_statistics = output
+    ctx.save_for_backward(q, k, v, softmax_statistics)
     ctx.scale = scale
 
 
-def _backward(ctx: Context, d_out: Tensor, _d_sums: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Context, d_out: Tensor, _d_statistics: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the arguments of :func:`causal_attention`; that of the scale is None."""
-    q, k, v, sums = ctx.saved_tensors
-    d_q, d_k, d_v = causal_attention_backward(q, k, v, sums, d_out, ctx.scale)
+    q, k, v, softmax_statistics = ctx.saved_tensors
+    d_q, d_k, d_v = causal_attention_backward(q, k, v, softmax_statistics, d_out, ctx.scale)
     return d_q, d_k, d_v, None
 
 
@@ -396,13 +398,13 @@ def _empty_heads(t: Tensor) -> Tensor:
     return t.new_empty(batch, n, heads, width).transpose(1, 2)
 
 
-def _run_attention(name: str, scale: float, sums: Tensor, **tensors: Tensor) -> None:
+def _run_attention(name: str, scale: float, softmax_statistics: Tensor, **tensors: Tensor) -> None:
     """Run the native forward or backward pass of attention.
 
     Args:
         name: "forward" or "backward".
         scale: Factor of the scores.
-        sums: Softmax statistics: written by the forward pass, read by the backward pass.
+        softmax_statistics: Written by the forward pass, read by the backward pass.
         **tensors: Inputs and outputs ``(batch, heads, n, width)`` by their field in ``struct Attention``; "k" and "v"
             have fewer heads (``groups``) in grouped-query attention.
     """
@@ -417,7 +419,7 @@ def _run_attention(name: str, scale: float, sums: Tensor, **tensors: Tensor) -> 
         bf16=q.dtype == torch.bfloat16,
         threads=torch.get_num_threads(),
         scale=scale,
-        sums=sums.data_ptr(),
+        sums=softmax_statistics.data_ptr(),
     )
     for field, t in tensors.items():
         setattr(call, field, t.data_ptr())

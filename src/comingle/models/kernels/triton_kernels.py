@@ -269,15 +269,16 @@ def backward(
     inside = valid[:, None] & (c < hidden)[None, :]
     offsets = token[:, None] * hidden + c[None, :]
     row = user * z_user_stride + t.to(tl.int64) * z_token_stride  # offset in `z`
-    row_last = token * (EXPERTS * RANK)  # offset in `d_gated`
+    d_gated_row = token * (EXPERTS * RANK)  # offset in `d_gated`
     pre_0 = _load_base(base_0, bias_0, offsets, inside, c, hidden, BIASED_0)
     pre_1 = pre_0
     if NUM_FIRST == 2:
         pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
     d_mixture = tl.load(d_mixed + offsets, mask=inside, other=0.0).to(tl.float32)
-    total_0 = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    total_1 = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    part = chunk * tl.num_programs(2) * n + token  # row of the partial sums
+    d_pre_0_total = tl.zeros((TOKENS, COLUMNS), tl.float32)  # over experts
+    d_pre_1_total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    num_users = tl.num_programs(2)
+    sums_row = chunk * num_users * n + token  # row of the partial sums
     in_rank = valid[:, None] & (r < RANK)[None, :]
     for j in tl.static_range(EXPERTS):
         expert = user * EXPERTS + j  # of expert j among the experts of all users
@@ -289,23 +290,23 @@ def backward(
         z_1 = _load_columns(
             z, row, valid, ((NUM_FIRST - 1) * EXPERTS + j) * RANK, RANK, PADDED_RANK
         )  # not used in plain MLPs
-        d_gated_j = _load_columns(d_gated, row_last, valid, j * RANK, RANK, PADDED_RANK)
+        d_gated_j = _load_columns(d_gated, d_gated_row, valid, j * RANK, RANK, PADDED_RANK)
         h, d_pre_0, d_pre_1, _ = _expert_backward(
             pre_0, pre_1, d_mixture, z_0, z_1, d_gated_j, p, factor_0, factor_1, factor_last,
             scale, ACT, NUM_FIRST, PRECISION,
         )  # fmt: skip
-        tl.store(d_gates + part * EXPERTS + j, tl.sum(d_mixture * h, 1), mask=valid)
-        total_0 += d_pre_0
-        addresses = d_z + (part * (NUM_FIRST * EXPERTS) + j)[:, None] * RANK + r[None, :]
+        tl.store(d_gates + sums_row * EXPERTS + j, tl.sum(d_mixture * h, 1), mask=valid)
+        d_pre_0_total += d_pre_0
+        addresses = d_z + (sums_row * (NUM_FIRST * EXPERTS) + j)[:, None] * RANK + r[None, :]
         d_z_0 = _dot(d_pre_0.to(factor_0.dtype), tl.trans(factor_0), PRECISION)
         tl.store(addresses, d_z_0, mask=in_rank)
         if NUM_FIRST == 2:
-            total_1 += d_pre_1
+            d_pre_1_total += d_pre_1
             d_z_1 = _dot(d_pre_1.to(factor_1.dtype), tl.trans(factor_1), PRECISION)
             tl.store(addresses + EXPERTS * RANK, d_z_1, mask=in_rank)
-    tl.store(d_base_0 + offsets, total_0.to(d_base_0.dtype.element_ty), mask=inside)
+    tl.store(d_base_0 + offsets, d_pre_0_total.to(d_base_0.dtype.element_ty), mask=inside)
     if NUM_FIRST == 2:
-        tl.store(d_base_1 + offsets, total_1.to(d_base_1.dtype.element_ty), mask=inside)
+        tl.store(d_base_1 + offsets, d_pre_1_total.to(d_base_1.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -330,8 +331,8 @@ def backward_factors(
         span: Tokens of a range.
     """
     # This program sums over a range of one user's tokens, tile by tile, for expert j and hidden columns c.
-    interval = tl.program_id(1)
-    expert = tl.program_id(2).to(tl.int64)  # of expert j among the experts of all users
+    token_range = tl.program_id(1)
+    expert = tl.program_id(2).to(tl.int64)  # among the experts of all users
     user = expert // EXPERTS
     j = expert % EXPERTS
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -342,7 +343,7 @@ def backward_factors(
     sum_b_0 = tl.zeros((PADDED_RANK, COLUMNS), tl.float32)
     sum_b_1 = tl.zeros((PADDED_RANK, COLUMNS), tl.float32)
     sum_a = tl.zeros((PADDED_RANK, COLUMNS), tl.float32)
-    for start in range(interval * span, tl.minimum(n, interval * span + span), TOKENS):
+    for start in range(token_range * span, tl.minimum(n, token_range * span + span), TOKENS):
         t = start + tl.arange(0, TOKENS)
         valid = t < n
         token = user * n + t  # index among the tokens of all users
@@ -368,7 +369,8 @@ def backward_factors(
         sum_a += _dot(tl.trans(d_last), h.to(d_last.dtype), PRECISION)
         if NUM_FIRST == 2:
             sum_b_1 += _dot(tl.trans(z_1), d_pre_1.to(z_1.dtype), PRECISION)
-    rows = (interval * tl.num_programs(2) + expert) * RANK + r  # of the partial sums
+    num_experts = tl.num_programs(2)  # of all users
+    rows = (token_range * num_experts + expert) * RANK + r  # of the partial sums
     offsets_of_sums = rows[:, None] * hidden + c[None, :]
     mask = (r < RANK)[:, None] & (c < hidden)[None, :]
     tl.store(d_b_0 + offsets_of_sums, sum_b_0 * scale, mask=mask)

@@ -27,7 +27,7 @@ from comingle.models.personal import (
     WIDE,
     Change,
     ModelInfo,
-    averaged,
+    average_experts,
     changes_of_adapted,
     changes_of_mixed,
     why_not_merged,
@@ -330,7 +330,7 @@ def changes_of(source: Source) -> list[Change]:
 
 def plain_changes(source: Source) -> list[Change]:
     """Return one change per adapted linear, with the average of the experts' changes."""
-    return averaged(changes_of(source))
+    return average_experts(changes_of(source))
 
 
 def routing_of(source: Source) -> Routing:
