@@ -201,9 +201,9 @@ class AdaptedModel(AdapterRouting, Model):
             users: Indices of the users.
             batch: Windows of context + 1 tokens; ``PAD`` and hidden tokens (:func:`hide`) are no targets.
         """
-        shown = torch.where(batch < 0, hide(batch), batch)  # hiding twice restores a token
-        all_targets = shown.clamp(min=0)  # token 0 instead of PAD
-        losses, _penalty = self.losses(tensors, users, all_targets, train=True)
+        unhidden = torch.where(batch < 0, hide(batch), batch)  # hiding twice restores a token
+        all_targets = unhidden.clamp(min=0)  # token 0 instead of PAD
+        losses, _ = self.losses(tensors, users, all_targets, train=True)
         has_no_target = batch[..., 1:] < 0
         return losses.masked_fill(has_no_target, 0.0)
 

@@ -128,7 +128,9 @@ def rows_of(model: PreTrainedModel) -> int:
 
 
 def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Freeze a model in place (no gradients, dropout, cache in training or sampling), and return its end tokens.
+    """Freeze a model in place, and return its end tokens.
+
+    It gets no gradients, no dropout, no key-value cache in training, and greedy generation.
 
     Args:
         model: The model.
@@ -151,7 +153,7 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     eos, bos, pad = (getattr(source, f"{key}_token_id", None) for key in ("eos", "bos", "pad"))
     if pad is None or pad >= rows_of(model):  # the embedding has no row for padding
         pad = eos
-    # Replaces settings of sampling, too.
+    # Without the model's settings of sampling.
     model.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=bos, pad_token_id=pad, use_cache=True)
     return tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 

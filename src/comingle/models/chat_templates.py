@@ -382,17 +382,16 @@ class ChatTemplate:
     def _span_of(self, place: Place, tokens: Sequence[TokenPlace]) -> Span:
         """Return the indices of a response's tokens, up to its last special token, or all if it has none.
 
-        If only the text that closes the conversation has a special token, such as an end-of-text token, the response
-        ends there.
+        If only the closing text of the conversation has special tokens, the response ends at the last of these.
 
         Args:
             place: Character offsets of the response.
             tokens: Tokens of the conversation, from :meth:`_tokenize`.
         """
-        start_character, end_character, closing_end_character = place
+        start_character, end_character, end_with_closing_text = place
         begin = bisect_right(tokens, start_character, key=_stop_of)
-        for last_character in (end_character, closing_end_character):
-            end = bisect_right(tokens, last_character, key=_stop_of)
+        for end_of_search in (end_character, end_with_closing_text):
+            end = bisect_right(tokens, end_of_search, key=_stop_of)
             for index in reversed(range(begin, end)):
                 token, _, _ = tokens[index]
                 if token in self._special_tokens:
@@ -818,8 +817,7 @@ def _missing_part(content: str, text: str, *, thoughts: bool = False) -> str:
     Args:
         content: The message's content.
         text: The rendered text.
-        thoughts: Look for thoughts (``<think>...</think>``) and the text around them separately; otherwise the whole
-            content is the only part.
+        thoughts: Split the content at ``<think>`` and ``</think>``, and look for each part; else look for the whole.
     """
     flat = _without_spaces(text)
     parts = re.split("</?think>", content) if thoughts else [content]

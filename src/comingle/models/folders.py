@@ -229,7 +229,7 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
             return mapped
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=own_config(config),  # again, as _map_model has chosen kernels
+            config=own_config(config),  # again, as _map_model has set its choice of kernels
             dtype=dtype,
             attn_implementation=attention,
             use_safetensors=True,

@@ -247,13 +247,14 @@ def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"]
         return _generate_greedily(network, prompts, distinct_limits[0])
     new_tokens = torch.full((len(prompts), max(distinct_limits)), PAD, dtype=torch.int64)
     width = prompts.shape[1]
-    is_last = torch.arange(width, device=prompts.device) == width - 1
+    is_last_column = torch.arange(width, device=prompts.device) == width - 1
     for common_limit in distinct_limits:
         has_limit = limits == common_limit
         # A row's index determines its user, so keep all rows, but only the last token of prompts with other limits.
-        batch = prompts.masked_fill(~(has_limit.unsqueeze(1) | is_last), PAD)
+        is_kept = has_limit.unsqueeze(1) | is_last_column
+        prompts_of_limit = prompts.masked_fill(~is_kept, PAD)
         longest = int(lengths[has_limit].max())
-        continued = _generate_greedily(network, batch[:, -longest:], common_limit)
+        continued = _generate_greedily(network, prompts_of_limit[:, -longest:], common_limit)
         rows = has_limit.cpu()
         new_tokens[rows, : continued.shape[1]] = continued[rows]
     return new_tokens
@@ -496,8 +497,8 @@ def _raise_unless_positions_suffice(
     longest = max(lengths)
     if positions is None or longest + sampling.max_new_tokens <= positions:
         return
-    number = lengths.index(longest) + 1
-    where = f"prompt {number}" if len(encoded) > 1 else "the prompt"
+    prompt_number = lengths.index(longest) + 1
+    where = f"prompt {prompt_number}" if len(encoded) > 1 else "the prompt"
     raise DataError(
         f"{where}: {longest:,} tokens and max_new_tokens={sampling.max_new_tokens:,}; allowed: {positions:,} in all, "
         "the base's maximum number of positions"

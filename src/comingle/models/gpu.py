@@ -315,7 +315,7 @@ class RecordedModel(AdaptedModel):
             names: Names of the users' tensors.
             arguments: The users' tensors in the order of ``names``, the users' experts, and the tokens.
         """
-        # The recording must not refer to ``self``, which holds it: the cycle would keep the memory of a pass.
+        # A copy, as the recording must not refer to ``self``, which holds it: a cycle would keep the memory of a pass.
         model = AdaptedModel(**{f.name: getattr(self, f.name) for f in fields(AdaptedModel)})
         pools = [recording.pool for recording in self.recordings.values() if recording is not None]
         shared_pool = pools[0] if pools else None
@@ -331,8 +331,8 @@ class RecordedModel(AdaptedModel):
         except RuntimeError as error:
             if lacks_memory(error):
                 raise
-            why = " ".join(str(error).split())[:200]
-            logger.warning("runtime.gpu: a pass could not be captured and runs without CUDA graphs (%s)", why)
+            reason = " ".join(str(error).split())[:200]
+            logger.warning("runtime.gpu: a pass could not be captured and runs without CUDA graphs (%s)", reason)
             return None
 
 

@@ -245,16 +245,18 @@ class _Mixture(torch.autograd.Function):
             num_first: Number of first layers: 2 with a gate, else 1.
             *rest: (A, B) of each first layer and of the last, then (W, b) of the same layers.
         """
-        (a_first, b_first, a_last, b_last), bases = _split_arguments(rest, num_first)
-        *first_bases, (weight_last, bias_last) = bases
+        (a_first, b_first, a_last, b_last), weights_and_biases = _split_arguments(rest, num_first)
+        *weights_and_biases_first, (weight_last, bias_last) = weights_and_biases
         users, experts, rank, _ = a_last.shape
         n = x.shape[1]
         # z = s A_j x of all first layers and experts, from one product with all A below one another.
         z = torch.bmm(x, _join_factors(a_first).mT).mul_(scale)  # (users, n, num_first * experts * rank)
         z = z.view(users, n, num_first, experts, rank).permute(2, 0, 3, 1, 4)
         z = z.reshape(num_first, users * experts, n, rank)
-        products = [F.linear(x, weight, bias) for weight, bias in first_bases]  # W x + b
-        loras = [torch.bmm(z[i], b.flatten(0, 1)).view(users, experts, n, -1) for i, b in enumerate(b_first)]
+        products = [F.linear(x, weight, bias) for weight, bias in weights_and_biases_first]  # W x + b
+        loras = []
+        for z_of_layer, b in zip(z, b_first, strict=True):
+            loras.append(torch.bmm(z_of_layer, b.flatten(0, 1)).view(users, experts, n, -1))
         keeps_slopes = any(ctx.needs_input_grad)  # for the backward pass
         h, slopes, mixed = expert_mlp.activate(act, products, loras, gates, keeps_slopes)  # mixed: sum_j p_j h_j
         z_last = torch.bmm(h.flatten(0, 1), a_last.flatten(0, 1).mT)
@@ -284,8 +286,8 @@ class _Mixture(torch.autograd.Function):
         num_first, scale = ctx.num_first, ctx.scale
         x, gates, z, h, z_last, gated, *saved = ctx.saved_tensors
         slopes, rest = saved[:num_first], saved[num_first:]
-        (a_first, b_first, a_last, b_last), bases = _split_arguments(rest, num_first)
-        *first_bases, (weight_last, _) = bases
+        (a_first, b_first, a_last, b_last), weights_and_biases = _split_arguments(rest, num_first)
+        *weights_and_biases_first, (weight_last, _) = weights_and_biases
         users, experts, n, _ = h.shape
         rank = a_last.shape[2]
         wants_factor = ctx.needs_input_grad[5:]  # for A and B of each first layer, then A and B of the last
@@ -335,8 +337,8 @@ class _InputProducts(torch.autograd.Function):
     def forward(ctx: Context, x: Tokens, matrix: Float[Tensor, "users columns width"]) -> tuple[Tokens, Tensor]:
         """Return ``x`` and its product with each user's ``matrix``, ``(users, n, columns)``.
 
-        The caller passes the returned ``x`` to the mixture. Then :meth:`backward` gets the mixture's gradient of ``x``
-        as ``d_x``, and adds the product's gradient to it in place, which saves memory.
+        The caller passes the returned ``x`` to the mixture, so that the mixture's gradient of ``x`` is the argument
+        ``d_x`` of :meth:`backward`, which adds the product's gradient in place, without another tensor.
 
         Args:
             ctx: Autograd context.
@@ -493,12 +495,12 @@ def _split_arguments(
     Returns:
         (A of the first layers, B of the first layers, A of the last, B of the last), and (W, b) of each layer.
     """
-    num_factors = 2 * num_first + 2  # A and B of each layer
+    num_factors = 2 * (num_first + 1)  # A and B of each layer
     *factors_first, a_last, b_last = rest[:num_factors]
     a_first, b_first = factors_first[::2], factors_first[1::2]
-    weights_and_biases = rest[num_factors:]
-    bases = list(zip(weights_and_biases[::2], weights_and_biases[1::2], strict=True))
-    return (a_first, b_first, a_last, b_last), bases
+    weights, biases = rest[num_factors::2], rest[num_factors + 1 :: 2]
+    weights_and_biases = list(zip(weights, biases, strict=True))
+    return (a_first, b_first, a_last, b_last), weights_and_biases
 
 
 logger = logging.getLogger("comingle")
@@ -773,8 +775,8 @@ class Adapters:
         """Return True where a user has a row of a router's weight; a user with a single expert has none.
 
         Args:
-            num_rows: Number of rows. Of 3 experts, 3 rows belong to all, 2 rows to the last two; more than 3 rows belong
-                to no single expert.
+            num_rows: Number of rows. Of 3 experts, 3 rows belong to all, 2 rows to the last two; more than 3 rows do
+                not belong to single experts.
         """
         has_router = self.present.sum(1, keepdim=True) > 1  # (users, 1)
         num_experts = self.present.shape[1]

@@ -80,8 +80,8 @@ class Change:
 def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Change]:
     """Return the change of each adapted linear's weight by one user's adapters, for merging and exports.
 
-    The share of each expert is the LoRA scale; :func:`average_experts` divides it by the number of experts. Binds the user's
-    tensors to the model's adapters.
+    The share of each expert is the LoRA scale; :func:`average_experts` divides it by the number of experts. The user's
+    tensors are bound to the model's adapters.
 
     Args:
         model: The model of all users.
@@ -95,13 +95,12 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
     changes = []
     for name, lora in model.adapters.attention.items():
         layer, shares = _layer_number(name), _equal_shares(1, lora.scale)
-        a, b = (factor[0] for factor in lora.factors)  # of the only bound user, (rank, ...)
-        a, b = _widen(a).unsqueeze(0), _widen(b).unsqueeze(0)  # as one expert, (1, rank, ...)
+        a, b = (_widen(factor) for factor in lora.factors)  # (1, rank, ...): the user axis serves as the expert axis
         changes.append(_change_of(module_names, lora.linear, layer, "", a, b, shares))
     for name, mlp in model.adapters.experts.items():
         layer, shares = _layer_number(name), _equal_shares(num_experts, mlp.scale)
         for key, linear in (*mlp.first.items(), ("down", mlp.last)):
-            a, b = (factor[0] for factor in mlp.factors[key])  # of the only bound user, (experts, rank, ...)
+            a, b = (factor.squeeze(0) for factor in mlp.factors[key])  # (experts, rank, ...) of the only bound user
             a, b = _widen(a)[present.to(a.device)], _widen(b)[present.to(b.device)]
             changes.append(_change_of(module_names, linear, layer, key, a, b, shares))
     return _trim_ranks(changes)
@@ -481,8 +480,8 @@ class PersonalModel(Personal):
             with self.model.mixed_network(self.tensors, [self.row]) as network:
                 yield network
         else:  # a mixture of several sets of adaptors
-            (pi,) = self.model.shares(self.tensors)
-            with self._floral_model.mixing(pi):
+            (mixture,) = self.model.shares(self.tensors)
+            with self._floral_model.mixing(mixture):
                 yield cast(PreTrainedModel, self._floral_model.model)
 
     @cached_property

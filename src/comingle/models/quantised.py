@@ -251,9 +251,9 @@ _PackedView = tuple["QuantisedLinear", torch.Size, tuple[int, ...], int | torch.
 def _pack_saved(t: Tensor) -> Tensor | _PackedView:
     """Return what autograd saves for a tensor: the packed linear for views of unpacked weights, else the tensor."""
     source = _sources.get(t.untyped_storage()._cdata)
-    if source is None:
+    if source is None:  # not an unpacked weight
         return t
-    _reference, linear = source
+    _, linear = source
     return linear, t.shape, t.stride(), t.storage_offset()
 
 

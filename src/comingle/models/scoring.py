@@ -249,7 +249,7 @@ def score_streams(
     Args:
         losses: Function that runs a pass and returns its losses.
         streams: Token ids of each stream.
-        models: For each stream the number of the model to score it with.
+        models: For each stream the index of the model to score it with, the first argument of ``losses``.
         context: Inputs per window.
         batch: Largest number of windows in a slot.
         slots: Largest number of slots in a pass.

@@ -86,16 +86,18 @@ class _FusedNorm(torch.autograd.Function):
         Returns:
             The output, and its axis of users.
         """
-        norm, x, *others = args
-        _, x_axis, *other_axes = in_dims
+        norm, x, *settings = args
+        _, x_axis, *setting_axes = in_dims
         users = info.batch_size
         has_user_axis = x_axis is not None
         x = x.movedim(x_axis, 1) if has_user_axis else x.unsqueeze(1).expand(-1, users, *x.shape[1:])
         joined = [x.flatten(1, 2)]  # (batch, users, channels, ...) -> (batch, users * channels, ...)
-        for value, user_axis in zip(others, other_axes, strict=True):
-            joined.append(_join_channels(value, user_axis, users) if isinstance(value, Tensor) else value)
         if norm is F.group_norm:
-            joined[1] *= users  # the number of groups
+            num_groups, *settings = settings
+            _, *setting_axes = setting_axes
+            joined.append(num_groups * users)
+        for value, user_axis in zip(settings, setting_axes, strict=True):
+            joined.append(_join_channels(value, user_axis, users) if isinstance(value, Tensor) else value)
         is_in_outer_vmap = any(isinstance(value, Tensor) and is_batchedtensor(value) for value in joined)
         output = _FusedNorm.apply(norm, *joined) if is_in_outer_vmap else norm(*joined)
         return output.unflatten(1, (users, -1)), 1

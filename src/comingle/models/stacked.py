@@ -684,7 +684,7 @@ def stack(
 
 
 def _depends_on_batch(module: nn.Module) -> bool:
-    """Return whether a module of torch is a batch norm or another norm that tracks running statistics."""
+    """Return whether a module is a batch norm of torch, or an instance norm that tracks running statistics."""
     norms = nn.modules.batchnorm
     if isinstance(module, norms._BatchNorm):
         return True
@@ -753,8 +753,8 @@ class MixedLanguageModel(StackedModel):
             for row, user_prompts in enumerate(prompts.to(self.device)):
                 user_tensors = {name: t[row : row + 1] for name, t in tensors.items()}
                 user_model = self.of_one_user(user_tensors)
-                (pi,) = self.shares(user_tensors)
-                with user_model.mixing(pi):
+                (mixture,) = self.shares(user_tensors)
+                with user_model.mixing(mixture):
                     network = cast(PreTrainedModel, user_model.model)
                     continuations.append(continue_greedily(network, user_prompts, limit))
         longest = max(tokens.shape[1] for tokens in continuations)

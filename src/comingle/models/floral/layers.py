@@ -759,10 +759,9 @@ def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " 
         centred[pair.outer] = new_outer
         centred[pair.weight] = tensors[pair.weight] + pair.alpha * mean
     for offset in pairs.offsets:
-        adaptors = tensors[offset.adaptor]  # (..., clusters, *shape of the base's tensor)
-        cluster_axis = -offset.dims - 1
-        trailing_ones = [1] * offset.dims
-        weights = shares.to(adaptors).view(-1, *trailing_ones)
+        adaptors = tensors[offset.adaptor]  # (..., clusters, *shape of the base's tensor with `dims` axes)
+        cluster_axis = -1 - offset.dims
+        weights = shares.to(adaptors).view(-1, *[1] * offset.dims)
         mean = (adaptors * weights).sum(cluster_axis, keepdim=True)
         centred[offset.adaptor] = adaptors - mean
         centred[offset.base] = tensors[offset.base] + offset.alpha * mean.squeeze(cluster_axis)
@@ -801,16 +800,16 @@ def _centre_factors(
     d = _deviations(shares.to(q_b), geometry.width)
     core = (r_b.unsqueeze(-4) * d) @ r_a.mT.unsqueeze(-4)  # R_B D_c R_A^T: (..., clusters, groups, m, n)
     u, values, v_t = _truncated_svd(core, geometry.width)
-    # A singular value counts as zero if it is below the rounding error of products of the factors' size.
-    scale = torch.linalg.matrix_norm(r_b) * torch.linalg.matrix_norm(r_a)  # (..., groups)
-    rounding_error = 10 * torch.finfo(dtype).eps * scale
+    # A singular value counts as zero if it is below the rounding error of the product of the factors.
+    product_norm = torch.linalg.matrix_norm(r_b) * torch.linalg.matrix_norm(r_a)  # (..., groups)
+    rounding_error = 10 * torch.finfo(dtype).eps * product_norm
     is_zero = values <= rounding_error[..., None, :, None]  # (..., clusters, groups, width)
     # Both factors get the square roots of the singular values, so that they have equal norms.
     root = values.sqrt().masked_fill(is_zero, 0)
     new_outer = q_b.unsqueeze(-4) @ (u * root.unsqueeze(-2))
     new_inner = (root.unsqueeze(-1) * v_t) @ q_a.mT.unsqueeze(-4)
-    # If a row of the inner factor and the column of the outer factor were both zero, they would get no gradient. So the
-    # row keeps its old values; the product is zero nevertheless.
+    # Where the new column of the outer factor is zero, the row of the inner factor keeps its old values: if both were
+    # zero, neither would get a gradient.
     new_inner = torch.where(is_zero.unsqueeze(-1), inner_matrices, new_inner)
     return (
         mean,

@@ -77,9 +77,9 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
         shares_with_unadapted = not set(owner_names) <= candidate_ids
         if shares_with_unadapted:
             continue
-        others = [other for module_id, other in owner_names.items() if other != name and module_id != id(module)]
-        if others:
-            raise RecipeError(f"floral: layers {name!r} and {others[0]!r} share a parameter; give each its own")
+        for owner_id, owner_name in owner_names.items():
+            if owner_id != id(module) and owner_name != name:
+                raise RecipeError(f"floral: layers {name!r} and {owner_name!r} share a parameter; give each its own")
         layers[name] = module
     return layers
 

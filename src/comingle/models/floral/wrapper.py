@@ -346,7 +346,7 @@ def _adapt_layers(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -
 
 
 def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
-    """Draw the adaptors' initial values; set the router's device and dtype, and the training mode of the base model.
+    """Draw the adaptors' initial values; move the router to their device and dtype; set all modules' training mode.
 
     Args:
         model: The model with adaptors.
@@ -358,7 +358,8 @@ def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
     first_adaptor = next(parameter for layer in layers for parameter in layer.parameters(recurse=False))
     router_dtype = torch.promote_types(first_adaptor.dtype, torch.float32)  # at least float32
     model.router.to(device=first_adaptor.device, dtype=router_dtype)
-    model.train(model.model.training)
+    caller_model = model.model
+    model.train(caller_model.training)
     if model.unadapted:
         logger.debug("floral: no adaptors in %s", shorten(model.unadapted, 20))
 

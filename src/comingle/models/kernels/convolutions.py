@@ -370,7 +370,7 @@ class _Fused(torch.autograd.Function):
             "forward", native_step, x.dtype, x=x_memory, z=z, y=y, taken=taken, mean=mean, rstd=rstd,
             added=_to_memory_order(added), weight=weight, bias=bias, gamma=gamma, beta=beta,
         )  # fmt: skip
-        # The backward pass must know where the ReLU's output is 0: from `taken`, from y without `added`, or else from z.
+        # The backward pass sees where the ReLU's output is 0 in `taken`, in y if nothing was added, or else in z.
         y_suffices = y is not None and added is None
         needs_z = step.relu and taken is None and not y_suffices
         saved_z = z if needs_z else None

@@ -348,7 +348,9 @@ def activate_backward(
     d_pre = [d_hidden * wide(slope) for slope in slopes]
     d_bases = [d.sum(1).to(h.dtype) for d in d_pre]
     d_gates = (d_mixture * wide(h)).sum(-1).mT
-    d_loras = [d_h.copy_(d_pre[0]), *(d.to(h.dtype).contiguous() for d in d_pre[1:])]
+    first, *others = d_pre
+    d_loras = [d_h.copy_(first)]  # in place, to save memory
+    d_loras += [d.to(h.dtype).contiguous() for d in others]
     return d_loras, d_bases, d_gates
 
 
@@ -502,8 +504,8 @@ def forward(
         a: A of the last layer.
 
     Returns:
-        The mixture ``sum_j p_j h_j``, the products ``z_last_j = s A_j h_j``, and ``p_j z_last_j``; the last two with
-        the experts' ranks side by side.
+        ``mixed = sum_j p_j h_j``, ``z_last_j = s A_j h_j`` and ``gated_j = p_j z_last_j``, the last two with the ranks
+        of all experts side by side.
     """
     users, n = z.shape[:2]
     num_experts, rank = a.shape[1:3]
@@ -530,10 +532,10 @@ def backward(
     gates: Float[Tensor, "users n experts"],
     b: Sequence[Factor],
     a: Factor,
-    last: Last,
+    z_last: Last,
     d_mixed: SharedHidden,
     d_gated: Last,
-    factors: bool,
+    wants_factors: bool,
 ) -> tuple[list[SharedHidden], First, Float[Tensor, "users n experts"], list[Factor], Factor | None]:
     """Return the gradients of :func:`forward` with respect to ``bases``, ``z``, ``gates``, ``b`` and ``a``.
 
@@ -554,20 +556,20 @@ def backward(
         gates: The experts' probabilities ``p_j``.
         b: B of each first layer.
         a: A of the last layer.
-        last: ``z_last_j = s A_j h_j`` from :func:`forward`.
+        z_last: ``z_last_j = s A_j h_j`` from :func:`forward`.
         d_mixed: Gradient of the mixture ``sum_j p_j h_j``.
         d_gated: Gradient of ``p_j z_last_j``.
-        factors: Compute the gradients of ``b`` and ``a``; otherwise they are an empty list and None.
+        wants_factors: Compute the gradients of ``b`` and ``a``; otherwise they are an empty list and None.
     """
     d_bases = [torch.empty_like(base) for base in bases]
     d_z = z.new_empty(z.shape)
     d_gates = torch.empty_like(gates)
-    d_b = [torch.empty_like(factor) for factor in b] if factors else []
-    d_a = torch.empty_like(a) if factors else None
+    d_b = [torch.empty_like(factor) for factor in b] if wants_factors else []
+    d_a = torch.empty_like(a) if wants_factors else None
     if isinstance(z, FakeTensor):  # shapes only, to count memory
         return d_bases, d_z, d_gates, d_b, d_a
     call = _mixture_struct(act, scale, bases, biases, z, gates, b, a)
-    call.z_last, call.d_mixed, call.d_gated = last.data_ptr(), d_mixed.data_ptr(), d_gated.data_ptr()
+    call.z_last, call.d_mixed, call.d_gated = z_last.data_ptr(), d_mixed.data_ptr(), d_gated.data_ptr()
     call.d_z, call.d_gates = d_z.data_ptr(), d_gates.data_ptr()
     call.d_base[: len(d_bases)] = [gradient.data_ptr() for gradient in d_bases]
     call.d_b[: len(d_b)] = [gradient.data_ptr() for gradient in d_b]
