@@ -364,7 +364,7 @@ class ChatTemplate:
     ) -> list[TokenPlace]:
         """Tokenise a rendered text so that each prompt in it has the same tokens as the prompt alone in generation.
 
-        A tokenizer may join the end of a prompt and the text after it. The text is split at the ends of such prompts.
+        A tokenizer may join the end of a prompt and the text after it into one token. There the text is cut.
 
         Args:
             text: The rendered conversation.
@@ -828,17 +828,17 @@ def _missing_part(content: str, text: str, *, thoughts: bool = False) -> str:
     return ""
 
 
-def _omission_error(messages: Sequence[Message], number: int, missing: str) -> DataError:
+def _omission_error(messages: Sequence[Message], index: int, missing: str) -> DataError:
     """Return the error for a message that the chat template omits.
 
     Args:
         messages: The conversation.
-        number: Index of the omitted message.
+        index: Index of the omitted message.
         missing: The part of the message that the rendered text lacks.
     """
-    role, shown = messages[number]["role"], " ".join(missing.split())
+    role, shown = messages[index]["role"], " ".join(missing.split())
     return DataError(
-        f"the base's chat template leaves out the {role} message (messages[{number}]: {shown!r:.60}); give a base "
+        f"the base's chat template leaves out the {role} message (messages[{index}]: {shown!r:.60}); give a base "
         f"whose template writes the role {role} at this position, or leave the message out"
     )
 

@@ -138,7 +138,7 @@ class EnsembleModel(Model):
         """
         mask_of_component = self.inner.mask(ranks)
         mask_by_slot = mask_of_component.split([slot.size for slot in self.inner.layout.slots], 1)
-        # A slot of this model holds a tensor of all components, one after another.
+        # A slot of this model holds the tensors of all components, one after another, which have the same mask.
         masks = [mask.repeat(1, self.mixture.clusters) for mask in mask_by_slot]
         users = len(mask_of_component)
         router_mask = mask_of_component.new_ones(users, self.mixture.num_logits)

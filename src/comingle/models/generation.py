@@ -203,8 +203,8 @@ def _raise_if_contradictory(do_sample: object, values: Mapping[str, object], arg
 
     Args:
         do_sample: The setting ``do_sample``; None if it is not given.
-        values: All other settings, of the config and of the arguments.
-        arguments: The settings given as arguments.
+        values: All other settings: those of ``generation_config``, overridden by those given by name.
+        arguments: Only the settings given by name.
 
     Raises:
         RecipeError: ``do_sample`` and the temperature disagree, or a setting of sampling has no effect.
@@ -354,7 +354,10 @@ def continue_texts(
         base.require_rows(ids, "the prompt")
     needs_padding = len({len(ids) for ids in encoded}) > 1
     if needs_padding and not can_pad(network):  # continue one prompt after another
-        return [continue_texts(network, base, [prompt], sampling)[0] for prompt in prompts]
+        texts = []
+        for prompt in prompts:
+            texts += continue_texts(network, base, [prompt], sampling)
+        return texts
     _raise_unless_positions_suffice(network, encoded, sampling)
 
     width, device = max(map(len, encoded)), next(network.parameters()).device
@@ -362,8 +365,8 @@ def continue_texts(
     end_tokens = stop_tokens(network, tokenizer, sampling)
     pad_token = _pad_token(tokenizer, end_tokens, base.rows)
     padded = [[pad_token] * count + ids for count, ids in zip(num_padding, encoded, strict=True)]
-    starts = torch.tensor(num_padding, device=device).unsqueeze(1)
-    mask = (torch.arange(width, device=device) >= starts).long()
+    first_token_columns = torch.tensor(num_padding, device=device).unsqueeze(1)
+    mask = (torch.arange(width, device=device) >= first_token_columns).long()  # 0 for padding
 
     contexts = []  # the last tokens of each text, with which its new tokens are decoded
     for prompt, ids in zip(prompts, encoded, strict=True):

@@ -339,21 +339,21 @@ class RecordedModel(AdaptedModel):
 class Recording:
     """A function of tensors and its gradients as CUDA graphs, which read and write tensors at fixed addresses."""
 
-    def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], given: Sequence[Tensor], pool: object):
+    def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], examples: Sequence[Tensor], pool: object):
         """Capture the forward pass and then its backward pass, after warm-up passes.
 
         Args:
             run: The function; returns hidden states and a penalty.
-            given: Inputs like those of later passes; gradients are computed for those that require one.
+            examples: Inputs of the shapes of later passes; gradients are computed for those that require one.
             pool: Memory pool of the graphs; None: a new one.
         """
         # Tensors at fixed addresses: a replay reads its inputs from them.
-        self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
+        self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in examples]
         self.trained_inputs = [t for t in self.inputs if t.requires_grad]
         self.run = run
         self.penalty = 0.0
         self.last_replay: weakref.ref[ForwardReplay] | None = None
-        device = given[0].device
+        device = examples[0].device
         warm_up(self._run_once, device)
         if device.type == "cuda" and pool is None:
             pool = torch.cuda.graph_pool_handle()

@@ -290,7 +290,10 @@ class _Mixture(torch.autograd.Function):
         *weights_and_biases_first, (weight_last, _) = weights_and_biases
         users, experts, n, _ = h.shape
         rank = a_last.shape[2]
-        wants_factor = ctx.needs_input_grad[5:]  # for A and B of each first layer, then A and B of the last
+        # Arguments of `forward`: act, scale, x, gates, num_first, *rest.
+        _, _, _, _, _, *wants_rest = ctx.needs_input_grad
+        *wants_first, wants_a_last, wants_b_last = wants_rest[: 2 * (num_first + 1)]  # A and B of each layer
+        wants_a_first, wants_b_first = wants_first[::2], wants_first[1::2]
 
         d_mixed = dy @ weight_last
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT).view(users, n, experts, rank).transpose(1, 2)
@@ -302,22 +305,21 @@ class _Mixture(torch.autograd.Function):
         d_a_first: list[Tensor | None] = [None] * num_first
         d_b_first: list[Tensor | None] = [None] * num_first
         d_z, d_x = [], None
-        for i, (weight, _) in enumerate(first_bases):
+        for i, (weight, _) in enumerate(weights_and_biases_first):
             d_lora = d_loras[i].flatten(0, 1)
             d_z.append(torch.bmm(d_lora, b_first[i].flatten(0, 1).mT).view(users, experts, n, rank))
             d_x_of_base = d_bases[i] @ weight
             d_x = d_x_of_base if d_x is None else d_x.add_(d_x_of_base)
-            if wants_factor[2 * i + 1]:
+            if wants_b_first[i]:
                 d_b_first[i] = torch.bmm(contiguous_transpose(z[i]), d_lora).view_as(b_first[i])
         # (users, num_first, experts, n, rank) -> (users, n, num_first * experts * rank)
         d_z_joined = torch.stack(d_z, 1).permute(0, 3, 1, 2, 4).reshape(users, n, num_first * experts * rank)
         d_z_joined = d_z_joined.mul_(scale)
         d_x = cast(Tensor, d_x).baddbmm_(d_z_joined, _join_factors(a_first))
-        if wants_factor[0]:  # one product for A of all first layers
+        if any(wants_a_first):  # one product for A of all first layers
             d_a_joined = torch.bmm(contiguous_transpose(d_z_joined), x)
             d_a_first = list(d_a_joined.view(users, num_first, experts, rank, -1).unbind(1))
 
-        wants_a_last, wants_b_last = wants_factor[2 * num_first : 2 * num_first + 2]
         d_a_last, d_b_last = None, None
         if wants_a_last:
             d_a_last = torch.bmm(contiguous_transpose(d_z_last), h.flatten(0, 1)).view_as(a_last)
@@ -326,7 +328,6 @@ class _Mixture(torch.autograd.Function):
 
         d_first = [d for pair in zip(d_a_first, d_b_first, strict=True) for d in pair]
         no_grads = [None] * (2 * num_first + 2)  # weights and biases of the base
-        # In the order of the arguments of `forward`: act, scale, x, gates, num_first, *rest.
         return None, None, d_x, d_gates.to(gates.dtype), None, *d_first, d_a_last, d_b_last, *no_grads
 
 
@@ -832,7 +833,7 @@ def inject(
     targets = find_targets(model, settings.targets)
     ranks = ranks_of(settings, users=len(counts.specialists))
     largest_rank, act = int(ranks.max()), activation_name(model, targets)
-    # The modules apply one scale, that of the largest rank. For users with a smaller rank, Adapters.bind multiplies A.
+    # The modules use the scale of the largest rank for all users; Adapters.bind corrects A of users with smaller ranks.
     scale = lora_scale(settings.alpha, largest_rank)
     attention: dict[str, LoraLinear] = {}
     experts: dict[str, RoutedMLP] = {}
@@ -843,9 +844,10 @@ def inject(
             attention[f"layers.{i}.{name}"] = lora
         mlp = _create_routed_mlp(layer, targets, act, scale, settings, counts)
         mlp.router.gating = gating
+        is_first_layer = i == 0  # the others are like it
         has_mlp_module = bool(targets.mlp)
         has_values = not next(layer.parameters()).is_meta
-        if i == 0 and has_mlp_module and has_values:  # other layers are like the first
+        if is_first_layer and has_mlp_module and has_values:
             check_same_function(layer.get_submodule(targets.mlp), mlp, type(model).__name__)
         _replace_mlp(layer, targets, mlp)
         experts[f"layers.{i}.mlp"] = mlp
@@ -875,7 +877,7 @@ def inject(
         present=counts.present(),
         ranks=ranks,
         scales=scales,
-        scale=float(scales.min()),  # of the largest rank, as above
+        scale=float(scales.min()),  # of the largest rank
         attention=attention,
         experts=experts,
     )

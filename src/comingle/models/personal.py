@@ -139,7 +139,7 @@ def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
         a = _widen(adapted.get_parameter("a").detach())
         b = _widen(adapted.get_parameter("b").detach()).mT
         shares = adapted.alpha * adapted.mixture_of_layer(pi)
-        key = ""  # not a linear of an MLP's experts, so that `averaged` keeps the shares
+        key = ""  # as for attention, so that `average_experts` keeps the shares
         changes.append(_change_of(module_names, adapted.base, _layer_number(name), key, a, b, shares))
     return changes
 

@@ -97,7 +97,7 @@ class Code:
         normalised = blocks * (1 / divisors)[:, None]  # not `blocks / divisors`, to round as bitsandbytes does
         borders = (self.values[1:] + self.values[:-1]) / 2
         indices = torch.bucketize(normalised, borders.to(flat.device))
-        num_indices = self.num_bytes(len(flat)) * self.per_byte
+        num_indices = self.num_bytes(len(flat)) * self.per_byte  # without padding, except half a byte
         packed = indices.flatten()[:num_indices].to(torch.uint8)
         if self.per_byte == 2:
             high_bits, low_bits = packed[::2], packed[1::2]

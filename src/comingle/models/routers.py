@@ -53,12 +53,12 @@ def balance_penalty(
 ) -> Float[Tensor, " users"]:
     """Return each user's load-balancing penalty ``n sum_j c_j f_j P_j`` over its n experts (CoMiGS eq. 10 and 11).
 
-    ``f_j`` is the share of tokens that pick expert j, ``P_j`` its mean softmax probability, ``c_j`` its weight
+    ``f_j`` is the share of tokens with expert j in their top k, ``P_j`` its mean softmax probability, ``c_j`` its weight
     (:func:`balance_weights`).
 
     Args:
         logits: The router's logits, ``n`` tokens per user.
-        picks: Mask of the experts that each token picks.
+        picks: Mask of each token's top-k experts.
         present: Mask of the experts that each user has.
         balance: "uniform" balances all experts alike, "generalist" weighs the generalist against the specialists.
     """
@@ -145,10 +145,10 @@ class Router(nn.Module):
         if self.gating is not None:
             gates = self.gating(self, logits, x)  # may set the penalty
         else:
-            gates, chosen = gate(logits, self.present, self.top_k)
+            gates, picks = gate(logits, self.present, self.top_k)
             self.penalty = None
             if self.has_penalty:
-                self.penalty = balance_penalty(logits, chosen, self.present, self.balance)
+                self.penalty = balance_penalty(logits, picks, self.present, self.balance)
         if self.record_gates:
             self.gates = gates.detach()
         return gates

@@ -302,9 +302,9 @@ class Sum(nn.Module):
         (other,) = self.other
         x = self.pass_shape.to_maps(x)  # to the memory layout of native code
         y, steps = x, self.steps_before_last
-        if steps and isinstance(steps[0], Step):
-            # Returns x, too. As `other` reads that x, the step's backward pass adds up both branches' gradients of x.
-            y, x = steps[0].run_shared(x)
+        first_step = steps[0] if steps else None
+        if isinstance(first_step, Step):
+            y, x = first_step.run_shared(x)  # x for `other`, whose gradient the step adds to its own
             steps = steps[1:]
         other_output = self.pass_shape.to_maps(other(x))
         for step in steps:

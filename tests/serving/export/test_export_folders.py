@@ -207,7 +207,9 @@ def test_the_licence_and_the_name_are_those_of_the_base(tmp_path: Path) -> None:
     assert name_of(there) == tmp_path.name
     packaged = replace(there, name="some_package/model.Q4_1.gguf")  # not a name of the hub's
     hub = replace(there, name="owner/model")
-    about = ModelInfo(method="fedit", kind="text", users=1, counts={}, scores={}, validate=lambda losses, gates: None)
+    model_info = ModelInfo(
+        method="fedit", kind="text", users=1, counts={}, scores={}, validate=lambda losses, gates: None
+    )
     text = Card(name="bob", base=hub, library="peft", form="One LoRA.", usage="...", model_info=model_info).text()
     front = yaml.safe_load(text.split("---")[1])
     assert (

@@ -620,8 +620,8 @@ def convolve(base: Conv, x: Tensor, weight: Tensor, applies: tuple[bool, ...]) -
 
 
 def _select(values: Any, applies: tuple[bool, ...], *, other: int) -> tuple[int, ...]:
-    """Return the value of each dimension to which it applies, and ``other`` for the rest."""
-    return tuple(value if selected else other for value, selected in zip(values, applies, strict=True))
+    """Return the value of each dimension in which it applies, and ``other`` for the rest."""
+    return tuple(value if is_applied else other for value, is_applied in zip(values, applies, strict=True))
 
 
 def _padding_amounts(base: Conv, applies: tuple[bool, ...]) -> list[int]:
@@ -631,11 +631,10 @@ def _padding_amounts(base: Conv, applies: tuple[bool, ...]) -> list[int]:
         base: The layer that has the padding.
         applies: For each dimension whether it is padded; the others get 0.
     """
-    amounts = list(base._reversed_padding_repeated_twice)  # two per dimension, last dimension first
-    for i in range(len(amounts)):
-        dim = -1 - i // 2
-        if not applies[dim]:
-            amounts[i] = 0
+    both_sides = list(base._reversed_padding_repeated_twice)  # such as [1, 1, 2, 2]: last dimension first
+    amounts = []
+    for is_padded, before, after in zip(reversed(applies), both_sides[::2], both_sides[1::2], strict=True):
+        amounts += [before, after] if is_padded else [0, 0]
     return amounts
 
 

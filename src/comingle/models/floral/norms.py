@@ -261,7 +261,7 @@ class AdaptedBatchNorm(AdaptedNorm):
             RecipeError: Beta has to be changed, but the base has none.
         """
         has_local_statistics = self.running_mean is not None
-        if not has_local_statistics or self.nora:  # BatchNorA is the inverse conversion, so both cancel.
+        if not has_local_statistics or self.nora:  # BatchNorA acts as if normalised by the base's statistics
             return super().merge_into_base(shares)
         if self.bias is None:
             raise RecipeError(

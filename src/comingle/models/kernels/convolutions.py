@@ -292,35 +292,39 @@ class Step:
 
         return output_length(axis=0), output_length(axis=1)
 
-    def describe(self, x: Maps, weight: Tensor, *others: Tensor | None) -> StepStruct:
+    def to_struct(
+        self, x: Maps, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None
+    ) -> StepStruct:
         """Return the C struct of this step with sizes, settings and strides; :func:`run` adds the tensors' addresses.
 
         A parameter's stride is the number of entries from one user to the next.
 
         Args:
             x: Input of the convolution, ``(users, lanes, channels, height, width)``.
-            weight: The convolution's weight, with a leading user axis.
-            *others: The convolution's bias, and gamma and beta of the norm; None for those that are missing.
+            weight: The convolution's weight, with a leading user axis like all parameters.
+            bias: The convolution's bias.
+            gamma: Gamma of the norm.
+            beta: Beta of the norm.
         """
-        c, norm = self.convolution, self.norm
+        conv, norm = self.convolution, self.norm
         users, lanes, channels, height, width = x.shape
         out_height, out_width = self.output_size(x)
         norm_kind = {nn.BatchNorm2d: BATCH_NORM, nn.GroupNorm: GROUP_NORM}.get(type(norm), NO_NORM)
         step = StepStruct(
             users=users, images=self.pass_shape.images, lanes=lanes, threads=torch.get_num_threads(),
             height=height, width=width, channels=channels,
-            out_height=out_height, out_width=out_width, outputs=c.out_channels,
+            out_height=out_height, out_width=out_width, outputs=conv.out_channels,
             norm=norm_kind, groups=norm.num_groups if isinstance(norm, nn.GroupNorm) else 1,
             uses_running_statistics=self.uses_running_statistics, relu=self.relu, pool=self.pool,
             eps=0.0 if norm is None else norm.eps, weight_stride=weight.stride(0),
         )  # fmt: skip
         for axis in range(2):
-            step.kernel[axis] = c.kernel_size[axis]
-            step.stride[axis] = c.stride[axis]
-            step.padding[axis] = c.padding[axis]  # type: ignore[call-overload]
-            step.dilation[axis] = c.dilation[axis]
-        for name, tensor in zip(("bias", "gamma", "beta"), others, strict=True):
-            user_stride = 0 if tensor is None else tensor.stride(0)
+            step.kernel[axis] = conv.kernel_size[axis]
+            step.stride[axis] = conv.stride[axis]
+            step.padding[axis] = conv.padding[axis]  # type: ignore[call-overload]
+            step.dilation[axis] = conv.dilation[axis]
+        for name, parameter in (("bias", bias), ("gamma", gamma), ("beta", beta)):
+            user_stride = 0 if parameter is None else parameter.stride(0)
             setattr(step, f"{name}_stride", user_stride)
         return step
 
@@ -356,7 +360,7 @@ class _Fused(torch.autograd.Function):
             returns_input: Return ``x`` too, for other layers that read it.
         """
         weight, bias, gamma, beta = (_contiguous_rows(t) for t in (weight, bias, gamma, beta))  # type: ignore[assignment]
-        native_step = step.describe(x, weight, bias, gamma, beta)
+        native_step = step.to_struct(x, weight, bias, gamma, beta)
         x_memory = _to_memory_order(x)
         users, lanes = x.shape[:2]
         out_height, out_width = step.output_size(x)

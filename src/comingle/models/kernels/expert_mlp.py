@@ -292,7 +292,7 @@ def wide(x: Tensor) -> Tensor:
 
 @fused
 def activate(
-    act: Activation, bases: Sequence[Shared], loras: Sequence[Hidden], gates: Gates, keep: bool
+    act: Activation, bases: Sequence[Shared], loras: Sequence[Hidden], gates: Gates, wants_slopes: bool
 ) -> tuple[Hidden, list[Hidden], Shared]:
     """Return the experts' hidden activations ``h_j``, their slopes and their mixture ``mixed = sum_j p_j h_j``.
 
@@ -302,22 +302,23 @@ def activate(
     Args:
         act: The activation.
         bases: The base's part of each pre-activation.
-        loras: The adapters' part of each pre-activation; overwritten with results.
+        loras: The adapters' part of each pre-activation; overwritten with ``h`` and ``act(gate)`` to save memory.
         gates: The experts' probabilities ``p_j``.
-        keep: Return the slopes, which the backward pass needs; otherwise their list is empty.
+        wants_slopes: Return the slopes, which the backward pass needs; otherwise their list is empty.
 
     Returns:
         ``(h, slopes, mixed)``.
     """
     dtype = bases[0].dtype
     pre_activations = [wide(base).unsqueeze(1) + wide(lora) for base, lora in zip(bases, loras, strict=True)]
-    value, derivative = act(pre_activations[0])
-    is_gated = len(pre_activations) == 2
-    h = value * pre_activations[1] if is_gated else value
+    first, *up = pre_activations  # gate and [up], or up and []
+    value, derivative = act(first)
+    is_gated = len(up) == 1
+    h = value * up[0] if is_gated else value
     mixed = (gates.mT.unsqueeze(-1) * h).sum(1).to(dtype)
     slopes = []
-    if keep:
-        first_slope = derivative * pre_activations[1] if is_gated else derivative
+    if wants_slopes:
+        first_slope = derivative * up[0] if is_gated else derivative
         slopes.append(first_slope.to(dtype).contiguous())
         if is_gated:
             slopes.append(loras[1].copy_(value))
@@ -798,7 +799,7 @@ class RowsLinear(nn.Linear):
     def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``W x + b``."""
         num_rows = input.shape[:-1].numel()
-        # Without adapters each row counts as a user.
+        # `fits_rows` supports one row per user: without adapters, each row may be a user of its own.
         if fits_rows(input, users=num_rows) and fits_weight(self.weight, input):
             return linear((self.weight, self.bias), input)
         return super().forward(input)
