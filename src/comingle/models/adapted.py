@@ -84,15 +84,15 @@ class AdapterRouting(TokenRouting):
         if whole:
             is_token = (batch[..., :-1] != PAD).double()
             num_tokens = is_token.sum(-1, keepdim=True).clamp(min=1)  # a window may be all padding
-            shares = is_token / num_tokens
-            return {name: torch.einsum("ubt,ubtw->ubw", shares.to(x), x) for name, x in states.items()}
-        ends = prompt_ends(batch)[..., None, None]  # (users, batch, 1, 1)
+            token_weights = is_token / num_tokens
+            return {name: torch.einsum("ubt,ubtw->ubw", token_weights.to(x), x) for name, x in states.items()}
+        end_positions = prompt_ends(batch)[..., None, None]  # (users, batch, 1, 1)
         has_tokens = (batch != PAD).any(-1, keepdim=True)
         states_at_end = {}
         for name, x in states.items():
             width = x.shape[-1]
-            state = x.gather(2, ends.expand(-1, -1, 1, width)).squeeze(2)
-            states_at_end[name] = state * has_tokens
+            state_at_end = x.gather(2, end_positions.expand(-1, -1, 1, width)).squeeze(2)
+            states_at_end[name] = state_at_end * has_tokens
         return states_at_end
 
     def expert_names(self, user: int) -> list[str]:
@@ -358,7 +358,7 @@ _compiled_for: tuple[weakref.ref[nn.Module], Layout] | None = None
 def _reset_compiler(model: nn.Module, adapters: Adapters) -> None:
     """Reset torch.compile unless its last model, in ``_compiled_for``, had the same base and attention adapters.
 
-    Without a reset PyTorch would reach its limit of recompilations.
+    PyTorch recompiles a function at most 8 times by default, and then runs it without compiling.
 
     Args:
         model: The base model.

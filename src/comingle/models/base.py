@@ -93,12 +93,12 @@ class Base:
             first_without_row = int(tokens[tokens >= len(head_weight)][0])
             raise self._missing_row_error("head", len(head_weight), first_without_row, source)
 
-    def _missing_row_error(self, part: str, rows: int, token: int, source: str) -> DataError:
+    def _missing_row_error(self, matrix: str, rows: int, token: int, source: str) -> DataError:
         """Return the error for a token that has no row in the embedding or in the output head.
 
         Args:
-            part: The matrix without a row for the token, "embedding" or "head".
-            rows: Number of rows of that matrix.
+            matrix: "embedding" or "head".
+            rows: Number of its rows.
             token: The token ID.
             source: Origin of the token, for the message.
         """
@@ -108,7 +108,7 @@ class Base:
             tokenizer_size = f"its tokenizer has {num_tokens:,} tokens, "
             if token < num_tokens:
                 token_text = f" ({self.tokenizer.convert_ids_to_tokens(token)})"
-        reason = f"{tokenizer_size}its {part} only {rows:,} rows; call resize_token_embeddings first"
+        reason = f"{tokenizer_size}its {matrix} only {rows:,} rows; call resize_token_embeddings first"
         return DataError(f"base {self.name}: got token {token}{token_text} in {source}; {reason}")
 
     @cached_property

@@ -239,20 +239,20 @@ class ChatTemplate:
     def _response_header(self) -> str:
         """Text that begins a response, such as "<|assistant|>", if the template ignores ``add_prompt``, else empty.
 
-        It is found in a rendered conversation, between the question and the response.
+        It is the text between question and response in an example conversation.
         """
         question = [{"role": "user", "content": "a"}]
         response_text = _PROBE.format(0)
         try:
             without_prompt = self.render(question)
             with_prompt = self.render(question, add_prompt=True)
-            whole = self.render([*question, _response(response_text)])
+            with_response = self.render([*question, _response(response_text)])
         except DataError:
             return ""
-        ignores_add_prompt = with_prompt == without_prompt
-        if not ignores_add_prompt or not whole.startswith(without_prompt) or response_text not in whole:
+        heeds_add_prompt = with_prompt != without_prompt
+        if heeds_add_prompt or not with_response.startswith(without_prompt) or response_text not in with_response:
             return ""
-        header = whole.removeprefix(without_prompt).partition(response_text)[0]
+        header, _, _ = with_response.removeprefix(without_prompt).partition(response_text)
         return header if header.strip() else ""
 
     # ------------------------------------------------------------ tokens
@@ -557,10 +557,10 @@ class ChatTemplate:
         question, answer = _PROBE.format(1), _PROBE.format(2)  # placeholders of the last two messages
         probed = [*messages[:-2], {**messages[-2], "content": question}]
         # The text after the question, such as "<|assistant|>", in a conversation and in a prompt.
-        after_question = self.render([*probed, _response(answer)]).partition(question)[2]
-        header = after_question.partition(answer)[0].rstrip(" ")
-        prompt_header = self._prompt_text(probed).partition(question)[2]
-        before_response = self.render([*messages[:-1], _response(answer)]).partition(answer)[0].rstrip(" ")
+        _, _, after_question = self.render([*probed, _response(answer)]).partition(question)
+        header = _text_before(answer, after_question)
+        _, _, prompt_header = self._prompt_text(probed).partition(question)
+        before_response = _text_before(answer, self.render([*messages[:-1], _response(answer)]))
         if not prompt_header.startswith(header) or not whole.startswith(before_response):
             raise RewrittenTurnsError(
                 "the base's chat template rewrites earlier turns when a conversation continues: its prompt ends with "
@@ -568,19 +568,14 @@ class ChatTemplate:
                 "consistent"
             )
         response = whole[len(before_response) :]
-        prompt_opens_thought = _THINK in prompt_header.rpartition(_END_THINK)[2]
+        _, _, after_last_thought = prompt_header.rpartition(_END_THINK)
+        prompt_opens_thought = _THINK in after_last_thought
         if not prompt_opens_thought:
             return response
         response = response.lstrip()
         if response.startswith(_THINK):  # the prompt has this tag already
             return response.removeprefix(_THINK).lstrip("\n")
-        # The template removed the thought: restore that of the message, or an empty one.
-        content = messages[-1]["content"].lstrip().removeprefix(_THINK).lstrip("\n")
-        thought, end_tag, answer_text = content.rpartition(_END_THINK)
-        if not end_tag:
-            return f"\n{_END_THINK}\n\n{response}"
-        space = answer_text[: len(answer_text) - len(answer_text.lstrip())]
-        return f"{thought}{_END_THINK}{space}{response}"
+        return _restore_thought(messages[-1]["content"], response)
 
     # ------------------------------------------------------------ what a template leaves out
 
@@ -826,6 +821,27 @@ def _missing_part(content: str, text: str, *, thoughts: bool = False) -> str:
         if _without_spaces(part) not in flat and _without_spaces(as_json) not in flat:
             return part
     return ""
+
+
+def _text_before(part: str, text: str) -> str:
+    """Return the text before the first occurrence of a part, without trailing spaces."""
+    before, _, _ = text.partition(part)
+    return before.rstrip(" ")
+
+
+def _restore_thought(content: str, response: str) -> str:
+    """Return a response with the thought that the template removed, after a prompt that ends with ``<think>``.
+
+    Args:
+        content: The message, such as "<think>Add.</think> 4"; without a thought, an empty one is inserted.
+        response: The response as the template writes it, such as "4<|im_end|>".
+    """
+    content = content.lstrip().removeprefix(_THINK).lstrip("\n")
+    thought, end_tag, answer = content.rpartition(_END_THINK)
+    if not end_tag:
+        return f"\n{_END_THINK}\n\n{response}"
+    space = answer[: len(answer) - len(answer.lstrip())]
+    return f"{thought}{_END_THINK}{space}{response}"
 
 
 def _omission_error(messages: Sequence[Message], index: int, missing: str) -> DataError:

@@ -146,8 +146,8 @@ def _raise_if_dropped(path: Path, file: Any, model: PreTrainedModel) -> None:
 
     architecture = str(file.get_field("general.architecture").contents())
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-    known = get_gguf_hf_weights_map(model, processor(config=model.config.to_dict()))
-    dropped = [tensor.name for tensor in file.tensors if tensor.name not in known]
+    names_that_are_read = get_gguf_hf_weights_map(model, processor(config=model.config.to_dict()))
+    dropped = [tensor.name for tensor in file.tensors if tensor.name not in names_that_are_read]
     scaling = file.get_field(f"{architecture}.rope.scaling.type")
     if scaling is not None and str(scaling.contents()) not in ("", "none"):
         dropped.append(f"{scaling.contents()} RoPE scaling")

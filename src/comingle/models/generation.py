@@ -146,9 +146,9 @@ def read_sampling(config: object | None = None, **given: object) -> Sampling:
 
 
 def _config_values(config: object | None) -> dict[str, Any]:
-    """Return ``do_sample`` of a ``GenerationConfig`` and its other values that are not defaults and change the text.
+    """Return ``do_sample`` of a ``GenerationConfig``, and those of its other values that differ from the defaults.
 
-    For example, ``top_p`` is left out unless the config samples.
+    Settings of sampling, such as ``top_p``, are left out unless ``do_sample`` is true.
     """
     if config is None:
         return {}
@@ -702,8 +702,11 @@ class _StopCriterion:
         length = tokens.shape[1]
         for row, new_tokens in enumerate(tokens[:, self.prompt_width :].tolist()):
             has_ended = self.ends.get(row) is not None
-            if not has_ended:
-                self.ends[row] = length if self._is_finished(new_tokens, self.contexts[row]) else None
+            if has_ended:
+                continue
+            self.ends[row] = None
+            if self._is_finished(new_tokens, self.contexts[row]):
+                self.ends[row] = length
         return torch.tensor([end is not None for end in self.ends.values()], device=tokens.device)
 
     def _is_finished(self, tokens: list[int], context: list[int]) -> bool:

@@ -46,10 +46,10 @@ class _CgroupFiles(NamedTuple):
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 """File with the control groups of this process."""
 
-# By whether the groups are of version 1, which name their controllers.
+# By the version of control groups.
 _CGROUP_FILES = {
-    False: _CgroupFiles(Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    True: _CgroupFiles(
+    2: _CgroupFiles(Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    1: _CgroupFiles(
         Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     ),
 }
@@ -154,7 +154,7 @@ def require_room(what: str, count: int, parameters: int, kind: str = "models") -
         what: The setting that requires them, for the message.
         count: Number of models.
         parameters: Number of parameters of one model.
-        kind: Name of the models in the message.
+        kind: Plural noun in the message, such as "models".
 
     Raises:
         RecipeError: They do not fit.
@@ -242,10 +242,10 @@ def _cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
     with suppress(OSError):
         for line in _OWN_CGROUPS.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
-            is_version_1 = controllers != ""
-            if is_version_1 and "memory" not in controllers.split(","):
+            version = 1 if controllers else 2
+            if version == 1 and "memory" not in controllers.split(","):
                 continue
-            files = _CGROUP_FILES[is_version_1]
+            files = _CGROUP_FILES[version]
             own_folder = files.root / path.lstrip("/")
             for folder in (own_folder, *own_folder.parents):
                 if folder.is_relative_to(files.root):
@@ -259,7 +259,7 @@ def _droppable_bytes(path: Path, key: str) -> int:
         path: File with the statistics of a control group.
         key: Name of the number of these bytes, such as "inactive_file".
     """
-    number_by_name = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+    number_by_name = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())  # such as "cache 4096"
     return int(number_by_name.get(key, 0))
 
 

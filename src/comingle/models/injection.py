@@ -526,13 +526,13 @@ def check_ranks(ranks: Int[Tensor, " users"], targets: Sequence[LoraTarget]) -> 
         targets: The linear layers that get a LoRA.
 
     Raises:
-        RecipeError: A rank exceeds ``d_in + d_out`` of every weight.
+        RecipeError: A rank exceeds ``d_in + d_out`` of every weight, a loose limit on mistyped ranks.
     """
     largest_rank = int(ranks.max())
     user = int(ranks.argmax())
     user_note = f" for user {user + 1} of {len(ranks)}" if len(ranks.unique()) > 1 else ""
     shapes = {target.name: tuple(weight_shape(target.linear)) for target in targets}
-    largest_weight = max(shapes, key=lambda name: sum(shapes[name]))
+    largest_weight = max(shapes, key=lambda name: sum(shapes[name]))  # by d_out + d_in
     d_out, d_in = shapes[largest_weight]
     if largest_rank > d_in + d_out:
         raise RecipeError(
@@ -562,17 +562,18 @@ def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> Non
         BaseModelError: The outputs differ, so the MLP computes more than act, gate, up and down.
     """
     _raise_unless_one_input(original, family)
-    up, _bias = base_weight(mlp.first["up"])
-    users, experts, rank = 1, 1, 1
+    up_weight, _ = base_weight(mlp.first["up"])
+    dtype, device = up_weight.dtype, up_weight.device
     for name, linear in [*mlp.first.items(), ("down", mlp.last)]:
         d_out, d_in = weight_shape(linear)
-        mlp.factors[name] = (up.new_zeros(users, experts, rank, d_in), up.new_zeros(users, experts, rank, d_out))
-    mlp.router.present = torch.ones(users, experts, dtype=torch.bool, device=up.device)
-    tokens, width = 4, up.shape[1]
-    x = torch.linspace(-1, 1, tokens * width, dtype=up.dtype, device=up.device).view(1, tokens, width)
+        a, b = up_weight.new_zeros(1, 1, 1, d_in), up_weight.new_zeros(1, 1, 1, d_out)  # one user, expert and rank
+        mlp.factors[name] = (a, b)
+    mlp.router.present = torch.ones(1, 1, dtype=torch.bool, device=device)
+    tokens, width = 4, up_weight.shape[1]
+    x = torch.linspace(-1, 1, tokens * width, dtype=dtype, device=device).view(1, tokens, width)
     expected, got = original(x), mlp(x)
     error = (got - expected).double().norm() / expected.double().norm()
-    tolerance = 0.05 if up.dtype in SHORT else 1e-4  # far above rounding errors; SHORT are the 16-bit dtypes
+    tolerance = 0.05 if dtype in SHORT else 1e-4  # far above rounding errors; SHORT are the 16-bit dtypes
     if error > tolerance:
         raise BaseModelError(
             f"{family}: its MLP does more than act, gate, up and down (with adapters at zero the output differs by "
@@ -796,7 +797,7 @@ def ranks_of(settings: AdaptersSection, users: int) -> Int[Tensor, " users"]:
     Raises:
         RecipeError: The recipe has a list of ranks whose length is not the number of users.
     """
-    assert not isinstance(settings.rank, dict), "Recipe.for_users was not called"
+    assert not isinstance(settings.rank, dict), "ranks by user name: call Recipe.for_users first"
     if isinstance(settings.rank, int):
         return torch.tensor((settings.rank,) * users)
     if len(settings.rank) != users:

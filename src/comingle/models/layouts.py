@@ -139,9 +139,11 @@ def activation_name(model: nn.Module, targets: TargetsSection) -> str:
     """
     # Families name the setting differently; Gemma 2 has both of the first two and uses the first.
     keys = ("hidden_activation", "hidden_act", "activation_function", "hidden_activation_fn", "activation")
-    values = [getattr(model.config, key, None) for key in keys]
-    configured = [value for value in values if isinstance(value, str)]
-    activation = targets.activation or next(iter(configured), None)
+    activation = targets.activation
+    for key in keys:
+        configured = getattr(model.config, key, None)
+        if not activation and isinstance(configured, str):
+            activation = configured
     if activation not in ACTIVATIONS:
         raise BaseModelError(
             f"{type(model).__name__}: MLP activation {activation!r}; allowed: {sorted(ACTIVATIONS)}; where one of them "

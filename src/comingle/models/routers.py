@@ -53,8 +53,8 @@ def balance_penalty(
 ) -> Float[Tensor, " users"]:
     """Return each user's load-balancing penalty ``n sum_j c_j f_j P_j`` over its n experts (CoMiGS eq. 10 and 11).
 
-    ``f_j`` is the share of tokens with expert j in their top k, ``P_j`` its mean softmax probability, ``c_j`` its weight
-    (:func:`balance_weights`).
+    ``f_j`` is the share of tokens with expert j in their top k, ``P_j`` its mean softmax probability, and ``c_j`` its
+    weight (:func:`balance_weights`).
 
     Args:
         logits: The router's logits, ``n`` tokens per user.
@@ -268,7 +268,7 @@ def mix_losses(
     """Return ``-log sum_c pi_c exp(-loss_c)``: the loss in nats of the mixture of the components' predictions.
 
     Args:
-        losses: Loss of each component in nats.
+        losses: Loss of each component in nats; 0 at positions without a target.
         shares: Mixture weights pi.
     """
     num_inner_axes = losses.dim() - 2

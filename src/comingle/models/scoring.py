@@ -77,7 +77,8 @@ def random_windows(
     tokens_from_stream = context + 1 if begin is None else context
     num_starts = len(stream) - tokens_from_stream + 1
     starts = torch.randint(num_starts, (count, 1), generator=generator, device=generator.device).to(stream.device)
-    windows = stream[starts + torch.arange(tokens_from_stream, device=stream.device)].long()
+    positions = starts + torch.arange(tokens_from_stream, device=stream.device)  # (count, tokens_from_stream)
+    windows = stream[positions].long()
     if begin is None:
         return windows
     return begin_windows(windows, begin, begins_stream=starts == 0)

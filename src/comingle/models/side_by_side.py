@@ -353,8 +353,12 @@ class Chained:
         """
         self.pass_shape = PassShape()  # numbers of users and images of a pass, which all steps read
         self.net = self._convert(net)
-        all_steps = [step for module in self.net.modules() if isinstance(module, Chain) for step in module.steps]
-        if not any(isinstance(step, Step) for step in all_steps):
+        all_steps = []
+        for module in self.net.modules():
+            if isinstance(module, Chain):
+                all_steps += module.steps
+        has_convolution = any(isinstance(step, Step) for step in all_steps)
+        if not has_convolution:
             raise UnknownLayerError
 
     def __call__(self, tensors: Tree, inputs: Tensor, *, train: bool) -> Tensor:
@@ -384,8 +388,8 @@ class Chained:
     def _convert(self, net: nn.Module) -> nn.Module:
         """Return a net that computes the same, with convolutions fused into steps; parameters are shared.
 
-        Modules of this library declare by a true attribute ``by_sample`` that they do not mix samples, and by
-        ``is_relu_of_sum`` that they are the ReLU of the sum of their two children.
+        A module of this library has the attribute ``by_sample = True`` if it does not mix samples, and
+        ``is_relu_of_sum = True`` if it computes the ReLU of the sum of its two children.
 
         Raises:
             UnknownLayerError: A module may mix samples.

@@ -844,11 +844,12 @@ def mix_language_model(
         generator=torch.Generator(),  # values are drawn again for each user; torch's global generator stays untouched
     )
     stacked = stack([net], name=base.name, users=users, mixture=mixture, device=base.device, dtype=base.dtype)
-    trained_slots = []  # of adaptors and routers
+    trained_slots = []  # of adaptors and the router
     for slot in stacked.layout.slots:
         is_frozen = BASE in slot.roles or STATISTICS in slot.roles
         if not is_frozen:
             trained_slots.append(slot)
-    fields = {**vars(stacked), "layout": Layout(slots=tuple(trained_slots))}
+    layout = Layout(slots=tuple(trained_slots))
+    fields_of_stacked = {**vars(stacked), "layout": layout}
     embedding = network.get_input_embeddings()
-    return MixedLanguageModel(**fields, base=base, head=lm_head(base), embedding=embedding)
+    return MixedLanguageModel(**fields_of_stacked, base=base, head=lm_head(base), embedding=embedding)

@@ -605,7 +605,8 @@ def convolve(base: Conv, x: Tensor, weight: Tensor, applies: tuple[bool, ...]) -
         base: The layer that has stride, padding, dilation and groups.
         x: The input.
         weight: The kernel.
-        applies: For each dimension whether the base's settings apply; otherwise stride 1, no padding and no dilation.
+        applies: For each dimension whether the base's settings apply, such as (True, False); in the others stride 1, no
+            padding and no dilation.
     """
     padding: Any = base.padding
     if base.padding_mode != "zeros":
@@ -821,7 +822,8 @@ def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor,
     """Return the diagonal of the matrix D_c of each cluster c, with ``B D_c A = B_c A_c - sum_k p(k) B_k A_k``.
 
     ``B = [B_1 .. B_C]`` has ``width`` columns of each cluster k, and ``A`` has the A_k as rows. The diagonal has
-    ``1 - p(k)`` at the columns of the cluster k = c, and ``-p(k)`` at those of other clusters.
+    ``1 - p(k)`` at the columns of the cluster k = c, and ``-p(k)`` at those of other clusters. For two clusters with
+    p = 0.5 and width 1 the diagonals are (0.5, -0.5) and (-0.5, 0.5).
 
     Args:
         shares: Weight p(k) of each cluster in the mean.

@@ -110,7 +110,7 @@ def _check_names(layers: dict[str, nn.Module]) -> None:
 
 
 def _parameter_owners(model: nn.Module) -> dict[int, dict[int, str]]:
-    """Return for each parameter's ``id`` the names of the modules that hold it, by the module's ``id``."""
+    """Return the modules that hold each parameter: ``{id(parameter): {id(module): "layers.0.mlp"}}``."""
     owners: dict[int, dict[int, str]] = defaultdict(dict)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -120,7 +120,7 @@ def _parameter_owners(model: nn.Module) -> dict[int, dict[int, str]]:
 
 
 def _owners_of_parameters(module: nn.Module, owners: dict[int, dict[int, str]]) -> dict[int, str]:
-    """Return the names of all modules that hold a parameter of ``module``, itself included, by the module's ``id``.
+    """Return the names of all modules that hold a parameter of ``module``, such as itself, by the modules' ``id``.
 
     Args:
         module: The module.

@@ -283,10 +283,11 @@ class Step:
     def output_size(self, x: Maps) -> tuple[int, int]:
         """Return height and width of the convolution's output, before pooling."""
         conv: Any = self.convolution
+        height_and_width = x.shape[3:]
 
         def output_length(axis: int) -> int:
             """Return the size of an axis by the formula in the documentation of ``nn.Conv2d``."""
-            size, kernel = x.shape[3 + axis], conv.kernel_size[axis]
+            size, kernel = height_and_width[axis], conv.kernel_size[axis]
             padding, dilation, stride = conv.padding[axis], conv.dilation[axis], conv.stride[axis]
             return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 

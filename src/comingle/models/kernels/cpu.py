@@ -73,14 +73,14 @@ class _Softmax(ctypes.Structure):
 
 
 def softmax(
-    logits: Float[Tensor, "n vocab"], targets: Integer[Tensor, " n"], keep: bool
+    logits: Float[Tensor, "n vocab"], targets: Integer[Tensor, " n"], wants_softmax: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the cross-entropy of each row in nats, and parts of the softmax for the backward pass.
+    """Return the cross-entropy of each row in nats, and numerators and denominators of the softmax.
 
     Args:
-        logits: Overwritten with the unnormalised softmax ``exp(logit - max)`` if ``keep``, else unchanged.
+        logits: Overwritten with the unnormalised softmax ``exp(logit - max)`` if ``wants_softmax``, else unchanged.
         targets: Column of each row's target.
-        keep: Compute the unnormalised softmax.
+        wants_softmax: Compute the unnormalised softmax, for the backward pass.
 
     Returns:
         The losses ``(n,)``, ``logits``, and the sums ``(n,)`` of the unnormalised softmax over the vocabulary; None if
@@ -100,7 +100,7 @@ def softmax(
         rows=rows,
         columns=columns,
         bf16=logits.dtype == torch.bfloat16,
-        keep=keep,
+        keep=wants_softmax,
         threads=torch.get_num_threads(),
         logits=logits.data_ptr(),
         targets=targets.data_ptr(),
@@ -257,7 +257,9 @@ def attend(
     num_queries, num_keys = query.shape[2], key.shape[2]
     if is_purely_causal and num_queries > 1:  # `eager` needs an explicit mask
         is_future = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).triu(1)
-        attention_mask = query.new_zeros(()).where(~is_future, torch.finfo(query.dtype).min)[None, None]
+        lowest = torch.finfo(query.dtype).min
+        causal_mask = query.new_zeros(()).where(~is_future, lowest)  # (queries, keys)
+        attention_mask = causal_mask[None, None]
     eager = sys.modules[type(module).__module__].eager_attention_forward
     return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
 

@@ -605,7 +605,7 @@ def _mixture_struct(
         a: A of the last layer.
     """
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
-    row_stride = z.stride(1)  # may be larger than a row
+    row_stride = z.stride(1)  # larger than a row if z is a slice of columns
     assert z.stride() == (z.shape[1] * row_stride, row_stride, 1)
     assert gates.dtype == torch.float32
     users, n, hidden = bases[0].shape
@@ -734,15 +734,14 @@ def experts(
         act=ACTIVATION_CODES[act],
         gates=gates.data_ptr(),
     )
-    kept_tensors: list[Tensor] = []
-    for struct, (weights, factors) in zip(call.first, first, strict=False):
-        kept_tensors += _fill_linear_struct(struct, weights, factors)
+    kept_alive: list[Tensor] = []  # tensors that the call reads by address
+    for index, (weights, factors) in enumerate(first):
+        kept_alive += _fill_linear_struct(call.first[index], weights, factors)
     last_weights, last_factors = last
-    kept_tensors += _fill_linear_struct(call.last, last_weights, last_factors)
+    kept_alive += _fill_linear_struct(call.last, last_weights, last_factors)
     y = torch.empty_like(x)
-    num_users = len(last_factors[0])
-    _run_rows(call, x, y, num_users)
-    del kept_tensors  # only after the call, which reads them by address
+    _run_rows(call, x, y, num_users=len(x))
+    del kept_alive
     return y
 
 
@@ -761,7 +760,8 @@ def _fill_linear_struct(struct: _Linear, weights: Weights, factors: Factors | No
     struct.weight = weight.data_ptr()
     struct.bias = None if bias is None else bias.data_ptr()
     struct.d_out, struct.d_in = weight.shape
-    struct.turned = not weight.is_contiguous()  # stored as (d_in, d_out)
+    is_transposed = not weight.is_contiguous()  # stored as (d_in, d_out)
+    struct.turned = is_transposed
     if factors is None:
         return []
     a, b = (factor.contiguous() for factor in factors)
@@ -780,7 +780,8 @@ def _run_rows(call: _Rows, x: Tensor, y: Tensor, num_users: int) -> None:
         num_users: Number of users, with equally many rows each; 0 without adapters.
     """
     call.rows = x.shape[:-1].numel()
-    call.share = call.rows // num_users if num_users else 1  # rows of each user
+    rows_per_user = call.rows // num_users if num_users else 1
+    call.share = rows_per_user
     call.threads = torch.get_num_threads()
     call.bf16 = x.dtype == torch.bfloat16
     call.x, call.y = x.data_ptr(), y.data_ptr()

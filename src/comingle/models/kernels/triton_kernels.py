@@ -218,12 +218,12 @@ def _expert_backward(
         PRECISION: Input precision of products.
 
     Returns:
-        h, the gradients of ``pre_0`` and ``pre_1`` (the latter is without meaning in plain MLPs), and the gradient of
-        the product ``h a^T``.
+        h, the gradients of ``pre_0`` and ``pre_1`` (not to be used in plain MLPs), and the gradient of the product
+        ``h a^T``.
     """
     value, slope = _activation(pre_0 + scale * _dot(z_0, b_0, PRECISION), ACT)
-    d_last = (scale * p[:, None] * d_gated.to(tl.float32)).to(a.dtype)
-    d_h = p[:, None] * d_mixed + _dot(d_last, a, PRECISION)
+    d_product = (scale * p[:, None] * d_gated.to(tl.float32)).to(a.dtype)
+    d_h = p[:, None] * d_mixed + _dot(d_product, a, PRECISION)
     h = value
     d_pre_0 = d_h * slope
     d_pre_1 = d_h
@@ -232,7 +232,7 @@ def _expert_backward(
         h = value * up
         d_pre_0 = d_pre_0 * up
         d_pre_1 = d_h * value
-    return h, d_pre_0, d_pre_1, d_last
+    return h, d_pre_0, d_pre_1, d_product
 
 
 @triton.jit
@@ -361,12 +361,12 @@ def backward_factors(
         )  # not used in plain MLPs
         d_gated_j = _load_columns(d_gated, token * (EXPERTS * RANK), valid, j * RANK, RANK, PADDED_RANK)
         p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
-        h, d_pre_0, d_pre_1, d_last = _expert_backward(
+        h, d_pre_0, d_pre_1, d_product = _expert_backward(
             pre_0, pre_1, d_mixture, z_0, z_1, d_gated_j, p, factor_0, factor_1, factor_last,
             scale, ACT, NUM_FIRST, PRECISION,
         )  # fmt: skip
         sum_b_0 += _dot(tl.trans(z_0), d_pre_0.to(z_0.dtype), PRECISION)
-        sum_a += _dot(tl.trans(d_last), h.to(d_last.dtype), PRECISION)
+        sum_a += _dot(tl.trans(d_product), h.to(d_product.dtype), PRECISION)
         if NUM_FIRST == 2:
             sum_b_1 += _dot(tl.trans(z_1), d_pre_1.to(z_1.dtype), PRECISION)
     num_experts = tl.num_programs(2)  # of all users
