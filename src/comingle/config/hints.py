@@ -282,8 +282,8 @@ def _dotted_keys(model: type[BaseModel], data: type[DataSection] | None, prefix:
         key = f"{prefix}{name}"
         yield key
         section = data if key == "data" else section_in(field.annotation)
-        has_user_names = key == "data.users"  # as its keys, instead of the keys of a section
-        if section is not None and not has_user_names:
+        is_mapping_by_user = key == "data.users"  # its keys are names of users, not keys of a section
+        if section is not None and not is_mapping_by_user:
             yield from _dotted_keys(section, data, prefix=f"{key}.")
 
 

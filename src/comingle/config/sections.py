@@ -250,10 +250,11 @@ class Recipe(Section):
         Settings of :data:`VALUES_OF_USERS` with one value for all users are left out.
         """
         found: dict[str, Any] = {}
-        sections = {"adapters": self.adapters, "training": self.training}
+        adapters, training = dict(self.adapters), dict(self.training)  # settings by key
+        sections = {"method": self.method.settings, "adapters": adapters, "training": training}
         for dotted_key in VALUES_OF_USERS:
-            section, _dot, key = dotted_key.partition(".")
-            value = self.method.settings.get(key) if section == "method" else getattr(sections[section], key)
+            section_name, _dot, key = dotted_key.partition(".")
+            value = sections[section_name].get(key)
             if isinstance(value, list | tuple | Mapping):
                 found[dotted_key] = value
         return found

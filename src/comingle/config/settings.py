@@ -333,13 +333,15 @@ def section_of(content: Mapping[str, object]) -> type[DataSection]:
         if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"no kind {kind!r}.{KINDS.hint(str(kind))} Allowed: {', '.join(KINDS)}")
         return KINDS[kind]
-    section_by_mark = {mark: section for section in _importable_sections() for mark in section.marks}
+    section_by_mark: dict[str, type[DataSection]] = {}
+    for section in _importable_sections():
+        section_by_mark.update(dict.fromkeys(section.marks, section))
     sections = {section for mark, section in section_by_mark.items() if content.get(mark) is not None}
     if len(sections) != 1:
         *other_marks, last_mark = section_by_mark
         raise ValueError(f"give one of {', '.join(other_marks)} and {last_mark}")
-    (section,) = sections
-    return section
+    (only_section,) = sections
+    return only_section
 
 
 def _importable_sections() -> Iterator[type[DataSection]]:

@@ -113,10 +113,9 @@ def _answers_from_arrays(name: str, arrays: Arrays) -> UserAnswers:
 
 
 def _totals_of_answers(user: UserAnswers) -> Mapping[str, int]:
-    """Return the width and the number of tokens of a user's train windows, without padding, for ``UserForm.counts``.
+    """Return the width of a user's train windows, and the number of their tokens without padding, by name.
 
-    Returns:
-        Such as ``{"most_width": 128, "tokens": 5000}``.
+    For example ``{"most_width": 128, "tokens": 5000}``, for the totals of a population (``UserForm.counts``).
     """
     is_token = user.train.windows != PAD
     return {"most_width": user.train.windows.shape[1], "tokens": int(is_token.sum())}

@@ -382,13 +382,13 @@ class LazyPopulation(UserCollection[User]):
         if not isinstance(numbers, range):
             return UserList(self[number] for number in numbers)
 
-        def make(position: int) -> User:
+        def user_at(position: int) -> User:
             return self[numbers[position]]
 
         span = slice(numbers.start, numbers.stop)
         return LazyPopulation(
             self.names[span],
-            make,
+            user_at,
             digest=self.digest,
             cache_size=1,  # users are cached by this population
             sizes=None if self.sizes is None else self.sizes[span],

@@ -252,7 +252,7 @@ def _within_limits(
         counts: Numbers of documents kept so far, by user and split; updated. Shared by the tables of a source.
         rows: Document, user and, if rows name their splits, split of each row.
         split_of_table: Split of rows that do not name one.
-        users: Names of the selected users; rows of others are kept too, and the caller drops them. Or the number of
+        users: Names of the selected users, for the early end; the caller drops the rows of others. Or the number of
             first users to keep; None for all.
         max_documents: Number of first documents of each user and split to keep; None for all.
 

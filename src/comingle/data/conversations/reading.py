@@ -458,7 +458,7 @@ def records_with_users(data: ConversationsSection, bad_rows: BadRows) -> Iterato
     assert source is not None
     num_rows = Counter[tuple[str, str]]()  # by user and split
     for table in read_tables(source.path, name=source.config):
-        columns = list(table.columns or ())  # of JSON files, empty until the first row
+        columns = list(table.columns or ())  # of a JSON file, those of its first row
         has_user_column = False
         all_columns = None
         for place, row in table.read(bad_rows, all_columns):

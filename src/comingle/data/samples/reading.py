@@ -192,7 +192,9 @@ def read_given(name: str, data: object, *, valid: float, test: float, seed: int)
     if not isinstance(data, Mapping):
         splits = {"train": read_samples(data, where)}
     elif "train" in data and "test" in data:
-        splits = {split: read_samples(item, f"{where}: {split}") for split, item in data.items()}
+        splits: dict[str, Samples] = {}
+        for split, samples_of_split in data.items():
+            splits[split] = read_samples(samples_of_split, f"{where}: {split}")
     else:
         raise DataError(
             f"{where}: got splits {', '.join(map(repr, data))}; allowed: 'train', 'test' and optionally 'valid'"
@@ -451,11 +453,11 @@ def _spelling_notes(classes: Sequence[str], bit_of_class: Mapping[str, int], mas
         notes.append(f"classes differ only in case: {list_names(alike)}; rename the folders if they mean the same")
 
     # Masks of the classes that at least one user has, and that at least two users have.
-    of_one, of_two = 0, 0
+    seen_once, seen_twice = 0, 0
     for mask in masks.values():
-        of_two |= of_one & mask
-        of_one |= mask
-    single = [label for label in classes if not of_two & bit_of_class[label]]  # classes of one user
+        seen_twice |= seen_once & mask
+        seen_once |= mask
+    single = [label for label in classes if not seen_twice & bit_of_class[label]]  # classes of one user
     if len(masks) > 1 and single:
         listed: list[str] = []
         for label in single[:_LISTED]:

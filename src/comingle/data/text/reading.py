@@ -450,7 +450,7 @@ def given_readers(
         if isinstance(source, Mapping):
             reader_by_split: dict[str, ReadUpTo] = {}
             for key, source_of_split in source.items():
-                split = _SPLIT_OF_KEY[str(key)]
+                split = _SPLIT_OF_KEY[str(key)]  # "valid" for "validation"
                 reader_by_split[split] = partial(_read_documents_of, bad_rows, name, source_of_split)
             read_user = partial(split_sources, name, reader_by_split)
         else:
