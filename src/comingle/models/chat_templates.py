@@ -598,7 +598,7 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             required = message["content"]
             if message["role"] == ASSISTANT:
-                required = required.rpartition(_END_THINK)[2]  # without thoughts
+                _, _, required = required.rpartition(_END_THINK)  # without thoughts
             # A short omitted message such as "ok" may be part of another: do not search for it.
             missing = message["content"] if index in omitted else _missing_part(required, flat)
             if missing.strip():
@@ -659,7 +659,8 @@ class ChatTemplate:
         best_messages: list[Message] | None = None
         fewest_unwritten = frozenset[int]()
         refusal: DataError | None = None
-        for formatted in (messages, [_with_json_arguments(message) for message in messages]):
+        messages_with_json = [_with_json_arguments(message) for message in messages]
+        for formatted in (messages, messages_with_json):
             try:
                 rendered = _without_spaces(self.render(formatted))
             except DataError as error:
@@ -678,7 +679,7 @@ class ChatTemplate:
     @cached_property
     def _special_tokens(self) -> dict[int, str]:
         """Texts of the tokenizer's special tokens by ID."""
-        return {number: t.content for number, t in self.tokenizer.added_tokens_decoder.items() if t.special}
+        return {id: token.content for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
     @cached_property
     def _hidden_pattern(self) -> re.Pattern[str]:
@@ -796,7 +797,12 @@ def _common_prefix(first: str, second: str) -> int:
 
 def _restore_special_tokens(text: str, hidden_texts: Sequence[str]) -> str:
     """Replace placeholders by the texts of special tokens."""
-    return re.sub(f"{_OPEN}(\\d+){_CLOSE}", lambda found: hidden_texts[int(found[1])], text)
+
+    def hidden_text_of(placeholder: re.Match[str]) -> str:
+        number = int(placeholder[1])
+        return hidden_texts[number]
+
+    return re.sub(f"{_OPEN}(\\d+){_CLOSE}", hidden_text_of, text)
 
 
 def _without_spaces(text: str) -> str:
@@ -814,11 +820,11 @@ def _missing_part(content: str, text: str, *, thoughts: bool = False) -> str:
         text: The rendered text.
         thoughts: Split the content at ``<think>`` and ``</think>``, and look for each part; else look for the whole.
     """
-    flat = _without_spaces(text)
+    text = _without_spaces(text)
     parts = re.split("</?think>", content) if thoughts else [content]
     for part in parts:
-        as_json = json.dumps(part, ensure_ascii=False)[1:-1]  # without its quotes
-        if _without_spaces(part) not in flat and _without_spaces(as_json) not in flat:
+        as_json = json.dumps(part, ensure_ascii=False).removeprefix('"').removesuffix('"')
+        if _without_spaces(part) not in text and _without_spaces(as_json) not in text:
             return part
     return ""
 

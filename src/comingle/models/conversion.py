@@ -188,6 +188,7 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     pre_tokenizer = GGUFReader(str(path)).get_field("tokenizer.ggml.pre")
     if pre_tokenizer is not None and pre_tokenizer.contents() == "smollm":  # transformers would use GPT-2's
-        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+        split_digits = pre_tokenizers.Digits(individual_digits=True)
+        split_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_digits, split_words])
     return tokenizer

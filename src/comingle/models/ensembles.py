@@ -166,13 +166,13 @@ class EnsembleModel(Model):
         for component in range(self.mixture.clusters):
             component_tensors = self._component_tensors(tensors, component)
             component_powers = None if powers is None else powers[:, component]
-            component_losses, _penalty = self.inner.losses(component_tensors, users, batch, powers=component_powers)
+            component_losses, _ = self.inner.losses(component_tensors, users, batch, powers=component_powers)
             losses.append(component_losses)
         return torch.stack(losses, 1)
 
-    def _component_tensors(self, tensors: Tree, number: int) -> Tree:
-        """Return the users' tensors of component ``number``, without the router's logits."""
-        return {name: t[:, number].contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
+    def _component_tensors(self, tensors: Tree, component: int) -> Tree:
+        """Return the users' tensors of one component, without the router's logits."""
+        return {name: t[:, component].contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
 
     def losses(
         self, tensors: Tree, users: Sequence[int], batch: Windows, *, train: bool = False, shares: Tensor | None = None
@@ -257,7 +257,9 @@ class EnsembleModel(Model):
             users: Indices of the users.
         """
         rows = {name: t.flatten(0, 1).contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
-        user_of_row = [user for user in users for _component in range(self.mixture.clusters)]
+        user_of_row = []  # such as [4, 4, 7, 7] for users 4 and 7 with two components
+        for user in users:
+            user_of_row += [user] * self.mixture.clusters
         self.inner.adapters.bind(rows, user_of_row)
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:

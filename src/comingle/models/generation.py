@@ -525,9 +525,11 @@ def check_context_length(where: str, context: int, network: PreTrainedModel) -> 
     Raises:
         RecipeError: The context is too long.
     """
-    most = max_positions(network)
-    if most is not None and context > most:
-        raise RecipeError(f"{where}: got {context:,}; allowed: up to {most:,}, the base's maximum number of positions")
+    positions = max_positions(network)
+    if positions is not None and context > positions:
+        raise RecipeError(
+            f"{where}: got {context:,}; allowed: up to {positions:,}, the base's maximum number of positions"
+        )
 
 
 def stop_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> tuple[int, ...]:

@@ -320,9 +320,10 @@ def peak_memory_bytes() -> int:
 def _peak_resident_bytes() -> int:
     """Return the peak resident memory of this process in bytes."""
     # On Linux: not `ru_maxrss`, which a process inherits from its parent.
-    with suppress(OSError, ValueError, IndexError):
+    with suppress(OSError, ValueError):
         status = Path("/proc/self/status").read_text(encoding="ascii")
-        peak_kib = status.partition("VmHWM:")[2].split()[0]
+        _, _, after_key = status.partition("VmHWM:")  # such as "  8192 kB ..."
+        peak_kib, *_ = after_key.split()
         return int(peak_kib) * 1024
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset

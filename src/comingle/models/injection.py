@@ -326,7 +326,9 @@ class _Mixture(torch.autograd.Function):
         if wants_b_last:
             d_b_last = torch.bmm(contiguous_transpose(gated), dy).view_as(b_last)
 
-        d_first = [d for pair in zip(d_a_first, d_b_first, strict=True) for d in pair]
+        d_first: list[Tensor | None] = []
+        for d_a, d_b in zip(d_a_first, d_b_first, strict=True):
+            d_first += [d_a, d_b]
         no_grads = [None] * (2 * num_first + 2)  # weights and biases of the base
         return None, None, d_x, d_gates.to(gates.dtype), None, *d_first, d_a_last, d_b_last, *no_grads
 
@@ -909,7 +911,7 @@ def _create_routed_mlp(
 
 def _slot_part(name: str, experts: dict[str, RoutedMLP]) -> str:
     """Return "head" for tensors of the last MLP, such as "layers.11.mlp.up.a", else "body"."""
-    last_mlp = list(experts)[-1]
+    *_, last_mlp = experts
     return "head" if name.startswith(f"{last_mlp}.") else "body"
 
 

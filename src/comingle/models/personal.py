@@ -171,7 +171,8 @@ def _module_names(model: PreTrainedModel) -> dict[int, str]:
 
 def _layer_number(name: str) -> int:
     """Return the number in a name such as "layers.3.mlp"."""
-    return next(int(part) for part in name.split(".") if part.isdigit())
+    numbers = [int(word) for word in name.split(".") if word.isdigit()]
+    return numbers[0]
 
 
 def _equal_shares(experts: int, value: float) -> Float[Tensor, " experts"]:
@@ -667,10 +668,11 @@ class PersonalModel(Personal):
             raise DataError(f"user {self.name!r}: perplexity: got {text!r:.40}; allowed: one text")
         tokens = self._tokenize(text).int()
         self._window_size(context, len(tokens))  # raises an error if ``context`` is wrong
-        least = 2 if self.model.base.begin is None else 1  # without a begin-of-text token the first is not predicted
-        if len(tokens) < least:
+        predicts_first_token = self.model.base.begin is not None
+        min_tokens = 1 if predicts_first_token else 2
+        if len(tokens) < min_tokens:
             raise DataError(
-                f"user {self.name!r}: perplexity: got {len(tokens)} tokens; allowed: a text of at least {least}"
+                f"user {self.name!r}: perplexity: got {len(tokens)} tokens; allowed: a text of at least {min_tokens}"
             )
         return self.score(tokens, context=context).perplexity
 

@@ -290,7 +290,7 @@ def score_windows(
     jobs = []
     for set_index, parts_of_set in enumerate(parts):
         jobs += [_ScoringJob(set_index, windows) for windows in parts_of_set if len(windows)]
-    # Sorted by width and number of windows, so that passes need little padding.
+    # Widest windows first, then most windows, so that the parts of a pass need little padding.
     jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))
     for start in range(0, len(jobs), slots):
         jobs_of_pass = jobs[start : start + slots]

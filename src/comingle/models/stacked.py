@@ -202,17 +202,18 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 def _module_parts(net: nn.Module) -> dict[str, str]:
     """Map each module's name to "norm", "head" (the last module with parameters) or "body"."""
-    modules_with_parameters = [name.rpartition(".")[0] for name, _ in net.named_parameters()]
-    head = modules_with_parameters[-1] if modules_with_parameters else None
-    parts = {}
+    head = None
+    for name, _ in net.named_parameters():
+        head, _, _ = name.rpartition(".")  # the module of the last parameter
+    part_by_module = {}
     for name, module in net.named_modules():
         if isinstance(module, _NORMS):
-            parts[name] = "norm"
+            part_by_module[name] = "norm"
         elif name == head:
-            parts[name] = "head"
+            part_by_module[name] = "head"
         else:
-            parts[name] = "body"
-    return parts
+            part_by_module[name] = "body"
+    return part_by_module
 
 
 def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
@@ -262,7 +263,11 @@ def _adapted_slots(model: FloralModel) -> list[Slot]:
 def _constant_init(value: Tensor) -> Init:
     """Return an initialiser that gives all users a copy of this value."""
     initial = value.detach().clone().cpu()
-    return lambda shape, generator: initial
+
+    def init(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return initial
+
+    return init
 
 
 Batch = tuple[Tensor, Tensor, Tensor]

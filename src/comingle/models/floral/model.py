@@ -135,7 +135,10 @@ def _owners_of_parameters(module: nn.Module, owners: dict[int, dict[int, str]]) 
 
 def _output_heads(model: nn.Module) -> set[int]:
     """Return the ``id`` of each output head of language models within a model."""
-    return {id(head) for module in model.modules() for head in _output_head(module)}
+    heads = set()
+    for module in model.modules():
+        heads.update(id(head) for head in _output_head(module))
+    return heads
 
 
 def _output_head(module: nn.Module) -> Iterator[nn.Module]:

@@ -355,7 +355,8 @@ def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
     layers = model.layers().values()
     for layer in layers:
         layer.reset(generator)
-    first_adaptor = next(parameter for layer in layers for parameter in layer.parameters(recurse=False))
+    first_layer = next(iter(layers))
+    first_adaptor = next(first_layer.parameters(recurse=False))
     router_dtype = torch.promote_types(first_adaptor.dtype, torch.float32)  # at least float32
     model.router.to(device=first_adaptor.device, dtype=router_dtype)
     caller_model = model.model
