@@ -879,9 +879,9 @@ def fake_inputs(
 
 
 def _shapes_only(rehearsal: Rehearsal) -> AbstractContextManager[None]:
-    """Return a context in which a net's input form accepts tensors without data, if the net has such a form."""
-    form = getattr(rehearsal.steps.model, "form", None)
-    return getattr(form, "accepting_fakes", nullcontext)()
+    """Return a context in which a net's native code accepts tensors without data, if the net has native code."""
+    native_net = getattr(rehearsal.steps.model, "native_net", None)
+    return getattr(native_net, "accepting_fakes", nullcontext)()
 
 
 @contextmanager

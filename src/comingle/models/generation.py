@@ -244,7 +244,8 @@ def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"]
         limits = (positions - lengths).clamp(min=1, max=limit)  # transformers requires at least 1
     distinct_limits = limits.unique().tolist()
     if len(distinct_limits) == 1:
-        return _generate_greedily(network, prompts, distinct_limits[0])
+        (common_limit,) = distinct_limits
+        return _generate_greedily(network, prompts, common_limit)
     new_tokens = torch.full((len(prompts), max(distinct_limits)), PAD, dtype=torch.int64)
     width = prompts.shape[1]
     is_last_column = torch.arange(width, device=prompts.device) == width - 1
@@ -290,7 +291,8 @@ def _generate_greedily(
 
 def can_pad(network: PreTrainedModel) -> bool:
     """Return whether the model supports padding: in float64 soft-capped attention (Gemma 2) does not."""
-    return network.dtype != torch.float64 or getattr(network.config, "attn_logit_softcapping", None) is None
+    has_softcap = getattr(network.config, "attn_logit_softcapping", None) is not None
+    return not (has_softcap and network.dtype == torch.float64)
 
 
 @contextmanager

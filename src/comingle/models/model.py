@@ -159,7 +159,7 @@ class ClientMixing:
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
     ) -> Float[Tensor, "users clusters batch ..."]:
-        """Return the losses of each component of the users' mixtures by itself; requires a client-level mixture.
+        """Return the losses under each component of the users' mixtures alone; requires a client-level mixture.
 
         Args:
             tensors: Tensors of ``users``.
@@ -256,7 +256,7 @@ class Model(TokenRouting, ClientMixing, ABC):
     def losses_in_fixed_order(
         self, tensors: Tree, users: Sequence[int], batch: Any
     ) -> Float[Tensor, "users batch ..."]:
-        """Return the training losses, with rounding that does not depend on the number of targets in the batch.
+        """Return the training losses, rounded alike whatever the rest of the batch has for targets.
 
         Args:
             tensors: Tensors of ``users``.
@@ -292,7 +292,7 @@ class Model(TokenRouting, ClientMixing, ABC):
     def without(self, roles: frozenset[str]) -> Model:
         """Return a model that predicts without the tensors of some roles.
 
-        By default only roles of which the model has no tensors can be left out.
+        By default it is the model itself if that has no tensors of these roles.
 
         Raises:
             RecipeError: The model cannot predict without these tensors.

@@ -764,8 +764,8 @@ class PersonalModel(Personal):
             """Return the user's gates ``(layers, n, experts)`` in one pass over ``n`` tokens."""
             adapters.bind(self.tensors, [self.row])
             model.backbone(input_ids=window.view(1, -1).to(model.base.device), use_cache=False)
-            gates_of_users = routing.gates(adapters)  # (layers, users, n, experts), of the only bound user
-            return gates_of_users[:, 0, :, : len(expert_names)]  # without padding of the expert axis
+            (gates_of_user,) = routing.gates(adapters).unbind(1)  # (layers, n, experts) of the only bound user
+            return gates_of_user[..., : len(expert_names)]  # without padding of the expert axis
 
         with routing.record_gates(adapters), without_compiling():
             gates = route(gates_of, tokens, context=context, begin=begin)

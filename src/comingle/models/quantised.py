@@ -98,11 +98,11 @@ class Code:
         borders = (self.values[1:] + self.values[:-1]) / 2
         indices = torch.bucketize(normalised, borders.to(flat.device))
         num_indices = self.num_bytes(len(flat)) * self.per_byte  # without padding, except half a byte
-        packed = indices.flatten()[:num_indices].to(torch.uint8)
-        if self.per_byte == 2:
-            high_bits, low_bits = packed[::2], packed[1::2]
-            packed = high_bits << 4 | low_bits
-        return packed.contiguous(), scales
+        codes = indices.flatten()[:num_indices].to(torch.uint8)
+        if self.per_byte == 1:
+            return codes.contiguous(), scales
+        high_bits, low_bits = codes[::2], codes[1::2]
+        return high_bits << 4 | low_bits, scales
 
     def unpack(
         self, packed: UInt8[Tensor, " bytes"], scales: Float[Tensor, " scales"], shape: torch.Size, dtype: torch.dtype

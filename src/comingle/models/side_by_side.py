@@ -98,6 +98,7 @@ class _FusedNorm(torch.autograd.Function):
             joined.append(num_groups * users)
         for value, user_axis in zip(settings, setting_axes, strict=True):
             joined.append(_join_channels(value, user_axis, users) if isinstance(value, Tensor) else value)
+        # A remaining level, such as a vmap over components, calls this function again.
         is_in_outer_vmap = any(isinstance(value, Tensor) and is_batchedtensor(value) for value in joined)
         output = _FusedNorm.apply(norm, *joined) if is_in_outer_vmap else norm(*joined)
         return output.unflatten(1, (users, -1)), 1

@@ -109,8 +109,8 @@ def split_head(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
     """
     named_layers = list(net.named_children())
     if named_layers and not isinstance(net, nn.Sequential):
-        kind = type(net).__name__
-        raise RecipeError(f"method pfedmoe: net {kind} has no defined last layer; allowed: an nn.Sequential")
+        class_name = type(net).__name__
+        raise RecipeError(f"method pfedmoe: net {class_name} has no defined last layer; allowed: an nn.Sequential")
     if not isinstance(net, nn.Sequential) or len(named_layers) < 2:
         raise RecipeError("method pfedmoe: net 'linear' is one layer, without features to share; allowed: deeper nets")
     *named_features, (_, head) = named_layers
@@ -417,9 +417,7 @@ class StackedModel(Model):
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
     ) -> Float[Tensor, "users clusters batch"]:
-        """Return the loss of every sample for each component of the users' mixtures by itself; 0 for padding.
-
-        The axis ``clusters`` has the components.
+        """Return the loss of every sample under each component of the users' mixtures alone; 0 for padding.
 
         Args:
             tensors: The users' tensors; in training their running statistics change.
@@ -577,7 +575,7 @@ class StackedModel(Model):
             tensors: One net's tensors per user, ``(users, ...)``.
             inputs: Samples ``(users, batch, ...)``.
         """
-        native_net = self._native_net  # None if the net has layers without native code
+        native_net = self.native_net  # None if the net has layers without native code
         if native_net is not None and native_net.takes(inputs):
             return native_net(tensors, inputs, train=train)
         if not self._can_fold:
@@ -590,7 +588,7 @@ class StackedModel(Model):
         return outputs.unflatten(0, users_and_batch)
 
     @cached_property
-    def _native_net(self) -> SideBySideNet | None:
+    def native_net(self) -> SideBySideNet | None:
         """The net rewritten to run the convolutions of all users at once in C++; None to use ``vmap``."""
         if not self.compiled:
             return None
@@ -720,9 +718,7 @@ class MixedLanguageModel(StackedModel):
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, train: bool = False
     ) -> Float[Tensor, "users clusters batch context"]:
-        """Return the loss in nats at every position for each component of the users' mixtures by itself.
-
-        The axis ``clusters`` has the components.
+        """Return the loss in nats at every position under each component of the users' mixtures alone.
 
         Args:
             tensors: The users' tensors.

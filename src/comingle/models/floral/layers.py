@@ -218,7 +218,7 @@ def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], 
         for in_inner in _possible_divisions(form, len(kernel))
     ]
     smallest = min(candidates, key=lambda geometry: geometry.size)
-    return smallest.with_rank(1, form)
+    return smallest.with_rank(1, form)  # for "filter" the width is larger than 1
 
 
 def _possible_divisions(form: str, dims: int) -> list[tuple[bool, ...]]:
@@ -237,7 +237,7 @@ def _possible_divisions(form: str, dims: int) -> list[tuple[bool, ...]]:
         return [all_in_outer]
     if form in ("balanced-2d", "filter") and dims == 2:
         return [(False, True), (True, False)]
-    return [all_in_inner, all_in_outer]
+    return [all_in_inner, all_in_outer]  # "channel", "linear" and all forms with a 1d kernel
 
 
 class Mixture:
