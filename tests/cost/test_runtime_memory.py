@@ -224,14 +224,14 @@ def test_the_limit_of_an_outer_group_counts(version: int, tmp_path: Path, monkey
     """Cached files that were not read lately are free."""
     outer, inner = tmp_path / "machine", tmp_path / "machine" / "client"
     inner.mkdir(parents=True)
-    files = hardware._CGROUP_FILES[version == 1]._replace(root=tmp_path)
+    files = hardware._CGROUP_FILES[version]._replace(root=tmp_path)
     for folder, limit in ((outer, 900_000_000), (inner, 2_000_000_000)):
         (folder / files.limit).write_text(f"{limit}\n")
         (folder / files.used).write_text("400000000\n")
         (folder / "memory.stat").write_text(f"anon 300000000\n{files.cached} 50000000\n")
     groups = "0::/machine/client\n" if version == 2 else "4:cpu:/\n3:memory:/machine/client\n"
     (tmp_path / "cgroup").write_text(groups)
-    monkeypatch.setattr(hardware, "_CGROUP_FILES", {version == 1: files})
+    monkeypatch.setattr(hardware, "_CGROUP_FILES", {version: files})
     monkeypatch.setattr(hardware, "_OWN_CGROUPS", tmp_path / "cgroup")
     assert free_bytes(torch.device("cpu")) == 900_000_000 - 400_000_000 + 50_000_000
     (outer / files.limit).write_text("max\n")

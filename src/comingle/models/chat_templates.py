@@ -696,9 +696,9 @@ class ChatTemplate:
         """
         hidden_texts: list[str] = []
 
-        def placeholder_for(found: re.Match[str]) -> str:
+        def placeholder_for(special_token: re.Match[str]) -> str:
             number = len(hidden_texts)
-            hidden_texts.append(found[0])
+            hidden_texts.append(special_token.group())
             return f"{_OPEN}{number}{_CLOSE}"
 
         def hide(value: object) -> Any:
@@ -711,11 +711,11 @@ class ChatTemplate:
                 return [hide(item) for item in value]
             return value
 
-        safe: list[Message] = []
+        safe_messages: list[Message] = []
         for message in messages:
-            hidden = hide({**message, "content": message["content"] or ""})
-            safe.append({**hidden, "role": message["role"]})
-        return safe, hidden_texts
+            safe_message = hide({**message, "content": message["content"] or ""})
+            safe_messages.append({**safe_message, "role": message["role"]})
+        return safe_messages, hidden_texts
 
     def _tokenize(self, text: str, hidden_texts: Sequence[str], cuts: Sequence[int] = ()) -> list[TokenPlace]:
         """Tokenise a rendered text in which placeholders stand for spellings of special tokens in messages.

@@ -326,7 +326,7 @@ PER_TEXT = ("attention_mask", "position_ids")
 def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, specialists: int) -> EnsembleModel:
     """Return an ensemble of components like ``inner``, generalists first.
 
-    Generalist i and specialist i start with the same values; the first of each with the initial values of ``inner``.
+    Generalist i and specialist i start with equal values; for i = 0 they are the initial values of ``inner``.
 
     Args:
         inner: The model of one component.

@@ -51,7 +51,7 @@ def has_tokenizer(folder: Path) -> bool:
 def read_folder(
     folder: Path, *, dtype: torch.dtype, device: torch.device, attention: str | None, bits: Bits | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load a model on the CPU and its tokenizer; never unpickle, and never run code from the folder.
+    """Load a model onto the CPU, and its tokenizer, without unpickling and without running code from the folder.
 
     Args:
         folder: A folder in the Hugging Face layout.
@@ -79,8 +79,8 @@ def read_folder(
         model = _map_quantised(folder, bits, dtype=dtype, attention=attention)
     if model is None:
         num_weights = sum(_count_weights(path) for path in weight_files(folder))
-        for needed_device in {cpu, device}:
-            require_memory(f"base model {folder}:", num_weights, dtype, needed_device)
+        for used_device in {cpu, device}:  # loaded onto the CPU, then moved
+            require_memory(f"base model {folder}:", num_weights, dtype, used_device)
         model = _load_model(folder, dtype=dtype, attention=attention)
         if bits is not None:
             quantise(model, bits, cpu)

@@ -593,12 +593,11 @@ def _raise_unless_one_input(original: nn.Module, family: str) -> None:
     Raises:
         BaseModelError: ``forward`` has no required argument or several.
     """
-    required = [
-        parameter.name
-        for parameter in signature(original.forward).parameters.values()
-        if parameter.default is Parameter.empty
-        and parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    ]
+    required = []
+    for parameter in signature(original.forward).parameters.values():
+        is_starred = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)  # *args or **kwargs
+        if parameter.default is Parameter.empty and not is_starred:
+            required.append(parameter.name)
     if len(required) != 1:
         raise BaseModelError(
             f"{family}: its MLP ({type(original).__name__}) is called with {', '.join(required) or 'nothing'}; "

@@ -33,7 +33,7 @@ def import_lean() -> None:
         _compiler_stubs(),
     ):
         importlib.import_module("transformers.modeling_utils")
-        importlib.import_module("transformers.models.llama.modeling_llama")  # with it, all that families share
+        importlib.import_module("transformers.models.llama.modeling_llama")  # imports what all families use
     utils.is_torch_distributed_available.cache_clear()  # otherwise it keeps returning False
 
 

@@ -222,11 +222,11 @@ def _raise_unless_consistent(name: str, shape: Shape) -> None:
     Raises:
         BaseModelError: A size does not fit.
     """
-    # Some families apply rotary embeddings to a quarter of a head's width, in pairs.
-    step = _HEAD_DIM_STEP * shape.heads
-    if shape.dim % step != 0:
+    # Some families apply rotary embeddings to a quarter of a head's width, in pairs: a multiple of 8.
+    dim_step = _HEAD_DIM_STEP * shape.heads
+    if shape.dim % dim_step != 0:
         raise BaseModelError(
-            f"base model {name!r}: dim: got {shape.dim}; allowed: a multiple of {_HEAD_DIM_STEP} * heads = {step}."
+            f"base model {name!r}: dim: got {shape.dim}; allowed: a multiple of {_HEAD_DIM_STEP} * heads = {dim_step}."
         )
     if shape.layers > MAX_LAYERS:
         raise BaseModelError(f"base model {name!r}: layers: got {shape.layers}; allowed: up to {MAX_LAYERS:,}.")

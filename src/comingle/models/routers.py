@@ -93,7 +93,7 @@ def gate(
     num_experts = logits.shape[-1]
     if top_k < num_experts:
         top_experts = logits.topk(top_k, dim=-1).indices
-        is_top = torch.zeros_like(is_present).scatter(-1, top_experts, True)
+        is_top = torch.zeros_like(is_present).scatter(-1, top_experts, value=True)
         picks = is_top & is_present  # a user may have fewer experts than k
     gates = logits.masked_fill(~picks, -torch.inf).softmax(-1)
     return gates, picks

@@ -383,8 +383,9 @@ class Loss:
             RecipeError: The function did not return one number per sample.
         """
         batch_shape = outputs.shape[:-1]
-        num_samples = batch_shape.numel()
-        losses: Any = self.function(outputs.flatten(0, -2), targets.flatten(0, len(batch_shape) - 1))
+        num_samples, num_batch_axes = batch_shape.numel(), len(batch_shape)
+        # One axis of samples: (samples, outputs) and (samples, ...).
+        losses: Any = self.function(outputs.flatten(0, -2), targets.flatten(0, num_batch_axes - 1))
         got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if got != (num_samples,):
             hint = "; use reduction='none'" if got == () else ""
@@ -440,25 +441,27 @@ Losses of real targets are means over a sample's outputs.
 """
 
 
-def find_loss(named: str | Loss | LossFunction, *, classes: bool) -> Loss:
-    """Return a loss by name, or wrap a function.
+def find_loss(name_or_loss: str | Loss | LossFunction, *, classes: bool) -> Loss:
+    """Return the loss of a name, or wrap a function as a loss.
 
     Args:
-        named: A key of :data:`LOSSES`, a loss, or a function.
+        name_or_loss: A key of :data:`LOSSES`, a loss (returned unchanged), or a function.
         classes: Whether a function's targets are class numbers.
 
     Raises:
         RecipeError: No loss has this name.
         PluginError: The plug-in's loss is not a function.
     """
-    loss: Any = named
-    if isinstance(named, str):
-        if named not in LOSSES:
-            raise RecipeError(f"data.loss: no loss {named!r}.{LOSSES.hint(named)} Allowed: {', '.join(LOSSES)}")
-        loss = LOSSES[named]
+    if isinstance(name_or_loss, str):
+        name = name_or_loss
+        if name not in LOSSES:
+            raise RecipeError(f"data.loss: no loss {name!r}.{LOSSES.hint(name)} Allowed: {', '.join(LOSSES)}")
+        loss: Any = LOSSES[name]
+    else:
+        name = getattr(name_or_loss, "__name__", type(name_or_loss).__name__)
+        loss = name_or_loss
     if isinstance(loss, Loss):
         return loss
-    name = named if isinstance(named, str) else getattr(named, "__name__", type(named).__name__)
     if not callable(loss):
         raise PluginError(f"loss {name!r}: got {type(loss).__name__}; allowed: a function of outputs and targets")
     function: Any = loss

@@ -436,11 +436,10 @@ class Chained:
                 chain.steps.append(step)
                 remaining = remaining[num_fused:]
             else:
-                name, module = remaining[0]
+                (name, module), *remaining = remaining
                 converted = self._convert(module)
                 chain.add_module(name, converted)
                 chain.steps.append(self._step_of_module(converted))
-                remaining = remaining[1:]
         return chain
 
     def _step_of_module(self, module: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -126,7 +126,7 @@ def assign_role(slot: Slot) -> Slot:
     Args:
         slot: Name, shape and role of the tensor.
     """
-    submodule = slot.name.partition(".")[0]
+    submodule, _, _ = slot.name.partition(".")
     if slot.roles == (STATISTICS,):
         return replace(slot, factor=submodule)
     return replace(slot, roles=(_ROLES[submodule],))
@@ -185,7 +185,7 @@ def _net_slots(net: nn.Module) -> list[Slot]:
     parts_by_module = _module_parts(net)  # such as {"0": "body", "1": "norm", "4": "head"}
     slots = []
     for name, (tensor, role) in _tensors_and_roles(net).items():
-        module_name = name.rpartition(".")[0]
+        module_name, _, _ = name.rpartition(".")
         slot = Slot(
             name=name,
             shape=tuple(tensor.shape),
@@ -253,8 +253,8 @@ def _adapted_slots(model: FloralModel) -> list[Slot]:
         roles_along_axis = (role,) * model.num_clusters if role == ADAPTOR else (role,)
         init = initialiser_by_name.get(name, _constant_init(value))
         factor = ""
-        if role == STATISTICS:
-            module_name = name.rpartition(".")[0]
+        if role == STATISTICS:  # recipes can name "statistics.adaptor" and "statistics.base"
+            module_name, _, _ = name.rpartition(".")
             factor = "adaptor" if module_name in adapted_layers else "base"
         slots.append(Slot(name=name, shape=tuple(value.shape), roles=roles_along_axis, init=init, factor=factor))
     return slots

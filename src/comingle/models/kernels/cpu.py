@@ -274,12 +274,12 @@ def supports_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """
     has_no_cached_tokens = query.shape[2] == key.shape[2] > 1
     has_equal_widths = key.shape == value.shape and key.shape[3] == query.shape[3]
-    has_equal_groups = query.shape[1] % key.shape[1] == 0
+    has_whole_groups = query.shape[1] % key.shape[1] == 0  # each key is for equally many query heads
     has_equal_dtypes = query.dtype == key.dtype == value.dtype
     return (
         has_no_cached_tokens
         and has_equal_widths
-        and has_equal_groups
+        and has_whole_groups
         and has_equal_dtypes
         and supports(query, key, value)
     )

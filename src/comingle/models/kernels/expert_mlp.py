@@ -66,10 +66,11 @@ def load_library(cache: Path, name: str, sources: Sequence[Path]) -> ctypes.CDLL
     if compiler is None or not sys.platform.startswith("linux"):
         return None
     name = f"{name}-{_fingerprint(compiler, sources)}"
+    compiled_source, *_ = sources
     try:
         descriptor = _open_cached(cache, name)
         if descriptor is None:
-            descriptor = _compile(compiler, cache, name, sources[0])
+            descriptor = _compile(compiler, cache, name, compiled_source)
         # Loading by descriptor instead of name: the file cannot be replaced after it was checked. It stays open.
         return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
     except (OSError, subprocess.SubprocessError):
