@@ -197,7 +197,7 @@ def test_a_client_chooses_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def chosen(memory: str) -> Recipe:
         own = node.own.model_copy(update={"runtime": {"memory": memory, "dtype": "float32"}})
-        return client._within_memory(tmp_path, client._own_recipe(own, public), public, own, lines.append)
+        return client._with_choices(tmp_path, client._own_recipe(own, public), public, own, lines.append)
 
     first = chosen("8GB")
     assert (first.runtime.native_code, first.runtime.compile) == (True, False)

@@ -34,6 +34,7 @@ from comingle.runs.given import Given
 from comingle.runs.progress import loading, reporting
 from comingle.runs.session import (
     check_and_set_up,
+    choose_numbers_of_specialists,
     choose_settings_for_memory,
     default_method_note,
     prepare,
@@ -279,11 +280,10 @@ def train_here(
             lines: list[str] = []
             resumed_folder = folder if resume else None
             num_processes = 1 if place is None else place.size
-            recipe = run_step(
-                partial(
-                    choose_settings_for_memory, recipe, lines.append, resumed=resumed_folder, processes=num_processes
+            for choose in (choose_numbers_of_specialists, choose_settings_for_memory):
+                recipe = run_step(
+                    partial(choose, recipe, lines.append, resumed=resumed_folder, processes=num_processes)
                 )
-            )
             run_step(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
             lines.append(default_method_note(recipe))  # empty if the recipe names its method
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -63,7 +65,14 @@ from comingle.models.quantised import CODES, QuantisedLinear, packed_parameters
 from comingle.privacy.accounting import sample_size
 from comingle.runs.api import recipe_for_one_user
 from comingle.runs.given import NOTHING, USERS_MISSING
-from comingle.runs.session import build, memory_limit, prepare, with_chosen_settings
+from comingle.runs.session import (
+    build,
+    chooses_specialists,
+    memory_limit,
+    numbers_text,
+    prepare,
+    with_chosen_settings,
+)
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import RunData, adapt_base, check_recipe, kind_of
@@ -433,6 +442,8 @@ def plan(
         BaseModelError: The base cannot be used.
         DataError: The users' names cannot be read, or available text is too short for a run.
     """
+    if chooses_specialists(recipe):
+        return _plan_with_specialists(recipe, methods, users=users, participants=participants, for_all=for_all)
     if recipe.runtime.memory is not None:
         return _plan_within_memory(recipe, methods, users=users, participants=participants, for_all=for_all)
     participation = recipe.training.participation  # `with_method` replaces it, but memory and privacy depend on it
@@ -943,7 +954,7 @@ class _MemoryByPassSize:
 
     def bytes_at(self, size: PassSize) -> int:
         """Return the bytes of memory that the run needs with passes of ``size``."""
-        cost = self._cost_at(size)
+        cost = self.cost_at(size)
         if self._device.type != "cpu":
             return cost.total_bytes
         # With `runtime.memory` freed blocks are returned to the system: the gaps are smaller than `cost` assumes.
@@ -951,7 +962,7 @@ class _MemoryByPassSize:
         gap_bytes = int(RETURNED_GAPS * cost.pass_bytes)
         return bytes_without_gaps + gap_bytes + LIBRARY_BYTES
 
-    def _cost_at(self, size: PassSize) -> MemoryCost:
+    def cost_at(self, size: PassSize) -> MemoryCost:
         """Return the cost of passes of ``size``, extrapolated from models with 1 and 2 layers to all layers."""
         rehearsals = self._rehearsal_by_layers.values()
         costs = [peak_memory(rehearsal, one_user=self._is_client, pass_size=size) for rehearsal in rehearsals]
@@ -999,6 +1010,124 @@ def choose_within(
     )
 
 
+# ---------------------------------------------------------------- specialists
+
+
+MOST_SPECIALISTS = 3
+"""Largest number that ``method.specialists: auto`` chooses, as of the users in CoMiGS's experiments (section 4.3)."""
+
+
+def choose_specialists(
+    recipe: Recipe,
+    limit: int,
+    names: tuple[str, ...],
+    *,
+    own_indices: Sequence[int] | None = None,
+    process_bytes: int | None = None,
+) -> dict[str, int]:
+    """Return the number of specialists of each user for ``method.specialists: auto``.
+
+    It is the largest number up to :data:`MOST_SPECIALISTS` with which the run fits into memory, and with which the
+    user's local steps take at most ``training.max_seconds_per_round``. Memory is that of the recipe's number format: a
+    base is not quantised for more specialists. Local steps are measured, for users with a limit.
+
+    Args:
+        recipe: The recipe.
+        limit: Memory that the run may use, in bytes.
+        names: Names of the users of all processes.
+        own_indices: Index in ``names`` of the only user on this machine, for a client; None chooses for all users.
+        process_bytes: Bytes of a process without model and data; None to measure them.
+
+    Raises:
+        RecipeError: The recipe is not for a language model with adapters.
+        BaseModelError: The base cannot be used.
+    """
+
+    def with_number(number: int) -> Recipe:
+        return recipe.with_changes({"method.specialists": number})
+
+    @cache
+    def measured_step(number: int, user: int) -> float:
+        return step_seconds(with_number(number), names, user)
+
+    def fits_into_round(number: int, user: int) -> bool:
+        seconds = plan.max_seconds_of(names[user])
+        return seconds == math.inf or plan.local_steps_of(names[user]) * measured_step(number, user) <= seconds
+
+    smallest = 0 if _has_generalists(recipe) else 1
+    within_memory = MOST_SPECIALISTS
+    while within_memory > smallest:
+        if _fits_in_own_format(with_number(within_memory), limit, names, own_indices, process_bytes):
+            break
+        within_memory -= 1
+    method = make(recipe.method.name, **recipe.method.settings)
+    plan = make_plan(recipe.for_users(names), method, names)
+    chosen: dict[str, int] = {}
+    for user in range(len(names)) if own_indices is None else own_indices:
+        number = within_memory
+        while number > smallest and not fits_into_round(number, user):
+            number -= 1
+        chosen[names[user]] = number
+    return chosen
+
+
+def _has_generalists(recipe: Recipe) -> bool:
+    """Return whether users have a shared expert, and so may be without specialists."""
+    return make(recipe.method.name, **recipe.method.settings).placement.generalists > 0
+
+
+def _fits_in_own_format(
+    recipe: Recipe, limit: int, names: tuple[str, ...], own_indices: Sequence[int] | None, process_bytes: int | None
+) -> bool:
+    """Return whether a run fits into a limit in the number format of its recipe.
+
+    With ``runtime.memory`` smaller passes and checkpointing may help; else the recipe's own passes have to fit.
+
+    Args:
+        recipe: The recipe.
+        limit: Memory that the run may use, in bytes.
+        names: Names of the users of all processes.
+        own_indices: Index in ``names`` of the only user on this machine, for a client; None in a simulation.
+        process_bytes: Bytes of a process without model and data; None to measure them.
+    """
+    if recipe.runtime.memory is None:
+        needs = _MemoryByPassSize(recipe, names, own_indices=own_indices, process_bytes=process_bytes)
+        return needs.cost_at(needs.pass_size).total_bytes <= limit
+    for choice in memory_choices(recipe, names, own_indices=own_indices, process_bytes=process_bytes):
+        if "runtime.dtype" in choice.changes or "quantise" in choice.changes:
+            return False  # the choices that follow have other formats
+        if choice.needed_bytes <= limit:
+            return True
+    return False
+
+
+def step_seconds(recipe: Recipe, names: tuple[str, ...], user: int) -> float:
+    """Return the seconds of a local step of one user, measured here with the recipe's base and tokens of number 0.
+
+    Seconds of phases that are due every n-th step, such as the router's, are divided by n. Each phase is measured
+    twice after a warm-up; the shorter time counts.
+
+    Args:
+        recipe: The recipe.
+        names: Names of all users.
+        user: Index of the user in ``names``.
+    """
+    clients = federate_bare(recipe, NOTHING.load_base(recipe), names, own_indices=[user]).clients
+    cohort = clients.cohort([0], 0)
+    batch_size = clients.plan.batch_size_of(names[user])
+    batch = clients.batch_source.blank(1, batch_size, partial(torch.zeros_like, device=clients.model.device))
+    total_seconds = 0.0
+    for phase in clients.method.client.phases:
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            _, gradients = clients.steps.gradient(cohort, batch, phase)  # without the losses
+            clients.steps.descend(phase, cohort, gradients, 0)
+            times.append(time.perf_counter() - began)
+        total_seconds += min(times[1:]) * phase.steps / phase.every
+    return total_seconds
+
+
 def _plan_within_memory(
     recipe: Recipe,
     methods: Sequence[str],
@@ -1030,6 +1159,31 @@ def _plan_within_memory(
     return replace(costs, limit=limit, choices=choices)
 
 
+def _plan_with_specialists(
+    recipe: Recipe,
+    methods: Sequence[str],
+    *,
+    users: int | None,
+    participants: Sequence[str],
+    for_all: Mapping[str, object],
+) -> Plan:
+    """Return the costs of a recipe with the numbers of specialists that this machine affords, and a note on them.
+
+    Arguments and exceptions are those of :func:`plan`.
+    """
+    names = tuple(participants) or user_names(recipe, users)
+    limit = memory_limit(recipe)
+    if participants:  # a federation: each device chooses for one user; this machine stands for all of them
+        of_client = choose_specialists(recipe, limit, names, own_indices=[0], process_bytes=CLIENT_BYTES)
+        numbers = dict.fromkeys(names, of_client[names[0]])
+    else:
+        numbers = choose_specialists(recipe, limit, names)
+    chosen_recipe = recipe.with_changes({"method.specialists": numbers})
+    costs = plan(chosen_recipe, methods, users=users, participants=participants, for_all=for_all)
+    note = f"method.specialists auto, on this machine: {numbers_text(numbers)}"
+    return replace(costs, note=f"{costs.note}; {note}" if costs.note else note)
+
+
 def _largest_user(recipe: Recipe, names: Sequence[str]) -> int:
     """Return the index of the user with the most parameters: the most specialists, and of these the largest rank."""
     recipe = recipe.for_users(names)
@@ -1048,20 +1202,25 @@ def main() -> None:
 
     A client starts this as a process of its own, so that it needs no memory for the choice itself. The request has the
     keys ``recipe``, ``limit``, ``names`` (of all users), ``here`` (the client's index in them) and ``process`` (bytes
-    of the client's process). Printed are the fields of the :class:`MemoryChoice` and its ``text``, or an ``error``.
+    of the client's process). Printed are ``specialists``, for ``method.specialists: auto``; for ``runtime.memory`` the
+    fields of the :class:`MemoryChoice` and its ``text``; or an ``error``.
     """
     request = json.load(sys.stdin)
+    limit, names = request["limit"], tuple(request["names"])
+    client = {"own_indices": request["here"], "process_bytes": request["process"]}
+    output: dict[str, Any] = {}
     try:
-        choice = choose_within(
-            parse_recipe(request["recipe"]),
-            request["limit"],
-            tuple(request["names"]),
-            own_indices=request["here"],
-            process_bytes=request["process"],
-        )
-        print(json.dumps({**asdict(choice), "text": choice.describe(request["limit"])}))
+        recipe = parse_recipe(request["recipe"])
+        if chooses_specialists(recipe):
+            (number,) = choose_specialists(recipe, limit, names, **client).values()
+            recipe = recipe.with_changes({"method.specialists": number})
+            output["specialists"] = number
+        if recipe.runtime.memory is not None:
+            choice = choose_within(recipe, limit, names, **client)
+            output.update(asdict(choice), text=choice.describe(limit))
     except ComingleError as error:
-        print(json.dumps({"error": str(error)}))
+        output = {"error": str(error)}
+    print(json.dumps(output))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from comingle.config.settings import LEAST_USERS_IN_SUM
 from comingle.federation.messages import Answer, check_upload, validation_loss
 from comingle.federation.public import counts_samples
 from comingle.federation.server_session import ServerSession
+from comingle.models.routing import number_experts
 from comingle.privacy import secure_client
 from comingle.privacy.secure_server import SumCollector
 from comingle.protocol.messages import LOSS, Download, Upload, decompress, join_uploads, no_uploads, validation_report
@@ -32,6 +33,7 @@ from comingle.training.plan import terms_of
 from comingle.training.settings import RunPlan, warn_of_untrained
 from comingle.utils.errors import MessageError, NoSumError, RunError
 from comingle.utils.records import Metrics
+from comingle.utils.trees import GENERALIST, SPECIALIST
 
 logger = logging.getLogger("comingle")
 
@@ -384,7 +386,7 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
         ``experts`` has the names of each user's experts, and ``expert_scores`` each user's gates. Empty if the model
         has no token routers or no user reports gates.
     """
-    users, model = session.public.users, session.model
+    users, model, method = session.public.users, session.model, session.context.method
     if not model.routed:
         return {}
     experts_by_user, gates_by_user = {}, {}
@@ -392,6 +394,9 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
         if "gates" not in metrics:  # the user keeps them private
             continue
         expert_names = model.expert_names(users.index(name))
+        if "specialists" in session.joined.get(name, {}):  # chosen by the client
+            generalists, specialists = method.placement.generalists, session.joined[name]["specialists"]
+            expert_names = number_experts([GENERALIST] * generalists + [SPECIALIST] * specialists)
         if all(len(layer) == len(expert_names) for layer in metrics["gates"]):
             experts_by_user[name] = expert_names
             gates_by_user[name] = metrics["gates"]

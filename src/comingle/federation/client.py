@@ -77,7 +77,14 @@ from comingle.privacy.secure_sum import VECTOR, as_words
 from comingle.protocol.messages import LOSS, LOWEST, Download, Upload, validation_report
 from comingle.protocol.wire import pack, unpack
 from comingle.runs.given import Given
-from comingle.runs.session import check_and_set_up, describe, memory_limit, prepare, use_chosen_settings
+from comingle.runs.session import (
+    check_and_set_up,
+    chooses_specialists,
+    describe,
+    memory_limit,
+    prepare,
+    use_chosen_settings,
+)
 from comingle.training.client import Clients, finetuned, finish, settle, train
 from comingle.training.evaluation import amounts, data_amounts, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import NETS, RunData, kind_of
@@ -215,7 +222,7 @@ def open_store(
     public.check()
     recipe = _own_recipe(own, public)
     _raise_unless_expected(own, public)
-    recipe = _within_memory(folder, recipe, public, own, say)
+    recipe = _with_choices(folder, recipe, public, own, say)
     # Between rounds other programs use the device, so freed memory is returned to the system.
     method = check_and_set_up(recipe, keeps_memory=False)
     date_in_prompts = str(public.settings.get(DATE, ""))  # empty if the chat template writes no date
@@ -376,13 +383,15 @@ TOKENIZER_BYTES = 50_000_000
 """Memory of a tokenizer, of the user's data and of what is imported for them; measured with SmolLM2-135M."""
 
 CHOICE = "memory.json"
-"""File with the settings that were chosen for ``runtime.memory``, and the inputs of the choice."""
+"""File with the settings that this device has chosen, and the inputs of the choice."""
 
 
-def _within_memory(folder: Path, recipe: Recipe, public: Public, own: Own, say: Say) -> Recipe:
-    """Return the recipe with settings, such as smaller passes, with which the client fits into ``runtime.memory``.
+def _with_choices(folder: Path, recipe: Recipe, public: Public, own: Own, say: Say) -> Recipe:
+    """Return the recipe with all settings that are left to this device.
 
-    The settings are chosen once and stored in the run's folder.
+    These are the number of specialists (``method.specialists: auto``), and settings such as smaller passes with which
+    the client fits into ``runtime.memory``. They are chosen once and stored in the run's folder. With other settings of
+    the user the client chooses again, but keeps the number of specialists once it has trained them.
 
     Args:
         folder: Folder of the run.
@@ -391,30 +400,49 @@ def _within_memory(folder: Path, recipe: Recipe, public: Public, own: Own, say: 
         own: The user's own settings.
         say: Called with each line to show to the user.
 
-    Returns:
-        The recipe with the chosen settings; unchanged without ``runtime.memory``.
-
     Raises:
         RecipeError: No settings fit.
         RunError: The process that chooses the settings fails.
     """
-    if recipe.runtime.memory is None:
+    if recipe.runtime.memory is None and not chooses_specialists(recipe):
         return recipe
     path = folder / CHOICE
     depends_on = {"recipe": public.digest, "base": recipe.base, "runtime": own.runtime}
+    choice, trained_specialists = None, None
     with suppress(OSError, ValueError, KeyError):  # no file, or a damaged one
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["depends_on"] == depends_on:
-            return use_chosen_settings(recipe, stored["changes"], stored["text"], say)
-    say(f"choosing settings for runtime.memory {recipe.runtime.memory}, once; this takes up to a minute")
-    choice = _choose_in_new_process(recipe, public, own)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_json(path, {"depends_on": depends_on, **choice})
+            choice = stored
+        if any((folder / "answers").glob("*.bin")):
+            trained_specialists = stored["specialists"]
+    if choice is None:
+        say(f"choosing {_left_to_device(recipe)}, once; this takes up to a minute")
+        if trained_specialists is not None:
+            recipe = recipe.with_changes({"method.specialists": trained_specialists})
+        choice = _choose_in_new_process(recipe, public, own)
+        choice.setdefault("specialists", trained_specialists)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(path, {"depends_on": depends_on, **choice})
+    if choice["specialists"] is not None:
+        say(f"method.specialists auto: {choice['specialists']}")
+        recipe = recipe.with_changes({"method.specialists": choice["specialists"]})
+    if recipe.runtime.memory is None:
+        return recipe
     return use_chosen_settings(recipe, choice["changes"], choice["text"], say)
 
 
+def _left_to_device(recipe: Recipe) -> str:
+    """Return the keys of a recipe whose values the device chooses, such as "settings for runtime.memory 8GB"."""
+    chosen = []
+    if chooses_specialists(recipe):
+        chosen.append("method.specialists")
+    if recipe.runtime.memory is not None:
+        chosen.append(f"settings for runtime.memory {recipe.runtime.memory}")
+    return " and ".join(chosen)
+
+
 def _choose_in_new_process(recipe: Recipe, public: Public, own: Own) -> dict[str, Any]:
-    """Choose settings for ``runtime.memory`` in a new process, so that its imports take no memory in this one.
+    """Choose the settings that are left to this device, in a new process, so that its imports take no memory here.
 
     Args:
         recipe: The user's recipe.
@@ -422,7 +450,8 @@ def _choose_in_new_process(recipe: Recipe, public: Public, own: Own) -> dict[str
         own: The user's own settings.
 
     Returns:
-        The chosen settings by recipe key under "changes", and a line for the user under "text".
+        For ``runtime.memory`` the settings by recipe key under "changes", and a line for the user under "text"; for
+        ``method.specialists: auto`` the number under "specialists".
 
     Raises:
         RecipeError: No settings fit.
@@ -439,9 +468,7 @@ def _choose_in_new_process(recipe: Recipe, public: Public, own: Own) -> dict[str
     finished = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     if finished.returncode != 0:
         error_lines = finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"]
-        raise RunError(
-            f"runtime.memory: got {recipe.runtime.memory!r}; settings could not be chosen: {error_lines[-1]}"
-        )
+        raise RunError(f"user {own.name!r}: {_left_to_device(recipe)} could not be chosen: {error_lines[-1]}")
     choice = json.loads(finished.stdout.splitlines()[-1])
     if "error" in choice:
         raise RecipeError(f"user {own.name!r}: {choice['error']}")
@@ -666,8 +693,9 @@ class Client:
             amounts       amounts of training and test data, in the unit of its data
             skipped_rows  number of rows of its data that could not be used
             works         number of tokens or samples that it trains on in a round, and number that an evaluation scores
+            specialists   number of specialists that it has chosen, only with ``method.specialists: auto``
 
-        The last three are reported only if the user's setting ``tells`` allows it.
+        The last four are reported only if the user's setting ``tells`` allows it.
 
         Raises:
             MessageError: The federation does not suit this user, or has changed since the user joined.
@@ -702,6 +730,8 @@ class Client:
                 reported["skipped_rows"] = store.read.skipped_rows
             _num_users, trained_amount, scored_amount = data_amounts(clients)
             reported["works"] = [trained_amount, scored_amount]
+            if chooses_specialists(public.whole_recipe()):
+                reported["specialists"] = store.recipe.method.settings["specialists"]
         return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)
 
     def _carry_out(self, task: Task, data: bytes, deadline: float) -> bytes:

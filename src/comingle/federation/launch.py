@@ -25,6 +25,7 @@ from comingle.federation.public import public_part
 from comingle.federation.run_folder import Plan, has_ended
 from comingle.federation.server_session import NetworkSection
 from comingle.runs.folders import check_folder, with_bos_of_run
+from comingle.runs.session import chooses_specialists
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import list_checkpoints, locked
 from comingle.utils.names import as_folder
@@ -155,6 +156,11 @@ def federate(
     """
     if recipe.runtime.memory == AUTO:
         raise RecipeError("runtime.memory: got 'auto' for clients that share this machine; allowed: a size for each")
+    if chooses_specialists(recipe) and recipe.runtime.memory is None:
+        raise RecipeError(
+            "method.specialists: got 'auto' for clients that share this machine; allowed: with runtime.memory, a size "
+            "for each"
+        )
     recipe = with_bos_of_run(folder, recipe, resume=resume)  # a resumed run keeps its begin-of-text tokens
     plan, settings_of_users = split_recipe(recipe, network)
     recipe_without_data = public_part(recipe, plan.users, plan.settings, base=None).whole_recipe()

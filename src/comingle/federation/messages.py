@@ -325,6 +325,7 @@ class _JoinReport(Section):
     amounts: dict[_Key, _Amount] = {}  # noqa: RUF012 (pydantic copies it)
     skipped_rows: _Amount = 0
     works: tuple[_Amount, _Amount] = (0, 0)
+    specialists: Annotated[int, Field(ge=0, le=1000, strict=True)] | None = None
 
 
 class _TrainingReport(Section):

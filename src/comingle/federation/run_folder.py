@@ -300,7 +300,7 @@ def _run_rounds(
             _resolve_eval_interval(session)
         if progress is None or log.size_bytes == 0:
             started = start_event(context.plan, session.model.name, _amounts(session))
-            observe({**started, **_skipped_rows(session)})
+            observe({**started, **_skipped_rows(session), **_specialists(session)})
 
         first_round, stopped_after = 0, None
         if progress is not None:
@@ -456,6 +456,12 @@ def _skipped_rows(session: ServerSession) -> dict[str, int]:
     """Return the number of rows that clients have skipped, under "skipped_rows"; empty if they have skipped none."""
     num_rows = sum(reported.get("skipped_rows", 0) for reported in session.joined.values())
     return {"skipped_rows": num_rows} if num_rows else {}
+
+
+def _specialists(session: ServerSession) -> dict[str, dict[str, int]]:
+    """Return the numbers of specialists that clients have chosen, under "specialists"; empty if none reports one."""
+    numbers = {name: joined["specialists"] for name, joined in session.joined.items() if "specialists" in joined}
+    return {"specialists": numbers} if numbers else {}
 
 
 # ---------------------------------------------------------------- the server's own state

@@ -40,8 +40,9 @@ def comigs(
 
     Args:
         generalists: Shared experts in each MLP; with 0 nothing is shared, not even attention.
-        specialists: Local experts in each MLP: one number, a mapping such as ``{ada: 3, ben: 0}``, or a list with one
-            for each user in the recipe's order.
+        specialists: Local experts in each MLP: one number, a mapping such as ``{ada: 3, ben: 0}``, a list with one for
+            each user in the recipe's order, or ``auto``: as many, up to 3, as fit into each device's memory and
+            ``training.max_seconds_per_round``.
         router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
             router and warns.
         router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
@@ -63,9 +64,12 @@ def _comigs_method(
         name: Name of the method.
         phases: Phases of a round, on experts and on routers.
         generalists: Shared experts per MLP.
-        specialists: Local experts per MLP: one number, or one for each user, as a list or by name.
+        specialists: Local experts per MLP: one number, one for each user, as a list or by name, or "auto", for which 1
+            stands until the run has chosen a number for each user.
     """
-    if not isinstance(specialists, int | Mapping):
+    if specialists == "auto":
+        specialists = 1
+    elif not isinstance(specialists, int | Mapping):
         specialists = tuple(specialists)
     if generalists > 0:
         shared, server = frozenset({ATTENTION, GENERALIST}), Mean()
@@ -158,8 +162,9 @@ def comigs_1gxs(
     computed from the router's own input.
 
     Args:
-        specialists: Local experts in each MLP: one number, a mapping such as ``{ada: 3, ben: 0}``, or a list with one
-            for each user in the recipe's order. The paper's ``n_i`` counts the generalist too.
+        specialists: Local experts in each MLP: one number, a mapping such as ``{ada: 3, ben: 0}``, a list with one for
+            each user in the recipe's order, or ``auto``: as many, up to 3, as fit into each device's memory and
+            ``training.max_seconds_per_round``. The paper's ``n_i`` counts the generalist too.
         router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
             router and warns.
         router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from comingle.config.settings import values_in
+from comingle.config.settings import AUTO, values_in
 from comingle.utils.errors import LARGEST, did_you_mean, is_number
 
 
@@ -62,8 +62,8 @@ Models = Annotated[int, Range(least=1, most=10_000)]
 """Number of components or models of a federation."""
 Experts = Annotated[int, Range(least=0, most=1_000)]
 """Number of experts in each block."""
-ExpertsOfUsers = Annotated[int | Sequence[int] | Mapping[str, int], Range(least=0, most=1_000)]
-"""Number of experts in each block: one for all users, or a list or a mapping with one for each."""
+ExpertsOfUsers = Annotated[int | Sequence[int] | Mapping[str, int] | Literal["auto"], Range(least=0, most=1_000)]
+"""Number of experts in each block: one for all users, a list or a mapping with one for each, or "auto"."""
 NotNegative = Annotated[float, Range(least=0)]
 Positive = Annotated[float, Range(least=0, above=True)]
 BelowOne = Annotated[float, Range(least=0, most=1, below=True)]
@@ -127,6 +127,8 @@ def _allowed_by_annotation(hint: Any) -> tuple[str, Fits]:
     number_type = int if int in types else float
     description = allowed_range.describe(number_type)
     has_values_by_user = len(types) > 1  # int | Sequence[int] | Mapping[str, int]
+    if Literal["auto"] in types:
+        return f"{description}, or auto", lambda value: value == AUTO or _all_fit(allowed_range, number_type, value)
     if has_values_by_user:
         return description, lambda value: _all_fit(allowed_range, number_type, value)
     return description, lambda value: allowed_range.fits(number_type, value)

@@ -75,7 +75,14 @@ def expert_names(adapters: Adapters, user: int) -> list[str]:
     # All tensors of experts have the same expert axis, so read its roles from the first of them.
     first_slot = next(slot for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
     is_present = adapters.present[user].tolist()
-    roles = [role for role, present in zip(first_slot.roles, is_present, strict=True) if present]
+    return number_experts([role for role, present in zip(first_slot.roles, is_present, strict=True) if present])
+
+
+def number_experts(roles: Sequence[str]) -> list[str]:
+    """Return the names of experts with these roles: a number follows the role if several have it.
+
+    For example ``["generalist", "specialist", "specialist"]`` become "generalist", "specialist 1" and "specialist 2".
+    """
     total_by_role, number_by_role = Counter(roles), Counter[str]()
     names = []
     for role in roles:

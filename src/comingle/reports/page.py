@@ -627,6 +627,7 @@ def render_page(
         curves=curves,
         gains=[section for section in gains if section is not None],
         costs=cost_rows([cost(entry) for entry in entries]),
+        specialists=[_specialists_of(entry) for entry in entries if entry.first.specialists],
         judged=upload_weight_tables(entries),
         bytes_figure=drawn.panels(bytes_panels(entries), bytes_label, "bytes"),
         mixtures=mixtures,
@@ -635,6 +636,15 @@ def render_page(
         views=as_data(views),
         owners=any(text.owner for view in views for text in view.texts),
     )
+
+
+def _specialists_of(entry: Entry) -> dict[str, str]:
+    """Return the label of an entry, and the numbers of specialists of up to 20 users, such as "ada 3, ben 1"."""
+    numbers = [f"{name} {number}" for name, number in entry.first.specialists.items()]
+    shown = ", ".join(numbers[:20])
+    if len(numbers) > 20:
+        shown += f" and {len(numbers) - 20} more users"
+    return {"label": entry.label, "numbers": shown}
 
 
 def _css_channels(colour: str) -> str:

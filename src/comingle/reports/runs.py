@@ -100,6 +100,8 @@ class RunRecord:
     """Unit of the users' data: "tokens" or "samples"."""
     amounts: dict[str, int] = field(default_factory=dict)
     """Each user's amount of training data in that unit; empty if the run does not record it."""
+    specialists: dict[str, int] = field(default_factory=dict)
+    """Number of specialists of each user, if they have different settings."""
     spent: JsonObject = field(default_factory=dict)
     """Privacy budget spent so far: largest ``epsilon`` of all users, and ``delta``; empty without privacy."""
     aggregations: tuple[JsonObject, ...] = ()
@@ -292,6 +294,7 @@ def read_run(folder: Path) -> RunRecord:
         metrics=read_metrics(folder) if (folder / "metrics.json").exists() else None,
         unit=unit,
         amounts=_amounts(start["users"], f"train_{unit}"),
+        specialists=start.get("specialists", {}),
         spent=privacy_events[-1] if privacy_events else {},
         aggregations=tuple(event for event in events if event["event"] == "aggregation"),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import protects_examples
+from comingle.config.settings import protects_examples, values_in
 from comingle.data.populations import LazyPopulation
 from comingle.methods import own_errors
 from comingle.methods.base import Method
@@ -34,6 +34,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import (
     build,
     check_and_set_up,
+    choose_numbers_of_specialists,
     choose_settings_for_memory,
     default_method_note,
     describe,
@@ -91,11 +92,12 @@ def changes_for_users(recipe: Recipe, select: SelectUsers) -> dict[str, Any]:
     If the recipe lists the participants of its rounds by name, all of these users participate in every round instead.
 
     Args:
-        recipe: A recipe of more users, with values by user as lists, such as ``adapters.rank: [8, 4, 8]``.
+        recipe: A recipe of more users, with values by user as lists, such as ``adapters.rank: [8, 4, 8]``. Values by
+            name are given to ``select`` in the order of the mapping.
         select: Returns the values of the remaining users from such a list, for example ``[8, 8]``.
     """
     values_by_key = recipe.values_of_users()
-    changes: dict[str, Any] = {key: select(list(values)) for key, values in values_by_key.items()}
+    changes: dict[str, Any] = {key: select(values_in(values)) for key, values in values_by_key.items()}
     if isinstance(recipe.training.participation, list):
         changes["training.participation"] = 1.0
     return changes
@@ -237,7 +239,8 @@ def run(
             # The default of data.add_bos_token has changed; a run that began with the old default keeps it.
             full_recipe = with_bos_of_run(folder, full_recipe, resume=resume)
         is_loaded = run_data is not None
-        full_recipe = choose_settings_for_memory(full_recipe, reporter.say, resumed=resumed_folder, is_loaded=is_loaded)
+        for choose in (choose_numbers_of_specialists, choose_settings_for_memory):
+            full_recipe = choose(full_recipe, reporter.say, resumed=resumed_folder, is_loaded=is_loaded)
         if folder is not None:
             check_folder(folder, full_recipe, resume=resume, force=force)
         elif resume:

@@ -35,7 +35,7 @@ from comingle.runs.folders import check_folder, first_difference, with_bos_of_ru
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.progress import Reporter, loading, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import prepare, run_in
+from comingle.runs.session import prepare, require_specialists, run_in
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import RunData, check_recipe
@@ -246,6 +246,7 @@ def recipes_of(
     _check_distinct({label: run_recipe.method for (label, _seed), run_recipe in recipes.items()})
     for run_recipe in recipes.values():
         check_recipe(run_recipe)
+        require_specialists(run_recipe)
     return recipes
 
 

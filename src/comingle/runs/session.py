@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,6 +69,7 @@ from comingle.utils.records import JsonObject, finite, read_evaluations, read_me
 from comingle.utils.registry import load_object
 
 _CHOOSE = "comingle.cost.planning:choose_within"
+_CHOOSE_SPECIALISTS = "comingle.cost.planning:choose_specialists"
 _FIT = "comingle.cost.planning:fit"
 """The search for the largest pass that fits; imported by name, because it imports this module."""
 
@@ -157,10 +159,67 @@ def choose_settings_for_memory(
     return use_chosen_settings(recipe, choice.changes, choice.describe(limit_bytes), say)
 
 
+def chooses_specialists(recipe: Recipe) -> bool:
+    """Return whether the recipe leaves the numbers of specialists to the devices (``method.specialists: auto``)."""
+    return recipe.method.settings.get("specialists") == AUTO
+
+
+def require_specialists(recipe: Recipe) -> None:
+    """Check that the numbers of specialists are known, for commands that do not choose them.
+
+    Raises:
+        RecipeError: The recipe has ``method.specialists: auto``.
+    """
+    if chooses_specialists(recipe):
+        raise RecipeError("method.specialists: got 'auto'; allowed: numbers for this command")
+
+
+def choose_numbers_of_specialists(
+    recipe: Recipe,
+    say: Callable[[str], None],
+    *,
+    resumed: Path | None = None,
+    processes: int = 1,
+    is_loaded: bool = False,
+) -> Recipe:
+    """Return the recipe with a number of specialists for each user in place of ``method.specialists: auto``.
+
+    Args:
+        recipe: The recipe.
+        say: Called with a line on the numbers.
+        resumed: Folder of the run that is resumed; it keeps its numbers.
+        processes: Number of processes of the run.
+        is_loaded: Whether base and data are loaded already.
+
+    Raises:
+        RecipeError: There are several processes, or the recipe does not name base and users.
+        BaseModelError: The base cannot be used.
+    """
+    if not chooses_specialists(recipe):
+        return recipe
+    got = "method.specialists: got 'auto'"
+    if is_loaded or recipe.data.given or recipe.base == GIVEN:
+        raise RecipeError(f"{got}; allowed: with a base and users that the recipe names")
+    if processes > 1:
+        raise RecipeError(f"{got} and {processes} processes; allowed: in one process")
+    if resumed is not None and (resumed / "recipe.yaml").exists():
+        numbers = load_recipe(resumed).method.settings["specialists"]
+    else:
+        choose_specialists = load_object(_CHOOSE_SPECIALISTS)  # loaded by name, since its module imports this one
+        numbers = choose_specialists(recipe, memory_limit(recipe), kind_of(recipe).names_of(recipe))
+    say(f"method.specialists auto: {numbers_text(numbers)}")
+    return recipe.with_changes({"method.specialists": numbers})
+
+
+def numbers_text(numbers: Mapping[str, int]) -> str:
+    """Return the numbers of at most ten users as text, such as "ada 3, ben 1"."""
+    shown = [f"{name} {number}" for name, number in itertools.islice(numbers.items(), 10)]
+    return ", ".join(shown + ["..."] * (len(numbers) > 10))
+
+
 def memory_limit(recipe: Recipe) -> int:
-    """Return how many bytes the process may use: ``runtime.memory``, or with ``auto`` the memory that is free."""
-    assert recipe.runtime.memory is not None
-    if recipe.runtime.memory != AUTO:
+    """Return how many bytes the process may use: ``runtime.memory``, or else the memory that is free."""
+    if recipe.runtime.memory not in (None, AUTO):
         return parse_bytes(recipe.runtime.memory)
     device = resolve_device(recipe.runtime.device)
     limit_bytes = free_bytes(device)
@@ -190,6 +249,12 @@ def use_chosen_settings(
             recipe.runtime.memory,
         )
     return full_recipe
+
+
+def _specialists(method: Method, names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Return each user's number of specialists under "specialists"; empty if all users have the same setting."""
+    numbers = method.placement.specialists
+    return {"specialists": dict(zip(names, numbers, strict=True))} if isinstance(numbers, tuple) else {}
 
 
 def run_trackers(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
@@ -363,6 +428,7 @@ def check_and_set_up(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
             f"runtime.memory: got {recipe.runtime.memory!r}; allowed: null for this command; `comingle cost` shows "
             "settings that fit"
         )
+    require_specialists(recipe)
     if keeps_memory and recipe.runtime.memory is None:
         keep_buffers()
     if recipe.runtime.threads:
@@ -469,6 +535,7 @@ def build(recipe: Recipe, run_data: RunData, *, method: Method | None = None, st
     Raises:
         ComingleError: Settings, data and base do not fit each other.
     """
+    require_specialists(recipe)
     recipe = resolve_users_per_step(recipe, run_data)
     if method is None:
         method = make(recipe.method.name, **recipe.method.settings)
@@ -705,7 +772,8 @@ def execute(
     # The log of a resumed run already has a start event, unless the log was deleted.
     log_was_lost = log is not None and log.size_bytes == 0
     if log_was_lost or kept_bytes == 0:
-        observe({**start_event(clients.plan, clients.model.name, amounts_of_all), **clients.left_out})
+        start = start_event(clients.plan, clients.model.name, amounts_of_all)
+        observe({**start, **clients.left_out, **_specialists(clients.method, clients.population_names)})
     try:
         write_checkpoint = checkpoint_writer(federation, recipe, folder, log)
         scores = run_rounds(
