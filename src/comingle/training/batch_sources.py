@@ -345,13 +345,13 @@ class PassBatchSource(BatchSource):
         count, size = self.count(trainer, stream), self.size_of(trainer)
         batches_per_epoch = max(1, self._num_batches(count, size))
         epoch_number, number_in_epoch = divmod(number, batches_per_epoch)
-        key = (trainer, purpose, epoch_number)
-        if key not in self._epoch_batches:
+        cache_key = (trainer, purpose, epoch_number)  # of this round; :meth:`enter` drops those of other rounds
+        if cache_key not in self._epoch_batches:
             random = generator(self.plan.seed, self.trainers[trainer].name, round_number, purpose, epoch_number)
             batches = epoch(count, size, random)
             num_missing = self.batch_size - size
-            self._epoch_batches[key] = torch.nn.functional.pad(batches, (0, num_missing), value=PAD)
-        return self._epoch_batches[key][number_in_epoch]
+            self._epoch_batches[cache_key] = torch.nn.functional.pad(batches, (0, num_missing), value=PAD)
+        return self._epoch_batches[cache_key][number_in_epoch]
 
     def all_numbers(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:
         """Yield the numbers of all samples of each trainer, in order and in batches, padded with ``PAD``."""

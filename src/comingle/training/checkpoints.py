@@ -475,17 +475,17 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
     copies = len(like.rows) // len(names)
     no_server: Tree = {}  # the server's state is read by :func:`load_server`
     tensors = {name: t.clone() for name, t in named_tensors(layout, like, no_server).items()}
-    wanted = set(names)
+    requested_names = set(names)
     for file, names_in_file in _trainers_by_file(progress):
-        found = [name for name in names_in_file if name in wanted]
-        if not found:
+        found_names = [name for name in names_in_file if name in requested_names]
+        if not found_names:
             continue
         verify(folder, file)
         num_rows = copies * len(names_in_file)
         expected = {key: (_shape_in_file(key, t, num_rows), t.dtype) for key, t in tensors.items()}
         tensors_in_file = read_tensors(folder / file, expected, like.rows.device, besides=OF_SERVER)
-        rows_in_file = _rows_of_names(names_in_file, found, copies)
-        rows = _rows_of_names(names, found, copies)
+        rows_in_file = _rows_of_names(names_in_file, found_names, copies)
+        rows = _rows_of_names(names, found_names, copies)
         for key, t in tensors.items():
             if key == _BEST_ROUND:  # one number for all users
                 t.copy_(tensors_in_file[key])
@@ -506,10 +506,11 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
     Raises:
         RunError: See :func:`load_checkpoint`.
     """
-    if progress.shards or progress.population:  # several processes, or a store on disk, have written the users
-        file, ignored_prefix = SERVER, None
+    has_own_file = progress.shards or progress.population  # of several processes, or with a store on disk
+    if has_own_file:
+        file, ignored_prefix = SERVER, None  # any other tensor is an error
     else:
-        file, ignored_prefix = STATE, ""  # ignores the tensors of users
+        file, ignored_prefix = STATE, ""  # ignore all other tensors: those of users
     verify(folder, file)
     expected = {OF_SERVER + name: (tuple(t.shape), t.dtype) for name, t in like.items()}
     tensors = read_tensors(folder / file, expected, device, besides=ignored_prefix)

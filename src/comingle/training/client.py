@@ -264,7 +264,7 @@ class Users(UsersAndTrainers):
         """Make the state of all users before the first round, in the store that the recipe chooses.
 
         ``trainers`` own the models with which ``users`` are evaluated. ``batch_source`` may be a function that makes
-        the source on first use. Without ``reads``, the data of users is not read to check for validation data.
+        the source on first use. Without ``reads``, it is not checked whether users have validation data.
         """
         super().__init__(plan, trainers=trainers, users=users, skipped=skipped, skipped_rows=skipped_rows)
         self.model = model
@@ -399,10 +399,11 @@ class Users(UsersAndTrainers):
         return any(hook.resizes for hook in self.method.client.parts)
 
     def apply_masks(self, cohort: Cohort) -> None:
-        """Zero the padding of a cohort whose ranks may have changed; in memory, :meth:`update_masks` does so."""
-        if self.state.in_memory:
-            return
-        if self._resizes:
+        """Zero the padding of a cohort after its local steps, if its users' ranks may have changed.
+
+        Does nothing for tensors in memory, whose padding :meth:`update_masks` zeros.
+        """
+        if self._resizes and not self.state.in_memory:
             _zero_where_false(cohort.state, self.masks(cohort.rows, cohort.state))
 
     def masks(self, rows: Sequence[int], state: State) -> Bool[Tensor, "some columns"]:
@@ -513,7 +514,7 @@ class Clients(Users):
         layout = self.model.layout
         state = self.state.without_moments()
         cohort = self.cohort(receivers, download.version, state=state)
-        clip_norms, tensors = without_bound(download.tensors)  # privacy mechanisms send clip norms along
+        clip_norms, tensors = without_bound(download.tensors)  # a download may contain clip norms for the users
         models = self._insert_own_models(cohort, replace(download, tensors=fill_ranks(tensors, layout)))
         combined_model: Tree | None = None
         for hook in self.method.client.parts:
@@ -871,8 +872,8 @@ def _amount_of_steps(batch_source: BatchSource, trainer: int, steps: int) -> int
 def _take_local_steps(
     clients: Clients,
     cohort: Cohort,
-    steps: Int[Tensor, " users"],
-    limits: Float[Tensor, " users"],
+    most_steps: Int[Tensor, " users"],
+    time_limits: Float[Tensor, " users"],
     tick: Tick,
 ) -> tuple[Float[Tensor, "steps users"], Int[Tensor, " users"]]:
     """Take the local steps of a cohort.
@@ -880,23 +881,23 @@ def _take_local_steps(
     Args:
         clients: All clients.
         cohort: The cohort, updated in place.
-        steps: Largest number of local steps of each user.
-        limits: Seconds after which each user takes no further step; it takes at least one.
+        most_steps: Largest number of local steps of each user.
+        time_limits: Seconds after which each user takes no further step; it takes at least one.
         tick: Called after each local step.
 
     Returns:
         Training losses in nats, 0 where a user has no more steps; and the number of steps that each user took.
     """
-    has_time_limit = not bool(limits.isinf().all())
+    has_time_limit = not bool(time_limits.isinf().all())
     started = clients.clock() if has_time_limit else 0.0
     for hook in clients.method.client.parts:
         hook.begin(cohort)
     if clients.is_fine_tuning and clients.method.client.tuning:  # phases for fine-tuning only begin with new moments
         cohort.reset_moments(clients.method.client.trained)
-    losses = []
-    for step in range(int(steps.max())):
+    losses, steps = [], most_steps
+    for step in range(int(most_steps.max())):
         if has_time_limit and step > 0:
-            out_of_time = clients.clock() - started >= limits
+            out_of_time = clients.clock() - started >= time_limits
             steps = torch.where(out_of_time, steps.clamp(max=step), steps)
         is_active = step < steps  # users with less data or time have fewer steps
         if not bool(is_active.any()):
@@ -936,8 +937,8 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
 
     Args:
         clients: All clients.
-        done: Number of rounds that are done. Learning rates are those of the next round, or of the last one if all are
-            done. If None, the number of rounds after which the final models were chosen.
+        done: Number of rounds that are done; None for the round that the final models come from. Learning rates are
+            those of the next round, or of the last one if all are done.
         members: Numbers of the trainers to fine-tune; those that are evaluated if None.
     """
     if not clients.method.client.finetunes or clients.is_fine_tuning:
@@ -995,9 +996,10 @@ def finish(clients: Clients) -> None:
         return
     num_trainers, copies = len(clients.trainers), range(clients.method.placement.copies)
     for trainers in cohorts(range(num_trainers), clients.users_per_message):
+        # All first copies, then all second copies: rows [0, 1, 10, 11] of trainers 0 and 1 among 10.
         rows = [copy * num_trainers + trainer for copy in copies for trainer in trainers]
         for hook in hooks:
             cohort = clients.cohort(rows, clients.plan.training.rounds)
             final_models = hook.finish(cohort)
-            cohort.state.rows[-len(trainers) :] = final_models  # the last copies come last
+            cohort.state.rows[-len(trainers) :] = final_models  # of the last copies
             clients.state.put(rows, cohort.state)

@@ -411,24 +411,21 @@ class Cohort(CohortTensors):
         return directions
 
     def _instances(self, owners: Sequence[int], count: int) -> Iterator[Int[Tensor, "users batch window"]]:
-        """Yield batches with ``count`` random training instances of each user, padded with ``PAD``.
-
-        Batches may have padding of their own, so instances are counted per user, and those after ``count`` are masked.
-        """
+        """Yield batches with together ``count`` random training windows of each user; other windows are ``PAD``."""
         batch_source = self.steps.batch_source
         # The label gives these batches a random stream that no phase of training uses.
         phase = Phase(roles=frozenset(), label="instances")
         smallest_batch = min(batch_source.size_of(owner) for owner in owners)
         num_batches = -(-count // smallest_batch)  # rounded up
-        num_before: int | Tensor = 0  # instances of each user in earlier batches
+        num_yielded = self.state.rows.new_zeros(len(owners), 1, dtype=torch.int64)  # windows of each user so far
         for repeat in range(num_batches):
-            drawn = batch_source.draw(owners, phase, self.round_number, step=0, repeat=repeat)
-            drawn = drawn.to(self.state.rows.device)
-            is_instance = (drawn != PAD).any(-1)
-            instance_number = num_before + is_instance.cumsum(1)  # counted from 1
-            num_before = instance_number[:, -1:]
-            is_excess = instance_number > count
-            yield drawn.masked_fill(is_excess.unsqueeze(-1), PAD)
+            windows = batch_source.draw(owners, phase, self.round_number, step=0, repeat=repeat)
+            windows = windows.to(self.state.rows.device)
+            is_window = (windows != PAD).any(-1)  # (users, batch); batches may be padded
+            window_number = num_yielded + is_window.cumsum(1)  # counted from 1
+            num_yielded = window_number[:, -1:]
+            is_excess = window_number > count
+            yield windows.masked_fill(is_excess.unsqueeze(-1), PAD)
 
     def copies(self) -> Float[Tensor, "copies users columns"]:
         """Return a clone of the tensors, split by copy, for methods that keep several models per user.
@@ -442,8 +439,12 @@ class Cohort(CohortTensors):
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
         """Return the mean validation loss in nats of the user at place ``user`` with ``candidate`` as its model."""
         owner = self.owners[user]
-        # A single model, number 0, whatever number of rows is asked for.
-        only_candidate = Models(rows=lambda numbers: candidate.expand(len(numbers), -1), owners=[owner])
+
+        def rows(numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
+            """Return the candidate for each of these models, all of which have number 0."""
+            return candidate.expand(len(numbers), -1)
+
+        only_candidate = Models(rows=rows, owners=[owner])
         return self.scorer.mean_loss(only_candidate, sets=[self.trainers[owner].valid], numbers=[0])
 
     # ---------------------------------------------------------------- helpers

@@ -182,7 +182,9 @@ def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[s
 
 
 def _mixture_weights(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Float[Tensor, "users clusters"] | None:
-    """Return each user's mixture weights; None if the method has no mixture.
+    """Return each user's mixture weights: those with which the server merges models, or those that users learned.
+
+    None if the method has no mixture.
 
     Args:
         server: The server.

@@ -141,9 +141,10 @@ def _mean_expert_scores(event: Event) -> Event:
     expert_names = names_of_users[0]
     if any(names != expert_names for names in names_of_users):
         return {"expert_scores": {}}
-    means = []
+    means = []  # (layers, experts)
     for scores_in_layer in zip(*scores_by_user.values(), strict=True):  # (users, experts)
-        means.append([fmean(scores_of_expert) for scores_of_expert in zip(*scores_in_layer, strict=True)])
+        scores_by_expert = zip(*scores_in_layer, strict=True)  # (experts, users)
+        means.append([fmean(scores_of_users) for scores_of_users in scores_by_expert])
     return {"expert_scores": {"mean": means}, "experts": {"mean": expert_names}}
 
 

@@ -181,11 +181,11 @@ def planned_releases(plan: RunPlan, users: Sequence[str]) -> int:
     for round_number in range(num_rounds):
         if exchanged_after(plan, shares_tensors, done=round_number + 1):
             rounds_with_exchange.append(round_number)
-    # Whether participants are drawn in secret does not depend on the noise multiplier, which may not be known yet.
+    # ``release_of`` needs a noise multiplier, which may not be known yet; ``sampled`` does not depend on it.
     any_multiplier = 1.0
     with_multiplier = privacy.model_copy(update={"noise_multiplier": privacy.noise_multiplier or any_multiplier})
     release = release_of(with_multiplier, plan.participation, len(users))
-    if release.sampled:
+    if release.sampled:  # participants are drawn in secret
         return len(rounds_with_exchange)
     participants_by_round = [participants(plan, round_number, users) for round_number in rounds_with_exchange]
     return most_releases(participants_by_round)

@@ -295,8 +295,8 @@ def run_rounds(
     run, num_rounds = backend.start(observe, clock)  # the plan of the run, and the number of rounds after which it ends
     method, account, shares = run.method, backend.server.mechanisms.account, backend.server.shares
     evaluates_exchanged = counts_exchanged(run)  # models after the server's aggregation, not users' own before it
-    # Whether the privacy budget was spent before the run was resumed.
-    was_stopped = num_rounds < run.training.rounds * method.trains
+    planned_rounds = run.training.rounds if method.trains else 0
+    was_stopped = num_rounds < planned_rounds  # the privacy budget was spent before the run was resumed
     scores: S | None = None
 
     def evaluate(done: int, *, receives: bool = True, finishes: bool = False, silent: bool = False) -> S | None:
@@ -319,9 +319,10 @@ def run_rounds(
         plan = plan_round(run, shares, round_number)
         participants = backend.select_participants(plan)
         if participants is None:
-            planned = run.training.rounds
-            logger.warning("%s: the privacy budget is spent after round %d of %d", method.name, round_number, planned)
-            # The run ends here, with the models of the previous round. They may have been scored after that round.
+            logger.warning(
+                "%s: the privacy budget is spent after round %d of %d", method.name, round_number, run.training.rounds
+            )
+            # The run ends here, with the models of the previous round, which may have been scored.
             were_scored = round_number % run.period == 0
             makes_final_models = evaluates_exchanged and bool(method.client.finishing)
             if makes_final_models or not were_scored or backend.remote:  # a remote backend evaluates in any case

@@ -286,7 +286,7 @@ class ServerHalf(ServerState):
         return self.mechanisms.admit(selected, number, releases=releases)
 
     def check_rounds(self, plan: RunPlan) -> None:
-        """Check that rounds have enough participants for all privacy mechanisms, and that users' ranks suit them.
+        """Check that rounds have enough participants for all privacy mechanisms, and equal ranks where these need them.
 
         Raises:
             RecipeError: A round has too few participants, or LoRA ranks differ between users and a mechanism compares

@@ -332,7 +332,10 @@ def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
 
 
 def counts_exchanged(plan: RunPlan) -> bool:
-    """Return whether a run is evaluated with the models after aggregation instead of the local models."""
+    """Return whether a run is evaluated with the models after aggregation instead of the local models.
+
+    The last round then ends with an exchange.
+    """
     return plan.evaluation.model == "exchanged" or plan.method.client.ends_exchanged
 
 

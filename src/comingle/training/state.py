@@ -232,7 +232,7 @@ def initial_state(
         common_values = draw(layout, seed, "server")
     rows = common_values.repeat(num_users, 1)
     for row, name in zip(rows, names, strict=True):
-        # Without a name for the drawn values, they are freed before `rows` is copied below.
+        # No variable keeps the drawn values alive while `rows` is copied below.
         row.copy_(torch.where(local, draw(layout, seed, name, only=local), row))
     rows = rows.to(device, dtype) * mask
     no_columns = rows[:, :0]

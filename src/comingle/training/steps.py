@@ -246,12 +246,13 @@ class PrivateSteps:
             phase: The phase. It computes gradients for the roles ``phase.reached``: those that it trains, and some that
                 a later phase trains.
             layout: Layout of the columns.
-            everything: Whether to return all tensors for which the phase computes gradients. This is needed for further
+            everything: Whether to return all tensors for which the phase computes gradients, for cohorts with further
                 copies of a user's model, which are never shared.
         """
         names = []
         for slot in layout.touching(phase.reached).slots:
-            is_shared, is_reached = slot.role_mask(self.plan.method.shared), slot.role_mask(phase.reached)
+            is_shared = slot.role_mask(self.plan.method.shared)  # for each entry, such as an expert
+            is_reached = slot.role_mask(phase.reached)
             has_local_entry = any(reached and not shared for shared, reached in zip(is_shared, is_reached, strict=True))
             if everything or has_local_entry:
                 names.append(slot.name)
@@ -306,7 +307,7 @@ class PrivateSteps:
             pass_size: Number of sequences in one pass.
             cohort: The cohort.
             phase: Phase of the step.
-            place: Number of the local step in the round, and of the repeat of the phase within the step.
+            place: Local step in the round and repeat of the phase within the step, such as ``(3, 0)``.
             noised_users: Places in the cohort of the users whose shared gradients are noised.
             plain: Losses and gradients without noise, for everything that is not noised; None if the phase trains only
                 shared tensors.
@@ -315,11 +316,13 @@ class PrivateSteps:
             Mean losses, those of ``plain`` if given; and gradients ``(users, *shape)`` of all tensors of the phase.
         """
         num_users = len(cohort.rows)
-        losses, plain_gradients = (torch.zeros(num_users), Tree()) if plain is None else plain
+        losses, plain_gradients = torch.zeros(num_users), Tree()
+        if plain is not None:
+            losses, plain_gradients = plain
         if not noised_users:
             return losses, plain_gradients
-        # A subset of the cohort copies its tensors; none is made if all users are noised.
-        noised_cohort = cohort if len(noised_users) == num_users else cohort.copy_of(noised_users)
+        all_noised = len(noised_users) == num_users
+        noised_cohort = cohort if all_noised else cohort.copy_of(noised_users)
         noised_losses, noised_gradients = self.gradients(model, batch_source, pass_size, noised_cohort, phase, place)
         if plain is None:
             losses[list(noised_users)] = noised_losses
@@ -610,7 +613,7 @@ class Steps:
             due_users = [i for i, steps in enumerate(steps_in_run) if is_active[i] and steps % phase.every == 0]
             if not due_users:
                 continue
-            step_losses = torch.zeros(len(due_users))  # always replaced; for type checkers
+            step_losses = torch.zeros(len(due_users))  # replaced below; type checkers do not know that the block runs
             with cohort.subset(due_users) as due_cohort:
                 step_losses = self.take_phase(due_cohort, phase, step)
             if phase.optimizer != "router":  # a router may train on validation data; report training losses only
@@ -821,7 +824,7 @@ class Steps:
         rows, owners, layout = cohort.state.rows, cohort.owners, self.model.layout
         num_targets = self.batch_source.loss_counts(drawn)  # of each user, without padding
         if self.model.batchwise and len(num_targets.unique()) > 1:  # batch norm would see padding
-            # No nets with batch norm have noised gradients (``names``) or train in float16 (``scales``).
+            # Nets with batch norm never have noised gradients (``names``) or float16 (``scales``).
             return self._gradient_by_size(cohort, drawn, phase, noise)
         reached_names = [slot.name for slot in layout.touching(phase.reached).slots]
         leaf_names = reached_names if names is None else [name for name in reached_names if name in names]
@@ -835,13 +838,13 @@ class Steps:
         mean_losses, gradients = torch.zeros(len(owners), device=rows.device), Tree()
         for micro_batch in self.batches.move(drawn, rows.device).split(self.pass_size.sequences, dim=1):
             num_losses = self.batch_source.loss_counts(micro_batch)  # of each user, without padding
-            share = num_losses.to(rows.dtype) / num_targets.to(rows)  # weight of the micro-batch in the mean
+            share = num_losses.to(rows.dtype) / num_targets.to(rows)  # of the micro-batch in the batch of each user
             batch: Any = self.batch_source.read(phase.stream, owners, micro_batch)
-            sample_weights = {} if cohort.sample_weights is None else {"shares": cohort.weights_of(micro_batch)}
+            mixture_weights = {} if cohort.sample_weights is None else {"shares": cohort.weights_of(micro_batch)}
             used_tensors = tensors
             if phase.without:  # for each micro-batch anew, as a backward pass frees the buffers of its graph
                 used_tensors = restrict(tensors, layout, layout.roles - phase.without)
-            losses, penalty = model.losses(used_tensors, owners, batch, train=True, **sample_weights)
+            losses, penalty = model.losses(used_tensors, owners, batch, train=True, **mixture_weights)
             means = losses.flatten(1).sum(1) / num_losses.clamp(min=1)  # of each user, over the micro-batch
             objective = means + self.plan.training.balance_weight * penalty
             for hook in self.plan.method.client.parts:
@@ -849,8 +852,8 @@ class Steps:
                 objective = objective + require_one_penalty_per_user(
                     self.plan.method.name, hook, penalty_of_hook, len(owners)
                 )
-            weight = share if scales is None else share * scales.to(share)
-            new_gradients = torch.autograd.grad((objective * weight).sum(), leaves, materialize_grads=True)
+            factors = share if scales is None else share * scales.to(share)
+            new_gradients = torch.autograd.grad((objective * factors).sum(), leaves, materialize_grads=True)
             preconditioned = self._preconditioned(tensors, dict(zip(leaf_names, new_gradients, strict=True)))
             for name, new_gradient in preconditioned.items():
                 added = new_gradient.to(rows.dtype) if in_dtype_of_rows else new_gradient
@@ -922,9 +925,9 @@ class Steps:
             gradients[slot.name] = rows.new_empty(num_users, *slot.shape)
         batch_sizes = self.batch_source.loss_counts(drawn)  # of each user, without padding
         for size in batch_sizes.unique().tolist():
-            places = (batch_sizes == size).nonzero().flatten()  # users with this batch size
+            places = (batch_sizes == size).nonzero().flatten()  # of the users with this batch size
             group = cohort.copy_of(places.tolist())
-            group_batches = drawn[places, :size]
+            group_batches = drawn[places, :size]  # without padding
             group_noise = None if noise is None else noise[places]
             losses[places], group_gradients = self.gradient(group, group_batches, phase, group_noise)
             rows[places] = group.state.rows  # with updated running statistics

@@ -171,14 +171,14 @@ def sums_from_integers(integers: Int64[Tensor, " entries"], like: Tree, shifts: 
 
     Args:
         integers: Result of :func:`integer_sums`, added up over processes.
-        like: Tensors ``(users, *shape)`` whose names, shapes and dtypes the sums get.
+        like: Tensors ``(users, *shape)`` with the names, dtypes and (without users) shapes of the sums.
         shifts: Exponent of each tensor, by which it was scaled.
     """
     entries_per_tensor = [math.prod(t.shape[1:]) for t in like.values()]
-    parts = integers.split(entries_per_tensor)
+    integers_of_tensors = integers.split(entries_per_tensor)
     sums = Tree()
-    for (name, t), part, shift in zip(like.items(), parts, shifts, strict=True):
-        unscaled = _times_power_of_two(part.double(), -shift)
+    for (name, t), integers_of_tensor, shift in zip(like.items(), integers_of_tensors, shifts, strict=True):
+        unscaled = _times_power_of_two(integers_of_tensor.double(), -shift)
         sums[name] = unscaled.to(t.dtype).view(t.shape[1:])
     return sums
 
@@ -351,7 +351,7 @@ class Sharded(InProcess):
         progress = replace(progress, shards=self.shards)
 
         def make_draft() -> tuple[str, str]:
-            """Make the folder of the draft; return the path that it gets once complete, and its own."""
+            """Make the draft, which is renamed once complete; return the final path and that of the draft."""
             final, draft = folder_and_draft(folder, progress.round)
             with write_errors(final, draft):
                 draft.mkdir(parents=True)
@@ -359,7 +359,7 @@ class Sharded(InProcess):
 
         final, draft = (Path(path) for path in ranks.run_in_first(make_draft))
 
-        def write_users_here() -> str:
+        def write_own_users() -> str:
             """Write the users of this process; return a line with the checksum of each of its files."""
 
             def write_rows() -> list[str]:
@@ -374,7 +374,7 @@ class Sharded(InProcess):
                 return "".join(checksum_line(draft / name).decode() for name in files)
 
         try:
-            checksums_by_rank = ranks.gather(write_users_here)
+            checksums_by_rank = ranks.gather(write_own_users)
         except BaseException:
             if self.is_first_process:  # after all processes have stopped writing
                 shutil.rmtree(draft, ignore_errors=True)
@@ -573,7 +573,7 @@ class Sharded(InProcess):
             return list(joined.users)
 
         users = self.ranks.run_in_first(list_users)
-        if not users:  # there is nothing to sum
+        if not users:  # no tensors to sum; the server still counts the round
             return self.ranks.run_in_first(lambda: self._aggregate_all(joined))
         sums = self._weighted_sums(own_upload, joined, users)
         return self.ranks.run_in_first(lambda: self._aggregate_sums(sums, joined))
@@ -640,9 +640,9 @@ class Sharded(InProcess):
         """
         layout = self.clients.model.layout
         no_rows = self.clients.state.rows[:0]
-        tensors_without_users = restrict(layout.views(no_rows), layout, self.server.method.shared)
-        names = list(tensors_without_users)  # the same order in all processes
-        tensors = decompress(own_upload.tensors, self.server.uploads) if own_upload.users else tensors_without_users
+        empty_tensors = restrict(layout.views(no_rows), layout, self.server.method.shared)  # (0, *shape)
+        names = list(empty_tensors)  # the same order in all processes
+        tensors = decompress(own_upload.tensors, self.server.uploads) if own_upload.users else empty_tensors
         counts = self.ranks.gather(lambda: len(own_upload.users))
         key_by_tensor, weights_by_key = self.ranks.scatter(lambda: self._split_weights(names, joined, counts))
         return sum_over_processes(
@@ -658,7 +658,7 @@ class Sharded(InProcess):
     ) -> list[tuple[dict[str, str], Tree]]:
         """Return the weights of the uploads in their sum, split by process; runs in the first process.
 
-        Most tensors have the same weights. To send these once, they are stored under a key, to which tensors refer.
+        Most tensors have the same weights, which are sent once, under a key.
 
         Args:
             names: Names of the shared tensors.
@@ -672,12 +672,13 @@ class Sharded(InProcess):
         weights_by_tensor = self.server.coefficients(names, joined)
         # Tensors with the same weights share one object, whose id is the key.
         key_by_tensor = {name: str(id(weights)) for name, weights in weights_by_tensor.items()}
-        parts_by_key = {str(id(weights)): weights.cpu().split(list(counts)) for weights in weights_by_tensor.values()}
-        split: list[tuple[dict[str, str], Tree]] = []
+        weights_by_key = {str(id(weights)): weights for weights in weights_by_tensor.values()}
+        weights_of_ranks = {key: weights.cpu().split(list(counts)) for key, weights in weights_by_key.items()}
+        messages: list[tuple[dict[str, str], Tree]] = []
         for rank in range(len(counts)):
-            weights_of_rank = {key: parts[rank] for key, parts in parts_by_key.items()}
-            split.append((key_by_tensor, weights_of_rank))
-        return split
+            weights_of_rank = {key: by_rank[rank] for key, by_rank in weights_of_ranks.items()}
+            messages.append((key_by_tensor, weights_of_rank))
+        return messages
 
     # ---------------------------------------------------------------- the best round
 

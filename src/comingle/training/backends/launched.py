@@ -95,7 +95,7 @@ def should_print_errors(environment: Mapping[str, str] = os.environ, *, interrup
 
     Args:
         environment: Environment variables.
-        interrupted: Whether the error is an interruption, which the parent process reports, if there is one.
+        interrupted: Whether the error is an interruption, which a parent process reports itself.
     """
     has_parent = PARENT in environment  # started by --processes
     if interrupted and has_parent:

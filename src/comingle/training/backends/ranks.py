@@ -151,12 +151,11 @@ class Ranks:
         message_tensor = _tensor(message) if is_sender else torch.empty(lengths[first_failed], dtype=torch.uint8)
         with _peer_errors():
             dist.broadcast(message_tensor, first_failed)
-        if failure is not None and not isinstance(failure, ComingleError):
-            raise failure  # a bug
+        is_bug = failure is not None and not isinstance(failure, ComingleError)
+        if failure is not None and (is_bug or self.is_first_process):
+            raise failure
         if not self.is_first_process:
             raise SystemExit(2)
-        if failure is not None:
-            raise failure
         class_name, text = json.loads(bytes(message_tensor.numpy()))
         raise _error_of_rank(first_failed, class_name, text)
 

@@ -91,7 +91,7 @@ class RunData:
         """
         users = as_users(users)
         common = self.common
-        if hasattr(common, "users"):  # a task lists its users
+        if hasattr(common, "users"):  # such as the population of a task with nets
             common = replace(common, users=users)
         names = set(users.names)
         texts = tuple(text for text in self.texts if text.name in names)
@@ -473,7 +473,7 @@ def _candidate_kinds(chosen: str | None) -> Iterator[tuple[str, Kind]]:
     if chosen is not None:
         yield chosen, load_object(KINDS[chosen].implementation)
         return
-    for name in sorted(KINDS, key=lambda name: name == _LAST):
+    for name in (*sorted(KINDS.keys() - {_LAST}), _LAST):
         with suppress(PluginError):  # a kind of a plug-in that cannot be loaded
             yield name, load_object(KINDS[name].implementation)
 
@@ -597,7 +597,7 @@ def adapt_base(
     specialists = placement.specialists_of(num_trainers)
     if mixture is None:
         counts = ExpertCounts(generalists=placement.generalists, specialists=specialists)
-    else:
+    else:  # no specialists
         counts = ExpertCounts(generalists=mixture.experts, specialists=(0,) * num_trainers)
     native_code = recipe.runtime.native_code
     model = adapt(
@@ -611,10 +611,11 @@ def adapt_base(
         residual=placement.residual,
         checkpointed=recipe.runtime.gradient_checkpointing,
     )
-    for name in recipe.runtime.gpu:  # faster passes on GPUs: CUDA graphs, Triton kernels
+    for name in recipe.runtime.gpu:
         from comingle.models.gpu import recorded, with_triton
 
-        model = {"graphs": recorded, "triton": with_triton}[name](model)
+        make_faster = {"graphs": recorded, "triton": with_triton}[name]  # CUDA graphs, Triton kernels
+        model = make_faster(model)
     if mixture is None:
         return model
     return ensemble(model, mixture, generalists=placement.generalists, specialists=max(specialists))
@@ -656,8 +657,8 @@ def mix_base(recipe: Recipe, base: Base, method: Method, num_trainers: int) -> M
     rank = recipe.adapters.rank
     assert mixture is not None
     assert isinstance(rank, int)
-    scale = lora_scale(recipe.adapters.alpha, rank)  # factor of the adaptors' outputs
-    # Linear layers alone get adaptors: biases and norms of the base stay frozen.
+    scale = lora_scale(recipe.adapters.alpha, rank)
+    # Only linear layers get adaptors; biases and norms of the base stay frozen.
     size = adaptor_size(backbone(base.model), rank=rank, bias=False, norm=False)
     require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
     return mix_language_model(base, mixture, users=num_trainers, rank=rank, alpha=scale)

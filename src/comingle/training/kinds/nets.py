@@ -118,8 +118,11 @@ class SampleBatchSource(PassBatchSource):
     def examples_at(
         self, trainers: Sequence[int], indices: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch"]:
-        """Return the sample indices unchanged: a drawn batch of this source consists of sample indices."""
-        self.enter(round_number)  # augmentation depends on the round
+        """Return the indices of samples as a batch of this source, which consists of indices.
+
+        Also sets the round, on which augmentation depends.
+        """
+        self.enter(round_number)
         return indices.long()
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch"]]:
@@ -142,17 +145,17 @@ class SampleBatchSource(PassBatchSource):
             drawn: Sample numbers of each trainer.
         """
         if self.banks:  # the samples of all trainers are on the device
-            inputs, targets, present = self.banks[stream].take(trainers, drawn)
+            inputs, targets, is_sample = self.banks[stream].take(trainers, drawn)
         else:
             samples_of_trainers = [self.trainers[trainer].split(stream) for trainer in trainers]
-            bank = self._bank(samples_of_trainers)  # of these trainers alone, so that they are numbered from 0
-            inputs, targets, present = bank.take(range(len(trainers)), drawn)
+            bank = self._bank(samples_of_trainers)  # has only these trainers
+            inputs, targets, is_sample = bank.take(range(len(trainers)), drawn)
         if self.augment is not None and stream == "train":
             augmented = []
             for trainer, inputs_of_trainer, numbers in zip(trainers, inputs, drawn, strict=True):
                 augmented.append(self._augmented(trainer, inputs_of_trainer, numbers))
             inputs = torch.stack(augmented)
-        return inputs, targets, present
+        return inputs, targets, is_sample
 
     def _augmented(self, trainer: int, inputs: Tensor, numbers: Int[Tensor, " batch"]) -> Float[Tensor, "batch ..."]:
         """Return the inputs of one trainer's batch, augmented at random, but equally for equal batches of a round.
@@ -184,7 +187,7 @@ class SampleBatchSource(PassBatchSource):
             gates: Not used; nets have no routers.
         """
         bank = self._bank(sets)
-        jobs_per_pass = max(1, min(pass_size.users, len(rows)))
+        sets_per_pass = max(1, min(pass_size.users, len(rows)))
 
         def forward(set_numbers: Sequence[int], inputs: Tensor) -> Tensor:
             """Return the outputs for a batch of each of these sets, each under the model that scores the set."""
@@ -192,7 +195,7 @@ class SampleBatchSource(PassBatchSource):
             return predict(model_numbers, inputs)
 
         return score_samples(
-            forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=jobs_per_pass
+            forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=sets_per_pass
         )
 
     # ---------------------------------------------------------------- counted without data
@@ -512,7 +515,7 @@ def build_nets(
             smallest_batch=smallest_batch,
         )
 
-    if reads_later:  # the clients call the function on first use
+    if reads_later:
         return Clients(model, plan, trainers=trainers, users=users, batch_source=make_batch_source, reads=False)
     batch_source = make_batch_source()
     return Clients(model, plan, trainers=trainers, users=users, batch_source=batch_source, reads=checks_validation_data)

@@ -242,17 +242,17 @@ def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
     """
     if model.mixture is None:
         return copy_with_tensors(model.net, tensors)
-    shares = model.shares(tensors)[0]  # mixture weights (clusters,)
-    if isinstance(model.net, FloralModel):  # a mixture of adaptors
-        return copy_with_tensors(model.net, tensors).merge(shares)
-    if model.mixture.merges_models:  # a mixture of weights
-        return copy_with_tensors(model.net, merge_models(tensors, shares.unsqueeze(0)))
-    models = []  # a mixture of outputs
-    for cluster in range(len(shares)):
+    weights = model.shares(tensors)[0]  # of the mixture, (clusters,)
+    if isinstance(model.net, FloralModel):  # mixes adaptors
+        return copy_with_tensors(model.net, tensors).merge(weights)
+    if model.mixture.merges_models:  # mixes parameters
+        return copy_with_tensors(model.net, merge_models(tensors, weights.unsqueeze(0)))
+    models = []  # mixes outputs
+    for cluster in range(len(weights)):
         # Tensors of models are (1, clusters, *shape).
         tensors_of_model = {name: t[:, cluster] for name, t in tensors.items() if name != CLIENT_ROUTER}
         models.append(copy_with_tensors(model.net, tensors_of_model))
-    return MixtureOfModels(models, shares, probabilities=model.mixes_probabilities)
+    return MixtureOfModels(models, weights, probabilities=model.mixes_probabilities)
 
 
 OWN = ""
@@ -405,7 +405,7 @@ def section(recipe: Recipe) -> SamplesSection:
 
 
 def _reopened_loss(name: str, classes: bool) -> Loss:
-    """Return the loss of a run that is opened again, by name.
+    """Return the loss of a run whose folder is opened, by name.
 
     A loss that a program passed is not stored with the run; in its place the result is a loss that raises an error.
 

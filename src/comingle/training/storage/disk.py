@@ -210,9 +210,11 @@ class OnDisk(State):
             groups: Groups of records to read. Without "moments" the moments of the state have no columns.
         """
         prefetched: Mapping[str, Future[np.ndarray]] = {}
-        if self._prefetched is not None and self._prefetched[0] == rows:
-            _rows, prefetched = self._prefetched
-            self._prefetched = None
+        if self._prefetched is not None:
+            prefetched_rows, reads_of_rows = self._prefetched
+            if prefetched_rows == rows:
+                prefetched = reads_of_rows
+                self._prefetched = None
         reads: dict[str, Future[np.ndarray]] = {}
         for group in groups:
             reads[group] = prefetched[group] if group in prefetched else self._start_read(group, rows)
@@ -448,25 +450,25 @@ class OnDisk(State):
         if isinstance(self._names, StoredNames):
             self._names.copy_to(folder)
         run_id = secrets.token_hex(8)
-        write_json(folder / ABOUT, {**self._about, "id": run_id})
+        write_json(folder / ABOUT, {**self._description, "id": run_id})
 
     @property
-    def _about(self) -> dict[str, Any]:
-        """Description of the records of all processes, to compare with that of a checkpoint."""
-        about: dict[str, Any] = {"rows": self._shard.total_rows}
+    def _description(self) -> dict[str, Any]:
+        """Number of rows of all processes, and the tensors in a record of each group, to compare with a checkpoint."""
+        description: dict[str, Any] = {"rows": self._shard.total_rows}
         for group in self._groups:
-            about[group] = [field.description for field in self._layouts[group].fields]
-        return about
+            description[group] = [field.description for field in self._layouts[group].fields]
+        return description
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
         """Write the records to disk, then a table of their places; return the names of the files in the checkpoint.
 
-        Records stay in ``store/``; places that neither this nor an older checkpoint refers to become free.
+        Records stay in ``store/``. Places of records that no checkpoint needs become free.
 
         Args:
             draft: Folder of the new checkpoint.
             checkpoints: Folders of the older ones.
-            write: Writes users that are in memory; not called, as these are on disk.
+            write: Not called; it writes users that are in memory.
         """
         self._wait_for_writes(most=0)
         assert self._run is not None
@@ -523,13 +525,13 @@ class OnDisk(State):
 
         Args:
             checkpoint: Folder of the checkpoint.
-            read: Reads tensors that are in memory; not called, as these are on disk.
+            read: Not called; it reads tensors that are in memory.
 
         Raises:
             RunError: The store belongs to another recipe, run or round, or lacks records of the checkpoint.
         """
         run = checkpoint.parent.parent
-        check_store(run, checkpoint, self._about, self._groups)
+        check_store(run, checkpoint, self._description, self._groups)
         selects_best_round = bool(self.best)
         best_table = Table.without_records(self._groups, self._table.versions)
         best_rounds: set[int] = set()
@@ -538,7 +540,8 @@ class OnDisk(State):
             verify(checkpoint, table_path.name)
             columns = read_table(table_path)
             file_numbers = self._open_files(run, process)
-            self._load_places(columns, prefix="", into=self._table, file_numbers=file_numbers)
+            current_round = ""  # columns without a prefix
+            self._load_places(columns, prefix=current_round, into=self._table, file_numbers=file_numbers)
             if selects_best_round:
                 self._load_places(columns, prefix=BEST, into=best_table, file_numbers=file_numbers)
             if BEST_ROUND in columns:

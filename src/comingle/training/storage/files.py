@@ -301,27 +301,27 @@ def require_files(run: Path, checkpoint: Path, groups: Sequence[str]) -> None:
             raise RunError(f"{path}: no such file; restore it, or start a new run with another --out")
 
 
-def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups: Sequence[str]) -> None:
+def check_store(run: Path, checkpoint: Path, description: Mapping[str, object], groups: Sequence[str]) -> None:
     """Check that a checkpoint and the store belong to one run and to this recipe.
 
     Args:
         run: Run folder.
         checkpoint: Folder of the checkpoint.
-        about: Number of rows, and names, shapes and dtypes of the tensors in a record, as this recipe has them.
+        description: Number of rows, and names, shapes and dtypes of the tensors in a record, as this recipe has them.
         groups: Groups of tensors that have record files of their own: "params" and, if stored, "moments".
 
     Raises:
         RunError: Checkpoint and store belong to different runs or to another recipe, or a file is missing.
     """
-    about_in_checkpoint = read_json(checkpoint / ABOUT)
-    about_without_id = {key: value for key, value in about_in_checkpoint.items() if key != "id"}  # "id" is of the run
-    if about_without_id != about:
+    description_in_checkpoint = read_json(checkpoint / ABOUT)  # has also an "id" of the run
+    without_id = {key: value for key, value in description_in_checkpoint.items() if key != "id"}
+    if without_id != description:
         raise RunError(
             f"{checkpoint}: user records were written with another recipe, runtime.store or runtime.dtype; use another "
             "--out"
         )
     require_files(run, checkpoint, groups)
-    if read_json(run / FOLDER / ABOUT) != about_in_checkpoint:
+    if read_json(run / FOLDER / ABOUT) != description_in_checkpoint:
         raise RunError(f"{run / FOLDER}: belongs to another run than {checkpoint.name}; restore the matching store")
 
 
@@ -369,7 +369,7 @@ class RecordFile:
         self.num_snapshots = 0
         """Number of snapshots (checkpoints and best rounds), which refer to records by place."""
         self._first_written = np.zeros(0, dtype=np.int64)
-        """For each place, one more than the number of snapshots when a row first got the place."""
+        """For each place, number of the first snapshot, counted from 1, that can refer to the record there."""
         self._crcs = np.zeros(0, dtype=np.uint32)
         """CRC-32 of each record; accessed by the store thread, and by others only while it is idle."""
         self._free: deque[int] = deque()
@@ -378,13 +378,14 @@ class RecordFile:
     # ---------------------------------------------------------------- places
 
     def place_to_write(self, current: int) -> int:
-        """Return the place to write a row to: its current one, or a free one if a snapshot refers to the current one.
+        """Return the place to write a row to: its current one, or a free one if a checkpoint or best round needs that.
 
         Args:
             current: Current place of the row in this file; -1 for none.
         """
         next_snapshot = self.num_snapshots + 1
-        if current >= 0 and self._first_written[current] == next_snapshot:  # no snapshot refers to it yet
+        is_newer_than_snapshots = current >= 0 and self._first_written[current] == next_snapshot
+        if is_newer_than_snapshots:  # no snapshot refers to it, so it may be overwritten
             return current
         place = self._free.popleft() if self._free else self.end
         self.end = max(self.end, place + 1)
