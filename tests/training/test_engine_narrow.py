@@ -72,7 +72,7 @@ def test_what_is_changed_or_added_up_before_a_step_is_wide(federate: Federate) -
 @pytest.mark.parametrize("piece", [1, 7, 40, 1 << 20])
 @pytest.mark.parametrize("shape", [(5,), (5, 4, 3), (5, 0), (1, 8)])
 def test_a_step_widens_piece_by_piece(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], piece: int) -> None:
-    monkeypatch.setattr(cohort_state, "PIECE", piece)
+    monkeypatch.setattr(cohort_state, "ENTRIES_CONVERTED_AT_ONCE", piece)
     draw = torch.Generator().manual_seed(0)
     values, gradient = (torch.randn(shape, generator=draw) for _ in range(2))
     wanted = (values - 0.5 * 0.1 * values) - 0.5 * gradient.bfloat16().float()

@@ -1006,7 +1006,7 @@ class TaskRunner:
             self.reported.update(users_routing(clients, scores)[self.own.name])
 
     def _choose(self) -> None:
-        self.clients.choose()
+        self.clients.restore_best_round()
 
     def _end(self) -> None:
         save_model(self.store, self.own, rounds=self.task.round)

@@ -292,7 +292,7 @@ def _run_rounds(
     try:
         session = start_session(run, public, context, channel, observe, plan.network)
         # From the key, privacy noise is drawn. A resumed run keeps it, so that repeated rounds have the same noise.
-        keep_key(folder, *session.server.mechanisms, anew=not has_begun, begun=progress is not None)
+        keep_key(folder, *session.server.mechanisms, overwrite=not has_begun, begun=progress is not None)
         if checkpoint is not None and progress is not None:
             _restore(session, checkpoint, progress)
         session.join()

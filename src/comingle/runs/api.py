@@ -317,7 +317,7 @@ def load(
             if federation.clients.method.trains:
                 progress = federation.restore(folder, recipe.fingerprint)
                 _check_round(folder, metrics, progress)  # the checkpoint may be older than the metrics
-                federation.clients.choose()  # the models of the best round, if the recipe selects it
+                federation.clients.restore_best_round()
     settings = run_data.kind.settings(run_data)
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)
 

@@ -280,9 +280,13 @@ class PassBatchSource(BatchSource):
         """
         num_samples = len(user.train)
         own_size = self.plan.batch_size_of(user.name) if self.has_sizes else self.batch_size
-        own_batches = [min(own_size, num_samples - first) for first in range(0, num_samples, own_size)]
-        trained_sizes = [size for size in own_batches if size == own_size or size >= self.smallest_batch]
-        swept_sizes = [min(self.batch_size, num_samples - first) for first in range(0, num_samples, self.batch_size)]
+
+        def split(size: int) -> list[int]:
+            """Return the sizes of batches of at most ``size`` samples: ``[4, 4, 1]`` for 9 samples and size 4."""
+            return [min(size, num_samples - first) for first in range(0, num_samples, size)]
+
+        trained_sizes = [size for size in split(own_size) if size == own_size or size >= self.smallest_batch]
+        swept_sizes = split(self.batch_size)
         return tuple(trained_sizes), tuple(swept_sizes)
 
     def steps(self, trainer: int) -> int:
@@ -416,16 +420,16 @@ class Prefetcher(Batches):
         """Draw the batch that the current phase probably needs next, and start to copy it to the device."""
         if self.current is None:  # nothing was drawn yet
             return
-        place = self._next_place(self.current.place)
-        if place is None:  # this was the last batch of the round
+        next_place = self._next_place(self.current.place)
+        if next_place is None:  # this was the last batch of the round
             return
-        phase = place[1]
-        if phase in self.ready and self.ready[phase].place == place:  # prefetched before
+        _trainers, phase, _round_number, _step, _repeat = next_place
+        if phase in self.ready and self.ready[phase].place == next_place:  # prefetched before
             return
-        drawn = self.batch_source.draw(*place)
+        drawn = self.batch_source.draw(*next_place)
         with torch.cuda.stream(self.stream):
             on_device = drawn.pin_memory().to(self.device, non_blocking=True)
-        self.ready[phase] = Batch(place=place, drawn=drawn, on_device=on_device)
+        self.ready[phase] = Batch(place=next_place, drawn=drawn, on_device=on_device)
 
     def _next_place(self, place: Place) -> Place | None:
         """Return the place of the batch that the same phase needs next; None if the round has no such batch.

@@ -378,10 +378,10 @@ def read_tensors(
     if besides is not None:
         tensors = {name: t for name, t in tensors.items() if name in expected or not name.startswith(besides)}
     for name in sorted(expected.keys() | tensors.keys()):
-        got = (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else None
+        stored = (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else None
         wanted = expected.get(name)
-        if not _same_shape_and_dtype(got, wanted):
-            raise RunError(f"{path}: tensor {name!r}: got {got or 'nothing'}; this recipe has {wanted or 'nothing'}")
+        if not _same_shape_and_dtype(stored, wanted):
+            raise RunError(f"{path}: tensor {name!r}: got {stored or 'nothing'}; this recipe has {wanted or 'nothing'}")
         problem = _problem_of_values(name, tensors[name])
         if problem:
             raise RunError(f"{path}: tensor {name!r} {problem}; {advise(folder)}")
@@ -534,7 +534,7 @@ def _trainers_by_file(progress: Progress) -> list[tuple[str, list[str]]]:
 
 
 def _rows_of_names(names: Sequence[str], wanted: Sequence[str], copies: int) -> list[int]:
-    """Return the numbers of the rows of some users: those of their first copies, then of their second ones, and so on.
+    """Return the rows of some users, such as ``[0, 2, 3, 5]`` for users a and c of a, b, c with 2 copies each.
 
     Args:
         names: Names of all users; row ``copy * len(names) + i`` is a copy of user i.

@@ -332,14 +332,14 @@ class Users(UsersAndTrainers):
         )
         shared_tensors = restrict(layout.views(state.rows), layout, method.shared)
         for hook in method.client.parts:
-            kept = hook.start(names, self.plan.seed)
-            kept_of_shared_shapes = hook.start_like(shared_tensors)
-            state.kept |= kept
-            state.kept |= kept_of_shared_shapes
-        if self.plan.training.uploads == "int8":  # rounding errors of an upload, which are added to the next one
+            tensors_of_any_shape = hook.start(names, self.plan.seed)
+            tensors_like_shared = hook.start_like(shared_tensors)
+            state.kept |= tensors_of_any_shape
+            state.kept |= tensors_like_shared
+        if self.plan.training.uploads == "int8":  # keep the rounding errors of an upload, to add them to the next one
             for name, t in shared_tensors.items():
                 state.kept[RESIDUAL + name] = torch.zeros_like(t)
-        if change_updates(self.mechanisms) and self.plan.privacy is not None:  # the last download, to clip changes
+        if change_updates(self.mechanisms) and self.plan.privacy is not None:  # keep the last download, to clip changes
             state.kept |= start_references(shared_tensors, self.plan.privacy.first_bound)
         if method.server.first_download:  # version -1: all users download before the first round
             state.versions -= 1
@@ -373,9 +373,10 @@ class Users(UsersAndTrainers):
         if not self.state.in_memory:
             self._update_may_be_padded()
             return
-        ranks_by_copy = self.state.ranks.cpu().view(-1, len(self.trainers))
-        masks = [self.model.mask(ranks_of_copy) for ranks_of_copy in ranks_by_copy]
-        self.mask: Bool[Tensor, "rows columns"] = torch.cat(masks) if len(masks) > 1 else masks[0]
+        ranks_by_copy = self.state.ranks.cpu().view(-1, len(self.trainers))  # (copies, trainers)
+        mask_by_copy = [self.model.mask(ranks_of_copy) for ranks_of_copy in ranks_by_copy]
+        has_one_copy = len(mask_by_copy) == 1
+        self.mask: Bool[Tensor, "rows columns"] = mask_by_copy[0] if has_one_copy else torch.cat(mask_by_copy)
         self.may_be_padded = not bool(self.mask.all())
         if self.may_be_padded:
             _zero_where_false(self.state, self.mask)
@@ -388,7 +389,7 @@ class Users(UsersAndTrainers):
             return
         same_num_experts = isinstance(self.method.placement.specialists, int)
         same_ranks = bool((self.model.ranks == self.model.ranks[0]).all())
-        if same_num_experts and same_ranks:  # the first user stands for all
+        if same_num_experts and same_ranks:  # all users have the mask of the first one
             self.may_be_padded = not bool(self.mask.all())
         else:
             self.may_be_padded = True
@@ -583,9 +584,9 @@ class Clients(Users):
             copies, reports = protect_uploads(self.mechanisms, copies, cohort, num_samples, round_number)
         number_format = self.plan.training.uploads
         keeps_rounding_errors = number_format == "int8" and not counts
-        all_places = list(range(len(cohort.rows)))
+        all_users = list(range(len(cohort.rows)))  # by place in the cohort
         # ``cohort.kept`` has the rounding errors of the previous upload; those of this one replace them.
-        sent = compress_with_feedback(copies, number_format, cohort.kept, all_places, store_residuals=not counts)
+        sent = compress_with_feedback(copies, number_format, cohort.kept, all_users, store_residuals=not counts)
         if keeps_rounding_errors:
             state.put(cohort.rows, cohort.state)
         reports_of_method = {name: t.clone() for name, t in self._reports(cohort, members).items()}
@@ -666,7 +667,7 @@ class Clients(Users):
             return self.stopped_after
         return self.plan.training.rounds if self.method.trains else 0
 
-    def choose(self) -> None:
+    def restore_best_round(self) -> None:
         """Restore the models of the best round if the recipe selects it."""
         if self.state.best:
             self.state = self.state.restored_best()
@@ -680,7 +681,8 @@ class Clients(Users):
         for trainers in cohorts(self.scored_trainers, self.users_per_message):
             rows = [copy * len(self.trainers) + trainer for copy in copies for trainer in trainers]
             not_padded = self.masks(rows, self.state.without_moments().take(rows))
-            counts = (not_padded & is_trained).sum(1).view(len(copies), len(trainers)).sum(0)
+            counts_of_rows = (not_padded & is_trained).sum(1)
+            counts = counts_of_rows.view(len(copies), len(trainers)).sum(0)  # of each trainer
             count_by_trainer.update(zip(trainers, counts.tolist(), strict=True))
         return [count_by_trainer[trainer] for trainer in self.owners(self.scored_rows)]
 
@@ -907,20 +909,19 @@ def _take_local_steps(
     return torch.stack(losses), steps
 
 
-def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> None:
+def _drop_diverged(clients: Clients, cohort: Cohort, reason_by_place: dict[int, str]) -> None:
     """Undo the round of users whose losses or tensors are not finite; raise if the method does not drop such users.
 
     Args:
         clients: All clients.
         cohort: The cohort; dropped users get their parameters of the start of the round and empty moments.
-        broken: Reason for each user whose values are not finite, by its place in the cohort.
+        reason_by_place: For each user whose values are not finite, the reason, by place in the cohort.
 
     Raises:
         DivergenceError: The method does not drop such users.
     """
     state = cohort.state
-    for place, reason in broken.items():
-        # ``cohort.round_start`` has the parameters of the start of the round; None if they were not kept.
+    for place, reason in reason_by_place.items():
         if cohort.round_start is None or not clients.method.client.drops_nonfinite:
             suspect_optimizers = clients.steps.suspect_optimizers(cohort.rows[place], state.rows[place])
             raise diverged(cohort.names[place], reason, suspect_optimizers)
@@ -967,11 +968,9 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
 def settle(clients: Clients, *, ends: bool = True) -> None:
     """Run the ``settle`` hooks of the method before scoring: they compute tensors that depend on trained ones.
 
-    A second call changes nothing.
-
     Args:
         clients: All clients.
-        ends: Whether the run ends, so that all users are updated; otherwise only those that are evaluated.
+        ends: Whether to update all users, at the end of a run; otherwise only those that are evaluated.
     """
     hooks = clients.method.client.settling
     if not hooks:

@@ -338,15 +338,16 @@ class Cohort(CohortTensors):
         layout, shared = self.layout, self.steps.plan.method.shared
         any_tensor = next(iter(models.values()))
         num_models = any_tensor.shape[1]
-        # Pair ``user * num_models + model``.
-        user_of_pair = [user for user in range(len(self.rows)) for _ in range(num_models)]
-        model_of_pair = [model for _ in range(len(self.rows)) for model in range(num_models)]
+        user_of_pair = [pair // num_models for pair in range(len(self.rows) * num_models)]  # [0, 0, 1, 1]
+        model_of_pair = [pair % num_models for pair in range(len(self.rows) * num_models)]  # [0, 1, 0, 1]
 
         def parameters_of(pairs: Sequence[int]) -> Float[Tensor, "slots columns"]:
             """Return the parameters of some pairs: the user's own, with the shared ones replaced by the model's."""
-            users, chosen = [user_of_pair[pair] for pair in pairs], [model_of_pair[pair] for pair in pairs]
+            users = [user_of_pair[pair] for pair in pairs]
+            model_numbers = [model_of_pair[pair] for pair in pairs]
             parameters = self.state.rows[users]  # a copy
-            assign(layout.views(parameters), layout, shared, {name: t[users, chosen] for name, t in models.items()})
+            shared_tensors = {name: t[users, model_numbers] for name, t in models.items()}
+            assign(layout.views(parameters), layout, shared, shared_tensors)
             if self.mask is None:
                 return parameters
             return parameters.mul_(self.mask[users])  # zero the padding, ranks that a user does not have

@@ -198,8 +198,8 @@ def freeze_columns(
     Weight decay and running statistics would change them even with zero gradients.
 
     Args:
-        newcomer: Columns that stay frozen in the first rounds of a user who joins a finished federation, in the first
-            copy of its parameters; None for users of a federation.
+        newcomer: Columns that stay frozen in the first rounds of a user who joins a finished federation, only in the
+            first copy of its parameters; None otherwise.
         cohort: The cohort.
         trainers: Number of users that train. Row ``copy * trainers + i`` is a copy of user i, so that rows below
             ``trainers`` are first copies.
@@ -250,7 +250,7 @@ def clip(gradient: Rows, norm: float) -> Rows:
     return gradient * factors
 
 
-PIECE = 1 << 20
+ENTRIES_CONVERTED_AT_ONCE = 1 << 20
 """Number of entries of a low-precision gradient that are converted at a time, to fit CPU caches; measured."""
 
 
@@ -270,7 +270,7 @@ def descend(settings: OptimizerSection, rate: float, values: Tensor, gradient: T
         users_at_once = len(values)
     else:  # convert the gradient in pieces, instead of a copy of all of it
         entries_per_user = values[:1].numel()
-        users_at_once = max(1, PIECE // max(1, entries_per_user))
+        users_at_once = max(1, ENTRIES_CONVERTED_AT_ONCE // max(1, entries_per_user))
     for value_piece, gradient_piece in zip(values.split(users_at_once), gradient.split(users_at_once), strict=True):
         value_piece.sub_(gradient_piece.to(values.dtype), alpha=rate)
 
@@ -329,15 +329,15 @@ def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
     layout, stored = cohort.layout, cohort.kept[GRADIENTS]
     trained = layout.touching(phase.roles)
     trained_columns = layout.span(trained)
-    new = torch.zeros_like(stored)
-    for name, view in layout.views(new).items():
+    new_gradients = torch.zeros_like(stored)  # (users, columns)
+    for name, view in layout.views(new_gradients).items():
         if name in gradients:
             view.copy_(gradients.pop(name))
     if cohort.mask is not None:
         # A user without anything to train in this phase (one expert and no router) stores no gradients.
         has_trained_entries = cohort.mask[:, trained_columns].any(1, keepdim=True)
-        new *= cohort.mask & has_trained_entries
-    stored += new
+        new_gradients *= cohort.mask & has_trained_entries
+    stored += new_gradients
     gradients |= trained.views(stored[:, trained_columns].clone())
     stored[:, trained_columns] = 0  # used in this step
 
@@ -348,7 +348,7 @@ def take_step(
     gradients: Tree,
     settings: OptimizerSection,
     rate: float,
-    count: Int[Tensor, " users"],
+    step_count: Int[Tensor, " users"],
     frozen_columns: Bool[Tensor, "users columns"] | None,
 ) -> None:
     """Take one step of one optimizer, in place.
@@ -359,12 +359,12 @@ def take_step(
         gradients: Gradients by tensor name; those of ``trained`` are removed.
         settings: Settings of the optimizer.
         rate: Learning rate.
-        count: Step count of each user, including this step.
+        step_count: Step count of each user, including this step.
         frozen_columns: True on entries that do not move.
     """
     layout, state = cohort.layout, cohort.state
-    # SGD without clipping and momentum ("memoryless") treats each tensor on its own, so they need not be joined into
-    # one tensor. The copy would be large for whole nets.
+    # SGD without clipping and momentum ("memoryless") can update each tensor on its own. Joining them into one gradient
+    # would take a large copy for whole nets.
     if settings.memoryless and cohort.mask is None and frozen_columns is None:
         views = layout.views(state.rows)
         for slot in trained.slots:
@@ -377,11 +377,12 @@ def take_step(
     if frozen_columns is not None:
         gradient.masked_fill_(frozen_columns[:, columns], 0.0)
 
-    has_first, has_second = state.first.shape[1] > 0, state.second.shape[1] > 0  # whether some optimizer uses moments
+    # Moments that no optimizer uses have 0 columns.
+    has_first, has_second = state.first.shape[1] > 0, state.second.shape[1] > 0
     values = state.rows[:, columns]
     first = state.first[:, columns] if has_first else state.first
     second = state.second[:, columns] if has_second else state.second
-    update(settings, rate, values, gradient, first, second, count)
+    update(settings, rate, values, gradient, first, second, step_count)
     if isinstance(columns, slice):  # a slice makes views, so the update was in place
         return
     state.rows[:, columns] = values

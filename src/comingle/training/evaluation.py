@@ -116,11 +116,11 @@ def _plan_evaluations(plan: RunPlan, amounts: Sequence[int], users: int) -> tupl
     # Times in units of the time to score one token or sample.
     train_time = TRAIN_COST * trained
     num_affordable = EVALUATION_SHARE * train_time / scored_per_evaluation
-    # Besides the periodic evaluations, there may be one before the first round and one of the best round's models.
-    num_others = plan.evaluation.first + (plan.evaluation.select == "best")
-    num_affordable_periodic = max(1, math.floor(num_affordable) - num_others)
+    # One evaluation before the first round and one of the best round's models do not depend on the interval.
+    num_extra = plan.evaluation.first + (plan.evaluation.select == "best")
+    num_affordable_periodic = max(1, math.floor(num_affordable) - num_extra)
     interval = max(SHORTEST, math.ceil(rounds / num_affordable_periodic))
-    num_evaluations = num_others + math.ceil(rounds / interval)
+    num_evaluations = num_extra + math.ceil(rounds / interval)
     return interval, num_evaluations, num_affordable
 
 
@@ -160,7 +160,7 @@ def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[s
 
     Args:
         clients: Clients of this process.
-        server: The server, which may know mixtures.
+        server: The server; with some methods it has the mixtures, as it merges models for each user.
         users: Results of :func:`mixtures_of_users` of all processes, by user.
     """
     mixtures = _mixture_weights(server, users)

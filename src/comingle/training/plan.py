@@ -30,7 +30,8 @@ def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
         RecipeError: ``participation`` names an unknown user, or no amount of noise is enough.
     """
     recipe = recipe.for_users(names)
-    placement = method.placement.for_users(names, known=recipe.data.names)  # made before the names were known
+    # The method was made before all names were known; some settings list values by user.
+    placement = method.placement.for_users(names, known=recipe.data.names)
     if placement is not method.placement:
         method = replace(method, placement=placement)
     participation = recipe.training.participation
@@ -235,8 +236,8 @@ def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
     Args:
         plan: Plan of the run.
         run: Identifier of the run.
-        done: The round, counted from 1.
-        size: Number of entries of the sum, the parameters that a user shares.
+        done: Number of the round, counted from 1.
+        size: Number of entries of the sum, which is the number of parameters that each user shares.
     """
     assert plan.sums is not None
     names = plan.sums.users
@@ -244,20 +245,20 @@ def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
     return plan.sums.terms(run, done, size, participants_of_round)
 
 
-def keep_key(folder: Path, *mechanisms: PrivacyMechanism, anew: bool = False, begun: bool = False) -> None:
+def keep_key(folder: Path, *mechanisms: PrivacyMechanism, overwrite: bool = False, begun: bool = False) -> None:
     """Set the key of privacy mechanisms, which seeds their noise, to that in a folder; store a new one if it has none.
 
     Args:
         folder: Run folder.
         *mechanisms: Mechanisms of the client, the server or both.
-        anew: Whether to replace the key. Two runs with one key would draw the same users.
-        begun: Whether the run has drawn noise from the key before, so that a missing key is an error: with another key,
-            a repeated round would have different noise, and both results together reveal more.
+        overwrite: Whether to replace the key, for a new run. Two runs with one key would draw the same users.
+        begun: Whether the run has drawn noise from the key before. A missing key is then an error: a repeated round
+            with other noise would reveal more.
 
     Raises:
         RunError: The key is damaged or missing.
     """
-    if anew:
+    if overwrite:
         key_file = folder / KEY
         key_file.unlink(missing_ok=True)
     for mechanism in mechanisms:

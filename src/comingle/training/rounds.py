@@ -46,7 +46,7 @@ class Evaluations:
     """Observer that keeps the first and the last evaluation event of a run, and the validation losses of all."""
 
     def __init__(self, earlier: Iterable[Event] = ()) -> None:
-        """Take the events of a run that was resumed, ``earlier``, before those of this process."""
+        """Record the events that a resumed run logged before, ``earlier``."""
         self.first: JsonMapping | None = None
         self.last: Event | None = None
         self.valid_losses: dict[int, dict[str, float]] = {}

@@ -119,12 +119,12 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
             self.account.charge(numbers)
 
     def set_works(self, compute_works: Callable[[], Mapping[str, Work]]) -> None:
-        """Set the function from which the privacy account gets each user's work.
+        """Set the function from which the privacy account gets each user's numbers of examples, steps and rounds.
 
-        The example-level privacy loss of a user follows from its work: its numbers of examples, steps and rounds.
+        They determine the privacy loss of a user with example-level privacy.
 
         Args:
-            compute_works: Returns the work by user; called when the account computes a privacy loss.
+            compute_works: Returns these numbers by user; called when the account computes a privacy loss.
         """
         if self.account is not None:
             self.account.works = compute_works
@@ -597,7 +597,7 @@ def _initial_models(model: Model, method: Method, seed: int) -> Float[Tensor, "m
     """
     num_models, layout = method.server.server_models, model.layout
     first_model = draw(layout, seed, "server").unsqueeze(0)
-    if model.other_initial_rows is not None:  # nets have initial values of their own for the others
+    if model.other_initial_rows is not None:  # those of nets come from the net's own initialisation
         other_models = [model.other_initial_rows]
     else:
         require_room(f"method {method.name}", num_models, layout.columns)  # an error before memory runs out

@@ -126,13 +126,13 @@ class State:
         index = _slice_or_list(users)
         return self._with_tensors({name: t[index] for name, t in self.tensors().items()})
 
-    def put(self, users: Sequence[int], part: State) -> None:
-        """Write back the result of :meth:`take`; does nothing if it was a view."""
+    def put(self, users: Sequence[int], taken: State) -> None:
+        """Write back the result of :meth:`take`; does nothing for consecutive users, as the result was a view."""
         index = _slice_or_list(users)
-        is_view = isinstance(index, slice)
-        if is_view:
+        was_view = isinstance(index, slice)
+        if was_view:
             return
-        new_values = part.tensors()
+        new_values = taken.tensors()
         for name, t in self.tensors().items():
             t[index] = new_values[name]
 
@@ -320,18 +320,18 @@ def reorder(state: State, old_names: Sequence[str], new_names: Sequence[str]) ->
     return state.filled(reordered_tensors, reordered_best)
 
 
-def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Collection[str]) -> Tree:
+def reorder_kept(kept: Tree, old_names: Sequence[str], new_names: Sequence[str], by_user: Collection[str]) -> Tree:
     """Return the tensors that a server keeps, with users in another order; tensors without users are unchanged.
 
     Args:
-        kept: Tensors with users in the order ``was``.
-        was: Names of the users.
-        now: The same names in the new order.
+        kept: Tensors with users in the order ``old_names``.
+        old_names: Names of the users.
+        new_names: The same names in the new order.
         by_user: Names of the tensors that have users on the leading dimension.
     """
-    if was is now:  # names are not compared, as there may be millions
+    if old_names is new_names:  # the same object: millions of names are not compared
         return kept
-    old_places = UserNumbers(was)(now)  # of each user in the new order
+    old_places = UserNumbers(old_names)(new_names)  # [2, 0, 1] if the last user comes first now
     return _reorder_users(kept, by_user, old_places)
 
 
@@ -350,22 +350,22 @@ def _reorder_users(tensors: Tree, names: Collection[str], old_rows: Sequence[int
     return reordered
 
 
-def check_names(where: Path, was: Sequence[str], now: Sequence[str]) -> None:
+def check_names(checkpoint: Path, stored_names: Sequence[str], run_names: Sequence[str]) -> None:
     """Check that a checkpoint has these users, in any order.
 
     Args:
-        where: Checkpoint, for the error.
-        was: Names of the users in the checkpoint.
-        now: Names of the users of the run.
+        checkpoint: Folder of the checkpoint, for the error.
+        stored_names: Names of the users in the checkpoint.
+        run_names: Names of the users of the run.
 
     Raises:
         RunError: A user is missing from the checkpoint or from the run; names the user.
     """
-    if list(was) == list(now):
+    if list(stored_names) == list(run_names):
         return
-    for name in now:
-        if name not in was:
-            raise RunError(f"{where}: no user {name!r}; found: {list_names(was)}")
-    for name in was:
-        if name not in now:
-            raise RunError(f"{where}: user {name!r} is not in the recipe, which has: {list_names(now)}")
+    for name in run_names:
+        if name not in stored_names:
+            raise RunError(f"{checkpoint}: no user {name!r}; found: {list_names(stored_names)}")
+    for name in stored_names:
+        if name not in run_names:
+            raise RunError(f"{checkpoint}: user {name!r} is not in the recipe, which has: {list_names(run_names)}")

@@ -94,20 +94,20 @@ def diverged(user: str, what: str, suspect_optimizers: Sequence[str] = ("experts
 
 
 def find_suspects(
-    layout: Layout, row: Float[Tensor, " columns"], trained: Mapping[str, frozenset[str]]
+    layout: Layout, row: Float[Tensor, " columns"], roles_by_optimizer: Mapping[str, frozenset[str]]
 ) -> tuple[str, ...]:
     """Return the optimizers that may have made the loss of a user infinite or NaN, such as ``("router",)``.
 
-    They are those whose tensors have the largest magnitude, and others within a factor of 10 of it. NaN counts as
-    infinite.
+    Suspects are the optimizer that trains the parameter of largest magnitude, and any other that trains one of at least
+    a tenth of it. NaN counts as infinite.
 
     Args:
         layout: Layout of the columns.
         row: Tensors of the user.
-        trained: Roles that each optimizer trains, by its name.
+        roles_by_optimizer: Roles that each optimizer trains, by its name.
     """
     largest_magnitudes: dict[str, float] = {}
-    for optimizer, roles in trained.items():
+    for optimizer, roles in roles_by_optimizer.items():
         magnitudes = row[layout.mask(roles).to(row.device)].abs()
         if len(magnitudes):
             largest_magnitudes[optimizer] = magnitudes.nan_to_num(nan=torch.inf).max().item()

@@ -123,12 +123,11 @@ class Backend(ABC, Generic[S]):
 
     @abstractmethod
     def choose(self, rounds: int, scores: S | None) -> S | None:
-        """End with the models of the best round if ``evaluation.select`` says so, and return the final scores.
+        """Return the final scores, after restoring the models of the best round with ``evaluation.select: best``.
 
         Args:
             rounds: Number of rounds that are done.
-            scores: The scores after these rounds, returned if the run ends with their models; None if no user was
-                scored.
+            scores: The scores after these rounds, which are final with ``select: last``; None if no user was scored.
         """
 
 

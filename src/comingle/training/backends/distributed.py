@@ -475,7 +475,7 @@ class Sharded(InProcess):
             if t.stride(0) == 0:  # one tensor, expanded to all users
                 common[name] = t[:1]
 
-        parts: list[tuple[dict[str, Any], Tree]] = []
+        headers_and_tensors: list[tuple[dict[str, Any], Tree]] = []
         start = 0
         for names in names_by_rank:
             rows = slice(start, start + len(names))  # of this process in the message
@@ -491,8 +491,8 @@ class Sharded(InProcess):
             own_tensors: Tree = {}
             if names:
                 own_tensors = {name: t[rows] for name, t in message.tensors.items() if name not in common}
-            parts.append((header, own_tensors))
-        return parts
+            headers_and_tensors.append((header, own_tensors))
+        return headers_and_tensors
 
     # ---------------------------------------------------------------- uploads
 
@@ -722,7 +722,7 @@ def _upload_from_tensors(done: int, users: Sequence[str], tree: Tree) -> Upload:
     """Return an upload that was sent as tensors: the inverse of the first lines of ``_gather_uploads``.
 
     Args:
-        done: Number of rounds that are done.
+        done: Number of the round, counted from 1.
         users: Names of the users.
         tree: The uploaded tensors, the reports as ``"report/NAME"``, and the users' LoRA ranks as ``"ranks"``.
     """

@@ -264,7 +264,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         Args:
             seconds: Time that this evaluation has taken.
         """
-        if self._amounts is None:  # not the first evaluation, or the recipe sets the interval
+        if self._amounts is None:  # warned before, or the recipe sets the interval
             return
         warn_of_share(self.clients.plan, self._amounts, len(self.clients.population_names), seconds=seconds)
         self._amounts = None
@@ -293,7 +293,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             rounds: Number of rounds that are done.
             scores: The scores after these rounds.
         """
-        self.clients.choose()
+        self.clients.restore_best_round()
         if self.clients.chosen_round == rounds:
             return scores
         return self._score_final_models()
@@ -332,7 +332,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         if folder is not None:
             # A run that has logged events may have drawn noise, so its key must not be replaced.
             has_begun = resume and (folder / "events.jsonl").exists()
-            keep_key(folder, *self._all_mechanisms, anew=not resume, begun=has_begun)
+            keep_key(folder, *self._all_mechanisms, overwrite=not resume, begun=has_begun)
         return key_of(*self._all_mechanisms)
 
     def write_record(self, path: Path, content: Mapping[str, object]) -> None:
@@ -537,8 +537,9 @@ class InProcess(Backend[Sequence[AnyScore]]):
             NoSumError: There are too few users.
         """
         vectors = upload.tensors.get(VECTOR, torch.zeros(0, 0))  # without uploads there are no vectors
+        # Unsigned integers, as the protocol adds them modulo a power of two.
         words_by_name = {name: as_words(vector) for name, vector in zip(upload.users, vectors, strict=True)}
-        run_id = ""  # tells runs apart; messages of this one do not leave the process
+        run_id = ""  # distinguishes runs on a network; not needed within a process
         terms = terms_of(self.clients.plan, run_id, upload.round, self.server.size)
         largest_entry = sums.grid(upload.round).largest
         return sum_masked(terms, words_by_name, largest_entry)
@@ -551,7 +552,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             round_number: The round, counted from 1.
         """
         names = list(users)
-        run_id = ""  # tells runs apart; messages of this one do not leave the process
+        run_id = ""  # distinguishes runs on a network; not needed within a process
         terms = terms_of(self.clients.plan, run_id, round_number, self.server.size)
         has_enough_users = len(names) >= terms.threshold
         for name in names:
@@ -592,7 +593,7 @@ def federate(clients: Clients) -> InProcess:
     server = start_server(clients.model, clients.names, clients.plan)
     example_privacy = clients.steps.private
     if example_privacy is not None:
-        # With privacy of single examples, epsilon follows from the work of each user: its examples, steps and rounds.
+        # With example-level privacy, epsilon follows from each user's numbers of examples, steps and rounds.
         server.mechanisms.set_works(lambda: example_privacy.works(clients.batch_source))
     return InProcess(clients=clients, server=server)
 

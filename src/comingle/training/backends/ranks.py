@@ -118,7 +118,7 @@ class Ranks:
 
         result = self.run_in_all(run_if_first)
         message = _to_json(result) if self.is_first_process else b""
-        length = self._all_gather_number(len(message))[0]
+        length, *_zeros = self._all_gather_number(len(message))  # of the message of rank 0
         message_tensor = _tensor(message) if self.is_first_process else torch.empty(length, dtype=torch.uint8)
         with _peer_errors():
             dist.broadcast(message_tensor, 0)
@@ -178,14 +178,14 @@ class Ranks:
         Args:
             work: Returns a result, which must be JSON, and tensors by name, for each rank in order.
         """
-        result_by_rank: list[tuple[Any, Tree]] = []  # filled in rank 0
+        results_and_tensors: list[tuple[Any, Tree]] = []  # by rank; filled in rank 0
 
         def run_if_first() -> None:
             if self.is_first_process:
-                result_by_rank.extend(work())
+                results_and_tensors.extend(work())
 
         self.run_in_all(run_if_first)
-        messages = [_to_json([result, _describe(tree)]) for result, tree in result_by_rank]
+        messages = [_to_json([result, _describe(tree)]) for result, tree in results_and_tensors]
         if self.is_first_process:
             lengths = torch.tensor([len(message) for message in messages])
         else:
@@ -197,10 +197,10 @@ class Ranks:
             result, description = json.loads(self._receive(0, own_length))
             return result, self._receive_tensors(description, 0)
         for rank in range(1, self.size):
-            _, tree = result_by_rank[rank]
+            _result, tree = results_and_tensors[rank]
             self._send(messages[rank], rank)
             self._send_tensors(tree, rank)
-        return result_by_rank[0]
+        return results_and_tensors[0]
 
     def broadcast(self, tree: Tree) -> Tree:
         """Return the tensors of rank 0, by name, in every process; the argument of other processes is ignored."""

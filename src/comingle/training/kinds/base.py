@@ -432,16 +432,16 @@ def kind_of_users(users: Mapping[str, object], options: Mapping[str, Any]) -> st
         raise DataError(
             f"users: got {_describe_data(users)}; allowed: a mapping of names to data, such as {{'ada': [...]}}"
         )
-    if problem := name_problem(name if isinstance(name, str) else "" for name in users):
+    names = [name if isinstance(name, str) else "" for name in users]  # an empty name is a problem
+    if problem := name_problem(names):
         raise DataError(f"users: {problem}")
     candidates = dict(_candidate_kinds(options.get("kind")))
     first_user_of_kind: dict[str, str] = {}
     for name, data in users.items():
         kind_name = _first_accepting(candidates, data, options)
         if kind_name is None:
-            allowed = "; ".join(
-                f"{kind.name}: {kind.accepted_data}" for kind in candidates.values() if kind.accepted_data
-            )
+            described_kinds = [kind for kind in candidates.values() if kind.accepted_data]
+            allowed = "; ".join(f"{kind.name}: {kind.accepted_data}" for kind in described_kinds)
             raise DataError(f"users: {name!r} is {_describe_data(data)}; allowed: {allowed}{_advice_on_splits(data)}")
         first_user_of_kind.setdefault(kind_name, name)
     if len(first_user_of_kind) > 1:

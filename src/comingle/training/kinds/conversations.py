@@ -146,11 +146,11 @@ class AnswerBatchSource(PassBatchSource):
             windows = self._set(trainer, stream).windows[numbers_of_trainer.clamp(min=0)]
             windows_by_trainer.append(windows.masked_fill(is_missing.unsqueeze(1), PAD))
         all_windows = torch.stack(widen(windows_by_trainer))
-        used_width = max(2, _longest_unpadded(all_windows))  # at least one input and one target
-        width = self.plan.training.context if self.fixed_shape or full_width else used_width
+        smallest_width = max(2, _longest_unpadded(all_windows))  # at least one input and one target
+        width = self.plan.training.context if self.fixed_shape or full_width else smallest_width
         missing_width = max(0, width - all_windows.shape[-1])
         padded = torch.nn.functional.pad(all_windows, (0, missing_width), value=PAD)
-        return padded[..., :width]  # the columns after it are only padding
+        return padded[..., :width]  # cuts off only padding
 
     def loss_counts(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
         """Return the number of targets with a loss for each user: the tokens of the responses."""
@@ -514,9 +514,9 @@ class ConversationsKind(AnswersKind):
         except DataError as error:
             if users is None:
                 raise
-            # Count one batch, as the number of conversations is unknown, and one user, as only the largest one matters.
-            one_user = {"somebody": first.training.largest_batch_size}
-            return [as_text_recipe(recipe, one_user) for recipe in recipes], set(), ABSENT_NOTE.format(error)
+            # The number of conversations is unknown: count the costs of one batch of one user.
+            one_batch = {"any user": first.training.largest_batch_size}
+            return [as_text_recipe(recipe, one_batch) for recipe in recipes], set(), ABSENT_NOTE.format(error)
         return [as_text_recipe(recipe, counts) for recipe in recipes], small_users, NOTE
 
 

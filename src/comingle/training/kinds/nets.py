@@ -102,7 +102,8 @@ class SampleBatchSource(PassBatchSource):
             device: Not used.
             columns: Number of parameters of the net.
         """
-        samples_per_user = min(self.plan.runtime.micro_batch or self.batch_size, self.batch_size)
+        largest_micro_batch = self.plan.runtime.micro_batch or self.batch_size  # whole batches by default
+        samples_per_user = min(largest_micro_batch, self.batch_size)
         privacy = self.plan.privacy
         protects_examples = privacy is not None and privacy.protects == "example"
         copies_per_user = samples_per_user if protects_examples else 1
@@ -216,10 +217,10 @@ class SampleBatchSource(PassBatchSource):
         )
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleBatchSource:
-        """Return a copy to count costs with: its samples have a shape but no memory, and are not augmented.
+        """Return a copy to count costs with: its samples are fake tensors, and are not augmented.
 
         Args:
-            fake: Returns a tensor without memory in the shape of its argument.
+            fake: Converts a tensor to a ``FakeTensor``, which only has a shape, dtype and device.
         """
         batch_source = copy.copy(self)
         batch_source.banks = {}
@@ -269,7 +270,7 @@ class SampleBatchSource(PassBatchSource):
 
 T = TypeVar("T")
 
-_TRIED = 2
+_NUM_TRIED = 2
 """Number of users, and of samples of each, in a trial pass of a net; batch norm needs two."""
 
 
@@ -360,14 +361,16 @@ def check_net(net: nn.Module, name: str, population: Population) -> bool:
     tensors = {key: p.detach() for key, p in net.named_parameters()}
     tensors.update(buffers)
     any_tensor = next(iter(tensors.values()))  # for the dtype and the device
-    # ``_TRIED`` users with as many samples each: two, as batch norm cannot train on one sample.
-    inputs = torch.zeros(_TRIED, _TRIED, *population.input_shape, dtype=any_tensor.dtype, device=any_tensor.device)
+    # ``_NUM_TRIED`` users with as many samples each: two, as batch norm cannot train on one sample.
+    inputs = torch.zeros(
+        _NUM_TRIED, _NUM_TRIED, *population.input_shape, dtype=any_tensor.dtype, device=any_tensor.device
+    )
 
     def call(tensors_of_user: dict[str, Tensor], inputs_of_user: Tensor) -> Any:
         return call_with(net, tensors_of_user, inputs_of_user)
 
     tensors_of_one = {key: t.clone() for key, t in tensors.items()}
-    tensors_of_several = {key: t.expand(_TRIED, *t.shape).clone() for key, t in tensors.items()}
+    tensors_of_several = {key: t.expand(_NUM_TRIED, *t.shape).clone() for key, t in tensors.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         outputs = _call_or_refuse(
             lambda: call(tensors_of_one, inputs[0]), f"net {name!r}: cannot take inputs of {population.input_shape}"
@@ -379,7 +382,7 @@ def check_net(net: nn.Module, name: str, population: Population) -> bool:
         )
     for key, buffer in buffers.items():
         buffer_after_pass = tensors_of_one[key]
-        # A write in place raises the version of a tensor, even if its values stay the same.
+        # PyTorch counts writes in place in ``_version``, also those that do not change values.
         if buffer_after_pass._version or not torch.equal(buffer_after_pass, buffer):
             return True
     return False
@@ -426,7 +429,7 @@ def _call_or_refuse(function: Callable[[], T], problem: str) -> T:
 
 
 def _check_outputs(outputs: object, name: str, population: Population) -> None:
-    """Check that the outputs of a net for a batch of :data:`_TRIED` samples have the shape (samples, outputs).
+    """Check that the outputs of a net for a batch of :data:`_NUM_TRIED` samples have the shape (samples, outputs).
 
     A loss that pairs outputs with targets (``paired``), such as cross-entropy, needs as many outputs as classes, or as
     numbers in the target of a regression.
@@ -442,16 +445,18 @@ def _check_outputs(outputs: object, name: str, population: Population) -> None:
     loss = population.measure
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else None
     got = type(outputs).__name__ if shape is None else shape
-    is_matrix = shape is not None and len(shape) == 2 and shape[0] == _TRIED
+    is_matrix = shape is not None and len(shape) == 2 and shape[0] == _NUM_TRIED
     if not loss.paired:
         if not is_matrix:
-            raise RecipeError(f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: ({_TRIED}, outputs)")
+            raise RecipeError(
+                f"net {name!r}: outputs are {got} for {_NUM_TRIED} samples; allowed: ({_NUM_TRIED}, outputs)"
+            )
         return
-    allowed = (_TRIED, population.classes)  # classes of a classifier, or numbers in a target
+    allowed = (_NUM_TRIED, population.classes)  # classes of a classifier, or numbers in a target
     if shape != allowed:
         each = "class" if loss.classes else "number in a target"
         raise RecipeError(
-            f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: {allowed}, one for each {each}"
+            f"net {name!r}: outputs are {got} for {_NUM_TRIED} samples; allowed: {allowed}, one for each {each}"
         )
 
 
@@ -602,7 +607,7 @@ def _add_adaptors(net: nn.Module, recipe: Recipe, method: Method) -> nn.Module:
     return floral(
         net,
         copy=False,
-        # The values drawn here are not used, as they are drawn again for each user.
+        # Any generator: initial values are drawn again for each user.
         generator=torch.Generator(),
         num_clusters=mixture.clusters,
         per_layer=mixture.per_layer,
@@ -680,11 +685,11 @@ def _smallest_batch(model: StackedModel, plan: RunPlan, largest_batch: int) -> i
     """
     if not model.batchwise:  # no batch norm
         return 1
-    smallest_setting = min(values_in(plan.training.batch_size))
-    smallest = largest_batch if plan.method.placement.pooled else smallest_setting
-    if smallest < LEAST_FOR_NORM:
+    smallest_of_users = min(values_in(plan.training.batch_size))
+    smallest_full_batch = largest_batch if plan.method.placement.pooled else smallest_of_users
+    if smallest_full_batch < LEAST_FOR_NORM:
         need = f"{model.name} has batch norm, which needs at least {LEAST_FOR_NORM}"
-        raise RecipeError(f"training.batch_size: got {smallest}; {need}")
+        raise RecipeError(f"training.batch_size: got {smallest_full_batch}; {need}")
     micro_batch = plan.runtime.micro_batch
     if micro_batch is not None and micro_batch < largest_batch:
         raise RecipeError(

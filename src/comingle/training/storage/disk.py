@@ -131,27 +131,27 @@ class OnDisk(State):
         """Return a copy of the rows of some users."""
         return align(self._read_rows(list(users), self._groups), users)
 
-    def put(self, users: Sequence[int], part: State) -> None:
+    def put(self, users: Sequence[int], taken: State) -> None:
         """Write the rows of some users back, asynchronously.
 
         Args:
             users: Numbers of the rows.
-            part: Their state. If it has no moments, those on disk stay.
+            taken: Their state. If it has no moments, those on disk stay.
         """
         rows = list(users)
-        tensors = part.tensors()
+        tensors = taken.tensors()
         if self._prefetched is not None:
             prefetched_rows, _reads = self._prefetched
             if not set(prefetched_rows).isdisjoint(rows):
                 self._prefetched = None  # these records are about to change
-        self._table.versions[rows] = part.versions.cpu().numpy()
+        self._table.versions[rows] = taken.versions.cpu().numpy()
         self._write("params", rows, tensors)
-        num_moments = part.first.shape[1] + part.second.shape[1]
+        num_moments = taken.first.shape[1] + taken.second.shape[1]
         if "moments" in self._groups and num_moments:
             # A row whose moments are all zero gets no record, unless it has one already.
             has_record = torch.from_numpy(self._table.places["moments"][rows] >= 0)
-            has_moments = (part.first != 0).any(1).cpu() | (part.second != 0).any(1).cpu()
-            indices = (has_record | has_moments).nonzero().flatten().tolist()
+            has_nonzero_moments = (taken.first != 0).any(1).cpu() | (taken.second != 0).any(1).cpu()
+            indices = (has_record | has_nonzero_moments).nonzero().flatten().tolist()  # of rows to write
             if indices:
                 moments = {name: tensors[name][indices] for name in ("first", "second")}
                 self._write("moments", [rows[i] for i in indices], moments)
@@ -290,24 +290,25 @@ class OnDisk(State):
             A future of the records ``(records, bytes)``.
         """
         places_of_rows: Sequence[int] = self._table.places[group][rows].tolist() if places is None else places
-        ids = self._shard.ids[rows].tolist()  # row numbers in the whole run, which records contain
-        stored = [(place, row_id) for place, row_id in zip(places_of_rows, ids, strict=True) if place >= 0]
+        ids_of_rows = self._shard.ids[rows].tolist()  # row numbers in the whole run, which records contain
+        stored_places = [place for place in places_of_rows if place >= 0]
+        stored_ids = [row_id for place, row_id in zip(places_of_rows, ids_of_rows, strict=True) if place >= 0]
         files = self._files[group]
         record_bytes = self._layouts[group].bytes
 
         def read() -> np.ndarray:
             """Read the records, file after file; runs in the store's thread."""
-            records = np.empty((len(stored), record_bytes), dtype=np.uint8)
+            records = np.empty((len(stored_places), record_bytes), dtype=np.uint8)
             indices_by_file: dict[int, list[int]] = {}
-            for index, (place, _id) in enumerate(stored):
+            for index, place in enumerate(stored_places):
                 file_number = place // PLACES_PER_FILE
                 indices_by_file.setdefault(file_number, []).append(index)
             for file_number, indices in indices_by_file.items():
                 file = files[file_number]
                 assert file is not None
                 file.read(
-                    places=[stored[i][0] % PLACES_PER_FILE for i in indices],
-                    rows=[stored[i][1] for i in indices],
+                    places=[stored_places[i] % PLACES_PER_FILE for i in indices],
+                    rows=[stored_ids[i] for i in indices],
                     into=[records[i] for i in indices],
                 )
             return records
@@ -598,23 +599,24 @@ class OnDisk(State):
         if not is_here.any():
             return
         ids_here = ids[is_here]
-        # Find the rows of this process by their numbers in the whole run, ``self._shard.ids``, by binary search.
-        order = np.argsort(self._shard.ids)
-        rows = order[np.searchsorted(self._shard.ids, ids_here, sorter=order)]  # numbers in this process
+        # Number in this process of each row, such that ``self._shard.ids[rows] == ids_here``.
+        sorted_order = np.argsort(self._shard.ids)
+        rows = sorted_order[np.searchsorted(self._shard.ids, ids_here, sorter=sorted_order)]
         into.versions[rows] = columns[prefix + VERSIONS][is_here]
         for group in self._groups:
             places_within_file = columns[prefix + group][is_here].astype(np.int64)
             has_record = places_within_file >= 0
             first_place = file_numbers[group] * PLACES_PER_FILE  # of the file
             into.places[group][rows] = np.where(has_record, first_place + places_within_file, -1)
-            crcs = columns.get(prefix + SUMS + group)
-            if crcs is not None:  # tables of older versions have none
+            all_crcs = columns.get(prefix + SUMS + group)
+            if all_crcs is not None:  # tables of older versions have none
+                crcs_here = all_crcs[is_here]
                 file = self._files[group][file_numbers[group]]
                 assert file is not None
                 file.expect(
                     places_within_file[has_record],
                     rows=ids_here[has_record].astype(np.int64),
-                    crcs=crcs[is_here][has_record].view(np.uint32),
+                    crcs=crcs_here[has_record].view(np.uint32),
                 )
 
     def _copy_other_records(self) -> None:
@@ -623,10 +625,10 @@ class OnDisk(State):
         If a run is resumed with another number of processes, users may move to a process that lacks their records.
         """
         for group in self._groups:
-            tables = self._places_in_use(group)  # places by row, in the current round and in the best one
+            tables = self._places_in_use(group)  # place of each row, in the current round and in the best one
             own_file = self._files[group][0]
             assert own_file is not None
-            row_by_place: dict[int, int] = {}  # a record that both tables refer to is copied once
+            row_by_place: dict[int, int] = {}  # each record once, also if both tables have its place
             for table in tables:
                 for row in _rows_elsewhere(table):
                     row_by_place[int(table[row])] = row
@@ -635,7 +637,8 @@ class OnDisk(State):
                 old_places_of_batch = [place for place, _row in batch]
                 rows = [row for _place, row in batch]
                 records = self._start_read(group, rows, old_places_of_batch).result()
-                new_places_of_batch = [own_file.place_to_write(-1) for _ in batch]  # -1: no record in this file yet
+                no_place = -1  # the rows have no record in this file yet
+                new_places_of_batch = [own_file.place_to_write(no_place) for _ in batch]
                 self._worker.submit(own_file.write, new_places_of_batch, records).result()
                 new_places.update(zip(old_places_of_batch, new_places_of_batch, strict=True))
             for table in tables:
@@ -667,9 +670,9 @@ class _WithoutMoments(State):
         """Return a copy of the rows of some users."""
         return align(self._store._read_rows(list(users), ["params"]), users)
 
-    def put(self, users: Sequence[int], part: State) -> None:
+    def put(self, users: Sequence[int], taken: State) -> None:
         """Write the rows of some users back, asynchronously."""
-        self._store.put(users, part)
+        self._store.put(users, taken)
 
 
 class DiskStore(Store):

@@ -163,7 +163,8 @@ def record_layouts(sample: State, moments: torch.dtype | None) -> dict[str, Reco
         is_moment = name in MOMENTS
         stored_dtype = moments if is_moment and moments is not None else t.dtype
         field = Field(name=name, shape=tuple(t.shape[1:]), dtype=t.dtype, stored_dtype=stored_dtype)
-        fields_by_group["moments" if is_moment else "params"].append(field)
+        group = "moments" if is_moment else "params"
+        fields_by_group[group].append(field)
     return {group: RecordLayout(fields=tuple(group_fields)) for group, group_fields in fields_by_group.items()}
 
 
@@ -195,11 +196,14 @@ def align(state: State, rows: Sequence[int]) -> State:
 
 
 def _at_offset_of_row(t: Tensor, row: int) -> Tensor:
-    """Return a tensor that starts as many bytes after a cache line as the given row of a larger matrix would.
+    """Return rows at the memory offset from a cache line that they would have in a matrix of all rows.
+
+    For example, row 3 of a matrix with rows of 40 bytes starts 120 bytes after a cache line, that is 56 bytes after the
+    next one of 64 bytes.
 
     Args:
-        t: Rows; returned if they need not be moved, otherwise copied.
-        row: Number of the first of them in a matrix of all rows.
+        t: The rows; copied only if they must be moved.
+        row: Number of the first of them in the matrix.
     """
     row_bytes = t[0].numel() * t.element_size()
     bytes_after_cache_line = row * row_bytes % _CACHE_LINE
