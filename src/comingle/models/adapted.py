@@ -192,9 +192,9 @@ class AdaptedModel(AdapterRouting, Model):
     def losses_in_fixed_order(
         self, tensors: Tree, users: Sequence[int], batch: Windows
     ) -> Float[Tensor, "users batch context"]:
-        """Return the training loss at every position, rounded alike however many positions have a target.
+        """Return the training loss at every position; each is bitwise equal whichever other positions have targets.
 
-        All positions are computed, and the losses then set to 0 at those without a target.
+        The losses of all positions are computed, and then set to 0 at those without a target.
 
         Args:
             tensors: The users' trainable tensors.

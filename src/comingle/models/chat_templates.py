@@ -368,7 +368,7 @@ class ChatTemplate:
 
         Args:
             text: The rendered conversation.
-            hidden_texts: Texts of special tokens that the text's placeholders stand for.
+            hidden_texts: Texts of special tokens, in the order of their placeholders in the text.
             prompt_ends: Character offsets of the prompts' ends.
         """
         tokens = self._tokenize(text, hidden_texts)

@@ -306,9 +306,8 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
             if isinstance(value, Tensor) and len(value) == texts:
                 options[key] = repeat_per_component(value)
         output = original_forward(input_ids=repeat_per_component(input_ids), **options)
-        logits = output.logits.float().unflatten(
-            0, (users, components, -1)
-        )  # (users, components, texts, tokens, vocab)
+        # (users, components, texts, tokens, vocab)
+        logits = output.logits.float().unflatten(0, (users, components, -1))
         if powers is not None:
             logits = logits * powers.float().view(users, components, 1, 1, 1)
         mixed_logits = mix_probabilities(logits.flatten(2, 3), pi.float())

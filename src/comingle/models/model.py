@@ -256,7 +256,7 @@ class Model(TokenRouting, ClientMixing, ABC):
     def losses_in_fixed_order(
         self, tensors: Tree, users: Sequence[int], batch: Any
     ) -> Float[Tensor, "users batch ..."]:
-        """Return the training losses, rounded alike whatever the rest of the batch has for targets.
+        """Return the training losses; each is bitwise equal whichever other tokens have targets.
 
         Args:
             tensors: Tensors of ``users``.
@@ -292,7 +292,7 @@ class Model(TokenRouting, ClientMixing, ABC):
     def without(self, roles: frozenset[str]) -> Model:
         """Return a model that predicts without the tensors of some roles.
 
-        By default it is the model itself if that has no tensors of these roles.
+        By default the model itself, if it has no tensors of these roles.
 
         Raises:
             RecipeError: The model cannot predict without these tensors.

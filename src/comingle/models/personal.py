@@ -131,14 +131,14 @@ def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
         model: The users' model.
         tensors: The tensors of one user, ``(1, ...)`` by name.
     """
-    (pi,) = model.shares(tensors)
-    pi = _widen(pi)
+    (mixture,) = model.shares(tensors)
+    mixture = _widen(mixture)
     module_names = _module_names(model.base.model)
     changes = []
     for name, adapted in model.of_one_user(tensors).layers().items():
         a = _widen(adapted.get_parameter("a").detach())
         b = _widen(adapted.get_parameter("b").detach()).mT
-        shares = adapted.alpha * adapted.mixture_of_layer(pi)
+        shares = adapted.alpha * adapted.mixture_of_layer(mixture)
         key = ""  # as for attention, so that `average_experts` keeps the shares
         changes.append(_change_of(module_names, adapted.base, _layer_number(name), key, a, b, shares))
     return changes
@@ -192,7 +192,7 @@ def _trim_ranks(changes: Sequence[Change]) -> list[Change]:
 
 
 def _used_rank(change: Change) -> int:
-    """Return the rank without ranks at the end that are zero in A or B of all experts, but at least 1."""
+    """Return the number of ranks, without those at the end that are zero in A or B of all experts; at least 1."""
     largest_a = change.a.abs().amax((0, 2))  # of each rank, over experts and columns
     largest_b = change.b.abs().amax((0, 2))
     nonzero_ranks = (largest_a * largest_b).nonzero()

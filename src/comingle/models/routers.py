@@ -259,7 +259,7 @@ def mix_probabilities(
         shares: Mixture weights pi.
     """
     log_pi = shares.log()[..., None, None]  # (*users, clusters, 1, 1)
-    return (log_pi + logits.log_softmax(-1)).logsumexp(-3)
+    return (log_pi + logits.log_softmax(-1)).logsumexp(-3)  # over clusters
 
 
 def mix_losses(

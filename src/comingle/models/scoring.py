@@ -248,7 +248,7 @@ def score_streams(
     Streams are cut into windows. A forward pass has ``slots`` slots, each with up to ``batch`` windows of one stream.
 
     Args:
-        losses: Function that runs a pass and returns its losses.
+        losses: Function that runs a pass and returns the loss of each token.
         streams: Token ids of each stream.
         models: For each stream the index of the model to score it with, the first argument of ``losses``.
         context: Inputs per window.
@@ -278,7 +278,7 @@ def score_windows(
     A set is split into parts; one forward pass processes up to ``slots`` parts, from one set or several.
 
     Args:
-        losses: Function that runs a pass and returns its losses.
+        losses: Function that runs a pass and returns the loss of each token.
         parts: For each set a list of parts, each a tensor of windows.
         models: For each set the index of the model to score it with, the first argument of ``losses``.
         slots: Largest number of parts in a pass.

@@ -366,7 +366,7 @@ def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
 
 
 def _log_sizes(model: FloralModel, plan: _Plan) -> None:
-    """Log a warning if some adaptors have a smaller rank than asked for, or more parameters than the budget allows."""
+    """Log a warning if some adaptors have a smaller rank than asked for, or exceed the budget (if ``plan.warn``)."""
     # By the names in the caller's model: "model.fc1" of the wrapper is its "fc1".
     bases = {name.removeprefix("model."): layer.base for name, layer in model.layers().items()}
     num_low_rank = sum(plan.rank_one_geometry(base) is not None for base in bases.values())

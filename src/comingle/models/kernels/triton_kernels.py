@@ -173,7 +173,7 @@ def forward(
     num_users = tl.num_programs(2)
     sums_row = (chunk * num_users * n + token) * (EXPERTS * RANK)  # offset in `partial_sums`
     for j in tl.static_range(EXPERTS):
-        expert = user * EXPERTS + j  # of expert j among the experts of all users
+        expert = user * EXPERTS + j  # index of expert j among the experts of all users
         z_0 = _load_columns(z, row, valid, j * RANK, RANK, PADDED_RANK)
         factor_0 = _load_factor(b_0, expert, c, hidden, RANK, PADDED_RANK)
         h, _ = _activation(pre_0 + scale * _dot(z_0, factor_0, PRECISION), ACT)
@@ -281,15 +281,14 @@ def backward(
     sums_row = chunk * num_users * n + token  # row of the partial sums
     in_rank = valid[:, None] & (r < RANK)[None, :]
     for j in tl.static_range(EXPERTS):
-        expert = user * EXPERTS + j  # of expert j among the experts of all users
+        expert = user * EXPERTS + j  # index of expert j among the experts of all users
         p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
         factor_0 = _load_factor(b_0, expert, c, hidden, RANK, PADDED_RANK)
         factor_1 = _load_factor(b_1, expert, c, hidden, RANK, PADDED_RANK)
         factor_last = _load_factor(a, expert, c, hidden, RANK, PADDED_RANK)
         z_0 = _load_columns(z, row, valid, j * RANK, RANK, PADDED_RANK)
-        z_1 = _load_columns(
-            z, row, valid, ((NUM_FIRST - 1) * EXPERTS + j) * RANK, RANK, PADDED_RANK
-        )  # not used in plain MLPs
+        first_column_1 = ((NUM_FIRST - 1) * EXPERTS + j) * RANK  # in plain MLPs z_1 is z_0, and not used
+        z_1 = _load_columns(z, row, valid, first_column_1, RANK, PADDED_RANK)
         d_gated_j = _load_columns(d_gated, d_gated_row, valid, j * RANK, RANK, PADDED_RANK)
         h, d_pre_0, d_pre_1, _ = _expert_backward(
             pre_0, pre_1, d_mixture, z_0, z_1, d_gated_j, p, factor_0, factor_1, factor_last,
@@ -332,7 +331,7 @@ def backward_factors(
     """
     # This program sums over a range of one user's tokens, tile by tile, for expert j and hidden columns c.
     token_range = tl.program_id(1)
-    expert = tl.program_id(2).to(tl.int64)  # among the experts of all users
+    expert = tl.program_id(2).to(tl.int64)  # index among the experts of all users
     user = expert // EXPERTS
     j = expert % EXPERTS
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -356,9 +355,8 @@ def backward_factors(
             pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
         d_mixture = tl.load(d_mixed + offsets, mask=inside, other=0.0).to(tl.float32)
         z_0 = _load_columns(z, row, valid, j * RANK, RANK, PADDED_RANK)
-        z_1 = _load_columns(
-            z, row, valid, ((NUM_FIRST - 1) * EXPERTS + j) * RANK, RANK, PADDED_RANK
-        )  # not used in plain MLPs
+        first_column_1 = ((NUM_FIRST - 1) * EXPERTS + j) * RANK  # in plain MLPs z_1 is z_0, and not used
+        z_1 = _load_columns(z, row, valid, first_column_1, RANK, PADDED_RANK)
         d_gated_j = _load_columns(d_gated, token * (EXPERTS * RANK), valid, j * RANK, RANK, PADDED_RANK)
         p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
         h, d_pre_0, d_pre_1, d_product = _expert_backward(
