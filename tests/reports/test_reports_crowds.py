@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from comingle.reports.comparisons import compare_runs
-from comingle.reports.formatting import at_share, best_first, is_unequal, parameter_count_note, typical_budget
-from comingle.reports.tables import markdown, render_run, tables_of
+from comingle.reports.formatting import at_share, best_first, is_unequal, median_parameter_count, parameter_count_note
+from comingle.reports.tables import markdown, render_run, render_with_verdicts
 from comingle.utils.records import read_metrics, write_json
 
 
@@ -101,8 +101,8 @@ def test_a_comparison_of_many_shows_the_spread_and_everybody_if_asked(tmp_path: 
     assert head.startswith("| method | best | median | worst | mean |")
     assert first.startswith("| local | 29.0% | 14.0% | 0.0% | 14.5% |")
     assert second.startswith("| floral | 49.0% | 34.0% | 20.0% | 34.5% |")
-    assert "user-000" not in printed(*tables_of(table))
-    all_users = printed(*tables_of(table, all_users=True))
+    assert "user-000" not in printed(*render_with_verdicts(table))
+    all_users = printed(*render_with_verdicts(table, all_users=True))
     assert all_users.count("user-") == 30
     assert "user-029  29.0%   49.0%" in all_users
 
@@ -122,18 +122,18 @@ def test_methods_that_train_much_more_or_less_are_marked(tmp_path: Path) -> None
     }  # fmt: skip
     note = "† trains over 10% more or fewer parameters than the median method, which trains 1,000"
     assert markdown(table).endswith(f"|\n\n{note}\n")
-    assert printed(*tables_of(table)).splitlines()[-1] == note
+    assert printed(*render_with_verdicts(table)).splitlines()[-1] == note
 
 
 def test_equal_budgets_have_no_note(tmp_path: Path) -> None:
     folders = [folder_of(tmp_path / name, [0.5], method=name, trainable=n) for name, n in {"a": 100, "b": 109}.items()]
     assert "†" not in markdown(compare_runs(folders))
-    assert "†" not in printed(*tables_of(compare_runs(folders)))
+    assert "†" not in printed(*render_with_verdicts(compare_runs(folders)))
 
 
-def test_the_typical_budget_is_the_median_of_those_that_train() -> None:
-    assert typical_budget([0, 5, 3, 9]) == 5
-    assert typical_budget([7, 3]) == 3
-    assert typical_budget([0, 0]) is None
+def test_the_median_parameter_count_is_the_median_of_those_that_train() -> None:
+    assert median_parameter_count([0, 5, 3, 9]) == 5
+    assert median_parameter_count([7, 3]) == 3
+    assert median_parameter_count([0, 0]) is None
     assert parameter_count_note([0, 0]) == ""
     assert [is_unequal(count, 100) for count in (0, 89, 90, 110, 111)] == [False, True, False, False, True]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from comingle.reports.comparisons import compare_metrics, read_baseline_comparison, rows_of, with_baseline
-from comingle.reports.tables import escape_latex, latex, markdown, note_of
+from comingle.reports.tables import comparison_note, escape_latex, latex, markdown
 from comingle.runs.comparison import Comparison
 from comingle.utils.errors import RecipeError, RunError
 
@@ -168,7 +168,7 @@ def test_settings_and_untrained_routers_are_noted(tmp_path: Path) -> None:
     source = latex(table)
     assert r"comigs \textdaggerdbl{} &" in source
     assert source.count(r"\textdaggerdbl{}") == 2
-    note = note_of(table)
+    note = comparison_note(table)
     assert "comigs router_every=40, ifca:models=3 weight=0.5" in note
     assert note.count("‡ router") == 1
     assert "| comigs ‡ |" in markdown(table)

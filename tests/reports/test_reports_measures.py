@@ -14,14 +14,14 @@ from comingle.reports.formatting import (
     change_text,
     interval_text,
     is_worse,
-    rule,
     tick,
+    unit_and_direction,
 )
 from comingle.utils.records import MEASURES, number
 
 
 def test_every_measure_says_its_unit_and_which_way_is_better() -> None:
-    assert {name: rule(name) for name in MEASURES} == {
+    assert {name: unit_and_direction(name) for name in MEASURES} == {
         "perplexity": "lower is better",
         "accuracy": "per cent, higher is better",
         "exact_match": "per cent, higher is better",

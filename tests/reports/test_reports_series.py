@@ -20,11 +20,11 @@ from comingle.reports.runs import (
     baseline_comparison,
     baselines,
     common_measures,
-    compared,
     cost,
     expert_curves,
     final,
     gains,
+    gains_of_entries,
     learning_curve,
     read_entries,
     verdicts,
@@ -195,7 +195,7 @@ def test_only_shared_seeds_are_compared(write_run: Any) -> None:
     ours = entry(write_run, "comigs", (2.0, 8.0), (400.0, 8.0))
     assert {g.user: g.change for g in gains(ours, local)} == {"ann": Spread(mean=-50.0), "bob": Spread(mean=0.0)}
     assert [e.method for e in baselines([ours, local])] == ["local"]
-    assert [e.method for e, _ in compared([ours, local], local)] == ["comigs"]
+    assert [e.method for e, _ in gains_of_entries([ours, local], local)] == ["comigs"]
 
 
 def test_expert_scores_keep_users_layers_and_experts_apart(write_run: Any) -> None:
@@ -218,7 +218,8 @@ def test_the_ledger_adds_what_was_counted(write_run: Any) -> None:
     assert (found.upload_bytes_per_user_round, found.download_bytes_per_user_round) == (250, 7)
     assert found.wall_seconds is not None
     assert (found.wall_seconds.mean, found.wall_seconds.std) == pytest.approx((3.5, math.sqrt(0.5)))
-    assert (found.trainable_parameters, found.peak_memory_bytes, found.place) == (1234, 2e9, "float32 on cpu")
+    assert (found.trainable_parameters, found.peak_memory_bytes) == (1234, 2e9)
+    assert found.dtype_and_device == "float32 on cpu"
 
 
 def test_speed_is_in_what_data_is_counted_in(write_run: Any) -> None:

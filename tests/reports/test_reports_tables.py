@@ -18,8 +18,8 @@ from comingle.reports.tables import (
     render_comparison,
     render_curve,
     render_run,
+    render_with_verdicts,
     sizes,
-    tables_of,
     write_comparison,
 )
 from comingle.utils.errors import RunError
@@ -117,7 +117,7 @@ def test_methods_whose_privacy_budget_was_spent_are_named(folders: list[Path], t
     table = write_comparison(tmp_path, folders)
     said = "fedavg: the privacy budget was spent after round 2 of 6"
     assert said in (tmp_path / "table.md").read_text()
-    assert said in "".join(printed(one) for one in tables_of(table))
+    assert said in "".join(printed(one) for one in render_with_verdicts(table))
     assert [row["rounds"] for row in table["methods"]] == [[2, 2], [2, 2]]
     assert "local: the" not in markdown(table)
 
@@ -197,14 +197,14 @@ def test_an_older_table_without_a_baseline_is_shown(folders: list[Path], tmp_pat
     for row in table["methods"]:
         del row["results"]
     write_json(tmp_path / "table.json", table)
-    shown = "".join(printed(part) for part in tables_of(read_comparison(tmp_path)))
+    shown = "".join(printed(part) for part in render_with_verdicts(read_comparison(tmp_path)))
     assert "fedavg" in shown
     assert "against" not in shown
 
 
 def test_the_terminal_table_has_the_same_cells(folders: list[Path]) -> None:
     table = compare_runs(folders)
-    results, costs, _, _, against, _ = (printed(part).splitlines() for part in tables_of(table))
+    results, costs, _, _, against, _ = (printed(part).splitlines() for part in render_with_verdicts(table))
     cells = [line.strip("| ").split(" | ") for line in markdown(table).splitlines() if line.startswith("| ")]
     for row, *lines in zip(cells, results[-3:], costs[-3:], strict=False):
         assert all(cell in " ".join(lines) for cell in row)
@@ -266,7 +266,7 @@ def test_a_comparison_says_of_how_many_users_its_means_are(tmp_path: Path) -> No
     table = write_comparison(tmp_path, folders)
     told = "mean of 2 of 1,000 users; fedavg: 95% interval 30.0% to 45.0%"
     assert f"\n\n{told}\n" in (tmp_path / "table.md").read_text()
-    assert told in "\n".join(printed(part) for part in tables_of(table))
+    assert told in "\n".join(printed(part) for part in render_with_verdicts(table))
 
 
 def test_of_many_users_only_the_mean_is_shown_and_said(tmp_path: Path) -> None:

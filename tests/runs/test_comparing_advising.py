@@ -15,12 +15,12 @@ import comingle as library
 from comingle.reports.advice import (
     Advice,
     advise_on,
+    gain_rows,
     harmed_by_all,
     method_to_take,
     paragraph,
     partners,
     render_advice,
-    rows_of,
     undecided,
 )
 from comingle.runs.advise import advise_runs, groups_of
@@ -145,7 +145,7 @@ def test_one_seed_shows_nothing() -> None:
     assert paragraph(advice).startswith("With one seed there are no intervals, so nothing is shown")
     assert "hold together" not in paragraph(advice)
     assert "hold together" not in str(render_advice(advice).title)
-    assert rows_of(advice)[1][0][1] == "-50.0 lower (one seed)"
+    assert gain_rows(advice)[1][0][1] == "-50.0 lower (one seed)"
 
 
 def test_one_round_in_which_nobody_hears_from_anybody_is_refused() -> None:
@@ -215,7 +215,7 @@ def test_accuracies_that_change_equally_with_all_seeds_give_no_verdict() -> None
     advice = advise_on(accuracies(6 / 24, 8 / 24), {"fedavg": accuracies(5 / 24, 7 / 24)}, {}, "fedavg")
     for gain in (advice.methods["fedavg"]["ann"], advice.means["fedavg"]):
         assert (gain.verdict, gain.interval) == ("level", None)
-    assert rows_of(advice)[1][0][1] == "-4.2 level"
+    assert gain_rows(advice)[1][0][1] == "-4.2 level"
 
 
 def test_intervals_of_accuracies_end_at_100_points() -> None:

@@ -117,7 +117,7 @@ def compare_methods(
     Raises:
         RunError: Some runs failed. It is raised after all others have finished and the table is written.
     """
-    from comingle.reports.tables import tables_of
+    from comingle.reports.tables import render_with_verdicts
     from comingle.runs.compare import check_baseline, folders_of, recipes_of, write_table
     from comingle.utils.terminal import words
 
@@ -144,7 +144,7 @@ def compare_methods(
     if not label_by_finished_folder:
         raise next(iter(failures.values()))
     table, _ = write_table(folder, label_by_finished_folder, against, failed=failed_folders)
-    for part in tables_of(table, all_users=all_users):
+    for part in render_with_verdicts(table, all_users=all_users):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
     if failures:

@@ -170,11 +170,11 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
     Raises:
         RecipeError: ``against`` is given for a single run.
     """
-    from comingle.reports.tables import render_curve, render_run, tables_of
+    from comingle.reports.tables import render_curve, render_run, render_with_verdicts
     from comingle.utils.records import read_events, read_metrics
 
     if _is_comparison(run):
-        return list(tables_of(_read_comparison(run, against), all_users=all_users))
+        return list(render_with_verdicts(_read_comparison(run, against), all_users=all_users))
     _refuse_baseline(run, against)
     metrics = read_metrics(run)
     tables: list[RenderableType] = [render_run(metrics, all_users=all_users)]

@@ -99,15 +99,14 @@ def advise_on(
         grouped_by: The method with which these groups trained.
 
     Returns:
-        The gains, which are changes against ``local``, with their confidence intervals, and each method's traffic.
+        The gains against ``local`` with their confidence intervals, and each method's bytes per round.
     """
     first = next(iter(local.values()))
     users = list(first["users"])
     measure = measure_of(dict(first))
-    # Intervals hold simultaneously, so each is wider the more there are: one for each user and method or group, and
-    # for means over users one for each method against ``local`` and for each other method against the best.
+    # All intervals of users hold together with 95%, and so do all of means. So their numbers set their widths.
     num_user_intervals = len(users) * len(methods) + sum(len(names) for names in groups)
-    num_mean_intervals = 2 * len(methods) - 1
+    num_mean_intervals = len(methods) + len(methods) - 1  # against ``local``, and of the others against the best
 
     gains_by_method = {}
     mean_gains = {}
@@ -123,16 +122,16 @@ def advise_on(
     for names, runs in groups.items():
         gains_by_group[names] = _gains_of_users(runs, local, names, measure, num_user_intervals)
 
-    rounds_of_stopped = {}
+    last_round_by_stopped_method = {}
     for name, runs in {"local": local, **methods}.items():
         has_stopped = any("planned_rounds" in metrics for metrics in runs.values())  # as the privacy budget was spent
         if has_stopped:
-            rounds_of_stopped[name] = min(metrics["rounds"] for metrics in runs.values())
+            last_round_by_stopped_method[name] = min(metrics["rounds"] for metrics in runs.values())
     return Advice(
         measure=measure,
         seeds=tuple(local),
         rounds=max(metrics.get("planned_rounds", metrics["rounds"]) for metrics in local.values()),
-        stopped=rounds_of_stopped,
+        stopped=last_round_by_stopped_method,
         grouped_by=grouped_by,
         methods=gains_by_method,
         means=mean_gains,
@@ -163,7 +162,8 @@ def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str,
     for user in users:
         differences = []  # one per seed
         for seed, local_run in local.items():
-            result, local_result = runs[seed]["users"][user][key], local_run["users"][user][key]
+            result = runs[seed]["users"][user][key]
+            local_result = local_run["users"][user][key]
             differences.append(additive_difference(result, local_result, measure))
         finite = [difference for difference in differences if difference is not None]
         if len(finite) == len(differences):
@@ -177,7 +177,7 @@ def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals:
     Users whose change is not finite are left out.
 
     Args:
-        name: The method, which takes the place of a user in the result.
+        name: The method, for the field ``user`` of the gain.
         runs: Its runs by seed.
         others: Runs to compare with, by seed.
         measure: Name of the measure of the results, such as "perplexity".
@@ -204,12 +204,12 @@ def _best_method(mean_gains: Mapping[str, Gain], measure: str) -> str:
 
 
 def method_to_take(advice: Advice) -> str | None:
-    """Return the method that uploads least among those that gain and are not shown to be worse than the best.
+    """Return the method that uploads least among good ones; None if no method is good.
 
-    A method gains if the interval of its mean change over users against ``local`` excludes 0 on the better side. None
-    if no method does.
+    A good method is shown to be better than ``local`` on average over users, and not shown to be worse than the method
+    with the best mean. Shown means that the confidence interval excludes 0.
     """
-    best = _best_of_advice(advice)
+    best = _method_with_best_mean(advice)
     candidates = [best]
     for name, gain_against_best in advice.against_best.items():
         if gain_against_best.verdict != HARMED:
@@ -219,8 +219,8 @@ def method_to_take(advice: Advice) -> str | None:
     return min(gaining, key=lambda name: advice.upload_bytes[name], default=None)
 
 
-def _best_of_advice(advice: Advice) -> str:
-    """Return the method with the best mean: the only one that is not compared with the best."""
+def _method_with_best_mean(advice: Advice) -> str:
+    """Return the method with the best mean, which is the only one missing in ``against_best``."""
     return next(name for name in advice.means if name not in advice.against_best)
 
 
@@ -230,10 +230,13 @@ def harmed_by_all(advice: Advice) -> list[str]:
 
 
 def undecided(advice: Advice) -> list[str]:
-    """Return the users for which no method is shown to gain, without those that every method harms."""
-    return [
-        user for user, verdicts in _verdicts_by_user(advice).items() if GAINED not in verdicts and verdicts != {HARMED}
-    ]
+    """Return the users that no method is shown to help, without those that every method harms."""
+    users = []
+    for user, verdicts in _verdicts_by_user(advice).items():
+        is_harmed_by_all = verdicts == {HARMED}
+        if GAINED not in verdicts and not is_harmed_by_all:
+            users.append(user)
+    return users
 
 
 def _verdicts_by_user(advice: Advice) -> dict[str, set[str]]:
@@ -298,7 +301,7 @@ def _method_sentence(advice: Advice) -> str:
     gain_text = _gain_text(advice.means[chosen])
     (upload,) = sizes([advice.upload_bytes[chosen]])
     text = f"Take {chosen}: {gain_text} on average over users; each user uploads {upload} per round."
-    best = _best_of_advice(advice)
+    best = _method_with_best_mean(advice)
     if chosen != best:
         return f"{text} {best} has the best mean, but is not shown to be better."
     not_worse = [name for name, gain in advice.against_best.items() if gain.verdict != HARMED]
@@ -344,32 +347,32 @@ def _interval_text(gain: Gain) -> str:
     return "" if gain.interval is None else f" ({interval_text(gain.interval, gain.measure)})"
 
 
-def cell(gain: Gain | None) -> str:
+def gain_cell(gain: Gain | None) -> str:
     """Return the text of a gain in a table: mean, interval and verdict, such as "-9.7 (-12.0 to -7.4) gained"."""
     if gain is None:
         return "not finite"
-    mean = f"{gain.change.mean:+z.1f}"  # the title of the table has the unit
-    if gain.measure == "loss":
-        mean = gain.text  # a factor, such as "×0.9"
+    number = f"{gain.change.mean:+z.1f}"  # without unit, which is in the table's title
+    mean = gain.text if gain.measure == "loss" else number  # a factor for losses, such as "×0.9"
     return f"{mean}{_interval_text(gain)} {gain.verdict}"
 
 
-def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
+def gain_rows(advice: Advice) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a table of gains against training alone.
 
     There is a row for each method with all users, then one for each smaller group, which has only gains of users.
     """
     users = list(dict.fromkeys(user for gains in advice.methods.values() for user in gains))
     header = ["together", *users, "mean", "sent / round", "received / round"]
-    uploads = sizes(list(advice.upload_bytes.values()))
-    downloads = sizes(list(advice.download_bytes.values()))
+    upload_texts = sizes(list(advice.upload_bytes.values()))
+    download_texts = sizes(list(advice.download_bytes.values()))
     rows = []
-    for (name, gains), upload, download in zip(advice.methods.items(), uploads, downloads, strict=True):
-        user_cells = [cell(gains.get(user)) for user in users]
-        rows.append([name, *user_cells, cell(advice.means[name]), upload, download])
-    for names, gains in advice.groups.items():
-        user_cells = [cell(gains[user]) if user in gains else "" for user in users]
-        rows.append([f"{advice.grouped_by}: {_joined_names(names)}", *user_cells, "", "", ""])
+    for method, upload, download in zip(advice.methods, upload_texts, download_texts, strict=True):
+        gains = advice.methods[method]
+        user_cells = [gain_cell(gains.get(user)) for user in users]
+        rows.append([method, *user_cells, gain_cell(advice.means[method]), upload, download])
+    for members, gains in advice.groups.items():
+        user_cells = [gain_cell(gains[user]) if user in gains else "" for user in users]
+        rows.append([f"{advice.grouped_by}: {_joined_names(members)}", *user_cells, "", "", ""])
     return header, rows
 
 
@@ -380,10 +383,11 @@ def render_advice(advice: Advice) -> Table:
     title = f"change against local, {unit} ({MEASURES[advice.measure]} is better)"
     if len(advice.seeds) > 1:
         title += "; joint confidence of intervals: 95%"
-    header, rows = rows_of(advice)
+    header, rows = gain_rows(advice)
     table = Table(title=title, title_justify="left", box=None)
     for name in header:
-        table.add_column(words(name), no_wrap=name == "together")
+        has_methods = name == "together"  # methods and groups, in the first column
+        table.add_column(words(name), no_wrap=has_methods)
     for row in rows:
         table.add_row(*(words(text) for text in row))
     return table

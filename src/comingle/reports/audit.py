@@ -221,9 +221,10 @@ def _proof_sentence(proof: Proof, audit: Audit) -> str:
         proof: The bound.
         audit: Results of all attacks on one run.
     """
-    attacker = {"server": "The server", "users": "A recipient of the shared model"}[proof.view]
+    attackers = {"server": "The server", "users": "A recipient of the shared model"}
+    attacker = attackers[proof.view]
     guesses = f"{proof.correct} of {proof.guesses} guesses right"
-    if proof.upper is None:
+    if proof.upper is None:  # no accounting against this attacker
         guarantee = "the run gives no guarantee here"
     else:
         protects_one_example = audit.privacy is not None and protects_examples(audit.privacy["mechanism"])
@@ -279,7 +280,8 @@ def _shadowed_sentence(audit: Audit, view: str) -> str:
         audit: Results of all attacks on one run.
         view: The attacker, "server" or "users".
     """
-    source = {"server": "a user's uploads", "users": "what other users receive"}[view]
+    sources = {"server": "a user's uploads", "users": "what other users receive"}
+    source = sources[view]
     aucs = [result.auc for result in audit.shadowed if result.view == view]
     bounds = interval(aucs)
     if bounds is None:  # fewer than two users
@@ -295,22 +297,24 @@ def _shadowed_sentence(audit: Audit, view: str) -> str:
 def _recovery_sentence(recovery: Recovery) -> str:
     """Return the sentence on tokens that the server recovers from one upload of each user.
 
-    Tokens count as recovered if the attack finds more than guessing common tokens does: the interval of the difference
-    over users is above 0.
+    The attack counts as successful if it finds more tokens than guessing common ones does: the interval of the mean
+    difference over users is above 0.
     """
-    differences = [found - guess for found, guess in zip(recovery.recovered, recovery.guesses, strict=True)]
+    differences = []  # one per user
+    for recovered_share, guessed_share in zip(recovery.recovered, recovery.guesses, strict=True):
+        differences.append(recovered_share - guessed_share)
     bounds = interval(differences)
-    shares = (
+    shares_text = (
         f"{_mean_percent(recovery.recovered)} of {fmean(recovery.tokens):.0f} different tokens; "
         f"guessing common ones gives {_mean_percent(recovery.guesses)}"
     )
     if bounds is not None:
         low, _ = bounds
         if low > 0:
-            return f"The server recovers tokens from the upload of {recovery.what}: {shares}."
+            return f"The server recovers tokens from the upload of {recovery.what}: {shares_text}."
     return (
         f"This attack recovers no more tokens from the upload of {recovery.what} than guessing does; others may: "
-        f"{shares}."
+        f"{shares_text}."
     )
 
 
@@ -322,8 +326,8 @@ def _mean_percent(values: Sequence[float]) -> str:
 def _exposure_sentence(audit: Audit) -> str:
     """Return the sentence on the exposure of canaries, which measures memorisation (:func:`exposure`).
 
-    Canaries count as memorised if the interval of the mean exposure of inserted canaries is above that of canaries that
-    were not inserted.
+    Canaries count as memorised if the interval of the mean exposure of inserted ones is above that of absent ones,
+    which the model was not trained on.
     """
     exposures = (
         f"exposure {mean_text(audit.inserted)} of {audit.most:.0f} bits if it was trained on, "
@@ -402,7 +406,8 @@ def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of membership inference from the final shared model.
 
-    It has a row for each user, and the mean over users. Members are training examples, others are held-out examples.
+    It has a row for each user, and the mean over users. Columns "members" and "others" have the numbers of training
+    and held-out examples; "found" is the share of members that the attack finds at 1% false positives.
     """
     header = ["user", "members", "others", "AUC", "AUC of loss alone", "found at 1% false alarms"]
     rows = []
@@ -445,20 +450,20 @@ def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of membership inference with reference models.
 
-    It has a row for each attacker and user, and each attacker's mean over users. Members are training examples, others
-    are held-out examples.
+    It has a row for each attacker ("server" or "users") and attacked user, and each attacker's mean over users. Columns
+    are those of :func:`member_rows`, with the AUC without reference models in place of that of the loss.
     """
     header = ["user", "attacker", "members", "others", "AUC", "AUC without references", "found at 1% false alarms"]
     rows = []
-    for view in VIEWS:
-        results = [result for result in audit.shadowed if result.view == view]
+    for attacker in VIEWS:
+        results = [result for result in audit.shadowed if result.view == attacker]
         if not results:
             continue
         for result in results:
             rows.append(
                 [
                     printable(result.user),
-                    view,
+                    attacker,
                     str(result.members),
                     str(result.others),
                     f"{result.auc:.2f}",
@@ -469,7 +474,7 @@ def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
         auc = _mean_and_interval([result.auc for result in results])
         auc_of_scores = _mean_and_interval([result.auc_of_scores for result in results])
         found = _mean_and_interval([result.found for result in results if result.found is not None])
-        rows.append(["mean", view, "", "", auc, auc_of_scores, found])
+        rows.append(["mean", attacker, "", "", auc, auc_of_scores, found])
     return header, rows
 
 
@@ -488,20 +493,20 @@ def recovery_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """Return the header and the rows of each table of an audit by its title, which names the intervals' confidence."""
+def _tables_by_title(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Return the tables of an audit: header and rows by title. The title ends with the confidence of the intervals."""
     if audit.inversions:  # the users have samples
         return {"inputs out of one upload; 95%": inversion_rows(audit)}
     runs = f"{plural(audit.trials, 'run')}, {plural(audit.rounds, 'round')}"
-    canaries = f"canaries: {runs}; {audit.confidence:.0%}, delta {audit.delta:g}"
-    members = f"training {audit.unit_plural}, by the final shared model; 95%"
-    sections = {canaries: proof_rows(audit), members: member_rows(audit)}
+    canaries_title = f"canaries: {runs}; {audit.confidence:.0%}, delta {audit.delta:g}"
+    members_title = f"training {audit.unit_plural}, by the final shared model; 95%"
+    tables = {canaries_title: proof_rows(audit), members_title: member_rows(audit)}
     if audit.shadowed:
-        shadowed = f"training {audit.unit_plural}, with reference models: {audit.shadows} runs; 95%"
-        sections[shadowed] = shadow_rows(audit)
+        shadows_title = f"training {audit.unit_plural}, with reference models: {audit.shadows} runs; 95%"
+        tables[shadows_title] = shadow_rows(audit)
     if audit.recoveries:
-        sections["tokens out of one upload; 95%"] = recovery_rows(audit)
-    return sections
+        tables["tokens out of one upload; 95%"] = recovery_rows(audit)
+    return tables
 
 
 def _mean_and_interval(values: Sequence[float]) -> str:
@@ -512,7 +517,7 @@ def _mean_and_interval(values: Sequence[float]) -> str:
 def render_audit(audit: Audit) -> list[Table]:
     """Return the tables of an audit's results for the terminal."""
     tables = []
-    for title, (header, rows) in _sections(audit).items():
+    for title, (header, rows) in _tables_by_title(audit).items():
         table = Table(title=title, title_justify="left", box=None)
         for name in header:
             table.add_column(name, no_wrap=name == "user")
@@ -527,7 +532,7 @@ def markdown(audit: Audit) -> str:
     lines = [f"# What leaks: {printable(audit.run)}", "", f"{audit.method}, {audit.users} users.", ""]
     for sentence in conclusions(audit):
         lines.append(f"- {sentence}")
-    for header, rows in _sections(audit).values():
+    for header, rows in _tables_by_title(audit).values():
         rule = ["---"] * len(header)
         lines.append("")
         for cells in (header, rule, *rows):

@@ -33,11 +33,11 @@ from comingle.reports.formatting import (
     as_change,
     best_of,
     change_text,
+    clip_points,
     interval_text,
     is_worse,
     markdown_line,
-    rule,
-    within_limits,
+    unit_and_direction,
     worst_of,
 )
 from comingle.utils.errors import RecipeError, RunError, did_you_mean, list_names
@@ -108,8 +108,10 @@ def interval(values: Sequence[float], *, num_intervals: int = 1) -> tuple[float,
     return one_way(values).interval(share=1 / num_intervals)
 
 
-def has_no_interval(estimate: Estimate, measure: str) -> bool:
-    """Return whether a share, such as an accuracy, is equal for all seeds, so that its interval would have width 0.
+def is_constant_share(estimate: Estimate, measure: str) -> bool:
+    """Return whether the measure is a share, such as an accuracy, that does not vary between seeds.
+
+    Its confidence interval would have width 0, so none is shown.
 
     Args:
         estimate: The mean over seeds.
@@ -132,20 +134,20 @@ def interval_of_change(
 
     Returns:
         Both ends, in the unit of :func:`comingle.reports.formatting.change`; None for fewer than two seeds, and for
-        shares that are equal for all seeds (:func:`has_no_interval`).
+        shares that are equal for all seeds (:func:`is_constant_share`).
     """
     if len(differences) < 2:
         return None
     estimate = one_way(differences)
-    if has_no_interval(estimate, measure):
+    if is_constant_share(estimate, measure):
         return None
     low, high = estimate.interval(share=1 / num_intervals)
     return _possible_change(low, measure), _possible_change(high, measure)
 
 
 def _possible_change(difference: float, measure: str) -> float:
-    """Return an end of an interval of differences as a change, which is at least -100% for perplexities."""
-    return within_limits(as_change(difference, measure), measure)
+    """Return an end of an interval of differences as a change; shares cannot change by more than 100 points."""
+    return clip_points(as_change(difference, measure), measure)
 
 
 def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
@@ -169,12 +171,13 @@ def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
     ms_seeds = num_users * mean_by_seed.var(ddof=1)
     ms_rest = (rest**2).sum() / freedom_rest
 
-    ms, freedom = max((ms_users, float(freedom_users)), (ms_seeds, float(freedom_seeds)))
-    combined = ms_users + ms_seeds - ms_rest
-    if combined > ms:
-        ms = combined
+    users_candidate, seeds_candidate = (ms_users, float(freedom_users)), (ms_seeds, float(freedom_seeds))
+    ms, freedom = max(users_candidate, seeds_candidate)  # the one with the larger mean square
+    ms_sum = ms_users + ms_seeds - ms_rest
+    if ms_sum > ms:
+        ms = ms_sum
         terms = [ms_users**2 / freedom_users, ms_seeds**2 / freedom_seeds, ms_rest**2 / freedom_rest]
-        freedom = combined**2 / sum(terms)
+        freedom = ms_sum**2 / sum(terms)
     return Estimate(mean=float(mean), error=math.sqrt(ms / values.size), freedom=float(freedom))
 
 
@@ -193,17 +196,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def holm_shares(p_values: Sequence[float]) -> list[float]:
-    """Return the share of the error rate 0.05 (ERROR) at which Holm's procedure tests each hypothesis.
+    """Return the share of the error rate 0.05 at which Holm's procedure tests each hypothesis.
 
-    The smallest of n p-values has the share ``1 / n``, the next ``1 / (n - 1)``, and so on. The procedure stops at the
-    first hypothesis that is not rejected, and all later ones get its share. So an interval with confidence
-    ``1 - 0.05 share`` excludes 0 exactly if the hypothesis is rejected.
+    The smallest of n p-values has the share ``1 / n``, the next ``1 / (n - 1)``, and so on. From the first hypothesis
+    that is not rejected on, all have the same share: ``[0.001, 0.04, 0.3]`` becomes ``[1/3, 1/2, 1/2]``. An interval
+    with confidence ``1 - 0.05 share`` excludes 0 exactly if its hypothesis is rejected.
     """
     num_rejected = sum(adjusted <= ERROR for adjusted in holm(p_values))
     shares = [1.0] * len(p_values)
     for rank, hypothesis in enumerate(np.argsort(p_values, kind="stable")):
-        last_rank = min(rank, num_rejected)  # the first hypothesis that is not rejected has rank num_rejected
-        shares[hypothesis] = 1 / (len(p_values) - last_rank)
+        tested_rank = min(rank, num_rejected)  # the first hypothesis that is not rejected has rank num_rejected
+        shares[hypothesis] = 1 / (len(p_values) - tested_rank)
     return shares
 
 
@@ -216,17 +219,18 @@ def signed_rank(differences: Sequence[float]) -> float:
     nonzero = np.array([value for value in differences if value])
     if not len(nonzero):
         return 1.0
-    # Ranks are doubled, so that they are integers for ties too: c ties with the ranks r - c + 1 to r get 2 r - c + 1.
+    # Doubled ranks, which are integers for ties too: sizes 0.1, 0.3, 0.3 have ranks 1, 2.5, 2.5, doubled 2, 5, 5.
     _, index_of_size, num_ties = np.unique(np.abs(nonzero), return_inverse=True, return_counts=True)
     last_ranks = np.cumsum(num_ties)
-    ranks_of_sizes = 2 * last_ranks - num_ties + 1
-    ranks = ranks_of_sizes[index_of_size]
-    probabilities = np.ones(1)  # probabilities[s]: the positive differences seen so far have ranks with the sum s
-    for rank in ranks:  # the difference is negative or positive with probability 1/2
-        if_negative, if_positive = np.pad(probabilities, (0, rank)), np.pad(probabilities, (rank, 0))
+    doubled_ranks_of_sizes = 2 * last_ranks - num_ties + 1
+    doubled_ranks = doubled_ranks_of_sizes[index_of_size]
+    probabilities = np.ones(1)  # probabilities[s]: that the doubled ranks of positive differences sum to s
+    for rank in doubled_ranks:  # each difference is negative or positive with probability 1/2
+        if_negative = np.pad(probabilities, (0, rank))  # the sum stays
+        if_positive = np.pad(probabilities, (rank, 0))  # the sum grows by the rank
         probabilities = (if_negative + if_positive) / 2
-    observed = int(ranks[nonzero > 0].sum())
-    lower_tail, upper_tail = probabilities[: observed + 1].sum(), probabilities[observed:].sum()
+    observed_sum = int(doubled_ranks[nonzero > 0].sum())
+    lower_tail, upper_tail = probabilities[: observed_sum + 1].sum(), probabilities[observed_sum:].sum()
     # Both tails have the observed sum, so twice a tail can be more than 1.
     return min(1.0, 2 * float(min(lower_tail, upper_tail)))
 
@@ -252,7 +256,7 @@ class Verdict:
     ``change`` and its interval are in the unit of :func:`comingle.reports.formatting.change`: per cent of perplexities,
     points of shares, powers of ten of losses. They and ``confidence`` are None if ``verdict`` is :data:`NOT_FINITE` or
     :data:`ONE_SEED`. The interval and ``confidence`` are also None if shares do not differ between seeds
-    (:func:`has_no_interval`); the verdict is then :data:`LEVEL`.
+    (:func:`is_constant_share`); the verdict is then :data:`LEVEL`.
 
     Args:
         method: The method.
@@ -293,7 +297,7 @@ class BaselineComparisonRecord(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineComparison:
-    """All methods of a comparison against ``baseline``, which is named as by :func:`baseline_text`."""
+    """Verdicts on all methods of a comparison against ``baseline``, such as "the better of local and fedavg"."""
 
     baseline: str
     measure: str
@@ -381,7 +385,7 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
     Args:
         results: Results by method, seed and user.
         measure: Name of the measure of these results, such as "perplexity".
-        baseline: One method, or several separated by commas, of which each user's best result for a seed counts.
+        baseline: A method. Of several, such as "local,fedavg", each user's best result counts, for each seed.
 
     Returns:
         The verdicts; None if there is no other method, or none that has two seeds in common with the baseline.
@@ -396,31 +400,32 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
         return None
     num_users = len(next(iter(baseline_results.values())))
 
-    # Tested are methods with at least two seeds and finite differences.
-    arrays: dict[str, np.ndarray] = {}  # differences of users x seeds, by tested method
+    # Methods with one seed or a difference that is not finite are not tested.
+    tested: dict[str, np.ndarray] = {}  # differences of shape (users, seeds), by method
     for name, by_seed in differences_by_method.items():
         array = _as_array(by_seed)
         if array is not None:
-            arrays[name] = array
-    estimates = {name: two_way(array) for name, array in arrays.items()}
+            tested[name] = array
+    estimates = {name: two_way(array) for name, array in tested.items()}
     p_of_means = []
     for estimate in estimates.values():
-        p_of_means.append(1.0 if has_no_interval(estimate, measure) else estimate.p_value)
-    share_by_method = dict(zip(arrays, holm_shares(p_of_means), strict=True))  # of the error rate
-    p_over_users = [signed_rank(array.mean(1).tolist()) for array in arrays.values()]
-    p_value_by_method = dict(zip(arrays, holm(p_over_users), strict=True))
-    smallest_p = len(arrays) * smallest_signed_rank(num_users)
+        p_of_means.append(1.0 if is_constant_share(estimate, measure) else estimate.p_value)
+    error_share_by_method = dict(zip(tested, holm_shares(p_of_means), strict=True))
+    p_over_users = [signed_rank(array.mean(1).tolist()) for array in tested.values()]
+    p_value_by_method = dict(zip(tested, holm(p_over_users), strict=True))
+    smallest_adjusted_p = len(tested) * smallest_signed_rank(num_users)
+    has_enough_users = smallest_adjusted_p <= ERROR  # for a significant p-value
 
     verdicts = []
     for name, by_seed in differences_by_method.items():
         seeds = tuple(by_seed)
-        if name in arrays:
-            p_value = p_value_by_method[name] if smallest_p <= ERROR else None  # too few users to be significant
-            verdict = _verdict_of(name, seeds, estimates[name], measure, share_by_method[name], p_value)
+        if name in tested:
+            p_value = p_value_by_method[name] if has_enough_users else None
+            verdict = _verdict_of(name, seeds, estimates[name], measure, error_share_by_method[name], p_value)
         else:
             verdict = Verdict(method=name, seeds=seeds, verdict=NOT_FINITE if len(seeds) > 1 else ONE_SEED)
-        counts = _count_ahead(by_seed, measure)
-        verdicts.append(replace(verdict, **counts))
+        num_ahead, num_pairs, worst = _count_ahead(by_seed, measure)
+        verdicts.append(replace(verdict, ahead=num_ahead, pairs=num_pairs, worst=worst))
     return BaselineComparison(
         baseline=baseline_text(names_in_baseline), measure=measure, users=num_users, verdicts=tuple(verdicts)
     )
@@ -441,18 +446,18 @@ def _best_results(
     min_or_max = best_of(measure)
     first_method = results_of_methods[0]
     best_results: dict[int, dict[str, float | None]] = {}
-    for seed, users in first_method.items():
-        if not all(seed in by_seed for by_seed in results_of_methods):
+    for seed, results_by_user in first_method.items():
+        if not all(seed in results_of_method for results_of_method in results_of_methods):
             continue
         best_results[seed] = {}
-        for user in users:
-            values = [by_seed[seed].get(user) for by_seed in results_of_methods]
+        for user in results_by_user:
+            values = [results_of_method[seed].get(user) for results_of_method in results_of_methods]
             finite = [value for value in values if value is not None and math.isfinite(value)]
             best_results[seed][user] = min_or_max(finite) if len(finite) == len(values) else None
     return best_results
 
 
-def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str) -> JsonObject:
+def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str) -> tuple[int, int, float | None]:
     """Count a method's results that are better than the baseline's, and find the worst change.
 
     Args:
@@ -460,7 +465,7 @@ def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str
         measure: Name of the measure of the results, such as "perplexity".
 
     Returns:
-        Fields ``ahead``, ``pairs`` and ``worst`` of a :class:`Verdict`.
+        The number of better results, the number of all results, and the worst change, None if a result is not finite.
     """
     all_differences = [value for values in differences.values() for value in values]
     finite = [value for value in all_differences if value is not None]
@@ -469,7 +474,7 @@ def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str
     if finite and len(finite) == len(all_differences):
         min_or_max = worst_of(measure)
         worst = as_change(min_or_max(finite), measure)
-    return {"ahead": num_ahead, "pairs": len(all_differences), "worst": worst}
+    return num_ahead, len(all_differences), worst
 
 
 def _differences(
@@ -486,11 +491,12 @@ def _differences(
     """
     differences: dict[int, list[float | None]] = {}
     for seed, baseline_by_user in baseline_results.items():
-        if seed in results:
-            differences[seed] = [
-                additive_difference(results[seed].get(user), baseline_result, measure)
-                for user, baseline_result in baseline_by_user.items()
-            ]
+        if seed not in results:
+            continue
+        differences[seed] = []
+        for user, baseline_result in baseline_by_user.items():
+            result = results[seed].get(user)
+            differences[seed].append(additive_difference(result, baseline_result, measure))
     return differences
 
 
@@ -511,22 +517,22 @@ def _as_array(differences: Mapping[int, Sequence[float | None]]) -> np.ndarray |
 
 
 def _verdict_of(
-    name: str, seeds: tuple[int, ...], estimate: Estimate, measure: str, share: float, p_value: float | None
+    name: str, seeds: tuple[int, ...], estimate: Estimate, measure: str, error_share: float, p_value: float | None
 ) -> Verdict:
-    """Return the verdict on a method with a finite mean change, without the numbers of :func:`_count_ahead`.
+    """Return the verdict on a method with a finite mean change: better, level or worse.
 
     Args:
         name: The method.
         seeds: Its seeds.
         estimate: Its mean difference to the baseline.
         measure: Name of the measure of the results, such as "perplexity".
-        share: The confidence of its interval is ``1 - share * ERROR``.
+        error_share: Share of the error rate 0.05: its interval has the confidence ``1 - 0.05 error_share``.
         p_value: Its adjusted p-value over users; None if there are too few users.
     """
     change = as_change(estimate.mean, measure)
-    if has_no_interval(estimate, measure):  # an interval of width 0 would be wrong
+    if is_constant_share(estimate, measure):  # no interval
         return Verdict(method=name, seeds=seeds, verdict=LEVEL, change=change, p_value=p_value)
-    low, high = estimate.interval(share)
+    low, high = estimate.interval(error_share)
     if low <= 0 <= high:
         verdict = LEVEL
     elif is_worse(estimate.mean, measure):
@@ -540,7 +546,7 @@ def _verdict_of(
         change=change,
         low=_possible_change(low, measure),
         high=_possible_change(high, measure),
-        confidence=1 - share * ERROR,
+        confidence=1 - error_share * ERROR,
         p_value=p_value,
     )
 
@@ -555,13 +561,16 @@ def heading(comparison: BaselineComparison) -> str:
     users_text = "1 user" if num_users == 1 else f"{num_users} users"
     seeds = sorted({seed for verdict in comparison.verdicts for seed in verdict.seeds})
     seeds_text = ", ".join(map(str, seeds))
-    return f"against {comparison.baseline}: {mean} {measure} over {users_text} and seeds {seeds_text} ({rule(measure)})"
+    return (
+        f"against {comparison.baseline}: {mean} {measure} over {users_text} and seeds {seeds_text} "
+        f"({unit_and_direction(measure)})"
+    )
 
 
-def rows_of(comparison: BaselineComparison) -> tuple[list[str], list[list[str]]]:
+def verdict_rows(comparison: BaselineComparison) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of verdicts as text, with a row for each method.
 
-    "ahead" is how many results, one per user and seed, are better than the baseline's.
+    "ahead" is the number of results that are better than the baseline's, such as "7 of 12" for 4 users and 3 seeds.
     """
     header = ["method", "change", "interval", "verdict", "p over users", "ahead", "worst"]
     rows = []
@@ -615,7 +624,7 @@ def notes(comparison: BaselineComparison) -> list[str]:
     else:
         after_holm = f", after Holm's correction for {num_methods} methods" if num_methods > 1 else ""
         p_note = (
-            f"No p over users: Wilcoxon's test needs at least {_least_users(num_methods)} users to reach p = {ERROR}"
+            f"No p over users: Wilcoxon's test needs at least {_fewest_users(num_methods)} users to reach p = {ERROR}"
             f"{after_holm}; here are {comparison.users}."
         )
     ahead_note = (
@@ -624,14 +633,14 @@ def notes(comparison: BaselineComparison) -> list[str]:
     return [verdict_note, p_note, ahead_note]
 
 
-def _least_users(num_methods: int) -> int:
+def _fewest_users(num_methods: int) -> int:
     """Return the smallest number of users for which Wilcoxon's test, after Holm's correction, can reach 0.05."""
     return math.ceil(1 + math.log2(max(1, num_methods) / ERROR))
 
 
 def markdown(comparison: BaselineComparison) -> list[str]:
     """Return the table of verdicts with its heading and notes as lines of Markdown."""
-    header, rows = rows_of(comparison)
+    header, rows = verdict_rows(comparison)
     lines = [f"Table: {heading(comparison)}", "", markdown_line(header), "|" + "---|" * len(header)]
     lines += [markdown_line(row) for row in rows]
     lines.append("")
@@ -642,7 +651,7 @@ def markdown(comparison: BaselineComparison) -> list[str]:
 def render(comparison: BaselineComparison) -> Iterator[Table | Text]:
     """Yield the heading, the table of verdicts and the notes for the terminal."""
     yield words(heading(comparison), "italic")  # a title would be wrapped at the width of the table
-    header, rows = rows_of(comparison)
+    header, rows = verdict_rows(comparison)
     table = Table(box=None)
     for name in header:
         table.add_column(name, justify="left" if name in ("method", "verdict") else "right", no_wrap=True)
@@ -697,7 +706,7 @@ class ComparisonTable(_ComparisonTable, total=False):
     against: BaselineComparisonRecord | None
 
 
-def _cell_spread(values: Sequence[float | None]) -> CellSpread:
+def _mean_and_std(values: Sequence[float | None]) -> CellSpread:
     """Return mean and standard deviation over seeds (0 for a single one); both are None if a value is not finite."""
     finite = [value for value in values if value is not None]
     if len(finite) < len(values):
@@ -714,12 +723,12 @@ def folder_name(label: str) -> str:
 def compare_runs(
     folders: Sequence[Path], baseline: str | None = None, labels: Mapping[Path, str] = MappingProxyType({})
 ) -> ComparisonTable:
-    """Return mean and deviation over seeds for each method, in the given order, and comparisons with a baseline.
+    """Return a table of each method's results, as mean and deviation over seeds, with verdicts against a baseline.
 
     Args:
         folders: Run folders.
-        baseline: A method, or several separated by commas, of which the best result counts.
-        labels: Names of runs that are not called by their method's name, for example with other settings.
+        baseline: A method. Of several, such as "local,fedavg", each user's best result counts.
+        labels: Name of the method in the table by run folder, such as "fedprox:mu=0.1"; else that in the run.
 
     Raises:
         RunError: A run is missing or has not finished, or runs have different users.
@@ -737,8 +746,8 @@ def compare_metrics(labelled_metrics: Iterable[tuple[str, JsonObject]], baseline
     """Return the table of :func:`compare_runs` for metrics in memory.
 
     Args:
-        labelled_metrics: The label of a method and the metrics of one run, for each run.
-        baseline: A method, or several separated by commas, of which the best result counts.
+        labelled_metrics: For each run the name of its method in the table and its metrics.
+        baseline: A method. Of several, such as "local,fedavg", each user's best result counts.
 
     Raises:
         RunError: Runs have different users.
@@ -782,11 +791,11 @@ def with_baseline(table: ComparisonTable, baseline: str | None) -> ComparisonTab
 
     Args:
         table: The comparison, with a row of results and costs for each method.
-        baseline: A method, or several separated by commas, of which the best result counts; None for ``local``, or
+        baseline: A method. Of several, such as "local,fedavg", each user's best result counts. None for ``local``, or
             else the first method.
 
     Raises:
-        RunError: The table has no results of single seeds, as older tables.
+        RunError: The table is of an older version, without the results of each seed.
         RecipeError: The baseline is not among the methods.
     """
     rows = table["methods"]
@@ -796,7 +805,7 @@ def with_baseline(table: ComparisonTable, baseline: str | None) -> ComparisonTab
     results_by_method: dict[str, dict[int, dict[str, float | None]]] = {}
     for row in rows:
         results_by_seed: dict[int, dict[str, float | None]] = {}
-        for i, seed in enumerate(row["seeds"]):
+        for i, seed in enumerate(row["seeds"]):  # row["results"] has a list over seeds for each user
             results_by_seed[seed] = {user: results_of_seeds[i] for user, results_of_seeds in row["results"].items()}
         results_by_method[row["method"]] = results_by_seed
     comparison = compare_with_baseline(results_by_method, measure_of(rows[0]), chosen_baseline)
@@ -814,7 +823,7 @@ def _method_row(name: str, runs: Sequence[JsonMapping]) -> MethodRow:
 
     Args:
         name: The method's label.
-        runs: Metrics of its runs, one for each seed.
+        runs: ``metrics.json`` of its runs, one for each seed.
     """
     first = runs[0]
     measure, unit = measure_of(first), first.get("unit", "tokens")
@@ -827,11 +836,11 @@ def _method_row(name: str, runs: Sequence[JsonMapping]) -> MethodRow:
     planned_rounds = max(run.get("planned_rounds", 0) for run in runs)  # only runs that ended early have it
     if planned_rounds:
         row["planned_rounds"] = planned_rounds
-    row[f"mean_test_{measure}"] = _cell_spread([run[f"mean_test_{measure}"] for run in runs])
+    row[f"mean_test_{measure}"] = _mean_and_std([run[f"mean_test_{measure}"] for run in runs])
     row.update(_geometric_mean_entry(runs, measure))
-    row["users"] = {user: _cell_spread(results) for user, results in results_by_user.items()}
+    row["users"] = {user: _mean_and_std(results) for user, results in results_by_user.items()}
     row["results"] = results_by_user
-    # Seeds have equal sizes of models and uploads, but different speeds.
+    # Models and uploads have the same size with every seed; speeds differ.
     row["upload_bytes_per_user_round"] = first["upload_bytes_per_user_round"]
     row["trainable_parameters"] = first["trainable_parameters"]
     row[f"{unit}_per_second"] = statistics.fmean(run[f"{unit}_per_second"] for run in runs)
@@ -846,7 +855,7 @@ def _method_row(name: str, runs: Sequence[JsonMapping]) -> MethodRow:
     for key in ("method_settings", "untrained"):
         if key in first:
             row[key] = first[key]
-    return cast(MethodRow, row)  # names of two keys depend on measure and unit
+    return cast(MethodRow, row)  # a type checker cannot know keys such as "mean_test_perplexity"
 
 
 def _most_revealing_privacy(runs: Sequence[JsonMapping]) -> Mapping[str, object]:
@@ -862,7 +871,7 @@ def _warnings(runs: Sequence[JsonMapping]) -> list[str]:
 def _geometric_mean_entry(runs: Sequence[JsonMapping], measure: str) -> dict[str, CellSpread]:
     """Return mean and deviation over seeds of the geometric mean over users, for perplexities only."""
     means = [mean for run in runs for mean in geometric(run["users"], measure).values()]  # empty for other measures
-    return {GEOMETRIC: _cell_spread(means)} if means else {}
+    return {GEOMETRIC: _mean_and_std(means)} if means else {}
 
 
 def read_comparison(folder: Path) -> ComparisonTable:
@@ -883,7 +892,7 @@ def methods_in_table(folder: Path) -> list[str]:
 
 
 def runs_in_table(folder: Path) -> list[tuple[str, int]]:
-    """Return method and seed of each run in the ``table.json`` of a comparison's folder; empty if it has none."""
+    """Return method and seed of each run in the ``table.json`` of a comparison's folder; empty without a table."""
     return [(str(row["method"]), seed) for row in _rows_in_table(folder) for seed in row.get("seeds", ())]
 
 

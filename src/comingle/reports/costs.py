@@ -178,16 +178,20 @@ class TimesRecord(TypedDict):
 
 
 def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
-    """Yield the tables and lines of a plan: parameters and bytes, compute, memory, privacy, the paper's Table 3."""
+    """Yield the tables and lines of ``comingle cost``: parameters and bytes, compute, memory, privacy, and so on.
+
+    A plan with the methods fedavg and comigs-1g1s ends with a comparison with Table 3 of the CoMiGS paper.
+    """
     yield _plan_heading(plan)
     for table in (_parameters_table(plan), _compute_table(plan), _memory_table(plan)):
         yield table
         yield ""
-    if "memory" in plan:
-        yield _choices_table(plan["memory"])
+    if "memory" in plan:  # the recipe sets runtime.memory
+        yield _memory_choices_table(plan["memory"])
         yield ""
-    yield from _store_lines(plan)
-    if any("privacy" in method for method in plan["methods"]):
+    yield from _disk_lines(plan)
+    has_privacy = any("privacy" in method for method in plan["methods"])
+    if has_privacy:
         yield from _privacy_lines(plan)
         yield ""
     if plan["comigs_1g1s_minus_fedavg"]:
@@ -256,18 +260,18 @@ def _plan_heading(plan: PlanRecord) -> Text:
     if plan["unit"] == "token":
         num_parameters = f"{plan['base_parameters'] / 1e6:,.1f}M"
         work = f"{plan['local_steps']} steps with {plan['batch_size']} x {plan['context']} tokens"
-        not_done = "No weights were loaded and no model was trained."
+        note_on_work = "No weights were loaded and no model was trained."
     else:
         num_parameters = f"{plan['base_parameters']:,}"
         work = f"up to {plan['local_steps']} steps with {plan['batch_size']} samples"
-        not_done = "No model was trained."
-    after_base = (
+        note_on_work = "No model was trained."
+    rest = (
         f", {num_parameters} parameters, {plan['dtype']} on {plan['device']}; {len(plan['users'])} users: {names}\n"
-        f"{plan['rounds']} rounds of {work} for each user. {not_done} MB = 10^6 bytes.\n"
+        f"{plan['rounds']} rounds of {work} for each user. {note_on_work} MB = 10^6 bytes.\n"
     )
     if plan["note"]:
-        after_base += f"{plan['note']}\n"
-    return Text.assemble(words(plan["base"], "bold"), printable(after_base, keep="\n"))
+        rest += f"{plan['note']}\n"
+    return Text.assemble(words(plan["base"], "bold"), printable(rest, keep="\n"))
 
 
 def _captioned_table(title: str, caption: str = "") -> Table:
@@ -283,23 +287,27 @@ def _add_columns(table: Table, *names: str, num_left: int = 2) -> None:
 
 
 def _user_rows(plan: PlanRecord) -> Iterator[tuple[str, str, UserCostRecord]]:
-    """Yield for each method a row for each group of users with equal costs.
+    """Yield a row for each method and group of users with equal costs.
 
     Yields:
-        The method's name in its first row, empty in the others; the users' names, "each" for all users; and the costs
-        of one user of the group.
+        Method, users and costs of one of the users: ``("fedavg", "ann, bob", {...})``, ``("", "cem", {...})``. Only the
+        first row of a method has its name; "each" stands for all users.
     """
     for method in plan["methods"]:
         groups = method["users"]
-        for i, group in enumerate(groups):
-            method_name = method["method"] if i == 0 else ""
+        for number, group in enumerate(groups):
+            is_first = number == 0
+            method_name = method["method"] if is_first else ""
             has_all_users = len(groups) == 1 and len(group["names"]) > 1
             user_names = "each" if has_all_users else ", ".join(group["names"])
             yield method_name, user_names, group
 
 
 def _parameters_table(plan: PlanRecord) -> Table:
-    """Return the table of trained parameters by role, bytes per exchange, and exchanges."""
+    """Return the table of trained parameters by role, bytes per exchange, and number of exchanges.
+
+    An exchange is an upload and the aggregation at the end of a round; some methods have none in some rounds.
+    """
     roles = list(dict.fromkeys(role for _, _, user in _user_rows(plan) for role in user["parameters"]))
     table = _captioned_table(
         "Trained parameters of one user, and bytes it sends and receives per exchange",
@@ -329,12 +337,12 @@ def _compute_table(plan: PlanRecord) -> Table:
     rows = list(_user_rows(plan))
     has_experts = any(user["experts"] for _, _, user in rows)
     all_have_experts = all(user["experts"] for _, _, user in rows)
-    counted = "Matrix products" if is_text else "Matrix products and convolutions"
-    # Mixtures and nets may make several passes in a step, which count as overhead over one pass of the base.
-    exception = "" if all_have_experts else "; of mixtures and nets, in one pass a step"
+    operations = "Matrix products" if is_text else "Matrix products and convolutions"
+    # Mixtures and nets may make several passes in a step. Their overhead is over one pass of the base.
+    exception_of_mixtures = "" if all_have_experts else "; of mixtures and nets, in one pass a step"
     caption = (
-        f"{counted}, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "
-        f"the same passes{exception}."
+        f"{operations}, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "
+        f"the same passes{exception_of_mixtures}."
     )
     if has_experts:
         caption += "\nNaive: a whole MLP per expert, instead of one product with base weights for all experts."
@@ -380,12 +388,10 @@ _COMPILED = ", without compilation (runtime.compile: false); compiled code needs
 def _memory_table(plan: PlanRecord) -> Table:
     """Return the table of peak memory by purpose: for each method on this machine, and on a device of one user."""
     is_text = plan["unit"] == "token"
-    weights_or_data = "weights" if is_text else "data"
-    adapters_or_nets = "adapters" if is_text else "nets"
     key_by_heading = {
         "process": "process_bytes",
-        weights_or_data: f"{weights_or_data}_bytes",
-        adapters_or_nets: "adapters_bytes",
+        **({"weights": "weights_bytes"} if is_text else {"data": "data_bytes"}),
+        "adapters" if is_text else "nets": "adapters_bytes",
         "moments": "moments_bytes",
         "gradients": "gradients_bytes",
         "activations": "activations_bytes",
@@ -424,8 +430,8 @@ def _chosen_settings(memory: ChoicesRecord) -> ChoiceRecord | None:
     return None
 
 
-def _choices_table(memory: ChoicesRecord) -> Table:
-    """Return the table of the settings that ``runtime.memory`` may choose, with the first that fits marked."""
+def _memory_choices_table(memory: ChoicesRecord) -> Table:
+    """Return the table of the settings that ``runtime.memory`` may choose; "*" marks the chosen ones."""
     table = _captioned_table(
         f"runtime.memory: {_megabytes_number(memory['limit_bytes'])} MB",
         "time of a step relative to full passes; quantised bases are other models; * chosen",
@@ -440,8 +446,8 @@ def _choices_table(memory: ChoicesRecord) -> Table:
     return table
 
 
-def _store_lines(plan: PlanRecord) -> Iterator[str]:
-    """Yield the bytes of users on disk."""
+def _disk_lines(plan: PlanRecord) -> Iterator[str]:
+    """Yield a line on the disk space of each method that stores its users on disk."""
     for method in plan["methods"]:
         if method["store_bytes"]:  # the recipe stores users on disk
             yield f"{method['method']}: users on disk take {megabytes(method['store_bytes'])} there at most\n"
@@ -450,36 +456,36 @@ def _store_lines(plan: PlanRecord) -> Iterator[str]:
 def _paper_tables(plan: PlanRecord) -> Iterator[Table | str]:
     """Yield how much more CoMiGS-1G1S costs than FedAvg, beside Table 3 of the CoMiGS paper, and why they differ.
 
-    Each row is one column of Table 3, such as the upload of a round: the paper's figure, the paper's way of counting
-    applied to this base ("theirs"), and the difference that comingle counts ("true").
+    Each row is a quantity of Table 3, such as the upload of a round, with three differences: that of the paper, that of
+    this base counted as in the paper ("theirs"), and that of this base as comingle counts it ("true").
     """
     table = _captioned_table(
         "CoMiGS-1G1S against FedAvg: Table 3 of the paper (GPT2-124M), and this base with these adapters"
     )
     _add_columns(table, "for one user", "the paper", "counted its way", "what is true here", num_left=1)
     reasons = []
-    for column in plan["comigs_1g1s_minus_fedavg"]:
-        format_amount = _scaled_flops if column["unit"] == "FLOPs" else _precise_megabytes
+    for difference in plan["comigs_1g1s_minus_fedavg"]:
+        format_amount = _scaled_flops if difference["unit"] == "FLOPs" else _precise_megabytes
         theirs = ""
-        if column["theirs"] is not None and column["theirs_share"] is not None:  # the paper counts it
-            theirs = _difference_text(column["theirs"], column["theirs_share"], format_amount)
-        true = _difference_text(column["true"], column["true_share"], format_amount)
-        table.add_row(column["what"], column["paper"], theirs, true)
-        reasons.append(f"  {column['what']}: {column['why']}")
+        if difference["theirs"] is not None and difference["theirs_share"] is not None:  # the paper counts it
+            theirs = _difference_text(difference["theirs"], difference["theirs_share"], format_amount)
+        true = _difference_text(difference["true"], difference["true_share"], format_amount)
+        table.add_row(difference["what"], difference["paper"], theirs, true)
+        reasons.append(f"  {difference['what']}: {difference['why']}")
     yield table
     yield "\n".join(reasons) + "\n"
 
 
-def _difference_text(value: float, share: float, format_amount: Callable[[float], str]) -> str:
-    """Return a difference as text, with its fraction, such as "+1.180 MB (+33.33%)".
+def _difference_text(difference: float, fraction: float, format_amount: Callable[[float], str]) -> str:
+    """Return an absolute and a relative difference as text, such as "+1.180 MB (+33.33%)".
 
     Args:
-        value: The difference.
-        share: The difference as a fraction of the amount that it is added to.
+        difference: The absolute difference.
+        fraction: The relative difference, such as 0.3333.
         format_amount: Formats an amount with its unit.
     """
-    sign = "+" if value >= 0 else "-"
-    return f"{sign}{format_amount(abs(value))} ({share:+.2%})"
+    sign = "+" if difference >= 0 else "-"
+    return f"{sign}{format_amount(abs(difference))} ({fraction:+.2%})"
 
 
 def _signed_percent(value: float) -> str:
@@ -526,32 +532,33 @@ _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")
 
 def render_times(times: TimesRecord) -> Iterator[Table | str]:
     """Yield a heading, for each method the table of times and the measurements behind it, and notes on assumptions."""
-    yield _times_head(times)
+    yield _times_heading(times)
     for method in times["methods"]:
         yield _times_table(method, has_price=times["price"] is not None)
         yield f"  {_measurements_line(method['parts'])}\n"
     yield from _times_notes(times)
 
 
-def _times_head(times: TimesRecord) -> str:
+def _times_heading(times: TimesRecord) -> str:
     """Return the line above the tables of times, such as "Time on 1 machine with 4 processes on 8 cores"."""
-    equipment = f"{times['processes']} processes on {times['cores']} cores"
+    hardware = f"{times['processes']} processes on {times['cores']} cores"
     if times["gpus"]:
-        equipment = f"{times['processes']} GPUs"
+        hardware = f"{times['processes']} GPUs"
     price = "" if times["price"] is None else f", {times['price']:g} an hour"
     if times["machines"] == 1:
-        return f"Time on 1 machine with {equipment}{price}\n"
+        return f"Time on 1 machine with {hardware}{price}\n"
     if price:
         price += " each"
     link = f"{times['link'] / 1e9:g} GB/s and {seconds(times['latency'])} between them"
-    return f"Time on {times['machines']} machines with {equipment} each{price}; {link}\n"
+    return f"Time on {times['machines']} machines with {hardware} each{price}; {link}\n"
 
 
 def _times_table(method: MethodTimeRecord, *, has_price: bool) -> Table:
     """Return the table of a method's times, one row for each size of the population.
 
     Args:
-        method: Name of the method, and a row of times for each size of the population.
+        method: Name of the method, and a row of times for each size of the population; ``binds`` is the slowest part,
+            such as "compute".
         has_price: Whether a machine's price is known, so that there is a column "money".
     """
     table = Table(title=f"{method['method']}: seconds of a round", title_justify="left", box=None)

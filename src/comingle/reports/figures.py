@@ -46,10 +46,10 @@ from comingle.reports.runs import (
     ExpertCurves,
     Gain,
     baselines,
-    compared,
     cost,
     expert_curves,
     final,
+    gains_of_entries,
     learning_curve,
 )
 from comingle.utils.records import MEASURES, read_events
@@ -114,7 +114,7 @@ def _mean_change_by_user(entries: Sequence[Entry], baseline: Entry | None) -> di
     if baseline is None:  # none of the entries can be a baseline
         return {}
     changes_by_entry = []
-    for _, gains in compared(entries, baseline):
+    for _, gains in gains_of_entries(entries, baseline):
         changes_by_entry.append({gain.user: gain.change.mean for gain in gains})
     if not changes_by_entry:
         return {}
@@ -268,7 +268,7 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
     Returns:
         The panel; None if no entry can be compared with the baseline.
     """
-    gains_by_entry = compared(entries, baseline)
+    gains_by_entry = gains_of_entries(entries, baseline)
     if not gains_by_entry:
         return None
     num_entries = len(gains_by_entry)
@@ -490,7 +490,7 @@ def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | Non
         A panel for the distribution, and one for each compared entry if the runs record the amounts of data; None if
         nothing can be compared.
     """
-    gains_by_entry = compared(entries, baseline)
+    gains_by_entry = gains_of_entries(entries, baseline)
     if not gains_by_entry:
         return None
     style_by_label = _styles_by_label(entries)

@@ -50,20 +50,22 @@ def at_share(best_to_worst: Sequence[str], share: float) -> str:
     return best_to_worst[math.floor(share * (len(best_to_worst) - 1) + 0.5)]
 
 
-def typical_budget(counts: Sequence[int]) -> int | None:
+def median_parameter_count(counts: Sequence[int]) -> int | None:
     """Return the lower median of the positive numbers of trained parameters; None without any."""
     trained = [count for count in counts if count]
     return statistics.median_low(trained) if trained else None
 
 
-def is_unequal(count: int, typical: int | None) -> bool:
-    """Return whether a method's number of parameters differs from the median by more than :data:`TOLERANCE`.
+def is_unequal(count: int, median: int | None) -> bool:
+    """Return whether a method's number of trained parameters differs from the median by more than 10%.
 
-    A method that trains nothing is never unequal.
+    Args:
+        count: The number; 0 is never unequal.
+        median: The median over all methods that train; None if none does.
     """
-    if count == 0 or typical is None:
+    if count == 0 or median is None:
         return False
-    return abs(count - typical) > TOLERANCE * typical
+    return abs(count - median) > TOLERANCE * median
 
 
 def parameter_count_note(counts: Sequence[int]) -> str:
@@ -74,13 +76,13 @@ def parameter_count_note(counts: Sequence[int]) -> str:
     Args:
         counts: Number of trained parameters of each method.
     """
-    typical = typical_budget(counts)
-    if not any(is_unequal(count, typical) for count in counts):
+    median = median_parameter_count(counts)
+    if not any(is_unequal(count, median) for count in counts):
         return ""
-    return f"† trains over {TOLERANCE:.0%} more or fewer parameters than the median method, which trains {typical:,}"
+    return f"† trains over {TOLERANCE:.0%} more or fewer parameters than the median method, which trains {median:,}"
 
 
-def rule(measure: str) -> str:
+def unit_and_direction(measure: str) -> str:
     """Return the unit of a measure, if it has one, and its better direction: "per cent, higher is better"."""
     better = f"{MEASURES[measure]} is better"
     if measure in SHARES:
@@ -96,18 +98,18 @@ def axis_label(measure: str) -> str:
 
 
 def tick(value: float, measure: str) -> str:
-    """Return the tick label of a value."""
+    """Return the tick label of a value, such as "1,250" or "12.5"; shares are in per cent."""
     if measure in SHARES:
         value = 100 * value
     if value < 10:
         return f"{value:g}"
-    return f"{value:,.2f}".rstrip("0").removesuffix(".")
+    return f"{value:,.2f}".rstrip("0").removesuffix(".")  # "12.50" becomes "12.5", and "12.00" becomes "12"
 
 
 def sparse_tick(value: float, measure: str) -> str:
     """Return the tick label of 2 and 5 times powers of ten, and an empty label for others."""
-    leading = round(value / 10 ** math.floor(math.log10(value)))
-    return tick(value, measure) if leading in (2, 5) else ""
+    leading_digit = round(value / 10 ** math.floor(math.log10(value)))
+    return tick(value, measure) if leading_digit in (2, 5) else ""
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
@@ -118,11 +120,11 @@ def byte_unit(largest: float) -> tuple[float, str]:
 # -------------------------------------------------------------------- one user against a baseline
 
 _POINTS = {**dict.fromkeys(SHARES, "percentage points"), "rouge1": "points of 0.01"}
-"""Units of differences of measures with values from 0 to 1."""
+"""Measures with values from 0 to 1, and the units of their changes."""
 _LARGEST_EXPONENT = 700.0
 """Largest logarithm whose exponential is a finite float; ends of intervals can be beyond it."""
-_LONG_END = 1e6
-"""Ends of intervals from which on they are printed with an exponent. With two seeds, an end can have many digits."""
+_LARGE_BOUND = 1e6
+"""Ends of intervals are printed with an exponent from here on. With two seeds they can be this large."""
 
 
 def change(value: float, baseline: float, measure: str) -> float | None:
@@ -146,7 +148,7 @@ def change(value: float, baseline: float, measure: str) -> float | None:
 
 
 def additive_difference(value: float | None, baseline: float | None, measure: str) -> float | None:
-    """Return a difference to a baseline whose mean over users and seeds makes sense.
+    """Return the difference between a result and a baseline's in the unit in which means are taken.
 
     It is ``value - baseline`` for accuracies and ROUGE-1, and ``log(value / baseline)`` for perplexities and losses.
     :func:`as_change` converts a mean of such differences to the unit of :func:`change`.
@@ -167,22 +169,18 @@ def additive_difference(value: float | None, baseline: float | None, measure: st
 
 
 def as_change(mean: float, measure: str) -> float:
-    """Convert a mean of :func:`additive_difference` to the unit of :func:`change`."""
+    """Convert a mean of :func:`additive_difference` to the unit of :func:`change`: log(0.9) becomes -10 per cent."""
     if measure in _POINTS:
         return 100 * mean
     if measure == "loss":
-        return mean / math.log(10)
-    return 100 * math.expm1(min(mean, _LARGEST_EXPONENT))
+        return mean / math.log(10)  # from the natural to the common logarithm
+    log_ratio = min(mean, _LARGEST_EXPONENT)  # so that the exponential is finite
+    return 100 * math.expm1(log_ratio)
 
 
-def within_limits(end: float, measure: str) -> float:
-    """Limit an end of an interval to -100 to 100 points for shares and ROUGE-1; return others unchanged.
-
-    Args:
-        end: An end, in the unit of :func:`change`.
-        measure: Name of the measure of the results, such as "perplexity".
-    """
-    return max(-100.0, min(100.0, end)) if measure in _POINTS else end
+def clip_points(change: float, measure: str) -> float:
+    """Clip a change of accuracies or ROUGE-1 to -100 to 100 points; return changes of other measures as they are."""
+    return max(-100.0, min(100.0, change)) if measure in _POINTS else change
 
 
 def is_worse(difference: float, measure: str) -> bool:
@@ -238,7 +236,7 @@ def change_text(difference: float, measure: str) -> str:
 def interval_text(bounds: tuple[float, float], measure: str) -> str:
     """Return the confidence interval of a change as text: "-12.0 to -7.4", or factors for losses: "×0.8 to ×0.95".
 
-    Signed numbers have more digits if the interval is narrower than 1, or if an end that is not 0 would be shown as 0.
+    Intervals narrower than 1 have two digits after the point: "-0.42 to -0.12". Ends near 0 have up to four.
 
     Args:
         bounds: Both ends, in the unit of :func:`change`.
@@ -246,22 +244,23 @@ def interval_text(bounds: tuple[float, float], measure: str) -> str:
     """
     low, high = bounds
     if measure == "loss":
-        largest = _LARGEST_EXPONENT / math.log(10)  # larger powers of ten are not finite floats
-        return f"{factor_text(10 ** min(low, largest))} to {factor_text(10 ** min(high, largest))}"
+        largest_exponent = _LARGEST_EXPONENT / math.log(10)  # of a power of ten that is a finite float
+        low_factor, high_factor = 10 ** min(low, largest_exponent), 10 ** min(high, largest_exponent)
+        return f"{factor_text(low_factor)} to {factor_text(high_factor)}"
     digits = 1 if high - low >= 1 else 2
     while digits < 4 and (_rounds_to_zero(low, digits) or _rounds_to_zero(high, digits)):
         digits += 1
-    return f"{_end_text(low, digits)} to {_end_text(high, digits)}"
+    return f"{_bound_text(low, digits)} to {_bound_text(high, digits)}"
 
 
-def _rounds_to_zero(end: float, digits: int) -> bool:
+def _rounds_to_zero(bound: float, digits: int) -> bool:
     """Return whether an end of an interval that is not 0 would be printed as 0."""
-    return end != 0 and round(end, digits) == 0
+    return bound != 0 and round(bound, digits) == 0
 
 
-def _end_text(end: float, digits: int) -> str:
-    """Return an end of an interval as text, with an exponent from :data:`_LONG_END` on."""
-    return f"{end:+z.{digits}f}" if abs(end) < _LONG_END else f"{end:+.1e}"
+def _bound_text(bound: float, digits: int) -> str:
+    """Return an end of an interval as text: "+12.3", or "+1.2e+07" from a million on."""
+    return f"{bound:+z.{digits}f}" if abs(bound) < _LARGE_BOUND else f"{bound:+.1e}"
 
 
 def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
@@ -272,7 +271,7 @@ def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
         baseline: Name of the baseline.
         short: Leave out which direction is better.
     """
-    unit = "multiple" if measure == "loss" else _POINTS.get(measure, "%")
+    unit = "multiple" if measure == "loss" else _POINTS.get(measure, "%")  # a dictionary of units in points
     if short:
         return f"change against {baseline}, {unit}"
     lower_is_better = MEASURES[measure] == "lower"
@@ -332,18 +331,18 @@ def html_of(parts: Iterable[table.Table | Text]) -> str:
 def _html_table(source: table.Table) -> str:
     """Return a table of rich as HTML with its title and caption."""
     columns = source.columns
-    head = "".join(_html_cell("th", column, column.header) for column in columns)
+    header = "".join(_html_cell("th", column, column.header) for column in columns)
     body = ""
     cells_of_columns = [column.cells for column in columns]  # rich stores cells by column
     for row in zip(*cells_of_columns, strict=False):
         cells = "".join(_html_cell("td", column, cell) for column, cell in zip(columns, row, strict=True))
         body += f"<tr>{cells}</tr>"
-    foot = ""
+    footer = ""
     if source.show_footer:
         cells = "".join(_html_cell("td", column, column.footer) for column in columns)
-        foot = f"<tfoot><tr>{cells}</tr></tfoot>"
+        footer = f"<tfoot><tr>{cells}</tr></tfoot>"
     return (
-        f"{_html_note(source.title)}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table>"
+        f"{_html_note(source.title)}<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody>{footer}</table>"
         f"{_html_note(source.caption)}"
     )
 

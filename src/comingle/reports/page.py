@@ -35,7 +35,7 @@ from comingle.reports.canvas import (
     styles,
     svg,
 )
-from comingle.reports.comparisons import BETTER, WORSE, BaselineComparison, heading, notes, rows_of
+from comingle.reports.comparisons import BETTER, WORSE, BaselineComparison, heading, notes, verdict_rows
 from comingle.reports.figures import (
     MAX_PANELS,
     Mixtures,
@@ -49,7 +49,7 @@ from comingle.reports.figures import (
     scores_panels,
     users_panels,
 )
-from comingle.reports.formatting import best_of, negligible_change_text, rule, worst_of
+from comingle.reports.formatting import best_of, negligible_change_text, unit_and_direction, worst_of
 from comingle.reports.runs import (
     Entry,
     Gain,
@@ -59,12 +59,12 @@ from comingle.reports.runs import (
     baselines,
     brief_list,
     common_measures,
-    compared,
     cost,
     differing_settings,
     epsilon_text,
     expert_curves,
     final,
+    gains_of_entries,
     verdicts,
 )
 from comingle.reports.tables import cost_rows, upload_weight_tables
@@ -608,7 +608,7 @@ def render_page(
         base=first.base,
         task=first.task,
         measure=first.measure,
-        rule=rule(first.measure),
+        rule=unit_and_direction(first.measure),
         unit=first.unit,
         users=users,
         seeds=sorted({run.seed for run in all_runs}),
@@ -778,7 +778,7 @@ def _verdicts_table(comparison: BaselineComparison | None) -> dict[str, object] 
     """Return the table of verdicts (better, level or worse) for the page's template; None without a comparison."""
     if comparison is None:
         return None
-    header, rows = rows_of(comparison)
+    header, rows = verdict_rows(comparison)
     return {
         "heading": heading(comparison),
         "head": header,
@@ -820,7 +820,7 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
     bars = users_panels(entries, baseline)
     if bars is None:
         return None
-    measure, gains_by_entry = baseline.first.measure, compared(entries, baseline)
+    measure, gains_by_entry = baseline.first.measure, gains_of_entries(entries, baseline)
     file = f"users-against-{baseline.method}"
     label = f"change of each user's test {measure} against {baseline.label}"
     bars_figure = drawn.panels(bars, label, file, phone=users_panels(entries, baseline, width=4.2))

@@ -37,7 +37,7 @@ from comingle.utils.records import MEASURES, JsonObject, geometric_mean, measure
 
 logger = logging.getLogger(__name__)
 
-# Recipe keys that affect neither the result nor the label of an entry.
+# Sections of a recipe that do not affect the result, and the seed.
 _KEYS_WITHOUT_EFFECT = ("seed", "runtime", "checkpoints")
 
 
@@ -72,7 +72,7 @@ class Evaluation:
             geometric: Return the geometric mean.
         """
         measure = measure or self.measure
-        names = self.users if user is None else [user]
+        names = list(self.users) if user is None else [user]
         values = [self.users.get(name, {}).get(measure) for name in names]
         if geometric:
             return geometric_mean(values)
@@ -130,12 +130,11 @@ class RunRecord:
             return self.task
         data = self.recipe.get("data") or {}
         kind = data.get("kind") or ("samples" if self.unit == "samples" else "text")
-        section = data.get("questions") or data.get("dataset") or {}
-        paths = section.get("name") or section.get("path") or []
-        if isinstance(paths, str):
-            paths = [paths]
-        if not paths:
+        source = data.get("questions") or data.get("dataset") or {}
+        name_or_paths = source.get("name") or source.get("path") or []
+        if not name_or_paths:
             return kind
+        paths = [name_or_paths] if isinstance(name_or_paths, str) else name_or_paths
         # A run may have been made on another system, so both separators are possible.
         names = [re.split(r"[/\\]", path.rstrip("/\\"))[-1] for path in paths]
         return f"{kind} ({brief_list(names, ', ')})"
@@ -166,7 +165,7 @@ class RunRecord:
         """
         sections = {key: value for key, value in self.recipe.items() if key not in _KEYS_WITHOUT_EFFECT}
         evaluation = sections.get("evaluation") or {}
-        # How often a run is evaluated does not affect the result.
+        # Of this section only two settings affect the result; how often a run is evaluated does not.
         sections["evaluation"] = {"model": evaluation.get("model"), "select": evaluation.get("select", "last")}
         return tuple(sorted(_flattened(sections).items()))
 
@@ -240,17 +239,17 @@ def _no_runs_message(path: Path) -> str:
 def _runs_of_comparison(path: Path) -> list[Path]:
     """Return the run folders in a comparison's folder, in the order of the methods in its ``table.json``.
 
-    Runs that the table does not have are left out with a warning. Without a readable table all runs are returned.
+    Runs that are missing in the table are left out with a warning. Without a readable table all runs are returned.
     """
     folders = sorted(file.parent for file in path.glob("*/events.jsonl"))
     methods = [folder_name(method) for method in methods_in_table(path)]
 
-    def place_in_table(folder: Path) -> int:
-        """Return the number of a run's method in the table; methods that it lacks are last."""
+    def index_of_method(folder: Path) -> int:
+        """Return the position of a run's method in the table; methods that are missing in it come last."""
         method = folder.name.rpartition("-seed")[0]  # folders are named METHOD-seedN
         return methods.index(method) if method in methods else len(methods)
 
-    folders.sort(key=place_in_table)
+    folders.sort(key=index_of_method)
     names_in_table = {f"{folder_name(method)}-seed{seed}" for method, seed in runs_in_table(path)}
     in_table = [folder for folder in folders if folder.name in names_in_table]
     if not in_table:  # no table, or one of an older version, without seeds
@@ -302,20 +301,20 @@ def read_run(folder: Path) -> RunRecord:
 
 def _unit(users: Mapping[str, Mapping[str, object]]) -> str:
     """Return the unit of the users' data in a start event."""
-    counted = next(iter(users.values()), {})
-    return "samples" if "train_samples" in counted else "tokens"
+    numbers_of_first_user = next(iter(users.values()), {})
+    return "samples" if "train_samples" in numbers_of_first_user else "tokens"
 
 
 def _amounts(users: dict[str, JsonObject], key: str) -> dict[str, int]:
-    """Return each user's value of a key such as "train_tokens"; empty if a user does not have it.
+    """Return each user's value of a key such as "train_tokens"; empty if a user lacks the key.
 
     Args:
-        users: Users in a start event.
+        users: Each user's numbers in a start event.
         key: The key.
     """
-    if not all(key in user for user in users.values()):
+    if not all(key in numbers for numbers in users.values()):
         return {}
-    return {name: user[key] for name, user in users.items()}
+    return {name: numbers[key] for name, numbers in users.items()}
 
 
 def _read_recipe(folder: Path) -> JsonObject:
@@ -344,16 +343,16 @@ def _evaluation_of(event: JsonObject, local_steps: int) -> Evaluation:
         round=event["round"],
         iterations=event.get("iterations", event["round"] * local_steps),
         measure=measure_of(event),
-        users={name: _without_prefix(user) for name, user in event["users"].items()},
+        users={name: _without_prefix(results) for name, results in event["users"].items()},
         experts=event.get("experts", {}),
         scores=event.get("expert_scores", {}),
         valid_loss=event.get("mean_valid_loss"),
     )
 
 
-def _without_prefix(user: dict[str, float | None]) -> dict[str, float | None]:
-    """Return a user's test results by measure, whose keys in events begin with ``test_``."""
-    return {key.removeprefix("test_"): value for key, value in user.items()}
+def _without_prefix(results: dict[str, float | None]) -> dict[str, float | None]:
+    """Return a user's results by measure: ``{"test_loss": 0.3}`` becomes ``{"loss": 0.3}``."""
+    return {key.removeprefix("test_"): value for key, value in results.items()}
 
 
 # -------------------------------------------------------------------- grouping
@@ -376,19 +375,19 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
             )
     require_same_users([(str(run.folder), run.users) for run in runs])
 
-    runs_by_settings: dict[str, dict[int, RunRecord]] = {}  # and by seed
+    groups: dict[str, dict[int, RunRecord]] = {}  # groups[settings][seed]
     for run in runs:
-        run_by_seed = runs_by_settings.setdefault(repr(run.settings), {})
+        run_by_seed = groups.setdefault(repr(run.settings), {})
         if run.seed in run_by_seed:
             first = run_by_seed[run.seed]
             logger.warning("%s: left out, since its recipe and seed are those of %s", run.folder, first.folder)
         else:
             run_by_seed[run.seed] = run
-    groups = []
-    for run_by_seed in runs_by_settings.values():
-        groups.append(tuple(run_by_seed[seed] for seed in sorted(run_by_seed)))
-    labels = _labels([group[0] for group in groups])
-    return [Entry(label=label, runs=group) for label, group in zip(labels, groups, strict=True)]
+    runs_of_entries = []
+    for run_by_seed in groups.values():
+        runs_of_entries.append(tuple(run_by_seed[seed] for seed in sorted(run_by_seed)))
+    labels = _labels([runs_of_entry[0] for runs_of_entry in runs_of_entries])
+    return [Entry(label=label, runs=runs) for label, runs in zip(labels, runs_of_entries, strict=True)]
 
 
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
@@ -409,36 +408,36 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     for run in runs:
         runs_of_method = [other for other in runs if other.method == run.method]
         all_are_private = all(other.recipe.get("privacy") for other in runs_of_method)
-        # If only some are private, all their settings of privacy would differ, so list only the mechanism.
-        settings_of_method = [_settings_of(other, full_privacy=all_are_private) for other in runs_of_method]
-        keys = keys_of_all_methods | _differing_keys(settings_of_method)
+        # If only some are private, every privacy setting differs between them, so compare the mechanisms only.
+        settings_of_runs = [_settings_of(other, full_privacy=all_are_private) for other in runs_of_method]
+        keys = keys_of_all_methods | _differing_keys(settings_of_runs)
         if "privacy.mechanism" in keys:
-            keys.discard("privacy")  # which has the same value
-        settings = _settings_of(run, full_privacy=False)  # with the key "privacy"
-        settings.update(_settings_of(run, full_privacy=all_are_private))
+            keys.discard("privacy")  # which is the mechanism, too
+        settings = _settings_of(run, full_privacy=False)  # has "privacy"
+        settings.update(_settings_of(run, full_privacy=all_are_private))  # can add "privacy.mechanism" and others
         texts = []
         for key in sorted(keys):
             short_key = key.rpartition(".")[2]
-            texts.append(f"{short_key} {_shortened(settings.get(key))}")
+            texts.append(f"{short_key} {_setting_text(settings.get(key))}")
         labels.append(f"{run.method} ({', '.join(texts)})" if texts else run.method)
     return labels
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the recipe keys in which runs differ, apart from the base, the method and the data, in order.
+    """Return the recipe keys in which runs differ, such as ``["training.rounds"]``, except base, method and data.
 
-    Of privacy only the mechanism counts. A key that a run lacks, as runs of older versions may, does not count.
+    Keys that a run lacks, such as settings newer than the run, are left out. Of privacy only the mechanism is compared.
     """
     settings_of_runs = [_settings_of(run, full_privacy=False) for run in runs]
     keys_of_runs = []
     for settings in settings_of_runs:
-        keys = set(settings)
+        keys_of_run = set(settings)
         if settings.get("evaluation.model") is None:  # RunRecord.settings adds it to recipes that lack it
-            keys.discard("evaluation.model")
-        keys_of_runs.append(keys)
+            keys_of_run.discard("evaluation.model")
+        keys_of_runs.append(keys_of_run)
     common_keys = set.intersection(*keys_of_runs)
-    keys = _differing_keys(settings_of_runs) & common_keys
-    return sorted(key for key in keys if not key.startswith(("base", "method.", "data.")))
+    differing_keys = _differing_keys(settings_of_runs) & common_keys
+    return sorted(key for key in differing_keys if not key.startswith(("base", "method.", "data.")))
 
 
 def _differing_keys(settings_of_runs: Sequence[Mapping[str, object]]) -> set[str]:
@@ -467,16 +466,16 @@ def _label_in_comparison(run: RunRecord, names: Sequence[str]) -> str:
 
 
 def _settings_of(run: RunRecord, *, full_privacy: bool) -> dict[str, object]:
-    """Return the settings that may distinguish a run from others, by dotted recipe key, for its label.
+    """Return the settings that may distinguish a run from others: ``{"training.rounds": 10, "privacy": "none"}``.
 
     Args:
         run: The run.
-        full_privacy: Whether to keep all settings of privacy; else only ``{"privacy": MECHANISM}``.
+        full_privacy: Keep all settings of privacy, such as "privacy.noise", in place of the mechanism as "privacy".
     """
-    settings = {key: value for key, value in run.settings if value != {}}  # an empty section is the same as none
+    all_settings = {key: value for key, value in run.settings if value != {}}  # without empty sections
     if full_privacy:
-        return settings
-    settings = {key: value for key, value in settings.items() if not key.startswith("privacy")}
+        return all_settings
+    settings = {key: value for key, value in all_settings.items() if not key.startswith("privacy")}
     privacy = run.recipe.get("privacy") or {}
     settings["privacy"] = privacy.get("mechanism", "none")
     return settings
@@ -499,8 +498,8 @@ def _flattened(content: Mapping[str, object], prefix: str = "") -> dict[str, obj
     return flat
 
 
-def _shortened(value: object) -> str:
-    """Return a setting's value as text of at most 24 characters, by cutting its middle; None is "default"."""
+def _setting_text(value: object) -> str:
+    """Return a setting's value as text: "8", "q,v" for a list, "default" for None; long ones lose their middle."""
     if value is None:
         return "default"
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -553,18 +552,18 @@ class Gain:
 
     @property
     def verdict(self) -> str:
-        """One of :func:`verdicts`.
+        """One of :func:`verdicts`: "gained" or "harmed" if the interval excludes 0, "level" if it does not.
 
-        "gained" and "harmed" need several seeds and an interval without 0. With a single seed the verdict is "lower
-        (one seed)" or "higher (one seed)". Changes that chance may explain are "level".
+        With a single seed there is no interval: the verdict is "lower (one seed)" or "higher (one seed)", and "level"
+        for changes below :func:`negligible_change`.
         """
-        has_one_seed = self.change.std is None
         if self.interval is not None:
             low, high = self.interval
             if low <= 0 <= high:
                 return "level"
             return "harmed" if is_worse(self.change.mean, self.measure) else "gained"
-        if not has_one_seed:  # all seeds have the same result
+        has_one_seed = self.change.std is None
+        if not has_one_seed:  # a share that changes equally with all seeds, which has no interval
             return "level"
         if abs(self.change.mean) < negligible_change(self.measure):
             return "level"
@@ -592,7 +591,7 @@ def gain_over_seeds(name: str, measure: str, differences: Sequence[float], *, nu
         differences: The differences, at least one.
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
-    mean = as_change(statistics.fmean(differences), measure)  # not the mean of the changes
+    mean = as_change(statistics.fmean(differences), measure)  # for perplexities the ratio of geometric means
     std = spread([as_change(difference, measure) for difference in differences]).std
     return Gain(
         user=name,
@@ -603,7 +602,7 @@ def gain_over_seeds(name: str, measure: str, differences: Sequence[float], *, nu
 
 
 def verdicts(measure: str) -> tuple[str, ...]:
-    """Return all verdicts from the best to the worst."""
+    """Return all verdicts on a :class:`Gain` from the best to the worst; those of one seed say so."""
     lower, higher = "lower (one seed)", "higher (one seed)"
     if MEASURES[measure] == "lower":  # lower is better
         return ("gained", lower, "level", higher, "harmed")
@@ -685,11 +684,11 @@ def _curve_of(entry: Entry, quantity: Callable[[Evaluation], float | None]) -> C
 def common_measures(entries: Sequence[Entry]) -> list[str]:
     """Return the measures that can be shown for all runs, such as ``["accuracy", "loss"]``.
 
-    First the one that models are compared by, then others that each user of each run has in its final evaluation.
+    The first is the one that models are compared by. Others are measures of every user in all final evaluations.
     """
     evaluations = [run.final_evaluation for entry in entries for run in entry.runs]
-    users = [user for evaluation in evaluations for user in evaluation.users.values()]
-    common = [measure for measure in MEASURES if all(measure in user for user in users)]
+    results_of_users = [results for evaluation in evaluations for results in evaluation.users.values()]
+    common = [measure for measure in MEASURES if all(measure in results for results in results_of_users)]
     return list(dict.fromkeys([evaluations[0].measure, *common]))
 
 
@@ -742,8 +741,11 @@ def baselines(entries: Iterable[Entry]) -> list[Entry]:
     return [entry for method in BASELINES for entry in entries if entry.method == method]
 
 
-def compared(entries: Sequence[Entry], baseline: Entry) -> list[tuple[Entry, list[Gain]]]:
-    """Return each other trained entry with its users' gains against ``baseline``; entries without any are left out."""
+def gains_of_entries(entries: Sequence[Entry], baseline: Entry) -> list[tuple[Entry, list[Gain]]]:
+    """Return pairs of another trained entry and its users' gains against ``baseline``, best user first.
+
+    Entries that have no seed with finite results in common with the baseline are left out.
+    """
     pairs = []
     for entry in entries:
         if entry is baseline or not entry.trained:
@@ -759,8 +761,8 @@ def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> 
 
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
-        wanted: The label or method of the baseline, or several with commas between, of which the best counts; None for
-            ``local``, or else the first entry.
+        wanted: Label or method of the baseline. Of several, such as "local,fedavg", each user's best result counts.
+            None for ``local``, or else the first entry.
 
     Returns:
         The comparison; None with one entry or one seed.
@@ -775,9 +777,8 @@ def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> 
     baseline_labels = []
     for name in baseline_methods(wanted or BASELINE):
         baseline_labels.append(name if name in labels else label_by_method.get(name, name))
-    baseline: str | None = ",".join(baseline_labels)
-    if not wanted and baseline_labels[0] not in labels:  # there is no entry of ``local``
-        baseline = None
+    has_baseline = bool(wanted) or baseline_labels[0] in labels  # False if there is no entry of ``local``
+    baseline = ",".join(baseline_labels) if has_baseline else None  # such as "local,fedavg"
     results_by_label: dict[str, dict[int, dict[str, float | None]]] = {}
     for entry in entries:
         results_by_seed: dict[int, dict[str, float | None]] = {}
@@ -808,37 +809,37 @@ class Cost:
     """Tokens or samples per second of local work."""
     wall_seconds: Spread | None = None
     peak_memory_bytes: float | None = None
-    place: str = ""
-    """Dtype and device, such as "float32 on cpu"."""
+    dtype_and_device: str = ""
+    """Such as "float32 on cpu"."""
 
 
 def cost(entry: Entry) -> Cost:
-    """Return the measured costs of an entry, from its events and from the metrics of finished runs."""
+    """Return the measured costs of an entry: bytes from its events, the rest from the metrics of finished runs."""
     metrics_of_finished = [run.metrics for run in entry.runs if run.metrics is not None]
 
     def total(key: str) -> float:
-        """Return the sum of a key of round events over the rounds, as a mean over seeds."""
+        """Return the sum over all rounds of a run, such as of "upload_bytes", as a mean over seeds."""
         return statistics.fmean(sum(event.get(key, 0) for event in run.rounds) for run in entry.runs)
 
-    cost_of_events = Cost(
+    cost_from_events = Cost(
         label=entry.label,
         rounds=max(run.evaluations[-1].round for run in entry.runs),
         upload_bytes=total("upload_bytes"),
         download_bytes=total("download_bytes"),
     )
     if not metrics_of_finished:
-        return cost_of_events
+        return cost_from_events
     first = metrics_of_finished[0]  # seeds have equal sizes of uploads and models
     rates = [metrics[f"{entry.first.unit}_per_second"] for metrics in metrics_of_finished] if entry.trained else []
     return replace(
-        cost_of_events,
+        cost_from_events,
         upload_bytes_per_user_round=first["upload_bytes_per_user_round"],
         download_bytes_per_user_round=first["download_bytes_per_user_round"],
         trainable_parameters=first["trainable_parameters"],
         per_second=spread(rates) if rates else None,
         wall_seconds=spread([metrics["wall_seconds"] for metrics in metrics_of_finished]),
         peak_memory_bytes=max(metrics["peak_memory_bytes"] for metrics in metrics_of_finished),
-        place=f"{first['dtype']} on {first['device']}",
+        dtype_and_device=f"{first['dtype']} on {first['device']}",
     )
 
 

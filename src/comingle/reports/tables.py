@@ -36,9 +36,9 @@ from comingle.reports.formatting import (
     byte_unit,
     is_unequal,
     markdown_line,
+    median_parameter_count,
     parameter_count_note,
-    rule,
-    typical_budget,
+    unit_and_direction,
 )
 from comingle.reports.runs import Cost, Entry, Spread
 from comingle.utils.errors import RecipeError, list_names
@@ -88,21 +88,21 @@ def render_run(metrics: JsonObject, *, all_users: bool = False) -> Table:
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
     run_name = f"{metrics['method']}, seed {metrics['seed']}"
     caption = _run_caption(metrics, unit)
-    all_results_are_private = metrics.get("untold") and not metrics["users"]
+    all_results_are_private = metrics.get("untold") and not metrics["users"]  # untold: users that report no results
     if all_results_are_private:
         table = Table("", box=None, show_header=False, caption=caption, caption_justify="left")
         reason = "no user reports results to the server (`tells`); each user's own run folder has its scores"
         table.add_row(words(f"{run_name}: {reason}"))
         return table
 
-    title = f"{run_name}: test {measure} ({rule(measure)})"
+    title = f"{run_name}: test {measure} ({unit_and_direction(measure)})"
     table = Table("user", title=title, title_justify="left", box=None, show_footer=True)
-    means = {"mean": metrics[f"mean_test_{measure}"]}
-    means.update(_named_geometric_mean(metrics["users"], measure))
-    mean_texts = [_mean_text(mean, metrics, measure) for mean in means.values()]
-    table.columns[0].footer = "\n".join(means)
+    mean_by_name = {"mean": metrics[f"mean_test_{measure}"]}
+    mean_by_name.update(_named_geometric_mean(metrics["users"], measure))
+    mean_texts = [_mean_text(mean, metrics, measure) for mean in mean_by_name.values()]
+    table.columns[0].footer = "\n".join(mean_by_name)  # one line for each mean
     table.add_column(measure, justify="right", footer="\n".join(mean_texts))
-    # "one upload" has the bytes of a round with an upload. Comparisons have means over all rounds instead.
+    # "one upload": bytes of a round with an upload. Comparisons have the mean over all rounds instead.
     for heading in (f"test {unit}", "trainable", "one upload"):
         table.add_column(heading, justify="right")
     if all_users or len(metrics["users"]) <= MOST_ROWS:
@@ -132,7 +132,8 @@ def _run_caption(metrics: JsonObject, unit: str) -> Text:
     if planned_rounds:
         caption.append(f"\nthe privacy budget was spent after round {rounds} of {planned_rounds}")
     never_joined = metrics.get("absent", [])
-    private_users = [name for name in metrics.get("untold", ()) if name not in never_joined]
+    without_results = metrics.get("untold", ())  # users that reported none, or never joined
+    private_users = [name for name in without_results if name not in never_joined]
     if private_users:
         caption.append(f"\nnot reported to the server: results of {list_names(private_users)}")
     if never_joined:
@@ -155,7 +156,7 @@ def _run_circumstances(metrics: JsonObject, unit: str) -> str:
         metrics: Content of the run's ``metrics.json``.
         unit: "tokens" or "samples".
     """
-    rate = metrics[f"{unit}_per_second"]
+    rate = metrics[f"{unit}_per_second"]  # 0 if it is unknown
     some_results_are_private = metrics.get("untold") or not metrics["users"]
     if rate:
         speed = f"{rate:,.0f} {unit}/s"
@@ -163,7 +164,7 @@ def _run_circumstances(metrics: JsonObject, unit: str) -> str:
         speed = "speed not reported"
     elif not metrics["rounds"]:
         speed = "no training"
-    else:  # the model of a federation's client: only the server measures speed and time
+    else:  # a client's own run folder: only the server measures speed and time
         speed = ""
     parts = [metrics["base"], f"{metrics['dtype']} on {metrics['device']}"]
     if speed:
@@ -249,7 +250,7 @@ def users_with_column(names: Iterable[str]) -> list[str]:
 
 WIDTH, HEIGHT = 480, 200
 """Size of the SVG in pixels."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 12, 28
+_LEFT_MARGIN, _RIGHT_MARGIN, _TOP_MARGIN, _BOTTOM_MARGIN = 72, 12, 12, 28
 
 Curve = list[tuple[int, float | None]]
 """Rounds and the measure after each, in order; None if the measure is not finite."""
@@ -295,9 +296,10 @@ def _draw_curves(mean: Curve, curve_by_user: Mapping[str, Curve], measure: str) 
     curves = [mean, *curve_by_user.values()]
     finite = [value for curve in curves for _, value in curve if value is not None]
     lowest, highest = min(finite), max(finite)
-    last_round = mean[-1][0]
+    last_round, _ = mean[-1]
     scale = math.log if measure == "perplexity" else float
-    left, right, top, bottom = _LEFT, WIDTH - _RIGHT, _TOP, HEIGHT - _BOTTOM  # edges of the plot in pixels
+    left, right = _LEFT_MARGIN, WIDTH - _RIGHT_MARGIN  # edges of the plot in pixels
+    top, bottom = _TOP_MARGIN, HEIGHT - _BOTTOM_MARGIN
 
     def position(round_number: int, value: float) -> tuple[float, float]:
         """Return x and y of a point in pixels; y grows downwards."""
@@ -305,7 +307,7 @@ def _draw_curves(mean: Curve, curve_by_user: Mapping[str, Curve], measure: str) 
         up = 0.5  # fraction of the plot's height
         if scale(highest) > scale(lowest):
             up = (scale(value) - scale(lowest)) / (scale(highest) - scale(lowest))
-        return left + across * (WIDTH - _LEFT - _RIGHT), bottom - up * (HEIGHT - _TOP - _BOTTOM)
+        return left + across * (right - left), bottom - up * (bottom - top)
 
     def line(curve: Curve, name: str, style: str) -> str:
         """Return the markup of one curve, with ``name`` as its tooltip; values that are not finite are gaps."""
@@ -315,9 +317,11 @@ def _draw_curves(mean: Curve, curve_by_user: Mapping[str, Curve], measure: str) 
             shapes.append(_polyline(points) if len(points) > 1 else _dot(points[0]))
         return f"<g {style}><title>{escape(printable(name))}</title>{''.join(shapes)}</g>"
 
-    texts = [_svg_text(left - 6, position(0, lowest)[1] + 4, "end", number(lowest, measure))]
+    _, y_of_lowest = position(0, lowest)
+    _, y_of_highest = position(0, highest)
+    texts = [_svg_text(left - 6, y_of_lowest + 4, "end", number(lowest, measure))]
     if highest > lowest:
-        texts.append(_svg_text(left - 6, position(0, highest)[1] + 4, "end", number(highest, measure)))
+        texts.append(_svg_text(left - 6, y_of_highest + 4, "end", number(highest, measure)))
     if last_round:
         texts.append(_svg_text(left, HEIGHT - 8, "middle", "0"))
         texts.append(_svg_text(right, HEIGHT - 8, "end", str(last_round)))
@@ -326,7 +330,7 @@ def _draw_curves(mean: Curve, curve_by_user: Mapping[str, Curve], measure: str) 
     pale = 'stroke-opacity="0.4" fill-opacity="0.4"'
     user_lines = [line(curve, name, pale) for name, curve in curve_by_user.items()]
     mean_line = line(mean, "mean", 'stroke-width="2.5"')
-    label = escape(f"test {measure} by round ({rule(measure)})")
+    label = escape(f"test {measure} by round ({unit_and_direction(measure)})")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
         f'style="max-width: {WIDTH}px; width: 100%; font: 12px sans-serif" fill="currentColor" stroke="none">'
@@ -382,17 +386,17 @@ class UploadWeights:
 
 
 def upload_weights(entry: Entry) -> list[UploadWeights]:
-    """Return the users whose uploads a robust aggregation rule has weighted, smallest mean weight first."""
+    """Return the weights that a robust aggregation rule gave each user's uploads, smallest mean first."""
     weights_by_user: dict[str, list[float]] = {}
     for run in entry.runs:
         for event in run.aggregations:
             weights_of_round = event.get("counted", {})  # weight of each user's upload in this round's aggregate
             for user, weight in weights_of_round.items():
                 weights_by_user.setdefault(user, []).append(weight)
-    users = []
+    summaries = []
     for user, weights in weights_by_user.items():
-        users.append(UploadWeights(user=user, uploads=len(weights), left_out=weights.count(0), mean=fmean(weights)))
-    return sorted(users, key=lambda user: (user.mean, -user.left_out))
+        summaries.append(UploadWeights(user=user, uploads=len(weights), left_out=weights.count(0), mean=fmean(weights)))
+    return sorted(summaries, key=lambda summary: (summary.mean, -summary.left_out))
 
 
 def upload_weight_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
@@ -405,12 +409,15 @@ def upload_weight_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
     """
     tables: list[dict[str, object]] = []
     for entry in entries:
-        users = upload_weights(entry)
-        if not users:
+        weights_of_users = upload_weights(entry)
+        if not weights_of_users:
             continue
-        rows = [(user.user, f"{user.left_out} of {user.uploads}", f"{user.mean:.2f}") for user in users[:MOST_WEIGHTS]]
+        rows = []
+        for weights in weights_of_users[:MOST_WEIGHTS]:
+            rows.append((weights.user, f"{weights.left_out} of {weights.uploads}", f"{weights.mean:.2f}"))
+        num_others = len(weights_of_users) - len(rows)
         aggregation_rule = entry.first.aggregations[0]["rule"]
-        tables.append({"label": entry.label, "rule": aggregation_rule, "rows": rows, "more": len(users) - len(rows)})
+        tables.append({"label": entry.label, "rule": aggregation_rule, "rows": rows, "more": num_others})
     return tables
 
 
@@ -432,7 +439,7 @@ def render_joined(name: str, measure: str, result_by_model: Mapping[str, JsonMap
         result_by_model: Results of the models "pretrained", "local", "shared" and "joined".
     """
     unit = "tokens" if "train_tokens" in result_by_model["joined"] else "samples"
-    title = f"{printable(name)}: test {measure} ({rule(measure)})"
+    title = f"{printable(name)}: test {measure} ({unit_and_direction(measure)})"
     table = Table("model", title=title, title_justify="left", box=None)
     table.add_column(measure, justify="right", style="bold")
     table.add_column(f"training {unit}", justify="right")
@@ -464,7 +471,7 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
     table = rich_table.Table("user", "", title=_participants_title(content), title_justify="left", box=None)
     for heading in ("round", "last seen", "sent", "received", "loss", measure):
         table.add_column(heading, justify="right")
-    optional_columns = ["epsilon"] if "privacy" in content else []
+    optional_columns = ["epsilon"] if "privacy" in content else []  # keys of a user, which are also the headings
     if any(user.get("counted") is not None for user in users.values()):  # weights of a robust aggregation rule
         optional_columns.append("counted")
     for heading in optional_columns:
@@ -512,26 +519,26 @@ def _participants_title(content: JsonMapping) -> str:
     return title
 
 
-def _participant_row(name: str, user: JsonMapping, measure: str) -> tuple[str | Text, ...]:
+def _participant_row(name: str, status: JsonMapping, measure: str) -> tuple[str | Text, ...]:
     """Return the cells of a client's row without the optional columns; the last one says why it is away or declined.
 
     Args:
         name: The user's name.
-        user: The user's entry in the file of participants.
+        status: The user's entry in the file of participants, such as ``{"state": "away", "why": "timed out", ...}``.
         measure: The measure of test results.
     """
-    last_seen, loss, test = user["seen"], user["train_loss_nats"], user["test"]
+    last_seen, train_loss, test_result = status["seen"], status["train_loss_nats"], status["test"]
     last_seen_text = "never" if last_seen is None else _ago_text(time.time() - last_seen)
     return (
         words(name),
-        words(user["state"], _STATE_STYLES[user["state"]]),
-        str(user["round"] or "–"),  # 0 before the client has answered in any round
+        words(status["state"], _STATE_STYLES[status["state"]]),
+        str(status["round"] or "–"),  # 0 before the client has answered in any round
         last_seen_text,
-        _size_text(user["upload_bytes"]),
-        _size_text(user["download_bytes"]),
-        "–" if loss is None else f"{loss:.3f}",
-        "–" if test is None else number(test, measure),
-        words(user["why"], "dim"),
+        _size_text(status["upload_bytes"]),
+        _size_text(status["download_bytes"]),
+        "–" if train_loss is None else f"{train_loss:.3f}",
+        "–" if test_result is None else number(test_result, measure),
+        words(status["why"], "dim"),
     )
 
 
@@ -555,14 +562,16 @@ def _ago_text(seconds: float) -> str:
 
 
 def cost_rows(costs: Sequence[Cost]) -> list[list[str]]:
-    """Return the rows of the page's table of costs, one for each entry; its cells are those of ``columns`` below."""
+    """Return the rows of the page's table of costs: for each entry its label, rounds, parameters, bytes and so on."""
 
     def byte_column(attribute: str) -> list[str]:
         """Return a column of byte counts, all in one unit, such as ``["1.20 MB", "0.03 MB"]``."""
         return sizes([getattr(cost, attribute) for cost in costs])
 
-    trainable = ["–" if cost.trainable_parameters is None else f"{cost.trainable_parameters:,}" for cost in costs]
-    peak = ["–" if cost.peak_memory_bytes is None else f"{cost.peak_memory_bytes / 1e9:,.2f} GB" for cost in costs]
+    trainable, peak_memory = [], []
+    for cost in costs:
+        trainable.append("–" if cost.trainable_parameters is None else f"{cost.trainable_parameters:,}")
+        peak_memory.append("–" if cost.peak_memory_bytes is None else f"{cost.peak_memory_bytes / 1e9:,.2f} GB")
     columns = [
         [cost.label for cost in costs],
         [str(cost.rounds) for cost in costs],
@@ -571,10 +580,10 @@ def cost_rows(costs: Sequence[Cost]) -> list[list[str]]:
         byte_column("download_bytes_per_user_round"),
         byte_column("upload_bytes"),
         byte_column("download_bytes"),
-        peak,
+        peak_memory,
         [_mean_and_deviation(cost.per_second) for cost in costs],
         [_mean_and_deviation(cost.wall_seconds) for cost in costs],
-        [cost.place for cost in costs],
+        [cost.dtype_and_device for cost in costs],
     ]
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -602,8 +611,8 @@ def write_comparison(
     Args:
         folder: Folder of the comparison.
         runs: Run folders.
-        baseline: A method, or several separated by commas, of which the best result counts.
-        labels: Names of runs that are not called by their method's name, for example with other settings.
+        baseline: A method. Of several, such as "local,fedavg", each user's best result counts.
+        labels: Name of the method in the table by run folder, such as "fedprox:mu=0.1"; else that in the run.
     """
     table = compare_runs(runs, baseline, labels)
     write_json(folder / "table.json", table)
@@ -622,14 +631,18 @@ def score_columns(table: ComparisonTable) -> list[tuple[str, list[CellSpread]]]:
     rows = table["methods"]
     measure = measure_of(rows[0])
     columns: list[tuple[str, list[CellSpread]]] = []
-    names = users_with_column(rows[0]["users"])
-    if names:
-        for name in names:
+    user_names = users_with_column(rows[0]["users"])
+    if user_names:
+        for name in user_names:
             columns.append((printable(name), [row["users"][name] for row in rows]))
     else:
-        chosen_users = [_best_median_worst_user(row["users"], measure) for row in rows]
-        for i, heading in enumerate(_SPREAD_SHARES):
-            cells = [row["users"][names[i]] for row, names in zip(rows, chosen_users, strict=True)]
+        ranked_users = []  # of each method, from the best to the worst
+        for row in rows:
+            ranked_users.append(best_first({name: result["mean"] for name, result in row["users"].items()}, measure))
+        for heading, share in _SHARE_BY_HEADING.items():
+            cells = []
+            for row, best_to_worst in zip(rows, ranked_users, strict=True):
+                cells.append(row["users"][at_share(best_to_worst, share)])
             columns.append((heading, cells))
     for heading, key in zip(_MEAN_HEADINGS, (f"mean_test_{measure}", GEOMETRIC), strict=True):
         if all(key in row for row in rows):  # only perplexities have a geometric mean
@@ -640,12 +653,12 @@ def score_columns(table: ComparisonTable) -> list[tuple[str, list[CellSpread]]]:
 def cost_columns(table: ComparisonTable) -> list[tuple[str, list[str]]]:
     """Return the heading and the cells of each column of costs: trained parameters, bytes per upload, seconds.
 
-    A dagger marks numbers of trained parameters that differ much from those of the other methods.
+    A dagger marks numbers of trained parameters that differ from the median by more than 10%.
     """
     rows = table["methods"]
     counts = [row["trainable_parameters"] for row in rows]
-    typical_count = typical_budget(counts)
-    trainable = [f"{count:,} †" if is_unequal(count, typical_count) else f"{count:,}" for count in counts]
+    median_count = median_parameter_count(counts)
+    trainable = [f"{count:,} †" if is_unequal(count, median_count) else f"{count:,}" for count in counts]
     uploads = sizes([row["upload_bytes_per_user_round"] for row in rows])
     durations = [seconds_text(row["wall_seconds"]) for row in rows]
     return list(zip(_COST_HEADINGS, (trainable, uploads, durations), strict=True))
@@ -683,22 +696,18 @@ def _marked_methods(table: ComparisonTable) -> list[str]:
     return [row["method"] + (" ‡" if row.get("untrained") else "") for row in table["methods"]]
 
 
-_SPREAD_SHARES = {"best": 0.0, "median": 0.5, "worst": 1.0}
+_SHARE_BY_HEADING = {"best": 0.0, "median": 0.5, "worst": 1.0}
+"""Columns of results if there are many users, with the quantile of each from the best user to the worst."""
 
 
-def _best_median_worst_user(users: dict[str, CellSpread], measure: str) -> list[str]:
-    """Return the names of the best, the median and the worst user of a method."""
-    ordered = best_first({name: user["mean"] for name, user in users.items()}, measure)
-    return [at_share(ordered, share) for share in _SPREAD_SHARES.values()]
-
-
-def note_of(table: ComparisonTable) -> str:
+def comparison_note(table: ComparisonTable) -> str:
     """Return the notes below a comparison in one line, separated by semicolons; empty without any."""
     rows = table["methods"]
     all_seeds = sorted({seed for row in rows for seed in row["seeds"]})
     notes = [_sample_note(rows)]
     for row in rows:
-        if len(row["seeds"]) < len(all_seeds):
+        lacks_seeds = len(row["seeds"]) < len(all_seeds)
+        if lacks_seeds:
             notes.append(f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone")
     notes.append(_settings_note(rows))
     notes.append(parameter_count_note([row["trainable_parameters"] for row in rows]))
@@ -724,9 +733,9 @@ def _settings_note(rows: Sequence[MethodRow]) -> str:
         settings_in_label = label.split(":")[1:]  # such as ["mu=0.1"]
         keys_in_label = {setting.partition("=")[0] for setting in settings_in_label}
         settings = row.get("method_settings", {})
-        others = [f"{key}={value}" for key, value in settings.items() if key not in keys_in_label]
-        if others:
-            texts.append(f"{label} {', '.join(others)}")
+        settings_not_in_label = [f"{key}={value}" for key, value in settings.items() if key not in keys_in_label]
+        if settings_not_in_label:
+            texts.append(f"{label} {', '.join(settings_not_in_label)}")
     return f"settings that differ from the defaults: {', '.join(texts)}" if texts else ""
 
 
@@ -753,30 +762,26 @@ def _early_end_notes(rows: Sequence[MethodRow]) -> Iterator[str]:
 def _sample_note(rows: Sequence[MethodRow]) -> str:
     """Return a note on means over a sample of the users; empty if all users were evaluated.
 
-    First the size of the sample, which all methods share, then each method's interval: "SIZE; METHOD: INTERVAL; ...".
+    It begins with the size of the sample, the same for all methods: "SIZE; METHOD: INTERVAL; METHOD: INTERVAL".
     """
-    sizes_and_intervals: dict[str, str] = {}  # by method: "SIZE" or "SIZE, INTERVAL"
+    notes: list[str] = []
     for row in rows:
-        if "sample" in row:
-            sizes_and_intervals[row["method"]] = describe_sample(row)
-    if not sizes_and_intervals:
-        return ""
-    notes = []
-    for method, text in sizes_and_intervals.items():
-        size, _, interval = text.partition(", ")
+        if "sample" not in row:
+            continue
+        size, _, interval = describe_sample(row).partition(", ")  # "SIZE" or "SIZE, INTERVAL"
         if not notes:
             notes.append(size)
         if interval:
-            notes.append(f"{method}: {interval}")
+            notes.append(f"{row['method']}: {interval}")
     return "; ".join(notes)
 
 
-def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:
+def comparison_title(table: ComparisonTable, cell_format: str = "mean (std)") -> str:
     """Return the title of a comparison, such as "test loss of each user (lower is better), seed 0".
 
     Args:
         table: The comparison, with a row of results and costs for each method.
-        spread: Description of the cells if there are several seeds.
+        cell_format: What the cells show if there are several seeds.
     """
     first_row = table["methods"][0]
     measure, users = measure_of(first_row), first_row["users"]
@@ -787,17 +792,17 @@ def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:
     seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
     seeds_text = f"seed {seeds[0]}"
     if len(seeds) > 1:
-        seeds_text = f"{spread} over seeds {', '.join(map(str, seeds))}"
-    return f"{results} ({rule(measure)}), {seeds_text}"
+        seeds_text = f"{cell_format} over seeds {', '.join(map(str, seeds))}"
+    return f"{results} ({unit_and_direction(measure)}), {seeds_text}"
 
 
 def markdown(table: ComparisonTable) -> str:
     """Return a comparison as Markdown: the table of results and costs, notes, and verdicts against the baseline."""
     header, rows = _text_cells(table)
-    lines = [f"Table: {title_of(table)}", "", markdown_line(header), "|" + "---|" * len(header)]
+    lines = [f"Table: {comparison_title(table)}", "", markdown_line(header), "|" + "---|" * len(header)]
     for row in rows:
         lines.append(markdown_line(row))
-    note = note_of(table)
+    note = comparison_note(table)
     if note:
         lines += ["", note]
     comparison = read_baseline_comparison(table)
@@ -806,15 +811,15 @@ def markdown(table: ComparisonTable) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tables_of(table: ComparisonTable, *, all_users: bool = False) -> Iterator[Table | Text]:
-    """Yield a comparison for the terminal: the table of results, notes, and verdicts against the baseline.
+def render_with_verdicts(table: ComparisonTable, *, all_users: bool = False) -> Iterator[Table | Text]:
+    """Yield a comparison for the terminal: tables of results and costs, notes, and verdicts against the baseline.
 
     Args:
         table: The comparison.
         all_users: Whether to add a table with a row for each user if users have no columns.
     """
     yield from render_comparison(table)
-    note = note_of(table)
+    note = comparison_note(table)
     if note:
         yield words(note, "dim")
     comparison = read_baseline_comparison(table)
@@ -824,7 +829,8 @@ def tables_of(table: ComparisonTable, *, all_users: bool = False) -> Iterator[Ta
 
     rows = table["methods"]
     users = rows[0]["users"]
-    if all_users and not users_with_column(users):
+    users_have_columns = bool(users_with_column(users))
+    if all_users and not users_have_columns:
         user_table = Table("user", title="every user", title_justify="left", box=None)
         for row in rows:
             user_table.add_column(row["method"], justify="right")
@@ -838,11 +844,11 @@ def tables_of(table: ComparisonTable, *, all_users: bool = False) -> Iterator[Ta
 def render_comparison(table: ComparisonTable) -> Iterator[Table]:
     """Yield a comparison for the terminal: one table, or with several seeds a second one for the columns of costs."""
     header, rows = _text_cells(table)
-    title = title_of(table)
+    title = comparison_title(table)
     if not _has_deviations(table):
         yield _text_table(title, header, rows)
         return
-    # Deviations take up the width, so costs do not fit beside them.
+    # Columns are the method, results and costs. With deviations they would be too wide for one table.
     first_cost = len(header) - len(_COST_HEADINGS)
     yield _text_table(title, header[:first_cost], [row[:first_cost] for row in rows])
     methods_and_costs = [[row[0], *row[first_cost:]] for row in rows]
@@ -888,12 +894,13 @@ _MINUS = re.compile(r"(?<![\w.])-(\d+(?:\.\d+)?)")
 
 
 def escape_latex(text: object) -> str:
-    """Return a text that LaTeX typesets as it is, on one line; hyphens or apostrophes in a row are kept apart.
+    """Return a text that LaTeX typesets as it is, on one line. "--" becomes "-{}-", else LaTeX would join the hyphens.
 
     >>> escape_latex("50% of a_b")
     '50\\\\% of a\\\\_b'
     """
-    return _LIGATURES.sub(r"\1{}", _LATEX_SPECIAL.sub(lambda match: _LATEX_CHARACTERS[match[0]], printable(text)))
+    escaped = _LATEX_SPECIAL.sub(lambda match: _LATEX_CHARACTERS[match[0]], printable(text))
+    return _LIGATURES.sub(r"\1{}", escaped)
 
 
 def latex_number(text: str) -> str:
@@ -915,8 +922,8 @@ def latex(
 ) -> str:
     """Return a comparison as LaTeX ``table`` environments for the package booktabs.
 
-    A row is a method; a column is a user, a mean over users or a cost. Verdicts against the baseline are a table of
-    their own.
+    A row is a method; a column is a user, a mean over users or a cost. Another table has the verdicts against the
+    baseline.
 
     Args:
         table: The table of :func:`comingle.reports.comparisons.compare_metrics`.
@@ -925,13 +932,13 @@ def latex(
         require_verdicts: Raise an error if there are no verdicts.
 
     Raises:
-        RecipeError: The table has to have verdicts but has none, as it has one method or one seed.
+        RecipeError: ``require_verdicts`` is set, but the table has only one method or one seed.
     """
     rows = table["methods"]
-    title = title_of(table, spread="mean ± std")
+    title = comparison_title(table, cell_format="mean ± std")
     if len(rows) > 1:
         title += "; best in bold"
-    environments = [table_environment(title, _latex_tabulars(table), note_of(table), label=latex_label(name))]
+    environments = [table_environment(title, _latex_tabulars(table), comparison_note(table), label=latex_label(name))]
     if all_users and not users_with_column(rows[0]["users"]):
         label = latex_label(name, "users")
         environments.append(table_environment(f"every user: {title}", [_latex_user_tabular(table)], "", label=label))
@@ -948,7 +955,7 @@ def latex(
 
 
 def _latex_tabulars(table: ComparisonTable) -> list[str]:
-    """Return the tabular of methods x results and costs, or with several seeds one of results and one of costs."""
+    """Return one tabular with results and costs of each method, or with several seeds one of results, one of costs."""
     rows = table["methods"]
     measure = measure_of(rows[0])
     num_seeds = [len(row["seeds"]) for row in rows]
@@ -956,15 +963,15 @@ def _latex_tabulars(table: ComparisonTable) -> list[str]:
     scores = [(escape_latex(name), _latex_cells(values, num_seeds, measure)) for name, values in score_columns(table)]
     costs = [(escape_latex(name), [escape_latex(cell) for cell in cells]) for name, cells in cost_columns(table)]
     if max(num_seeds) > 1:  # deviations leave no room for costs beside the results
-        columns_of_tabulars = [[method_column, *scores], [method_column, *costs]]
-    else:
-        columns_of_tabulars = [[method_column, *scores, *costs]]
-    tabulars = []
-    for columns in columns_of_tabulars:
-        header = [heading for heading, _ in columns]
-        cells_of_columns = [cells for _, cells in columns]
-        tabulars.append(tabular(header, zip(*cells_of_columns, strict=True)))
-    return tabulars
+        return [_tabular_of_columns([method_column, *scores]), _tabular_of_columns([method_column, *costs])]
+    return [_tabular_of_columns([method_column, *scores, *costs])]
+
+
+def _tabular_of_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Return a tabular from the heading and the cells of each column."""
+    header = [heading for heading, _ in columns]
+    cells_of_columns = [cells for _, cells in columns]
+    return tabular(header, zip(*cells_of_columns, strict=True))
 
 
 def _latex_user_tabular(table: ComparisonTable) -> str:
@@ -988,7 +995,7 @@ def latex_verdicts(comparison: BaselineComparison, label: str, *, prefix: str = 
         label: Label of the table, as of :func:`latex_label`.
         prefix: Beginning of the caption, before a colon; empty for none.
     """
-    header, rows = comparisons.rows_of(comparison)
+    header, rows = comparisons.verdict_rows(comparison)
     latex_header = [escape_latex(name) for name in header]
     latex_rows = []
     for method, *numbers in rows:
@@ -1001,25 +1008,26 @@ def latex_verdicts(comparison: BaselineComparison, label: str, *, prefix: str = 
 
 
 def _latex_cells(values: Sequence[CellSpread], num_seeds: Sequence[int], measure: str) -> list[str]:
-    r"""Return LaTeX cells such as ``12.3 $\pm$ 0.4``, the best of them in bold.
+    r"""Return LaTeX cells such as ``12.3 $\pm$ 0.4``, the best of them in bold, unless there is one cell only.
 
-    All cells that are printed with the best mean's digits are bold; a single cell is not.
+    Several are bold if the best means are equal in print: 12.31 and 12.34 are both 12.3.
 
     Args:
         values: Mean and standard deviation over seeds of each cell.
         num_seeds: Number of seeds of each cell's method; deviations of one seed are not shown.
         measure: Name of the measure of these results, such as "perplexity".
     """
-    finite = [mean for value in values if (mean := value["mean"]) is not None and math.isfinite(mean)]
+    means = [value["mean"] for value in values]
+    finite = [mean for mean in means if mean is not None and math.isfinite(mean)]
     best_text = None
     if finite and len(values) > 1:
-        best = best_of(measure)  # min or max
-        best_text = number(best(finite), measure)
+        min_or_max = best_of(measure)
+        best_text = number(min_or_max(finite), measure)
     cells = []
-    for value, count in zip(values, num_seeds, strict=True):
+    for value, num_seeds_of_method in zip(values, num_seeds, strict=True):
         mean_text = number(value["mean"], measure)
         text = mean_text
-        if count > 1 and value["std"] is not None:
+        if num_seeds_of_method > 1 and value["std"] is not None:
             text = f"{mean_text} ± {number(value['std'], measure)}"
         cell = latex_number(text)
         cells.append(rf"\textbf{{{cell}}}" if mean_text == best_text else cell)

@@ -21,7 +21,7 @@ from comingle.reports.comparisons import (
     with_baseline,
 )
 from comingle.reports.formatting import html_of
-from comingle.reports.tables import latex, tables_of
+from comingle.reports.tables import latex, render_with_verdicts
 from comingle.runs import ROUNDS, SEEDS, shortened
 from comingle.runs.advise import advise_runs
 from comingle.runs.compare import check_baseline, labels_of, recipes_of, run_recipes, write_table
@@ -57,7 +57,7 @@ class Comparison:
         """Return the tables of ``comingle show`` for a notebook; None if there are no runs."""
         if not self.metrics:
             return None
-        return html_of(tables_of(self._table()))
+        return html_of(render_with_verdicts(self._table()))
 
     def _table(self) -> ComparisonTable:
         """Return the table of all runs, compared with the baseline."""
