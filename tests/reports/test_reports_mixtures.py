@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from comingle.cli import app
 from comingle.config import load_recipe, parse_recipe
-from comingle.reports.figures import Mixtures, adjusted_rand_index, match_clusters, mixtures_figure, read_mixtures
+from comingle.reports.figures import Mixtures, adjusted_rand_index, mixtures_figure, order_by_cluster, read_mixtures
 from comingle.runs.api import run
 
 SGD = {"name": "sgd", "learning_rate": 0.1, "schedule": "constant", "weight_decay": 0}
@@ -51,46 +51,46 @@ def test_users_are_sorted_and_rows_are_mixtures(trained: Path) -> None:
     found, events = read_mixtures(trained), evaluations(trained)
     assert found is not None
     assert found.rounds == (0, 2, 4, 6, 8, 10, 12, 14, 16)
-    assert found.values.shape == (9, 10, 3)
-    assert np.allclose(found.values.sum(-1), 1, atol=3e-6)  # they are written with six digits
+    assert found.weights.shape == (9, 10, 3)
+    assert np.allclose(found.weights.sum(-1), 1, atol=3e-6)  # they are written with six digits
     assert found.clusters == (0,) * 5 + (1,) * 5
     assert found.users == tuple(f"user-{k}" for k in (0, 2, 4, 6, 8, 1, 3, 5, 7, 9))
     for at, event in enumerate(events):
         for place, user in enumerate(found.users):
             own = event["mixtures"][user]
-            assert [own[c] for c in found.order] == found.values[at, place].tolist()
+            assert [own[c] for c in found.component_ids] == found.weights[at, place].tolist()
 
 
 def test_sets_stand_in_the_order_of_their_clusters(trained: Path) -> None:
     found = read_mixtures(trained)
     assert found is not None
-    raw = found.values[-1][:, np.argsort(found.order)]
+    raw = found.weights[-1][:, np.argsort(found.component_ids)]
     weights = {
         order: raw[:5, order[0]].sum() + raw[5:, order[1]].sum() for order in permutations(range(3))
     }  # every assignment of two clusters to three sets
-    assert weights[found.order] == pytest.approx(max(weights.values()))
+    assert weights[found.component_ids] == pytest.approx(max(weights.values()))
     assert found.learned
-    assert found.recovery is not None
-    heaviest = found.values[-1].argmax(1).tolist()
-    assert found.recovery[-1] == pytest.approx(naive_index(list(found.clusters or ()), heaviest))
-    assert found.recovery[0] == 0  # equal mixtures have one set on top, which tells nothing
+    assert found.rand_index is not None
+    heaviest = found.weights[-1].argmax(1).tolist()
+    assert found.rand_index[-1] == pytest.approx(naive_index(list(found.clusters or ()), heaviest))
+    assert found.rand_index[0] == 0  # equal mixtures have one set on top, which tells nothing
 
 
 def test_the_figure_shows_what_was_read(trained: Path) -> None:
     found = read_mixtures(trained)
     assert found is not None
-    assert found.recovery is not None
+    assert found.rand_index is not None
     figure = mixtures_figure(found)
     panels = [axis for axis in figure.axes if axis.get_xlabel() == "adaptor set"]
     shown = [0, 2, 3, 5, 6, 8]  # six of nine evaluations, the first and the last among them
     assert [axis.get_title(loc="left") for axis in panels] == [
-        f"round {found.rounds[at]}\nARI {found.recovery[at]:.2f}" for at in shown
+        f"round {found.rounds[at]}\nARI {found.rand_index[at]:.2f}" for at in shown
     ]
     for axis, at in zip(panels, shown, strict=True):
         (image,) = axis.images
-        assert np.array_equal(np.asarray(image.get_array()), found.values[at])
+        assert np.array_equal(np.asarray(image.get_array()), found.weights[at])
         assert image.get_clim() == (0, 1)
-        assert [label.get_text() for label in axis.get_xticklabels()] == [str(c) for c in found.order]
+        assert [label.get_text() for label in axis.get_xticklabels()] == [str(c) for c in found.component_ids]
     assert [label.get_text() for label in panels[0].get_yticklabels()] == ["cluster 0", "cluster 1"]
     assert panels[0].get_yticks().tolist() == [2.0, 7.0]
     assert [line.get_ydata()[0] for line in panels[0].lines] == [4.5]
@@ -112,12 +112,12 @@ def test_the_page_shows_it(trained: Path, tmp_path: Path) -> None:
     page, last = out.read_text(encoding="utf-8"), evaluations(trained)[-1]
     found = read_mixtures(trained)
     assert found is not None
-    assert found.recovery is not None
-    assert f"<td>{found.recovery[-1]:.2f}</td>" in page
+    assert found.rand_index is not None
+    assert f"<td>{found.rand_index[-1]:.2f}</td>" in page
     entropies = [event["router_entropy_nats"] for event in evaluations(trained)]
     assert f"<td>{entropies[0]:.2f} to {entropies[-1]:.2f}</td>" in page
     assert f"to {last['aggregation_mismatch']:.2f}</td>" in page
-    assert f">ARI {found.recovery[-1]:.2f}<" in page
+    assert f">ARI {found.rand_index[-1]:.2f}<" in page
     assert not [word for word in ("perplexity", "Token view", "Expert scores", "tokens/s") if word in page]
 
 
@@ -156,17 +156,17 @@ def test_a_swap_of_sets_is_undone(tmp_path: Path) -> None:
     last = [[0.1, 0.7, 0.2], [0.8, 0.1, 0.1], [0.0, 1.0, 0.0]]
     found = read_mixtures(hand_made(tmp_path / "run", clusters={"ann": 0, "bob": 1, "cem": 0}, last=last))
     assert found is not None
-    assert (found.users, found.clusters, found.order) == (("ann", "cem", "bob"), (0, 0, 1), (1, 0, 2))
-    assert found.values[0].tolist() == [[0.7, 0.1, 0.2], [1.0, 0.0, 0.0], [0.1, 0.8, 0.1]]
-    assert found.recovery == (1.0,)
+    assert (found.users, found.clusters, found.component_ids) == (("ann", "cem", "bob"), (0, 0, 1), (1, 0, 2))
+    assert found.weights[0].tolist() == [[0.7, 0.1, 0.2], [1.0, 0.0, 0.0], [0.1, 0.8, 0.1]]
+    assert found.rand_index == (1.0,)
 
 
 def test_without_true_clusters_nothing_is_said_of_recovery(tmp_path: Path) -> None:
     last = [[0.1, 0.9], [0.6, 0.4], [0.0, 1.0]]
     found = read_mixtures(hand_made(tmp_path / "run", clusters=None, last=last))
     assert found is not None
-    assert (found.users, found.clusters, found.recovery) == (("ann", "bob", "cem"), None, None)
-    assert found.order == (1, 0)  # the one that is used more comes first
+    assert (found.users, found.clusters, found.rand_index) == (("ann", "bob", "cem"), None, None)
+    assert found.component_ids == (1, 0)  # the one that is used more comes first
     (panel,) = [axis for axis in mixtures_figure(found).axes if axis.get_xlabel() == "adaptor set"]
     assert panel.get_title(loc="left") == "round 1"
     assert [label.get_text() for label in panel.get_yticklabels()] == ["ann", "bob", "cem"]
@@ -199,8 +199,8 @@ def test_weights_are_solid_or_let_the_page_through(tmp_path: Path) -> None:
     found = read_mixtures(hand_made(tmp_path / "run", clusters=None, last=[[1, 0], [1, 0], [0.25, 0.75]]))
     assert found is not None
     image = mixtures_figure(found).axes[0].images[0]
-    alpha = image.cmap(image.norm(found.values[0]))[..., 3]
-    assert np.allclose(alpha, found.values[0], atol=1 / 128)
+    alpha = image.cmap(image.norm(found.weights[0]))[..., 3]
+    assert np.allclose(alpha, found.weights[0], atol=1 / 128)
 
 
 def test_given_routers_have_learned_nothing(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_given_routers_have_learned_nothing(tmp_path: Path) -> None:
 
 def test_fewer_sets_than_clusters_still_have_an_order() -> None:
     mixture = np.array([[0.1, 0.9], [0.9, 0.1], [0.4, 0.6]])
-    assert match_clusters(mixture, [0, 1, 2]) == (1, 0)
+    assert order_by_cluster(mixture, [0, 1, 2]) == (1, 0)
 
 
 def test_runs_without_mixtures_have_no_picture(tmp_path: Path) -> None:

@@ -80,21 +80,21 @@ def styles(methods: Sequence[str]) -> list[Style]:
 
     Other methods get the remaining colours in turn, with another line style after each turn.
     """
-    free_colours = [number for number in range(len(_METHOD_COLOURS)) if number not in _FIXED_COLOURS.values()]
+    free_indices = [index for index in range(len(_METHOD_COLOURS)) if index not in _FIXED_COLOURS.values()]
     chosen: list[Style] = []
     num_others = 0
-    for number, method in enumerate(methods):
-        has_occurred = method in methods[:number]  # a method can occur again with other settings
+    for position, method in enumerate(methods):
+        has_occurred = method in methods[:position]  # a method can occur again with other settings
         if method in _FIXED_COLOURS and not has_occurred:
-            colour, line = _FIXED_COLOURS[method], "-"
+            colour_index, line = _FIXED_COLOURS[method], "-"
         else:
-            turn, position = divmod(num_others, len(free_colours))
-            colour, line = free_colours[position], _LINE_STYLES[turn % len(_LINE_STYLES)]
+            turn, place = divmod(num_others, len(free_indices))
+            colour_index, line = free_indices[place], _LINE_STYLES[turn % len(_LINE_STYLES)]
             num_others += 1
-        marker = _MARKERS[colour % len(_MARKERS)]
+        marker = _MARKERS[colour_index % len(_MARKERS)]
         if method == "pretrained":  # a horizontal line, not a curve
             line, marker = ":", ""
-        chosen.append(Style(colour=_METHOD_COLOURS[colour], line=line, marker=marker))
+        chosen.append(Style(colour=_METHOD_COLOURS[colour_index], line=line, marker=marker))
     return chosen
 
 
@@ -258,7 +258,7 @@ def draw_key(mark: Line2D | Patch) -> Figure:
             artist: Any = Line2D([0.02, 0.5, 0.98], [0.5] * 3, markevery=[1])
         else:
             artist = Rectangle((0.2, 0.05), 0.6, 0.9)
-        artist.update_from(mark)
+        artist.update_from(mark)  # colours, line style, marker and hatch, not the position
         artist.set_transform(figure.transFigure)
         figure.add_artist(artist)
     return figure
@@ -309,10 +309,11 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
     text = text[text.index("<svg") :]  # without the XML declaration
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", text)  # ids and references to them
-    text = re.sub("#[0-9a-f]{6}", lambda colour: variables.get(colour[0], colour[0]), text)
+    text = re.sub("#[0-9a-f]{6}", lambda match: variables.get(match[0], match[0]), text)  # colours
 
     width, height = _size_in_points(text, "width"), _size_in_points(text, "height")
     font_sizes = [float(size) for size in re.findall(r"<text[^>]*font(?:-size)?:[^;\">]*?([\d.]+)px", text)]
+    # At a width of W pixels, letters of size s have s * W / width pixels.
     min_width = width * SMALLEST / min(font_sizes) if font_sizes else 0.0
     max_width = max(min_width, width * 1.45)
     style = f"min-width:{math.ceil(min_width)}px;max-width:{max_width:.0f}px"
@@ -337,18 +338,18 @@ def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str], 
         labels: Their labels.
         options: Further options of matplotlib's legend.
     """
-    letter_points, mark_points = 5.6, 44
-    widest_label = letter_points * max(len(label) for label in labels) + mark_points
-    figure_points = 72 * figure.get_figwidth()  # an inch has 72 points
-    num_fitting = int(figure_points // widest_label)
+    letter_width, mark_width = 5.6, 44  # mean widths in points
+    widest_label = letter_width * max(len(label) for label in labels) + mark_width
+    figure_width = 72 * figure.get_figwidth()  # an inch has 72 points
+    num_fitting = int(figure_width // widest_label)
     num_columns = max(1, min(len(labels), 5, num_fitting))
     figure.legend(handles, labels, loc="outside upper left", ncols=num_columns, **options)
 
 
 def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Label each point on the first of four sides where the label covers no other label and no point.
+    """Label each point at one of four places, the first where the label covers no other label and no point.
 
-    If there is no such side, the label is right above the point.
+    The places are right above, right below, left above and left below. If none is free, the label is right above.
 
     Args:
         figure: The figure.
@@ -356,13 +357,13 @@ def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float
         points: Position and label of each point, in data coordinates.
     """
     figure.draw_without_rendering()  # computes the layout
-    points_per_pixel = 72 / figure.dpi
-    places = []  # of the points, in typographic points
+    units_per_pixel = 72 / figure.dpi  # the unit is a typographic point, 1/72 inch
+    positions = []  # in this unit
     for data_x, data_y, _ in points:
         x_pixels, y_pixels = axis.transData.transform((data_x, data_y))
-        places.append((float(x_pixels) * points_per_pixel, float(y_pixels) * points_per_pixel))
-    taken_boxes = [(x - 4, y - 4, x + 4, y + 4) for x, y in places]  # left, bottom, right, top
-    for (x, y), (data_x, data_y, text) in zip(places, points, strict=True):
+        positions.append((float(x_pixels) * units_per_pixel, float(y_pixels) * units_per_pixel))
+    taken_boxes = [(x - 4, y - 4, x + 4, y + 4) for x, y in positions]  # left, bottom, right, top
+    for (x, y), (data_x, data_y, text) in zip(positions, points, strict=True):
         width, height = 5.6 * len(text), 10  # 5.6 is the mean width of a letter
         right_above, right_below = (8.0, 5.0), (8.0, -13.0)
         left_above, left_below = (-8.0 - width, 5.0), (-8.0 - width, -13.0)

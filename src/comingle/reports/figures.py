@@ -161,7 +161,8 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     most_users = max(2, MAX_PANELS // most_experts)
     titles = extremes(entries or [entry], most_users)
     experts_by_user = _experts_by_user(entry, titles)
-    if not experts_by_user:  # the chosen users keep their results private, so take users with scores, without a rank
+    all_scores_are_private = not experts_by_user  # of the best and the worst users
+    if all_scores_are_private:  # take any users with scores
         users_with_scores = list(entry.first.evaluations[-1].scores)[:most_users]
         titles = {user: user for user in users_with_scores}
         experts_by_user = {user: expert_curves(entry, user) for user in users_with_scores}
@@ -172,9 +173,10 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     paint: list[Callable[[Axes], None] | None] = []
     for user, experts in experts_by_user.items():
         for expert in experts:
-            title = f"{short(titles[user], 27 - len(expert.name))}: {expert.name}"  # fits a panel
+            title_length = 27 - len(expert.name)  # so that the title fits a panel
+            title = f"{short(titles[user], title_length)}: {expert.name}"
             paint.append(partial(_paint_heatmap, expert=expert, title=title, round_by_iterations=round_by_iterations))
-        num_empty_panels = most_experts - len(experts)  # so that each user has equally many panels
+        num_empty_panels = most_experts - len(experts)  # so that all users have the same number of panels
         paint += [None] * num_empty_panels
     num_layers = max(len(expert.layers) for experts in experts_by_user.values() for expert in experts)
     max_columns = min(4, len(paint))
@@ -356,7 +358,7 @@ def _paint_users(
     Args:
         axis: The axes.
         gains_by_entry: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
-        titles: Titles of the users that have bars.
+        titles: Title of each user that has bars, such as ``{"ann": "best 1: ann"}``.
         style_by_label: The style of each entry.
         measure: Name of the measure of the results, such as "perplexity".
     """
@@ -395,14 +397,14 @@ def _paint_bars(
         offset: Distance of the entry's bar from the centre of a user's bars.
         height: Height for a bar.
     """
-    places = [i + offset for i, user in enumerate(users) if user in gain_by_user]
+    centres = [i + offset for i, user in enumerate(users) if user in gain_by_user]
     gains = [gain_by_user[user] for user in users if user in gain_by_user]
     ends = [_to_axis(gain.measure, gain.change.mean) for gain in gains]
-    for place, end, gain in zip(places, ends, gains, strict=True):
+    for centre, end, gain in zip(centres, ends, gains, strict=True):
         start = _place_of_no_change(gain.measure)
         drawn_height = height * 0.92  # leaves a gap between bars
         (bar,) = axis.barh(
-            place, end - start, drawn_height, left=start, color=style.colour.light, edgecolor=PAPER.light, linewidth=0
+            centre, end - start, drawn_height, left=start, color=style.colour.light, edgecolor=PAPER.light, linewidth=0
         )
         bar.set_alpha(LEVEL_OPACITY if gain.verdict == "level" else 1.0)
         bar.set_hatch(HATCH if _is_hatched(gain) else "")
@@ -412,8 +414,9 @@ def _paint_bars(
             low, high = gain.interval or (gain.change.mean, gain.change.mean)
             lengths_left.append(abs(end - _to_axis(gain.measure, low)))
             lengths_right.append(abs(end - _to_axis(gain.measure, high)))
-        whiskers = [lengths_left, lengths_right]
-        axis.errorbar(ends, places, xerr=whiskers, fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2)
+        axis.errorbar(
+            ends, centres, xerr=[lengths_left, lengths_right], fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2
+        )
 
 
 def _place_of_no_change(measure: str) -> float:
@@ -424,16 +427,16 @@ def _place_of_no_change(measure: str) -> float:
 def _to_axis(measure: str, change: float) -> float:
     """Return a change in the unit of the axis: for losses the factor ``10**change``, else the change itself.
 
-    Ends of whiskers may be too large to draw, so they are limited to values far beyond the end of the axis.
+    Ends of whiskers can be too large for matplotlib. They are clipped far beyond the end of the axis.
     """
     if measure != "loss":
         return min(change, 1e9)
-    exponent = max(-300.0, min(change, 300.0))  # beyond, the power would be infinite or 0
+    exponent = max(-300.0, min(change, 300.0))  # of a power that is neither infinite nor 0
     return 10**exponent
 
 
 def _limit_axis(axis: Axes, gains: Sequence[Gain], measure: str) -> None:
-    """Set limits that show all bars; whiskers are cut where they reach further than the bars' range beyond the bars.
+    """Set limits that show all bars and short whiskers: for bars from -2 to 4, whiskers are cut at -8 and 10.
 
     Args:
         axis: The axes.
@@ -480,7 +483,7 @@ def _factor_tick(value: float, _: object) -> str:
 
 
 def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | None:
-    """Return figures of many users: the distribution of changes, and the changes against the users' amounts of data.
+    """Return panels of many users: the distribution of changes, and the changes against the users' amounts of data.
 
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
@@ -599,9 +602,9 @@ class Mixtures:
         rounds: Rounds of the evaluations.
         users: Users, sorted by true cluster if it is known.
         clusters: True cluster of each user; None if unknown.
-        order: Which of the run's adaptor sets each column is. Set c is the one that cluster c uses after the last
-            round.
-        values: Weights, of shape (evaluation, user, adaptor set); each row sums to 1.
+        component_ids: Numbers of the run's components in the order of the columns, such as ``(2, 0, 1)`` if the first
+            cluster uses component 2 after the last round.
+        weights: Weights, of shape (evaluation, user, component); each row sums to 1.
         component: Name of what is mixed.
         entropy: Mean entropy of the routers over users, in nats, by evaluation.
         mismatch: Mean distance of the learned aggregation weights from the true ones (FLoRAL, section 4), by
@@ -613,8 +616,8 @@ class Mixtures:
     rounds: tuple[int, ...]
     users: tuple[str, ...]
     clusters: tuple[int, ...] | None
-    order: tuple[int, ...]
-    values: np.ndarray
+    component_ids: tuple[int, ...]
+    weights: np.ndarray
     component: str = "component"
     entropy: tuple[float, ...] | None = None
     mismatch: tuple[float, ...] | None = None
@@ -622,17 +625,17 @@ class Mixtures:
     @property
     def learned(self) -> bool:
         """Whether any user mixes several sets. With optimal routing each user has one set from the start."""
-        return bool((self.values.max(-1) < 1).any())
+        return bool((self.weights.max(-1) < 1).any())
 
     @cached_property
-    def recovery(self) -> tuple[float, ...] | None:
-        """Adjusted Rand index of users' components of largest weight against true clusters, at each evaluation.
+    def rand_index(self) -> tuple[float, ...] | None:
+        """Adjusted Rand index of each user's heaviest component against the true clusters, at each evaluation.
 
         None if the true clusters are unknown.
         """
         if self.clusters is None:
             return None
-        return tuple(adjusted_rand_index(self.clusters, weights.argmax(1).tolist()) for weights in self.values)
+        return tuple(adjusted_rand_index(self.clusters, weights.argmax(1).tolist()) for weights in self.weights)
 
 
 def read_mixtures(folder: Path) -> Mixtures | None:
@@ -643,7 +646,7 @@ def read_mixtures(folder: Path) -> Mixtures | None:
     if start is None or not evaluations:
         return None
     last = evaluations[-1]
-    # In a federation users can miss an evaluation or keep their results private.
+    # In a federation users can miss an evaluation or keep their results private; they are left out.
     users = [user for user in last["mixtures"] if all(user in event["mixtures"] for event in evaluations)]
     if not users:
         return None
@@ -654,15 +657,15 @@ def read_mixtures(folder: Path) -> Mixtures | None:
         users = sorted(users, key=lambda user: cluster_by_user[user])
         clusters = tuple(cluster_by_user[user] for user in users)
     weights = np.array([[event["mixtures"][user] for user in users] for event in evaluations])
-    order = match_clusters(weights[-1], clusters)
+    component_ids = order_by_cluster(weights[-1], clusters)
     return Mixtures(
         method=start["method"],
         seed=start["seed"],
         rounds=tuple(event["round"] for event in evaluations),
         users=tuple(users),
         clusters=clusters,
-        order=order,
-        values=weights[:, :, list(order)],
+        component_ids=component_ids,
+        weights=weights[:, :, list(component_ids)],
         component=last.get("component", "component"),
         entropy=_values_of(evaluations, "router_entropy_nats"),
         mismatch=_values_of(evaluations, "aggregation_mismatch"),
@@ -676,45 +679,43 @@ def _values_of(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] 
     return tuple(event[key] for event in events)
 
 
-def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple[int, ...]:
-    """Return an order of the adaptor sets: the set of the first true cluster, that of the second, and so on.
+def order_by_cluster(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the components in the order of the clusters that use them: ``(2, 0, 1)`` if cluster 0 uses component 2.
 
-    Clusters get different sets, so that users have the largest total weight on their clusters' sets (linear sum
-    assignment). The sets that are left follow, largest total weight first.
+    Each cluster gets another component, so that the total weight of users on their clusters' components is the largest
+    (linear sum assignment). The remaining components follow, largest total weight first.
 
     Args:
-        mixture: Weights, of shape (user, adaptor set).
+        mixture: Weights, of shape (user, component).
         clusters: True cluster of each user; None if unknown.
-
-    Returns:
-        Indices of all adaptor sets, such as ``(2, 0, 1)``.
     """
     matched: list[int] = []
     if clusters is not None:
         cluster_of_user = np.array(clusters)
         weights_of_clusters = [mixture[cluster_of_user == cluster].sum(0) for cluster in sorted(set(clusters))]
-        rows, columns = linear_sum_assignment(np.stack(weights_of_clusters), maximize=True)
-        matched = [int(columns[i]) for i in np.argsort(rows)]  # in the order of the clusters
+        cluster_indices, components = linear_sum_assignment(np.stack(weights_of_clusters), maximize=True)
+        matched = [int(components[i]) for i in np.argsort(cluster_indices)]
     total_weights = mixture.sum(0)
-    unmatched = [i for i in range(mixture.shape[1]) if i not in matched]
-    unmatched.sort(key=lambda i: (-total_weights[i], i))
+    unmatched = [component for component in range(mixture.shape[1]) if component not in matched]
+    unmatched.sort(key=lambda component: (-total_weights[component], component))
     return (*matched, *unmatched)
 
 
 def adjusted_rand_index(first_partition: Sequence[Hashable], second_partition: Sequence[Hashable]) -> float:
     """Return the similarity of two partitions of the same items: 1 for equal ones, about 0 for unrelated ones.
 
-    ``(n - e) / (m - e)``: n pairs are together in both partitions, e is the number expected by chance, and m is the
-    mean number of pairs together in either partition (Hubert and Arabie, 1985). 0 / 0 counts as 1.
+    ``(together - expected) / (mean - expected)``, counted in pairs of items: pairs that are together in both
+    partitions, the number expected by chance, and the mean of those together in each partition (Hubert and Arabie,
+    1985). 0 / 0 counts as 1.
     """
-    n = _num_pairs(Counter(zip(first_partition, second_partition, strict=True)))
+    together = _num_pairs(Counter(zip(first_partition, second_partition, strict=True)))
     in_first, in_second = _num_pairs(Counter(first_partition)), _num_pairs(Counter(second_partition))
-    m = (in_first + in_second) / 2
+    mean = (in_first + in_second) / 2
     all_pairs = comb(len(first_partition), 2)
-    e = in_first * in_second / all_pairs if all_pairs else 0.0
-    if m == e:
+    expected = in_first * in_second / all_pairs if all_pairs else 0.0
+    if mean == expected:
         return 1.0
-    return (n - e) / (m - e)
+    return (together - expected) / (mean - expected)
 
 
 def _num_pairs(sizes: Counter[object]) -> int:
@@ -730,15 +731,15 @@ def mixtures_figure(mixtures: Mixtures) -> Figure:
 
     Weight 1 is solid and weight 0 is transparent, so that the figure suits light and dark pages.
     """
-    snapshots = _snapshot_indices(len(mixtures.rounds))
-    num_components = len(mixtures.order)
+    snapshots = _snapshot_indices(len(mixtures.rounds))  # such as evaluations [0, 2, 4]
+    num_components = len(mixtures.component_ids)
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         """Paint one heat map for each snapshot, and the colour bar."""
         for axis, snapshot in zip(axes, snapshots, strict=True):
-            axis.imshow(mixtures.values[snapshot], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
+            axis.imshow(mixtures.weights[snapshot], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
             axis.set_title(_snapshot_title(mixtures, snapshot))
-            axis.set_xticks(range(num_components), [str(name) for name in mixtures.order])
+            axis.set_xticks(range(num_components), [str(name) for name in mixtures.component_ids])
             if num_components > 10:  # labels of two digits would overlap horizontally
                 axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / num_components))
             axis.set_xlabel(mixtures.component)
@@ -750,25 +751,27 @@ def mixtures_figure(mixtures: Mixtures) -> Figure:
         assert bar.solids is not None
         bar.solids.set_rasterized(True)  # seams show between hundreds of translucent vector strips
 
-    # Includes space for user names, the colour bar, and the title above a single panel.
-    width = min(14.0, max(4.4, 1.7 + len(snapshots) * (0.6 + 0.22 * num_components)))
+    names_and_colour_bar, margin, column = 1.7, 0.6, 0.22  # widths in inches
+    width = names_and_colour_bar + len(snapshots) * (margin + column * num_components)
+    width = min(14.0, max(4.4, width))  # 4.4 has space for the title
     return draw(1, len(snapshots), (width / len(snapshots), 3.4), paint)
 
 
 def _snapshot_indices(num_evaluations: int) -> list[int]:
-    """Return evaluations at equal distances, with the first and the last: ``[0, 2, 4, 6, 8, 10]`` for 11."""
+    """Return the shown evaluations at equal distances, with the first and the last: ``[0, 2, 4, 6, 8, 10]`` of 11."""
     num_snapshots = min(num_evaluations, MAX_SNAPSHOTS)
     if num_snapshots == 1:
         return [0]
-    return [round(number * (num_evaluations - 1) / (num_snapshots - 1)) for number in range(num_snapshots)]
+    last_evaluation, last_snapshot = num_evaluations - 1, num_snapshots - 1
+    return [round(number * last_evaluation / last_snapshot) for number in range(num_snapshots)]
 
 
 def _snapshot_title(mixtures: Mixtures, evaluation: int) -> str:
     """Return the title of a snapshot: its round and, if the true clusters are known, the adjusted Rand index."""
     title = f"round {mixtures.rounds[evaluation]}"
-    if mixtures.recovery is None:
+    if mixtures.rand_index is None:
         return title
-    return f"{title}\nARI {mixtures.recovery[evaluation]:.2f}"
+    return f"{title}\nARI {mixtures.rand_index[evaluation]:.2f}"
 
 
 def _mark_clusters(axis: Axes, mixtures: Mixtures, *, has_labels: bool) -> None:
@@ -780,19 +783,19 @@ def _mark_clusters(axis: Axes, mixtures: Mixtures, *, has_labels: bool) -> None:
         has_labels: Whether the heat map has labels.
     """
     if mixtures.clusters is None:
-        name_of_rows = list(mixtures.users)
+        row_labels = list(mixtures.users)
     else:
-        name_of_rows = [f"cluster {cluster}" for cluster in mixtures.clusters]
-    starts = [i for i, name in enumerate(name_of_rows) if i == 0 or name_of_rows[i - 1] != name]
+        row_labels = [f"cluster {cluster}" for cluster in mixtures.clusters]  # the same for users of one cluster
+    starts = [row for row, label in enumerate(row_labels) if row == 0 or row_labels[row - 1] != label]
     if mixtures.clusters is not None:
         for start in starts[1:]:
             axis.axhline(start - 0.5, color=INK.light, linewidth=0.8)
     if not has_labels or len(starts) > _MOST_NAMES:
         axis.set_yticks([])
         return
-    ends = [*starts[1:], len(name_of_rows)]
+    ends = [*starts[1:], len(row_labels)]
     centres = [(start + end - 1) / 2 for start, end in zip(starts, ends, strict=True)]
-    axis.set_yticks(centres, [short(name_of_rows[start]) for start in starts])
+    axis.set_yticks(centres, [short(row_labels[start]) for start in starts])
 
 
 __all__ = ["bytes_figure", "curves_figure", "draw", "save", "scores_figure", "users_figure"]
@@ -822,30 +825,30 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
         measure: Name of a measure, such as "accuracy"; empty for the measure by which methods are compared.
     """
     measure = measure or entries[0].first.measure
-    titles = extremes(entries, MAX_PANELS)
+    title_by_user = extremes(entries, MAX_PANELS)
     num_users = len(entries[0].first.users)
-    over_users = f"over {num_users} users" if num_users > len(titles) else "over users"
+    over_users = f"over {num_users} users" if num_users > len(title_by_user) else "over users"
 
-    # The name and the title of each panel, and its curves, one for each entry.
-    panels: list[tuple[str, str, list[Curve]]] = []
-    mean_curves = [_curve_of(entry, None, measure, start=start) for entry in entries]
-    panels.append((f"mean {over_users}", f"mean {over_users}", mean_curves))
+    curves_by_name: list[tuple[str, list[Curve]]] = []  # of each panel: a mean or a user, and a curve for each entry
+    mean_curves = [_shown_curve(entry, None, measure, start=start) for entry in entries]
+    curves_by_name.append((f"mean {over_users}", mean_curves))
     if measure == "perplexity":
-        geometric_curves = [_curve_of(entry, None, measure, geometric=True, start=start) for entry in entries]
-        panels.append((f"geometric mean {over_users}", f"geometric mean {over_users}", geometric_curves))
-    for user, title in titles.items():
-        panels.append((user, short(title), [_curve_of(entry, user, measure, start=start) for entry in entries]))
+        geometric_curves = [_shown_curve(entry, None, measure, geometric=True, start=start) for entry in entries]
+        curves_by_name.append((f"geometric mean {over_users}", geometric_curves))
+    titles = [name for name, _ in curves_by_name]
+    for user, title in title_by_user.items():
+        curves_by_name.append((user, [_shown_curve(entry, user, measure, start=start) for entry in entries]))
+        titles.append(short(title))
 
     paint: list[Callable[[Axes], None]] = []
-    for _, title, curves in panels:
+    for (_, curves), title in zip(curves_by_name, titles, strict=True):
         paint.append(
             partial(_paint_curves_panel, entries=entries, curves=curves, title=title, start=start, measure=measure)
         )
-    has_bands = any(value.std for _, _, curves in panels for curve in curves for value in curve.values)
-    curves_by_name = [(name, curves) for name, _, curves in panels]
+    has_bands = any(value.std for _, curves in curves_by_name for curve in curves for value in curve.values)
     return Panels(
         paint=paint,
-        columns=min(4, len(panels)),
+        columns=min(4, len(paint)),
         size=(2.9, 2.45),
         sheet=_curves_sheet(entries, curves_by_name),
         keys=method_keys(entries),
@@ -861,7 +864,7 @@ def method_keys(entries: Sequence[Entry]) -> list[Key]:
     return [(_legend_line(style), entry.label) for style, entry in zip(styles_of_entries, entries, strict=True)]
 
 
-def _curve_of(entry: Entry, user: str | None, measure: str, *, geometric: bool = False, start: bool) -> Curve:
+def _shown_curve(entry: Entry, user: str | None, measure: str, *, geometric: bool = False, start: bool) -> Curve:
     """Return a learning curve as :func:`learning_curve`, without the first evaluation unless ``start``."""
     curve = learning_curve(entry, user, measure, geometric=geometric)
     return curve if start else _without_start(curve)
@@ -913,13 +916,13 @@ def _paint_curves_panel(
             axis.axhline(constant, color=style.colour.light, linestyle=style.line)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
     if has_log_axis:
-        logarithmic(axis, values, measure)
+        set_log_axis(axis, values, measure)
 
 
 def _needs_log_axis(values: Sequence[float], measure: str, start: bool) -> bool:
     """Return whether the largest value is over 4 times the smallest, so that a linear axis would hide differences.
 
-    Accuracies always have a linear axis; without the first evaluation, so have all measures but the loss.
+    Accuracies always have a linear axis. Perplexities have one if the first evaluation is not shown.
 
     Args:
         values: The values.
@@ -933,18 +936,18 @@ def _needs_log_axis(values: Sequence[float], measure: str, start: bool) -> bool:
     return 0 < 4 * min(values) < max(values)
 
 
-def logarithmic(axis: Axes, values: Sequence[float], measure: str, room: float = 1.6) -> None:
+def set_log_axis(axis: Axes, values: Sequence[float], measure: str, margin: float = 1.6) -> None:
     """Set a logarithmic y axis whose limits depend on the values, not on the bands around them.
 
     Args:
         axis: The axes.
         values: The values.
         measure: Name of the measure of these results, such as "perplexity".
-        room: Factor between the extreme values and the limits.
+        margin: Factor between the smallest value and the lower limit, and the largest and the upper limit.
     """
     low, high = min(values), max(values)
     axis.set_yscale("log")
-    axis.set_ylim(low / room, high * room)
+    axis.set_ylim(low / margin, high * margin)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
     minor_labels_overlap = high > 1000 * low
     if minor_labels_overlap:
@@ -962,7 +965,7 @@ def _without_start(curve: Curve) -> Curve:
 def _paint_curve(axis: Axes, curve: Curve, style: Style, *, has_log_axis: bool) -> None:
     """Draw a curve with a band of one standard deviation over seeds.
 
-    On a logarithmic axis the band is as high below the mean as above it: from mean² / top to top.
+    The band is as high below the mean as above it, also on a logarithmic axis: from mean² / top to top.
 
     Args:
         axis: The axes.
@@ -994,15 +997,15 @@ def bytes_figure(entries: Sequence[Entry]) -> Figure:
 def bytes_panels(entries: Sequence[Entry]) -> Panels:
     """Return panels of final test results against uploaded bytes, with a point for each trained entry.
 
-    There is a panel for the mean over users, and for perplexities another one for the geometric mean.
+    One panel has the mean over users; for perplexities, a second one has the geometric mean.
     """
     measure = entries[0].first.measure
     mean_names = ["mean", "geometric mean"] if measure == "perplexity" else ["mean"]
-    trained = [entry for entry in entries if entry.trained]
+    trained_entries = [entry for entry in entries if entry.trained]
     rows: list[list[object]] = [["of", "method", "upload_bytes_in_total", "mean_over_seeds", "std_over_seeds"]]
     has_whiskers = False
     for mean_name in mean_names:
-        for entry in trained:
+        for entry in trained_entries:
             result = final(entry, geometric=mean_name == "geometric mean")
             if result is None:  # not finite
                 continue
@@ -1043,12 +1046,13 @@ def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean_name: str) 
         points.append((uploaded, result.mean, entry.label))
     axis.set_title(f"{mean_name} over users")
     axis.margins(y=0.2)
-    width = largest / unit or 1.0  # 1 if nothing is uploaded
-    axis.set_xlim(-0.04 * width, 1.4 * width)  # room for labels on the right
+    right_end = largest / unit or 1.0  # 1 if nothing is uploaded
+    axis.set_xlim(-0.04 * right_end, 1.4 * right_end)  # has space for labels on the right
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
     means = [mean for _, mean, _ in points]
-    if measure == "loss" and means and 0 < 10 * min(means) < max(means):
-        logarithmic(axis, means, measure, room=3.0)  # labels need more room than curves
+    needs_log_axis = measure == "loss" and bool(means) and 0 < 10 * min(means) < max(means)
+    if needs_log_axis:
+        set_log_axis(axis, means, measure, margin=3.0)  # has space for labels
     figure = axis.figure
     assert isinstance(figure, Figure)
     label_points(figure, axis, points)

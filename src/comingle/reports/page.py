@@ -119,17 +119,19 @@ def pack_gates(gates: np.ndarray) -> str:
     return base64.b64encode(thousandths.tobytes()).decode("ascii")
 
 
-def as_data(views: Sequence[TokenView]) -> list[dict[str, object]]:
+def views_as_json(views: Sequence[TokenView]) -> list[dict[str, object]]:
     """Return token views as JSON for the page's script; ``classes`` are the CSS classes of the experts' colours."""
-    data: list[dict[str, object]] = []
+    json_views: list[dict[str, object]] = []
     for view in views:
         users = []
         for user, experts in zip(view.users, view.experts, strict=True):
             classes = [expert_class(name) for name in experts]
             users.append({"name": user, "experts": list(experts), "classes": classes})
         texts = [{"name": text.name, "owner": text.owner, "tokens": list(text.tokens)} for text in view.texts]
-        gates = [[pack_gates(gates_of_user) for gates_of_user in gates_of_text] for gates_of_text in view.gates]
-        data.append(
+        gates = []  # gates[text][user], each as a base64 string
+        for gates_of_text in view.gates:
+            gates.append([pack_gates(gates_of_user) for gates_of_user in gates_of_text])
+        json_views.append(
             {
                 "label": view.label,
                 "layers": view.layers,
@@ -139,7 +141,7 @@ def as_data(views: Sequence[TokenView]) -> list[dict[str, object]]:
                 "gates": gates,
             }
         )
-    return data
+    return json_views
 
 
 # -------------------------------------------------------------------- token view
@@ -224,9 +226,9 @@ def _tokens_grid(view: TokenView, rows: Sequence[Sequence[_TokenCell]], title: s
         for axis, cell in zip(axes, cells, strict=True):
             _paint_tokens(axis, cell, num_lines)
             axis.set_title(cell.title, fontsize=7)
-        names = max(view.experts, key=len)  # of a user with the most experts
-        patches = [Patch(color=expert_colour(name).light) for name in names]
-        legend_above(figure, patches, names, title=title)
+        expert_names = max(view.experts, key=len)  # those of the user with the most experts
+        patches = [Patch(color=expert_colour(name).light) for name in expert_names]
+        legend_above(figure, patches, expert_names, title=title)
         _fit_letters(figure, axes)
 
     title_height, line_height = 0.35, 0.115  # inches
@@ -328,8 +330,7 @@ def notices(entries: Sequence[Entry]) -> list[str]:
 def comparability_warnings(entries: Sequence[Entry]) -> list[str]:
     """Return sentences on why numbers of these entries should not be compared.
 
-    Reasons are different bases, test data or other settings apart from the method's, and files that changed between
-    runs.
+    The runs may have different bases, test data or settings, or read files that changed between runs.
     """
     runs = [run for entry in entries for run in entry.runs]
     warnings = []
@@ -337,10 +338,11 @@ def comparability_warnings(entries: Sequence[Entry]) -> list[str]:
     if len(bases) > 1:
         warnings.append(f"These runs have different bases ({', '.join(bases)}): do not compare their numbers.")
 
-    distinct_settings: set[str] = set()  # as text, because values may be lists
+    distinct_data_settings: set[str] = set()  # as text, because lists cannot be in a set
     for run in runs:
-        distinct_settings.add(repr([(key, value) for key, value in run.settings if _affects_test_data(key)]))
-    if len(distinct_settings) > 1:
+        data_settings = [(key, value) for key, value in run.settings if _affects_test_data(key)]
+        distinct_data_settings.add(repr(data_settings))
+    if len(distinct_data_settings) > 1:
         if runs[0].unit == "tokens":
             reason = "read their text in different ways: their perplexities"
         else:
@@ -357,12 +359,12 @@ def comparability_warnings(entries: Sequence[Entry]) -> list[str]:
 
 
 def _changed_inputs(runs: Sequence[RunRecord]) -> list[str]:
-    """Return sentences on runs that read different data or another base although their recipes are equal.
+    """Return sentences on runs whose base or data changed although their recipes name the same files.
 
     Each run's digests are compared with those of the first run with the same seed, base, tokenizer and data settings.
     """
     sentences: list[str] = []
-    first_by_settings: dict[str, tuple[RunRecord, Inputs]] = {}
+    first_run_by_sources: dict[str, tuple[RunRecord, Inputs]] = {}
     for run in runs:
         try:
             inputs = read_inputs(run.folder)
@@ -371,16 +373,16 @@ def _changed_inputs(runs: Sequence[RunRecord]) -> list[str]:
         data_settings = [
             (key, value) for key, value in run.settings if key.startswith("data.") or key == "training.context"
         ]
-        settings = repr((run.seed, run.base, inputs.tokenizer, data_settings))
-        if settings not in first_by_settings:
-            first_by_settings[settings] = (run, inputs)
+        sources = repr((run.seed, run.base, inputs.tokenizer, data_settings))
+        if sources not in first_run_by_sources:
+            first_run_by_sources[sources] = (run, inputs)
             continue
-        first_run, first_inputs = first_by_settings[settings]
+        first_run, first_inputs = first_run_by_sources[sources]
         changed = []
         if inputs.base != first_inputs.base:
             changed.append("the base")
-        for name, user in inputs.users.items():
-            if user != first_inputs.users.get(name):
+        for name, digests in inputs.users.items():
+            if digests != first_inputs.users.get(name):
                 changed.append(f"the data of {name}")
         if changed:
             sentences.append(
@@ -443,15 +445,15 @@ def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
     """Return a header and rows with each user's weight of each component at each evaluation."""
     rows: list[list[object]] = [["seed", "round", "user", "true_cluster", "component", "weight"]]
     clusters = mixtures.clusters or (None,) * len(mixtures.users)
-    for round_number, weights_of_users in zip(mixtures.rounds, mixtures.values, strict=True):
+    for round_number, weights_of_users in zip(mixtures.rounds, mixtures.weights, strict=True):
         for user, cluster, weights in zip(mixtures.users, clusters, weights_of_users, strict=True):
-            for component, weight in zip(mixtures.order, weights, strict=True):
+            for component, weight in zip(mixtures.component_ids, weights, strict=True):
                 rows.append([mixtures.seed, round_number, user, cluster, component, float(weight)])
     return rows
 
 
 def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
-    """Return a header and rows with the gates of one layer, one for each text, user's model, token and expert.
+    """Return a header and rows with the gates of one layer: a row for each text, user's model, token and expert.
 
     Args:
         view: Tokens of some texts, and their gates under the models of some users.
@@ -459,9 +461,9 @@ def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
     """
     rows: list[list[object]] = [["text", "model", "layer", "token_number", "token", "expert", "probability"]]
     for text, gates_of_users in zip(view.texts, view.gates, strict=True):
-        for user, experts, gates_of_layers in zip(view.users, view.experts, gates_of_users, strict=True):
-            gates_of_tokens = gates_of_layers[layer]
-            for position, (token, gates) in enumerate(zip(text.tokens, gates_of_tokens, strict=True)):
+        for user, experts, gates_of_user in zip(view.users, view.experts, gates_of_users, strict=True):
+            gates_of_layer = gates_of_user[layer]  # (tokens, experts)
+            for position, (token, gates) in enumerate(zip(text.tokens, gates_of_layer, strict=True)):
                 for expert, gate in zip(experts, gates, strict=True):
                     rows.append([text.name, user, layer, position, token, expert, float(gate)])
     return rows
@@ -502,15 +504,15 @@ class FigureMarkup:
             panels: Functions that draw the panels, with sizes, labels, legend and data.
             label: Text for screen readers.
             name: Name, without suffix, of the CSV file of the figure's numbers that readers can download.
-            phone: Panels that replace them on narrow screens.
+            phone: Other panels for narrow screens; None for the same ones.
         """
-        parts = [self._legend(panels.keys)]
+        content = [self._legend(panels.keys)]
         if phone is None:
-            parts.append(self._grid(panels, label, css_class=""))
+            content.append(self._grid(panels, label, css_class=""))
         else:
-            parts.append(self._grid(panels, label, css_class="desk"))
-            parts.append(self._grid(phone, label, css_class="phone"))
-        return _figure_markup(parts, name, panels.sheet)
+            content.append(self._grid(panels, label, css_class="desk"))
+            content.append(self._grid(phone, label, css_class="phone"))
+        return _figure_markup(content, name, panels.sheet)
 
     def _grid(self, panels: Panels, label: str, *, css_class: str) -> Markup:
         """Return one picture per panel, side by side as far as they fit.
@@ -525,9 +527,10 @@ class FigureMarkup:
             title = figure.axes[0].get_title("left")
             picture = self._svg(figure, f"{label}: {title}" if title else label)
             frames.append(Markup('<div class="frame">{}</div>').format(picture))
-        width_points = 72 * panels.size[0]
+        width_inches, _ = panels.size
+        width_points = 72 * width_inches
         min_width = round(width_points * _MIN_SCALE)  # in CSS pixels
-        template = Markup('<div class="panels {}" style="--room:{}px">{}</div>')
+        template = Markup('<div class="panels {}" style="--room:{}px">{}</div>')  # the style sheet reads --room
         return template.format(css_class, min_width, Markup("\n").join(frames))
 
     def _legend(self, keys: Sequence[Key]) -> Markup:
@@ -536,7 +539,7 @@ class FigureMarkup:
             return Markup("")
         spans = []
         for mark, label in keys:
-            picture = self._svg(draw_key(mark), label="")  # decoration for screen readers, as the label follows
+            picture = self._svg(draw_key(mark), label="")  # screen readers skip it and read the label behind it
             spans.append(Markup('<span class="key">{}{}</span>').format(picture, label))
         return Markup('<div class="keys">{}</div>').format(Markup(" ").join(spans))
 
@@ -546,16 +549,16 @@ class FigureMarkup:
         return Markup(svg(figure, f"f{self._num_figures}", str(escape(label)), self._variables))
 
 
-def _figure_markup(inner: Sequence[Markup], name: str, sheet: Sheet) -> Markup:
+def _figure_markup(content: Sequence[Markup], name: str, sheet: Sheet) -> Markup:
     """Return an HTML figure with a link to a CSV file of its numbers.
 
     Args:
-        inner: Pictures and legends as markup.
-        name: Name of the file without suffix.
-        sheet: Content of the file.
+        content: Pictures and legends as markup.
+        name: Name of the CSV file without suffix.
+        sheet: Content of the CSV file.
     """
     link = Markup('<a class="csv" download="{}.csv" href="{}">CSV of this figure</a>').format(name, data_uri(sheet))
-    return Markup("<figure>{}{}</figure>").format(Markup("\n").join(inner), link)
+    return Markup("<figure>{}{}</figure>").format(Markup("\n").join(content), link)
 
 
 MAX_USER_COLUMNS = 8
@@ -588,8 +591,9 @@ def render_page(
         trim_blocks=True,
     )
     palette = _palette(entries)
-    # In figures each colour becomes a CSS variable, which has another value in the dark theme.
-    drawn = FigureMarkup({colour.light: f"var(--c{colour.light[1:]})" for colour in palette})
+    # Colours in figures become CSS variables, "#1c2128" becomes "var(--c1c2128)", with other values in the dark theme.
+    variable_by_colour = {colour.light: f"var(--c{colour.light[1:]})" for colour in palette}
+    converter = FigureMarkup(variable_by_colour)
     first = entries[0].first
     users = list(first.users)
     all_runs = [run for entry in entries for run in entry.runs]
@@ -598,17 +602,17 @@ def render_page(
     for entry in entries:
         learned = _learned_mixtures(entry)
         if learned:
-            mixtures.append(_mixtures_section(entry.label, learned, drawn))
-    component_names = {mixture["component"] for mixture in mixtures}  # such as "adaptor set"
-    curves = list(_curve_figures(entries, drawn))
-    gains = [_gains_section(entries, entry, drawn) for entry in baselines(entries)]
+            mixtures.append(_mixtures_section(entry.label, learned, converter))
+    component_names = {section["component"] for section in mixtures}  # such as "adaptor set"
+    curves = list(_curve_figures(entries, converter))
+    gains = [_gains_section(entries, entry, converter) for entry in baselines(entries)]
     bytes_label = f"test {first.measure} against uploaded bytes"
     return environment.get_template("report.html").render(
         heading=_heading(entries),
         base=first.base,
         task=first.task,
         measure=first.measure,
-        rule=unit_and_direction(first.measure),
+        unit_and_direction=unit_and_direction(first.measure),
         unit=first.unit,
         users=users,
         seeds=sorted({run.seed for run in all_runs}),
@@ -618,23 +622,23 @@ def render_page(
         experts=expert_css(),
         channels=_css_channels,
         results=_results_table(entries, users),
-        against=_verdicts_table(baseline_comparison(entries, baseline)),
-        panels=MAX_PANELS,
-        population=is_population(users),
+        verdicts=_verdicts_table(baseline_comparison(entries, baseline)),
+        max_panels=MAX_PANELS,
+        is_population=is_population(users),
         deltas=sorted({run.spent["delta"] for run in all_runs if run.spent}),
-        examples=any(_protects_examples(entry) for entry in entries),
-        level=negligible_change_text(first.measure),
+        protects_examples=any(_protects_examples(entry) for entry in entries),
+        negligible_change=negligible_change_text(first.measure),
         curves=curves,
         gains=[section for section in gains if section is not None],
         costs=cost_rows([cost(entry) for entry in entries]),
         specialists=[_specialists_of(entry) for entry in entries if entry.first.specialists],
-        judged=upload_weight_tables(entries),
-        bytes_figure=drawn.panels(bytes_panels(entries), bytes_label, "bytes"),
+        upload_weights=upload_weight_tables(entries),
+        bytes_figure=converter.panels(bytes_panels(entries), bytes_label, "bytes"),
         mixtures=mixtures,
         component=component_names.pop() if len(component_names) == 1 else "component",
-        scores=[_scores_section(entry, entries, drawn) for entry in entries if entry.first.has_routers],
-        views=as_data(views),
-        owners=any(text.owner for view in views for text in view.texts),
+        scores=[_scores_section(entry, entries, converter) for entry in entries if entry.first.has_routers],
+        views=views_as_json(views),
+        shows_users_texts=any(text.owner for view in views for text in view.texts),
     )
 
 
@@ -713,8 +717,8 @@ def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, 
         users: Names of the users.
 
     Returns:
-        ``head``, the names of the columns; ``rows``, each entry's ``label`` and ``cells``. If users have no columns,
-        ``users`` is a second table: pairs of a user and its cells, one for each of the entries' ``labels``.
+        ``head``, the names of the columns, and ``rows``, each entry's ``label`` and ``cells``. If users lack columns,
+        ``users`` has the rows of a second table, such as ``("ann", ["12.3", "11.8"])``, and ``labels`` its columns.
     """
     measure = entries[0].first.measure
     results_by_user = {user: [final(entry, user) for entry in entries] for user in users}
@@ -751,9 +755,9 @@ def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, 
 def _extreme_column(
     results_by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool
 ) -> tuple[str, list[str]]:
-    """Return the column "worst user" or "best user": for each entry, this user's result and name, "12.3 (0.4) · ann".
+    """Return the heading and the cells of a column: ``("best user", ["12.3 (0.4) · ann", "11.8 (0.2) · bob"])``.
 
-    The cell of an entry is "not finite" if a user has no finite result.
+    There is a cell for each entry. It is "not finite" if any user's result is.
 
     Args:
         results_by_user: Each user's results, one for each entry.
@@ -764,13 +768,15 @@ def _extreme_column(
     min_or_max = worst_of(measure) if worst else best_of(measure)
     cells = []
     for results_of_entry in zip(*results_by_user.values(), strict=True):
-        result_by_user = dict(zip(results_by_user, results_of_entry, strict=True))
-        finite = {user: result for user, result in result_by_user.items() if result is not None}
-        if len(finite) < len(result_by_user):
+        finite = {}
+        for user, result in zip(results_by_user, results_of_entry, strict=True):
+            if result is not None:
+                finite[user] = result
+        if len(finite) < len(results_by_user):
             cells.append("not finite")
             continue
-        user = min_or_max(finite, key=lambda user: finite[user].mean)
-        cells.append(f"{_spread_text(finite[user], measure)} · {user}")
+        extreme_user = min_or_max(finite, key=lambda user: finite[user].mean)
+        cells.append(f"{_spread_text(finite[extreme_user], measure)} · {extreme_user}")
     return heading, cells
 
 
@@ -788,31 +794,30 @@ def _verdicts_table(comparison: BaselineComparison | None) -> dict[str, object] 
     }
 
 
-def _curve_figures(entries: Sequence[Entry], drawn: FigureMarkup) -> Iterator[tuple[str, Markup]]:
+def _curve_figures(entries: Sequence[Entry], converter: FigureMarkup) -> Iterator[tuple[str, Markup]]:
     """Yield titles and figures of learning curves: with and without the first evaluation, for each common measure.
 
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
-        drawn: Converts figures to markup.
+        converter: Converts figures to markup.
     """
     measures = common_measures(entries)
     for measure in measures:
-        prefix = f"{measure} " if len(measures) > 1 else ""
-        span = "from the start"
-        whole = curves_panels(entries, start=True, measure=measure)
-        yield prefix + span, drawn.panels(whole, f"test {measure} during training, {span}", f"curves-{measure}")
-        span = "without the start, so that late differences show"
-        late = curves_panels(entries, start=False, measure=measure)
-        yield prefix + span, drawn.panels(late, f"test {measure} during training, {span}", f"curves-{measure}-late")
+        for start, suffix in ((True, ""), (False, "-late")):
+            span = "from the start" if start else "without the start, so that late differences show"
+            title = f"{measure} {span}" if len(measures) > 1 else span
+            panels = curves_panels(entries, start=start, measure=measure)
+            label = f"test {measure} during training, {span}"
+            yield title, converter.panels(panels, label, f"curves-{measure}{suffix}")
 
 
-def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarkup) -> dict[str, object] | None:
+def _gains_section(entries: Sequence[Entry], baseline: Entry, converter: FigureMarkup) -> dict[str, object] | None:
     """Return the section on each user's change against a baseline, for the page's template.
 
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         baseline: The entry that the others are compared with.
-        drawn: Converts figures to markup.
+        converter: Converts figures to markup.
 
     Returns:
         The values of the template; None if nothing can be compared.
@@ -823,16 +828,16 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
     measure, gains_by_entry = baseline.first.measure, gains_of_entries(entries, baseline)
     file = f"users-against-{baseline.method}"
     label = f"change of each user's test {measure} against {baseline.label}"
-    bars_figure = drawn.panels(bars, label, file, phone=users_panels(entries, baseline, width=4.2))
+    bars_figure = converter.panels(bars, label, file, phone=users_panels(entries, baseline, width=4.2))
 
     population_figure = None
     if is_population(entries[0].first.users):
         population = population_panels(entries, baseline)
         if population is not None:
-            population_figure = drawn.panels(population, f"all users, against {baseline.label}", f"all-{file}")
+            population_figure = converter.panels(population, f"all users, against {baseline.label}", f"all-{file}")
 
     best_to_worst = verdicts(measure)
-    bad_verdicts = best_to_worst[best_to_worst.index("level") + 1 :]
+    bad_verdicts = best_to_worst[best_to_worst.index("level") + 1 :]  # those behind "level"
     columns = [verdict for verdict in best_to_worst if _has_column(verdict, gains_by_entry)]
     rows = []
     for entry, gains in gains_by_entry:
@@ -846,17 +851,17 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
         "baseline": baseline.label,
         "figure": bars_figure,
         "population": population_figure,
-        "kinds": columns,
-        "single": any("one seed" in verdict for verdict in columns),
+        "verdicts": columns,
+        "has_single_seed": any("one seed" in verdict for verdict in columns),
         "rows": rows,
-        "room": max_users_with_bars(len(gains_by_entry)),
+        "max_users": max_users_with_bars(len(gains_by_entry)),
     }
 
 
 def _has_column(verdict: str, gains_by_entry: Sequence[tuple[Entry, Sequence[Gain]]]) -> bool:
     """Return whether the page's table of users by verdict has a column for a verdict.
 
-    "level" always has a column. Verdicts that end in "(one seed)" need a gain of one seed, others a gain over several.
+    "level" always has one, "lower (one seed)" if an entry has one seed, "gained" if an entry has several, and so on.
 
     Args:
         verdict: One of :func:`comingle.reports.runs.verdicts`.
@@ -887,8 +892,9 @@ def _names_markup(names: list[str], *, worst_first: bool) -> Markup:
     if num_hidden > 0:
         by_importance = names[::-1] if worst_first else names
         listed = by_importance[:MAX_NAMES]
-    with_commas = [*(f"{name}," for name in listed[:-1]), listed[-1]]
-    spans = [Markup('<span class="name">{}</span>').format(name) for name in with_commas]
+    *all_but_last, last = listed
+    parts = [*(f"{name}," for name in all_but_last), last]
+    spans = [Markup('<span class="name">{}</span>').format(part) for part in parts]
     joined = Markup(" ").join(spans)
     if num_hidden > 0:
         return Markup("{} users: {} and {} more").format(len(names), joined, num_hidden)
@@ -904,13 +910,13 @@ def _learned_mixtures(entry: Entry) -> list[Mixtures]:
     return [mixtures for mixtures in mixtures_of_runs if mixtures is not None and mixtures.learned]
 
 
-def _mixtures_section(label: str, mixtures_of_runs: Sequence[Mixtures], drawn: FigureMarkup) -> dict[str, object]:
+def _mixtures_section(label: str, mixtures_of_runs: Sequence[Mixtures], converter: FigureMarkup) -> dict[str, object]:
     """Return the section on an entry's client-level mixtures, for the page's template.
 
     Args:
         label: Label of the entry.
         mixtures_of_runs: The mixtures of each run; the figure and the weights are those of the first.
-        drawn: Converts figures to markup.
+        converter: Converts figures to markup.
     """
 
     def first_to_last(values: Sequence[float] | None) -> str:
@@ -919,41 +925,43 @@ def _mixtures_section(label: str, mixtures_of_runs: Sequence[Mixtures], drawn: F
 
     first = mixtures_of_runs[0]
     figure_label = f"weight of each {first.component} for each user over the rounds"
-    figure = drawn.wide(mixtures_figure(first), figure_label, f"mixtures-{first.method}", mixtures_sheet(first))
+    figure = converter.wide(mixtures_figure(first), figure_label, f"mixtures-{first.method}", mixtures_sheet(first))
     rows_of_runs = []
     for mixtures in mixtures_of_runs:
-        rand_index = "–" if mixtures.recovery is None else f"{mixtures.recovery[-1]:.2f}"  # against the true clusters
+        rand_index = (
+            "–" if mixtures.rand_index is None else f"{mixtures.rand_index[-1]:.2f}"
+        )  # against the true clusters
         entropy, mismatch = first_to_last(mixtures.entropy), first_to_last(mixtures.mismatch)
         rows_of_runs.append([str(mixtures.seed), rand_index, entropy, mismatch])
     true_clusters = first.clusters or [None] * len(first.users)
-    last_weights = first.values[-1]
+    last_weights = first.weights[-1]
     rows_of_users = []
     for user, cluster, weights in zip(first.users, true_clusters, last_weights, strict=True):
         rows_of_users.append((user, cluster, [f"{weight:.2f}" for weight in weights]))
     return {
         "label": label,
         "component": first.component,
-        "sets": first.order,
+        "component_ids": first.component_ids,
         "seed": first.seed,
         "figure": figure,
         "runs": rows_of_runs,
-        "true": first.clusters is not None,
+        "has_true_clusters": first.clusters is not None,
         "users": rows_of_users,
     }
 
 
 def _scores_section(
-    entry: Entry, entries: Sequence[Entry], drawn: FigureMarkup
+    entry: Entry, entries: Sequence[Entry], converter: FigureMarkup
 ) -> tuple[str, Markup, list[tuple[str, str, list[str]]]]:
     """Return an entry's label, the figure of its expert scores, and the table of its last scores.
 
     Args:
         entry: The entry, which has routers.
         entries: All entries, by which users are ranked if there are too many for the figure.
-        drawn: Converts figures to markup.
+        converter: Converts figures to markup.
     """
     panels = scores_panels(entry, entries)
-    figure = drawn.panels(panels, f"expert scores of {entry.label}", f"scores-{entry.method}")
+    figure = converter.panels(panels, f"expert scores of {entry.label}", f"scores-{entry.method}")
     return entry.label, figure, _score_rows(entry)
 
 
