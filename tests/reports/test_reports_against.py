@@ -18,8 +18,8 @@ from comingle.reports.comparisons import (
     holm,
     notes,
     render,
-    rows_of,
     two_way,
+    verdict_rows,
 )
 from comingle.reports.formatting import additive_difference, as_change, change, interval_text
 from comingle.utils.errors import RecipeError
@@ -90,7 +90,7 @@ def test_points_are_told_of_shares_and_factors_of_losses() -> None:
         "local": {s: {"a": 0.5, "b": 0.5} for s in (0, 1)},
         "x": {s: {"a": 0.25, "b": 0.25} for s in (0, 1)},
     }
-    cells = {measure: rows_of(held(halves, measure))[1][0][1:3] for measure in ("accuracy", "loss", "perplexity")}
+    cells = {measure: verdict_rows(held(halves, measure))[1][0][1:3] for measure in ("accuracy", "loss", "perplexity")}
     assert cells == {
         "accuracy": ["-25.0\u00a0points", "–"],  # counts may tie
         "loss": ["×0.5", "×0.5 to ×0.5"],
@@ -166,7 +166,7 @@ def test_a_method_with_fewer_seeds_is_paired_with_those_it_has() -> None:
     assert verdicts(against) == {"good": "better", "other": "one seed"}
     assert [one.seeds for one in against.verdicts] == [(0, 2), (2,)]
     assert against.num_tested == 1
-    assert rows_of(against)[1][1][:5] == ["other", "–", "–", "one seed", "–"]
+    assert verdict_rows(against)[1][1][:5] == ["other", "–", "–", "one seed", "–"]
 
 
 @pytest.mark.parametrize("value", [None, math.inf, math.nan, 0.0])
@@ -245,7 +245,7 @@ def test_one_of_several_that_is_not_finite_leaves_no_better_one() -> None:
 def test_single_results_are_counted_of_one_seed_too() -> None:
     found = {**results(4, 3, good=0.5, other=2.0)}
     found["other"] = {2: found["other"][2]}
-    rows = {row[0]: row[-2:] for row in rows_of(held(found))[1]}
+    rows = {row[0]: row[-2:] for row in verdict_rows(held(found))[1]}
     assert rows["good"][0] == "12 of 12"
     assert rows["other"][0] == "0 of 4"
     assert float(rows["other"][1].strip("+%")) > 90

@@ -46,7 +46,7 @@ def printed(*parts: Any) -> str:
     return capture.get()
 
 
-def rows_of(text: str) -> dict[str, str]:
+def verdict_rows(text: str) -> dict[str, str]:
     """The first number behind each name."""
     cells = [line.split() for line in text.splitlines() if line.split()]
     return {line[0]: line[1] for line in cells if len(line) > 1}
@@ -64,7 +64,7 @@ def test_beyond_24_users_a_run_shows_the_best_the_worst_and_the_spread(
         return
     assert names == [f"user-{n:03}" for n in (24, 23, 22, 21, 20, 4, 3, 2, 1, 0)]
     assert "best 5 of 25 (--all " in text
-    found = rows_of(text)
+    found = verdict_rows(text)
     assert (found["25%"], found["median"], found["75%"], found["90%"]) == ("18.0%", "12.0%", "6.0%", "2.0%")
     assert "mean" in text
     all_users = printed(render_run(read_metrics(run), all_users=True))

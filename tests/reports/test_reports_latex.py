@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from comingle.reports.comparisons import compare_metrics, read_baseline_comparison, rows_of, with_baseline
+from comingle.reports.comparisons import compare_metrics, read_baseline_comparison, verdict_rows, with_baseline
 from comingle.reports.tables import comparison_note, escape_latex, latex, markdown
 from comingle.runs.comparison import Comparison
 from comingle.utils.errors import RecipeError, RunError
@@ -200,7 +200,7 @@ def test_verdicts_are_a_table_of_their_own(measure: str, unit: str, tmp_path: Pa
     assert "$-" in source or unit == "×"
     comparison = read_baseline_comparison(table)
     assert comparison is not None
-    printed_head, printed = rows_of(comparison)
+    printed_head, printed = verdict_rows(comparison)
     assert (head, [[cell for cell, _ in row] for row in rows]) == (printed_head, printed)
     assert unit in rows[0][1][0]
     assert caption.lower().startswith("against fed_avg: ")

@@ -81,11 +81,11 @@ class CommandGroup(TyperGroup):
             name, command, rest = super().resolve_command(ctx, args)
         except Exception as error:
             has_hint = "Did you mean" in getattr(error, "message", "")
-            if has_hint:  # from typer; click 8.4 would add a second one, made of ``possibilities``
+            if has_hint:  # typer's hint; click 8.4 would add another one with ``error.possibilities``
                 vars(error).update(possibilities=None)
             raise
-        has_launcher = find_place() is not None
-        if has_launcher and name != MULTI_PROCESS_COMMAND:
+        was_started_by_launcher = find_place() is not None
+        if was_started_by_launcher and name != MULTI_PROCESS_COMMAND:
             raise RecipeError(
                 f"{name}: runs in one process; only `comingle {MULTI_PROCESS_COMMAND}` can run in several"
             )
@@ -115,7 +115,7 @@ class CommandGroup(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """A command whose error for an unknown ``--method`` names the setting, if it has ``--set`` instead."""
+    """A command that answers the unknown option ``--method fedavg`` with the hint ``--set method=fedavg``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read options and arguments of a command line; hint at ``--set method=NAME`` if ``--method`` is unknown."""
@@ -124,11 +124,11 @@ class _Command(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:
             options = {option for parameter in self.params for option in parameter.opts}
-            has_method_in_recipe = "--set" in options and "--methods" not in options
-            # click's class of this error is not public in all versions of typer
-            unknown_option = getattr(error, "option_name", "")
-            if unknown_option == "--method" and has_method_in_recipe:
-                vars(error).update(possibilities=[f"--set method={_value_after('--method', given_args)}"])
+            takes_method_from_recipe = "--set" in options and "--methods" not in options  # as ``comingle run``
+            unknown_option = getattr(error, "option_name", "")  # only NoSuchOption of click has it
+            if unknown_option == "--method" and takes_method_from_recipe:
+                hint = f"--set method={_value_after('--method', given_args)}"
+                vars(error).update(possibilities=[hint])  # click prints it as "Did you mean ...?"
             raise
 
 
@@ -209,7 +209,7 @@ def _plugin_option() -> Any:
 
     def command(plugin: list[Path] | None = option) -> None: ...
 
-    # Typer builds the option within a command, as the arguments of its option class differ between versions.
+    # The option is taken from a command that typer builds, as its option class takes other arguments in each version.
     single_app = typer.Typer(add_completion=False)
     single_app.command()(command)
     parameters = typer.main.get_command(single_app).params
@@ -317,7 +317,8 @@ def main() -> None:
         require_docstrings()  # before torch is imported, which takes seconds without its cached bytecode
         app()
     except BrokenPipeError:  # the reader has closed the pipe, as in `comingle methods | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would fail too
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, sys.stdout.fileno())  # otherwise the flush at exit fails, too
         raise SystemExit(1) from None
     except (KeyboardInterrupt, SystemExit) as stop:
         was_interrupted = isinstance(stop, KeyboardInterrupt) or stop.code == 130  # typer converts interrupts
@@ -325,7 +326,8 @@ def main() -> None:
             raise
         if should_print_errors(interrupted=True):  # of several processes only the first
             command = sys.argv[1] if len(sys.argv) > 1 else ""
-            print(f"\ncomingle: stopped{_RESUME_HINTS.get(command, '')}", file=sys.stderr)
+            resume_hint = _RESUME_HINTS.get(command, "")
+            print(f"\ncomingle: stopped{resume_hint}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
         message = _message_to_user(error)
@@ -350,7 +352,7 @@ def _message_to_user(error: Exception) -> str | None:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         if not names:
             return error.strerror
-        return f"{' to '.join(names)}: {error.strerror}"  # two names for a file that is moved
+        return f"{' to '.join(names)}: {error.strerror}"  # "a to b: ..." if a file is moved
     if lacks_memory(error):
         return f"out of memory ({str(error) or 'no details'}); `comingle cost` estimates what a recipe needs"
     return None

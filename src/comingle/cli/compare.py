@@ -62,12 +62,12 @@ def compare(
     every method that has KEY. A method can be given several times with different settings, for example
     fedprox:proximal=0.01,fedprox:proximal=0.1.
     """
-    read = read_recipe(recipe, sets)
+    loaded_recipe = read_recipe(recipe, sets)
     labels = split_names(methods)  # such as "fedprox:proximal=0.1"
     names = [label.partition(":")[0] for label in labels]
-    for_all = method_settings(sets, names)  # for every method that has such a setting
+    for_all = method_settings(sets, names)  # values of --set method.KEY=VALUE, for every method that has KEY
     compare_methods(
-        read,
+        loaded_recipe,
         labels,
         split_seeds(seeds),
         folder=out or Path("runs") / f"compare-{recipe.stem}",
@@ -107,12 +107,11 @@ def compare_methods(
         all_users: Print a row for each user.
         quiet: Do not print progress.
         jobs: Number of parallel runs; with more than 1, each runs in its own process.
-        against: Value of ``--against``: methods separated by commas, the best of which is the baseline. None for the
-            default baseline.
-        for_all: Settings by key, for every method that has a setting of this name.
+        against: Value of ``--against``, such as "local" or "local,fedavg"; None for the default baseline.
+        for_all: Settings such as ``{"proximal": 0.1}``, for every method that has a setting of this name.
 
     Returns:
-        The last run; None if it failed or ran in another process, which returns only its metrics.
+        The last run; None if it failed, or if it ran in another process.
 
     Raises:
         RunError: Some runs failed. It is raised after all others have finished and the table is written.
@@ -129,7 +128,7 @@ def compare_methods(
         outcomes = _run_in_sequence(recipes, folder, resume=resume, force=force, quiet=quiet)
     last_outcome = None
     failures: dict[Key, ComingleError] = {}
-    for key, outcome in outcomes:  # a run, its metrics if it ran in another process, or its error
+    for key, outcome in outcomes:  # an outcome is a run, an error, or the metrics of a run in another process
         if isinstance(outcome, ComingleError):
             failures[key] = outcome
         last_outcome = outcome
@@ -162,7 +161,7 @@ def _run_in_sequence(
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
     """Run one recipe after another in this process, and show progress.
 
-    Yield the method and seed of each run as it ends, with the run or, if it failed, its error.
+    Yield pairs such as ``(("fedavg", 0), run)`` as runs end: method and seed, and the run or the error that ended it.
 
     Args:
         recipes: Recipes by method and seed.

@@ -106,10 +106,10 @@ def cluster_of(
             "latency": latency,
             "disk": disk,
         }
-        defaults = (None, LINK, LATENCY)
-        given = [name for name, value in options.items() if value not in defaults]
-        if given:
-            raise RecipeError(f"--{given[0]}: is used only with --machines N")
+        defaults = (None, LINK, LATENCY)  # of the options above
+        given_options = [name for name, value in options.items() if value not in defaults]
+        if given_options:
+            raise RecipeError(f"--{given_options[0]}: is used only with --machines N")
         return None
     if gpus is not None and processes is not None:
         raise RecipeError("--gpus and --processes: got both; each GPU has a process, so give one of them")
@@ -140,7 +140,7 @@ def read_recipe_or_plan(path: Path, sets: list[str] | None) -> tuple[Recipe, tup
         sets: Values of ``--set``.
 
     Returns:
-        The recipe, and the names of the participants, whose data is elsewhere; none if ``path`` is no server's file.
+        The recipe, and the names of the participants in a server's file, whose data is elsewhere: ``("ann", "bob")``.
 
     Raises:
         RecipeError: The file or a change is wrong, or costs depend on the participants' data.
@@ -148,8 +148,8 @@ def read_recipe_or_plan(path: Path, sets: list[str] | None) -> tuple[Recipe, tup
     from comingle.config.files import read_yaml
 
     content = read_yaml(path) if path.is_file() else None
-    is_servers_file = isinstance(content, Mapping) and "participants" in content
-    if not is_servers_file:
+    is_file_of_server = isinstance(content, Mapping) and "participants" in content
+    if not is_file_of_server:
         return read_recipe(path, sets), ()
     require_flower()
     from comingle.config.settings import protects_examples
@@ -200,14 +200,14 @@ def cost(
 
     With --machines, also estimate time and price of a round and of a run, for populations of several sizes.
     """
-    read, participants = read_recipe_or_plan(recipe, sets)
+    loaded_recipe, participants = read_recipe_or_plan(recipe, sets)
     if participants and machines is not None:
         raise RecipeError("--machines: got a server's file, whose clients have their own machines; leave it out")
     cluster = cluster_of(
         machines,
         gpus=gpus,
         processes=processes,
-        threads=read.runtime.threads,
+        threads=loaded_recipe.runtime.threads,
         step=step,
         cores=cores,
         price=price,
@@ -221,16 +221,16 @@ def cost(
     from comingle.reports.costs import PlanRecord, TimesRecord, memory_verdicts, render_plan, render_times
 
     names = split_names(",".join(method)) if method else []  # empty for the recipe's method
-    for_all = method_settings(sets, names or [read.method.name])  # for every method that has such a setting
+    for_all = method_settings(sets, names or [loaded_recipe.method.name])  # for every method that has KEY
     if users is not None:  # --users replaces the participants of a server's file
         participants = ()
     with status("counting"):
-        costs = plan(read, names, users=users, participants=participants, for_all=for_all)
+        costs = plan(loaded_recipe, names, users=users, participants=participants, for_all=for_all)
     record = costs.as_dict()
     times = None
     if cluster is not None:
         with status("measuring"):
-            times = plan_times(read, costs, cluster, step=step, for_all=for_all)
+            times = plan_times(loaded_recipe, costs, cluster, step=step, for_all=for_all)
     if as_json:
         if times is not None:
             record = {**record, "time": times}
@@ -278,7 +278,8 @@ def advise(
     from comingle.runs.advise import advise_runs
     from comingle.runs.progress import reporting
 
-    short_recipe = full_recipe.with_changes(shortened(rounds))  # trains ``rounds`` rounds, then evaluates once
+    changes = shortened(rounds)  # train ``rounds`` rounds, then evaluate once
+    short_recipe = full_recipe.with_changes(changes)
     with reporting(quiet=quiet) as reporter:
         advice = advise_runs(short_recipe, method_names, seed_numbers, reporter)
     console.print(paragraph(advice), highlight=False, markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from comingle.utils.errors import DataError
 from comingle.utils.terminal import words
 
 if TYPE_CHECKING:
-    from comingle.methods.base import Method
+    from comingle.methods.base import Method, Placement
 
 
 def data(
@@ -24,7 +24,7 @@ def data(
     Text and conversations: token counts, split sizes, overlaps and two excerpts per user. Samples: the number in each
     split. For more than 24 users the table has quantiles, and the users with the least and the most data.
     """
-    read = read_recipe(recipe, sets)
+    loaded_recipe = read_recipe(recipe, sets)
     from comingle.cli.training import preview, warn_overlaps
     from comingle.data.conversations.encoding import UserAnswers, check_nonempty
     from comingle.data.row_files import BAD_ROWS_ADVICE, BadRowsError
@@ -32,12 +32,12 @@ def data(
 
     try:
         with status("reading and tokenising"):
-            run_data = prepare(read)
+            run_data = prepare(loaded_recipe)
     except BadRowsError as error:
         for problem in error.problems:
             console.print(words(problem), highlight=False, soft_wrap=True)
         raise DataError(f"{len(error.problems)} rows cannot be used; {BAD_ROWS_ADVICE}") from None
-    for part in preview(read, run_data, all_users=all_users):
+    for part in preview(loaded_recipe, run_data, all_users=all_users):
         console.print(part, highlight=False)
     warn_overlaps(run_data)
     if run_data.users.sizes is None and issubclass(run_data.kind.user, UserAnswers):
@@ -45,37 +45,41 @@ def data(
 
 
 def _describe_placement(method: Method) -> str:
-    """Return which roles of a user's model are shared, local and frozen: "shared: generalist; local: router; ...".
+    """Return the placement of a method: "shared: attention, generalist; local: router, specialist; frozen: base".
 
-    A method that works for language models is described with all roles that its model has; other methods and mixtures
-    only with the roles that they train or share.
+    Shared parts of a role are named as "attention.a", the LoRA factor A.
     """
-    placement, trained, shared = method.placement, method.client.trained, method.shared
-    # Names such as "attention.a" are parts of a role, here the LoRA factor A.
+    trained, shared = method.client.trained, method.shared  # names such as "router" or "attention.a"
     trained_roles = {_role_of(name) for name in trained}
     shared_roles = {_role_of(name) for name in shared}  # wholly or in parts
     partly_shared_roles = {_role_of(name) for name in shared if "." in name}
-    is_language_model = "language" in method.applies_to and placement.mixture is None
+    is_language_model = "language" in method.applies_to and method.placement.mixture is None
     if is_language_model and (trained or shared):
-        roles = ["attention"]
-        if placement.generalists > 0:
-            roles.append("generalist")
-        if placement.specialists != 0:
-            roles.append("specialist")
-        if placement.routed:
-            roles.append("router")
+        roles = _roles_of_language_model(method.placement)
     else:
         roles = sorted(trained_roles | shared_roles)
 
     shared_texts = [name for name in sorted(shared) if _role_of(name) in roles]
-    not_shared = [role for role in roles if role not in shared_roles]
-    local_texts = [role for role in not_shared if role in trained_roles]
+    unshared_roles = [role for role in roles if role not in shared_roles]
+    local_texts = [role for role in unshared_roles if role in trained_roles]
     local_texts += [f"other parts of {role}" for role in roles if role in partly_shared_roles and role not in shared]
-    frozen_texts = [role for role in not_shared if role not in trained_roles]
+    frozen_texts = [role for role in unshared_roles if role not in trained_roles]
     if "base" not in roles:
         frozen_texts.append("base")
     texts_by_placement = {"shared": shared_texts, "local": local_texts, "frozen": frozen_texts}
     return "; ".join(f"{name}: {', '.join(texts) or 'none'}" for name, texts in texts_by_placement.items())
+
+
+def _roles_of_language_model(placement: Placement) -> list[str]:
+    """Return the roles of adapters in a language model, such as ``["attention", "generalist", "router"]``."""
+    roles = ["attention"]
+    if placement.generalists > 0:
+        roles.append("generalist")
+    if placement.specialists != 0:
+        roles.append("specialist")
+    if placement.routed:
+        roles.append("router")
+    return roles
 
 
 def _role_of(name: str) -> str:

@@ -56,7 +56,7 @@ def export(
     folder = find_run(run, method, seed)
     with status("opening the run"):
         opened = comingle.load(folder)
-    targets = targets_of(user, opened.users, to)
+    targets = target_by_user(user, opened.users, to)
     for target in targets.values():  # all are checked before the first is written
         check_target(target, force=force)
     for name, target in targets.items():
@@ -64,15 +64,15 @@ def export(
             exported = generating_model(opened, name).export(target, format=format, dtype=dtype, force=force)
         if quiet:
             continue
-        sentence_on_format = exported.form
-        scores_before_and_after = exported.lost  # only for formats that approximate the model
+        description = exported.form  # a sentence on the format
+        losses_by_approximation = exported.lost  # scores with and without it; empty for exact formats
         console.print(f"{name}: {target}", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"  {sentence_on_format}", highlight=False, markup=False)
-        for key, value in scores_before_and_after.items():
+        console.print(f"  {description}", highlight=False, markup=False)
+        for key, value in losses_by_approximation.items():
             console.print(f"  {key.replace('_', ' ')}: {value:.4g}", highlight=False, markup=False)
 
 
-def targets_of(user: str | None, users: Sequence[str], to: Path) -> dict[str, Path]:
+def target_by_user(user: str | None, users: Sequence[str], to: Path) -> dict[str, Path]:
     """Return the folder to which each exported user's model is written: ``{"ann": Path("out/ann")}``.
 
     Args:

@@ -38,16 +38,16 @@ def federate(
     quiet: Quiet = False,
 ) -> None:
     """Train the users of a recipe in a federation on this machine: a server, and processes and a folder per user."""
-    read = read_recipe(recipe, sets, seed)
+    loaded_recipe = read_recipe(recipe, sets, seed)
 
     require_flower()
     from comingle.federation.launch import federate as run_federation
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words
 
-    folder = out or default_folder(recipe, read.method.name, read.seed)
+    folder = out or default_folder(recipe, loaded_recipe.method.name, loaded_recipe.seed)
     with show_participants(folder, all_users=all_users, quiet=quiet):
-        metrics = run_federation(read, folder, resume=resume, force=force, say=line_printer(quiet=quiet))
+        metrics = run_federation(loaded_recipe, folder, resume=resume, force=force, say=line_printer(quiet=quiet))
     console.print(render_run(metrics, all_users=all_users))
     console.print(words(f"{folder}/  metrics.json · events.jsonl · users/NAME/ (each user's own folder)", "dim"))
 

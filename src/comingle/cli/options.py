@@ -165,10 +165,10 @@ Out = Annotated[Path | None, out_option("Write to this folder (default: a folder
 def _check_exclusive(context: Any, is_given: bool) -> bool:
     """Refuse ``--resume`` together with ``--force``; return the option's value unchanged.
 
-    It is the callback of both options. In the second call ``context.params`` has the value of the first option.
+    It is the callback of both options, which click parses one after the other.
 
     Args:
-        context: The context of click.
+        context: The context of click; ``params`` has the options that were parsed before.
         is_given: Whether the option for which it is called is given.
     """
     other_is_given = context.params.get("resume") or context.params.get("force")
@@ -208,14 +208,11 @@ def parse_sets(sets: list[str] | None) -> dict[str, object]:
 
 
 def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str, object]:
-    """Return the settings given as ``--set method.KEY=VALUE``, which apply to every method that has them.
+    """Return the settings given as ``--set method.KEY=VALUE``: ``{"proximal": 0.1}`` for "method.proximal=0.1".
 
     Args:
-        sets: The ``--set`` options, with or without such settings; None for none.
+        sets: Values of ``--set``, which may also change other settings; None if the option is not given.
         methods: Names of the methods of the command.
-
-    Returns:
-        Values by KEY.
 
     Raises:
         RecipeError: None of the methods has such a setting.
@@ -230,12 +227,12 @@ def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str,
             replaces_method = key in ("name", "settings")
             if not replaces_method:
                 settings[key] = value
-    known = {key: None for name in methods for key in settings_of(name)}
+    known_keys = list(dict.fromkeys(key for name in methods for key in settings_of(name)))
     for key in settings:
-        if key not in known:
-            allowed = ", ".join(known) or "no settings"
+        if key not in known_keys:
+            allowed = ", ".join(known_keys) or "no settings"
             message = f"--set method.{key}: no setting of {', '.join(methods)}; allowed: {allowed}"
-            hint = setting_hint(key, known)
+            hint = setting_hint(key, known_keys)
             raise RecipeError(f"{message}.{hint}" if hint else message)
     return settings
 

@@ -48,8 +48,8 @@ def run(
     if place is None and processes is not None and processes > 1:
         from comingle.cli.training import launch
 
-        read = read_recipe(recipe, sets, seed)  # reports mistakes once, before any process starts
-        folder = out or default_folder(recipe, read.method.name, read.seed)
+        loaded_recipe = read_recipe(recipe, sets, seed)  # reports mistakes once, before any process starts
+        folder = out or default_folder(recipe, loaded_recipe.method.name, loaded_recipe.seed)
         launch(processes, folder)  # runs this same command in each process
         return
     if place is not None and processes not in (None, place.size):
@@ -105,5 +105,6 @@ def join(
     with reporting(quiet=quiet) as reporter:
         joined = join_run(opened, new_user, folder, reporter, given=NOTHING, force=force)
     console.print(render_joined(name, joined.measure, joined.rows))
-    use = "export, chat and serve" if kind_of(new_user.recipe).needs_base else "comingle.load in Python"
+    has_language_model = kind_of(new_user.recipe).needs_base
+    use = "export, chat and serve" if has_language_model else "comingle.load in Python"
     console.print(words(f"{folder}/  a run with {name} only, for {use}", "dim"))

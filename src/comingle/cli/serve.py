@@ -63,7 +63,7 @@ def serve(
         console.print(words(f"{make_keys}  a key for each of {len(names)} users; --keys {make_keys} uses them"))
         return
     keys_of_users = None if keys is None else read_keys(keys, names)
-    check_host(host, keys_of_users)  # without keys the server listens on this machine only
+    check_host(host, keys_of_users)  # raises if other machines could connect without a key
     with listen(host, port) as sock:  # before the models are loaded, so that a port in use is reported at once
         loaded = load_all_models(run, method)
         limits = Limits(max_tokens=max_tokens, rate=rate, rows=rows, queue=queue)
@@ -356,12 +356,12 @@ class _Session:
         if text == self.last_text and not self._continues_texts:
             self._print("comparing on your last text, appended to the conversation", "dim")
         user, engine = self.conversation.user, self.conversation.engine
-        # By heading: an engine, and the name under which it has the model.
-        models: dict[str, Any] = {"pretrained": (engine, PRETRAINED)}
+        # Pairs of an engine and the name of a model in it, by heading of the table.
+        engine_and_name: dict[str, Any] = {"pretrained": (engine, PRETRAINED)}
         if self.local_run is not None:
-            models["local"] = (self._engine_of_run(self.local_run), user)
-        models[user] = (engine, user)
-        answer_by_heading = self.conversation.compare(models, text)
+            engine_and_name["local"] = (self._engine_of_run(self.local_run), user)
+        engine_and_name[user] = (engine, user)
+        answer_by_heading = self.conversation.compare(engine_and_name, text)
         table = Table(*answer_by_heading, expand=True)
         table.add_row(*answer_by_heading.values())
         self.console.print(table)

@@ -163,8 +163,7 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
 
     Args:
         run: Folder of the run or of the comparison.
-        against: Value of ``--against``: names of the baseline's methods, separated by commas; None for the baseline
-            with which the comparison was written.
+        against: Value of ``--against``, such as "local" or "local,fedavg"; None for the baseline in ``table.json``.
         all_users: Whether to list all users.
 
     Raises:
@@ -175,10 +174,10 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
 
     if _is_comparison(run):
         return list(render_with_verdicts(_read_comparison(run, against), all_users=all_users))
-    _refuse_baseline(run, against)
+    _require_no_baseline(run, against)
     metrics = read_metrics(run)
     tables: list[RenderableType] = [render_run(metrics, all_users=all_users)]
-    all_results_are_private = not metrics["users"] and "untold" in metrics  # in a federation
+    all_results_are_private = not metrics["users"] and "untold" in metrics  # untold: users that report no results
     events = list(read_events(run))
     has_evaluations = any(event["event"] == "evaluation" for event in events)  # a federation's client has none
     if has_evaluations and not all_results_are_private:
@@ -196,8 +195,7 @@ def _read_comparison(folder: Path, against: str | None) -> ComparisonTable:
 
     Args:
         folder: Folder of the comparison.
-        against: Names of the baseline's methods, separated by commas; None for the baseline with which the comparison
-            was written.
+        against: Value of ``--against``, such as "local" or "local,fedavg"; None for the baseline in ``table.json``.
 
     Raises:
         RunError: The folder has the table of a reproduced publication, or an unreadable one.
@@ -231,7 +229,7 @@ def _reproduce_command(folder: Path, table: Mapping[str, Any]) -> str:
     )
 
 
-def _refuse_baseline(run: Path, against: str | None) -> None:
+def _require_no_baseline(run: Path, against: str | None) -> None:
     """Raise a :class:`RecipeError` if ``against`` is given for a single run."""
     if against is not None:
         raise RecipeError(f"--against {against!r}: {run} is not the folder of a comparison")
@@ -264,8 +262,7 @@ def _write_latex(run: Path, path: Path, against: str | None, *, all_users: bool)
     Args:
         run: Folder of the run or of the comparison.
         path: The file to write.
-        against: Value of ``--against``: names of the baseline's methods, separated by commas; None for the baseline
-            with which the comparison was written.
+        against: Value of ``--against``, such as "local" or "local,fedavg"; None for the baseline in ``table.json``.
         all_users: Whether to list all users.
 
     Raises:
@@ -278,11 +275,12 @@ def _write_latex(run: Path, path: Path, against: str | None, *, all_users: bool)
     if _is_comparison(run):
         table = _read_comparison(run, against)
     else:
-        _refuse_baseline(run, against)
+        _require_no_baseline(run, against)
         metrics = read_metrics(run)
         table = compare_metrics([(metrics["method"], metrics)])
     name = run.resolve().name
-    write_text(path, latex(table, name=name, all_users=all_users, require_verdicts=against is not None))
+    require_verdicts = against is not None  # else the table has them if there are several methods and seeds
+    write_text(path, latex(table, name=name, all_users=all_users, require_verdicts=require_verdicts))
     console.print(f"{path}  {len(table['methods'])} rows", highlight=False)
 
 
@@ -339,7 +337,7 @@ def plot(
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out must be a folder")
     with status("drawing"):
-        drawn = []  # names, figures and their numbers
+        drawn = []  # name, figure and its numbers, of each figure
         for kind in kinds:
             if kind == "tokens":
                 drawn += _token_figures(entries, text, users, tokens, layer)
@@ -401,14 +399,14 @@ def _panels_of_kind(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Pane
 
     if kind == "curves":
         yield "curves", curves_panels(entries)
-        yield "curves-late", curves_panels(entries, start=False)
+        yield "curves-late", curves_panels(entries, start=False)  # without the first evaluation
     elif kind == "bytes":
         yield "bytes", bytes_panels(entries)
     elif kind == "scores":
         for entry in entries:
             if entry.first.has_routers:
                 yield f"scores-{file_name(entry.label)}", scores_panels(entry, entries)
-    else:
+    else:  # "users"
         for baseline in baselines(entries):
             yield f"users-against-{file_name(baseline.label)}", users_panels(entries, baseline)
             if is_population(entries[0].first.users):
@@ -439,13 +437,13 @@ def _mixtures_figures(entries: list[Entry]) -> Figures:
 
 
 def _token_figures(
-    entries: list[Entry], text: list[str] | None, users: str | None, length: int, layers: list[int] | None
+    entries: list[Entry], texts: list[str] | None, users: str | None, length: int, layers: list[int] | None
 ) -> Figures:
-    """Draw the experts' weights at each token of texts, in a figure for each method and layer.
+    """Draw the top expert of each token of texts, in a figure for each method and layer.
 
     Args:
-        entries: The runs; an entry has the runs of one method. The one with the lowest seed is drawn.
-        text: Texts or text files; None for the users' test texts.
+        entries: The runs; an entry has the runs of one method, of which that with the lowest seed is drawn.
+        texts: Texts or names of text files; None for the users' test texts.
         users: Names of users, separated by commas; None for the first few.
         length: Number of tokens of each text.
         layers: Layers to draw, from 0; None for the first, the middle and the last one.
@@ -461,9 +459,9 @@ def _token_figures(
     from comingle.runs.views import route_texts
 
     user_names = None if users is None else split_names(users)
-    for view in route_texts(entries, text, user_names, length):
+    for view in route_texts(entries, texts, user_names, length):  # one for each method with routers
         last_layer = view.layers - 1
-        first_middle_last = sorted({0, last_layer // 2, last_layer})
+        first_middle_last = sorted({0, last_layer // 2, last_layer})  # such as [0, 5, 11]
         for layer in layers or first_middle_last:
             if not 0 <= layer <= last_layer:
                 raise RecipeError(f"--layer {layer}: {view.label} has layers 0 to {last_layer}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -99,18 +100,18 @@ def launch(count: int, folder: Path) -> None:
             _stop_processes(children, first_signal=signal.SIGINT)
             raise
         finally:
-            ended_by_themselves = [child for child in children if child.poll() is not None]
+            ended_before_stop = [child for child in children if child.poll() is not None]
             _stop_processes(children, first_signal=signal.SIGTERM)
             os.close(write_end)
-    codes = []
+    exit_codes = []
     for child in children:
-        # A process that had to be stopped was waiting for one that had failed, so it is not the cause.
-        codes.append(child.returncode if child in ended_by_themselves else LOST)
-    _raise_failure(codes, folder)
+        # A process that had to be stopped was waiting for one that had failed, so LOST replaces its exit code.
+        exit_codes.append(child.returncode if child in ended_before_stop else LOST)
+    _raise_failure(exit_codes, folder)
 
 
 def _start_process(rank: int, count: int, rendezvous_file: Path, parent_pipe: int) -> subprocess.Popen[bytes]:
-    """Start the current command line again as one of several processes, with environment variables as of torchrun.
+    """Start the current command line again as one of several processes, with the environment variables of torchrun.
 
     Args:
         rank: Number of the process, from 0.
@@ -174,13 +175,12 @@ def _wait_until_ended(children: Sequence[subprocess.Popen[bytes]], seconds: floa
         time.sleep(_POLL_SECONDS)
 
 
-def _raise_failure(codes: Sequence[int], folder: Path) -> None:
+def _raise_failure(exit_codes: Sequence[int], folder: Path) -> None:
     """Raise the error that explains the processes' exit codes; do nothing if all processes have succeeded.
 
     Args:
-        codes: Exit codes by rank: 0 for success; negative for a process that was killed by a signal; 130 after Ctrl-C;
-            :data:`LOST` for a process that ended because another one had; 1 for a bug; others for a mistake of the
-            user.
+        exit_codes: Exit codes by rank: 0 for success, -9 for a process that was killed by signal 9, 130 after Ctrl-C,
+            :data:`LOST` for a process that ended because another one had, 1 for a bug, 2 for a mistake of the user.
         folder: The run folder, whose newest checkpoint the message names.
 
     Raises:
@@ -188,7 +188,7 @@ def _raise_failure(codes: Sequence[int], folder: Path) -> None:
         KeyboardInterrupt: A process was interrupted.
         SystemExit: A process failed and has printed the reason.
     """
-    for rank, code in enumerate(codes):
+    for rank, code in enumerate(exit_codes):
         if code < 0:
             signal_name = signal.Signals(-code).name
             cause = signal_name
@@ -197,17 +197,17 @@ def _raise_failure(codes: Sequence[int], folder: Path) -> None:
             checkpoints = list_checkpoints(folder)
             newest = checkpoints[-1].name if checkpoints else "the beginning"
             raise RunError(
-                f"process {rank} of {len(codes)} was killed by {cause}; run the same command with --resume to continue "
-                f"from {newest}"
+                f"process {rank} of {len(exit_codes)} was killed by {cause}; run the same command with --resume to "
+                f"continue from {newest}"
             )
-    if _INTERRUPTED in codes:
+    if _INTERRUPTED in exit_codes:
         raise KeyboardInterrupt
-    failures = [code for code in codes if code not in (0, LOST)]
+    failures = [code for code in exit_codes if code not in (0, LOST)]
     if _BUG in failures:  # must not look like a mistake of the user
         raise SystemExit(_BUG)
     if failures:
         raise SystemExit(failures[0])
-    if LOST in codes:  # no process has another exit code, so the cause is unknown
+    if LOST in exit_codes:  # no process has another exit code, so the cause is unknown
         raise RunError(f"{folder}: the processes lost their connection; run the same command with --resume to continue")
 
 
@@ -268,35 +268,35 @@ def train_here(
     """
     is_first = place is None or place.is_first_process
     try:
-        all_processes = nullcontext() if place is None else joined(place)
-        with all_processes as ranks:  # None for a single process
-            # If a step fails in one process, ``run_in_all`` raises in all: else the others would wait for it forever.
+        process_group = nullcontext() if place is None else joined(place)
+        with process_group as ranks:  # None for a single process
+            # ``run_in_all`` raises an error of one process in all of them; else the others would wait for it forever.
             run_step = _call if ranks is None else ranks.run_in_all
             recipe = run_step(lambda: read_recipe(path, sets, seed))
             folder = out or default_folder(path, recipe.method.name, recipe.seed)
             if ranks is not None and ranks.has_opened(folder):  # torchrun has restarted failed processes of this run
                 resume, force = True, False
             recipe = run_step(partial(with_bos_of_run, folder, recipe, resume=resume))
-            lines: list[str] = []
+            notes: list[str] = []  # on settings that were chosen for the user
             resumed_folder = folder if resume else None
             num_processes = 1 if place is None else place.size
             for choose in (choose_numbers_of_specialists, choose_settings_for_memory):
                 recipe = run_step(
-                    partial(choose, recipe, lines.append, resumed=resumed_folder, processes=num_processes)
+                    partial(choose, recipe, notes.append, resumed=resumed_folder, processes=num_processes)
                 )
             run_step(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
-            lines.append(default_method_note(recipe))  # empty if the recipe names its method
+            notes.append(default_method_note(recipe))  # empty if the recipe names its method
 
             with reporting(quiet=quiet or not is_first) as reporter:
 
                 def progress_observers(clients: Clients) -> list[Observer]:
                     return [reporter.watch(clients)]
 
-                for line in lines:
-                    if line:
-                        reporter.say(line)
+                for note in notes:
+                    if note:
+                        reporter.say(note)
                 with reporter.waiting(loading(recipe)):
-                    # A resumed run keeps the date of its start, which templates of conversations may contain.
+                    # A resumed run keeps the date of its start, which chat templates may write into conversations.
                     given = Given(date=recorded_date(folder) if resume else "")
                     method = run_step(lambda: check_and_set_up(recipe))
                     if ranks is None:
@@ -362,12 +362,17 @@ def choose_rows(
         return list(row_by_user.items())
     sorted_columns = [sorted(column) for column in zip(*counts_by_user.values(), strict=True)]
     rows = []
-    for word, position in {"least": 0, "median": (num_users - 1) // 2, "most": num_users - 1}.items():
-        rows.append((f"{word} of {num_users:,}", [f"{column[position]:,}" for column in sorted_columns]))
-    by_count = sorted(row_by_user, key=lambda user: counts_by_user[user][sort_column])
-    for user in by_count[:_NUM_EXTREMES] + by_count[-_NUM_EXTREMES:]:
+    for word, rank in _summary_ranks(num_users).items():
+        rows.append((f"{word} of {num_users:,}", [f"{column[rank]:,}" for column in sorted_columns]))
+    least_to_most = sorted(row_by_user, key=lambda user: counts_by_user[user][sort_column])
+    for user in least_to_most[:_NUM_EXTREMES] + least_to_most[-_NUM_EXTREMES:]:
         rows.append((user, row_by_user[user]))
     return rows
+
+
+def _summary_ranks(num_users: int) -> dict[str, int]:
+    """Return the ranks of the users in a summary, from 0: ``{"least": 0, "median": 14, "most": 29}`` of 30."""
+    return {"least": 0, "median": (num_users - 1) // 2, "most": num_users - 1}
 
 
 def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[RenderableType]:
@@ -376,7 +381,7 @@ def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[Rende
     Args:
         recipe: The recipe.
         run_data: Its data.
-        all_users: List all users, not only 24.
+        all_users: List all users, also more than 24.
     """
     title = f"{recipe.base}: {run_data.kind.name}"
     is_in_file = run_data.users.sizes is not None  # a large population, of which only the sizes are in memory
@@ -391,7 +396,7 @@ def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[Rende
 def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of the amounts of data of users that are stored in a file, and excerpts of the listed users' data.
 
-    The rows are those of :func:`choose_rows`, made from an array, as there may be millions of users.
+    The rows are those of :func:`choose_rows`, for users whose sizes are in an array, as there may be millions.
 
     Args:
         title: Title of the table.
@@ -410,11 +415,15 @@ def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[
     if all_users or len(users) <= LISTED_USERS:
         listed: Sequence[int] = range(len(users))
     else:
-        for word, rank in {"least": 0, "median": (len(users) - 1) // 2, "most": len(users) - 1}.items():
-            cells = [f"{np.partition(sizes[:, column], rank)[rank]:,}" for column in range(len(SPLITS))]
+        for word, rank in _summary_ranks(len(users)).items():
+            cells = []
+            for column in range(len(SPLITS)):
+                partitioned = np.partition(sizes[:, column], rank)  # sorts only as far as the element at ``rank``
+                cells.append(f"{partitioned[rank]:,}")
             table.add_row(f"{word} of {len(users):,}", *cells)
-        by_train_size = np.argsort(sizes[:, 0], kind="stable")
-        listed = [*by_train_size[:_NUM_EXTREMES].tolist(), *by_train_size[-_NUM_EXTREMES:].tolist()]
+        train_sizes = sizes[:, 0]
+        least_to_most = np.argsort(train_sizes, kind="stable")
+        listed = [*least_to_most[:_NUM_EXTREMES].tolist(), *least_to_most[-_NUM_EXTREMES:].tolist()]
     for index in listed:
         table.add_row(words(users.names[index]), *(f"{size:,}" for size in sizes[index].tolist()))
 
@@ -463,10 +472,10 @@ def _render_conversation(conversations: Answers, decode: Callable[[list[int]], s
     """
     window = conversations.windows[0]  # tokens without a loss are encoded as negative numbers
     tokens = conversations.tokens(0).tolist()  # all tokens as they are, without padding
-    tokens_with_loss = [(token, bool(window[position] >= 0)) for position, token in enumerate(tokens)]
+    have_loss = [bool(window[position] >= 0) for position in range(len(tokens))]
     rendered = Text()
-    for has_loss, turn in groupby(tokens_with_loss, key=lambda pair: pair[1]):
-        text = decode([token for token, _ in turn])
+    for has_loss, pairs in groupby(zip(tokens, have_loss, strict=True), key=itemgetter(1)):
+        text = decode([token for token, _ in pairs])  # of a turn, or of what is between two turns with a loss
         if len(text) > _EXCERPT_CHARACTERS:
             half = _EXCERPT_CHARACTERS // 2
             text = f"{text[:half]} ... {text[-half:]}"
@@ -548,7 +557,7 @@ def _conversation_counts(user: UserAnswers) -> list[int]:
     if not num_tokens:  # a user without conversations
         num_tokens = [0]
     mean_tokens = round(sum(num_tokens) / len(num_tokens))
-    longest_response = user.test.limit  # of all splits, so it is the same number in each of them
+    longest_response = user.test.limit  # tokens of the longest response in any split; all splits have this number
     return [len(user.train), len(user.valid), len(user.test), mean_tokens, max(num_tokens), longest_response]
 
 
@@ -563,7 +572,7 @@ def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list
         run_data: Its data.
         all_users: List all users; otherwise many users are summarised.
     """
-    population = run_data.common  # for samples, the users with the shape of an input and the classes
+    population = run_data.common  # has the shape of an input and the names of the classes
     shape = " x ".join(str(size) for size in population.input_shape)
     title = f"{NETS}{net_name(recipe, population)}: samples of {shape}"
     if population.labels:
@@ -595,10 +604,10 @@ def _count_table(title: str, run_data: RunData, all_users: bool, *, classes: Seq
 
     counts_by_user: dict[str, list[int]] = {}
     for user in run_data.users:
-        splits = [getattr(user, split) for split in SPLITS]
-        counts = [len(split) for split in splits]
-        for index in range(len(classes)):
-            counts.append(sum(int((split.targets == index).sum()) for split in splits))
+        samples_of_splits = [getattr(user, split) for split in SPLITS]
+        counts = [len(samples) for samples in samples_of_splits]
+        for class_index in range(len(classes)):
+            counts.append(sum(int((samples.targets == class_index).sum()) for samples in samples_of_splits))
         counts_by_user[user.name] = counts
     train_column = 0
     for name, cells in choose_rows(counts_by_user, train_column, all_users=all_users):
@@ -631,7 +640,8 @@ def skipped_lines(run_data: RunData, reason: str, all_users: bool) -> list[Rende
     if not skipped:
         return []
     lines: list[RenderableType] = [words(f"skipped users with {reason}: {len(skipped):,}")]
-    for name, detail in skipped if all_users else skipped[:LISTED_USERS]:
+    listed = skipped if all_users else skipped[:LISTED_USERS]
+    for name, detail in listed:
         lines.append(words(f"  {name}: {detail}"))
     return lines
 

@@ -414,9 +414,8 @@ def _paint_bars(
             low, high = gain.interval or (gain.change.mean, gain.change.mean)
             lengths_left.append(abs(end - _to_axis(gain.measure, low)))
             lengths_right.append(abs(end - _to_axis(gain.measure, high)))
-        axis.errorbar(
-            ends, centres, xerr=[lengths_left, lengths_right], fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2
-        )
+        whiskers = [lengths_left, lengths_right]
+        axis.errorbar(ends, centres, xerr=whiskers, fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2)
 
 
 def _place_of_no_change(measure: str) -> float:

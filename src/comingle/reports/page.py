@@ -928,9 +928,7 @@ def _mixtures_section(label: str, mixtures_of_runs: Sequence[Mixtures], converte
     figure = converter.wide(mixtures_figure(first), figure_label, f"mixtures-{first.method}", mixtures_sheet(first))
     rows_of_runs = []
     for mixtures in mixtures_of_runs:
-        rand_index = (
-            "–" if mixtures.rand_index is None else f"{mixtures.rand_index[-1]:.2f}"
-        )  # against the true clusters
+        rand_index = "–" if mixtures.rand_index is None else f"{mixtures.rand_index[-1]:.2f}"
         entropy, mismatch = first_to_last(mixtures.entropy), first_to_last(mixtures.mismatch)
         rows_of_runs.append([str(mixtures.seed), rand_index, entropy, mismatch])
     true_clusters = first.clusters or [None] * len(first.users)
