@@ -31,8 +31,8 @@ def comigs(
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), Algorithm 1.
     Shared: attention, generalists.  Local: specialists, routers.  Frozen: the base.
-    Client: steps on attention and experts on training text; after every ``router_every`` of these, ``router_steps``
-    steps on the routers alone on validation text.
+    Client: alternating; after every ``router_every`` steps on attention and experts on training text,
+    ``router_steps`` steps on the routers alone on validation text.
     Server: mean of the shared tensors over users.
     Differs from the paper: ``router_every`` counts a user's local steps (App. B.1), not rounds (Algorithm 1).  The
     load-balancing penalty is computed from the router's own input; the public code uses the block's output.  A user
@@ -88,8 +88,8 @@ def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10, accumulat
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
     Shared: attention, 1 generalist per MLP.  Local: 1 specialist per MLP, routers.  Frozen: the base.
-    Client: steps on experts on training text, in turns with steps on routers on validation text.  Server: mean over
-    users.
+    Client: alternating steps on experts, on training text, and on routers, on validation text.
+    Server: mean over users.
     Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
     computed from the router's own input.
 
@@ -109,8 +109,8 @@ def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, ablation.
     Shared: attention, 2 generalists per MLP.  Local: routers.  Frozen: the base.
-    Client: steps on experts on training text, in turns with steps on routers on validation text.  Server: mean over
-    users.
+    Client: alternating steps on experts, on training text, and on routers, on validation text.
+    Server: mean over users.
     Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
     computed from the router's own input.
 
@@ -130,7 +130,7 @@ def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, ablation.
     Shared: nothing.  Local: attention, 2 specialists per MLP, routers.  Frozen: the base.
-    Client: steps on experts on training text, in turns with steps on routers on validation text.  Server: none.
+    Client: alternating steps on experts, on training text, and on routers, on validation text.  Server: none.
     Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
     computed from the router's own input.
 
@@ -156,8 +156,8 @@ def comigs_1gxs(
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.3.
     Shared: attention, 1 generalist per MLP.  Local: each user's specialists, routers.  Frozen: the base.
-    Client: steps on experts on training text, in turns with steps on routers on validation text.  Server: mean over
-    users.
+    Client: alternating steps on experts, on training text, and on routers, on validation text.
+    Server: mean over users.
     Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
     computed from the router's own input.
 
@@ -180,7 +180,7 @@ def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
     Shared: attention, 1 generalist per MLP.  Local: 1 specialist per MLP, routers.  Frozen: the base.
-    Client: steps on experts in turns with steps on routers, both on training text.  Server: mean over users.
+    Client: alternating steps on experts and on routers, on separate training batches.  Server: mean over users.
     Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
     computed from the router's own input.
 

@@ -41,7 +41,7 @@ def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumula
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
     Shared: nothing.  Local: attention, 2 experts per MLP, routers.  Frozen: the base.
-    Client: steps on experts in turns with steps on the router, both on training text.  Server: none.
+    Client: alternating steps on experts and on the router, on separate training batches.  Server: none.
     Differs from the paper: none known.
 
     Args:
@@ -60,7 +60,7 @@ def fedavg_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumul
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
     Shared: attention, 2 experts per MLP.  Local: routers.  Frozen: the base.
-    Client: steps on experts in turns with steps on the router, both on training text.  Server: mean over users.
+    Client: alternating steps on experts and on the router, on separate training batches.  Server: mean over users.
     Differs from the paper: routers stay local, as in the public code; the paper does not say.
 
     Args:
