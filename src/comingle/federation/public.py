@@ -302,5 +302,5 @@ class ServerContext:
         work = {}
         for name, num_examples in examples.items():
             num_steps = self.most_steps(num_examples, name)  # a user with this many examples takes exactly these
-            work[name] = work_of(self.plan, name, examples=num_examples, iterations=num_steps)
+            work[name] = work_of(self.plan, name, examples=num_examples, local_steps=num_steps)
         return work

@@ -98,7 +98,7 @@ class Run:
         row = clients.row_of[number]  # of the user's model in the stacked tensors of all models
         (trainer,) = clients.owners([row])  # the user's number, or 0 if all users share one model
         # Methods that fine-tune at the end do so here, for this user only and while its tensors are copied.
-        with finetuned(clients, members=[trainer]):
+        with finetuned(clients, trainers=[trainer]):
             stored_tensors = personal_tensors(model.layout, clients.state, row)
             tensors = {tensor_name: tensor.to(model.dtype) for tensor_name, tensor in stored_tensors.items()}
         kind = kind_of(self.recipe)

@@ -249,7 +249,7 @@ def write_errors(folder: Path, draft: Path | None) -> Iterator[None]:
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)
         why = error.strerror if isinstance(error, OSError) else error
-        run = folder.parent.parent
+        run = folder.parent.parent  # of RUN/checkpoints/round-0003
         raise RunError(
             f"{folder}: cannot be written to: {why}; once this is fixed, {resume_command(run)} resumes the run"
         ) from None

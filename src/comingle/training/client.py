@@ -491,16 +491,16 @@ class Clients(Users):
 
     # ---------------------------------------------------------------- messages
 
-    def stale(self, version: int, members: Sequence[int]) -> list[int]:
+    def stale(self, version: int, users: Sequence[int]) -> list[int]:
         """Return those of the users that have not downloaded version ``version`` of the server yet.
 
         Args:
             version: Newest version of the server, the number of rounds done at its last aggregation.
-            members: Numbers of the users.
+            users: Numbers of the users.
         """
-        downloaded_versions = self.state.versions[list(members)].tolist()
+        downloaded_versions = self.state.versions[list(users)].tolist()
         stale_users = []
-        for user, downloaded_version in zip(members, downloaded_versions, strict=True):
+        for user, downloaded_version in zip(users, downloaded_versions, strict=True):
             if downloaded_version < version:
                 stale_users.append(user)
         return stale_users
@@ -558,23 +558,23 @@ class Clients(Users):
         own_places = [download.senders.index(name) for name in cohort.names]
         return insert_own(models, own_models, own_places)
 
-    def upload(self, members: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
+    def upload(self, users: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
         """Return the upload of some users after their local steps, joined in one message.
 
         Privacy mechanisms may clip the upload and add noise. Each user keeps the rounding errors of an int8 upload and
         adds them to its next upload.
 
         Args:
-            members: Numbers of the users.
+            users: Numbers of the users.
             round_number: The round, counted from 1.
-            losses: Mean training losses ``(users,)`` to report.
+            losses: Mean training losses to report, ``{"loss": tensor of (users,)}``; may be empty.
             counts: Whether the upload is made only to count its bytes and is never sent; rounding errors are not kept.
 
         Returns:
             Copies of the shared tensors ``(users, *shape)``, and the reports of the method.
         """
         state = self.state.without_moments()
-        cohort = self.cohort(list(members), round_number, state=state)
+        cohort = self.cohort(list(users), round_number, state=state)
         tensors = restrict(cohort.tensors, self.model.layout, self.method.shared)
         copies = {name: t.clone() for name, t in tensors.items()}
         reports = losses if self.plan.privacy is None else {}  # losses reveal data
@@ -589,7 +589,7 @@ class Clients(Users):
         sent = compress_with_feedback(copies, number_format, cohort.kept, all_users, store_residuals=not counts)
         if keeps_rounding_errors:
             state.put(cohort.rows, cohort.state)
-        reports_of_method = {name: t.clone() for name, t in self._reports(cohort, members).items()}
+        reports_of_method = {name: t.clone() for name, t in self._reports(cohort, users).items()}
         return Upload(
             round=round_number,
             users=tuple(cohort.names),
@@ -598,7 +598,7 @@ class Clients(Users):
             reports=reports_of_method | reports,
         )
 
-    def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
+    def _reports(self, cohort: Cohort, users: Sequence[int]) -> Tree:
         """Return the values that users upload besides tensors, such as ``{"count": tensor([120, 80])}``.
 
         They are amounts of data (not with differential privacy, as they reveal data), numbers of local steps, and the
@@ -606,17 +606,17 @@ class Clients(Users):
 
         Args:
             cohort: The users.
-            members: Their numbers.
+            users: Their numbers.
 
         Returns:
             Values by name, with users on the leading dimension.
         """
         reports: Tree = {}
         if self.plan.training.weighting != "uniform" and self.plan.privacy is None:
-            reports[COUNT] = torch.tensor([len(self.trainers[member].train) for member in members])
+            reports[COUNT] = torch.tensor([len(self.trainers[user].train) for user in users])
         if self.plan.reports_steps:
             # Before the first round, an upload is made only to count its bytes; then the planned steps are reported.
-            steps = [self.steps_taken.get(member, self.batch_source.steps(member)) for member in members]
+            steps = [self.steps_taken.get(user, self.batch_source.steps(user)) for user in users]
             reports[STEPS] = torch.tensor(steps)
         for hook in self.method.client.parts:
             reports |= hook.report(cohort)
@@ -732,12 +732,12 @@ EMPTY_ROUND = LocalRound(losses={}, rejected={}, steps={}, tokens=0, seconds=0.0
 """Result of a round without participants."""
 
 
-def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tick = lambda: None) -> LocalRound:
+def train(clients: Clients, participants: Sequence[int], round_number: int, tick: Tick = lambda: None) -> LocalRound:
     """Take the local steps of all participants of a round, cohort by cohort.
 
     Args:
         clients: All clients.
-        members: Numbers of the participants.
+        participants: Numbers of the participants.
         round_number: The round, counted from 0.
         tick: Called after each local step of a cohort.
 
@@ -748,8 +748,8 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
         DivergenceError: The loss of a user is not finite; names the user and the round.
         RecipeError: A pass does not fit into memory; names the setting to lower.
     """
-    with within_memory(clients.pass_size, len(members), clients.model.device):
-        return _train_cohorts(clients, participants=members, round_number=round_number, tick=tick)
+    with within_memory(clients.pass_size, len(participants), clients.model.device):
+        return _train_cohorts(clients, participants=participants, round_number=round_number, tick=tick)
 
 
 def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: int, tick: Tick) -> LocalRound:
@@ -931,7 +931,7 @@ def _drop_diverged(clients: Clients, cohort: Cohort, reason_by_place: dict[int, 
 
 
 @contextmanager
-def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] | None = None) -> Iterator[None]:
+def finetuned(clients: Clients, done: int | None = None, trainers: Sequence[int] | None = None) -> Iterator[None]:
     """Fine-tune the models of users for the duration of the block, in which they are scored; restore them on exit.
 
     Users take the local steps of one more round. Does nothing for methods that do not fine-tune, and in a nested block.
@@ -940,7 +940,7 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
         clients: All clients.
         done: Number of rounds that are done; None for the round that the final models come from. Learning rates are
             those of the next round, or of the last one if all are done.
-        members: Numbers of the trainers to fine-tune; those that are evaluated if None.
+        trainers: Numbers of the trainers to fine-tune; those that are evaluated if None.
     """
     if not clients.method.client.finetunes or clients.is_fine_tuning:
         yield
@@ -953,11 +953,11 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
     try:
         if done is None:
             done = clients.chosen_round
-        if members is None:
-            members = clients.scored_trainers
+        if trainers is None:
+            trainers = clients.scored_trainers
         last_round = clients.plan.training.rounds - 1  # rounds are counted from 0
-        if members:
-            train(clients, members, round_number=min(done, last_round))
+        if trainers:
+            train(clients, trainers, round_number=min(done, last_round))
         yield
     finally:
         clients.state.release()

@@ -46,9 +46,9 @@ class Scorer:
         return self.steps.model.routed
 
     def examine(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> Sequence[AnyScore]:
-        """Return the final score of each of several test sets under a model of its own, with mean gates of routers.
+        """Return the final scores of several test sets, each under a model of its own, with mean gates of routers.
 
-        Unlike :meth:`score`, it may generate text if a measure requires that, and records the gates itself.
+        Unlike :meth:`score`, it generates text if a measure requires that, and records the gates.
 
         Args:
             models: Models to choose from, by number.
@@ -69,7 +69,7 @@ class Scorer:
     def score(
         self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int], gates: Gates | None = None
     ) -> Sequence[AnyScore]:
-        """Return the score of each of several data sets under a model of its own.
+        """Return the scores of several data sets, each under a model of its own.
 
         Args:
             models: Models to choose from, by number.
@@ -81,7 +81,7 @@ class Scorer:
         return self.steps.batch_source.score(predict, sets, numbers, self.steps.pass_size, gates)
 
     def mean_loss(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> float:
-        """Return the mean loss in nats of each data set under a model of its own, averaged over the sets.
+        """Return the mean over several data sets of their mean losses in nats, each set under a model of its own.
 
         Args:
             models: Models to choose from, by number.
@@ -111,7 +111,7 @@ class Scorer:
     def generate(
         self, models: Models, numbers: Sequence[int], prompts: Tensor, limit: int
     ) -> Int64[Tensor, "slots batch new"]:
-        """Return the tokens that several models generate together, each after prompts of its own.
+        """Return the tokens that several models generate in one pass, each model after its own prompts.
 
         A slot is a place in the pass for one model and its prompts; a model may have several slots.
 

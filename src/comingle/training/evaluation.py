@@ -173,7 +173,7 @@ def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[s
     if None in cluster_by_user.values():
         return event
     event["clusters"] = cluster_by_user
-    if _are_shares(mixtures):
+    if _has_no_negative(mixtures):
         counts = [of_user["count"] for of_user in users.values()]
         clusters = torch.tensor(list(cluster_by_user.values()))
         distances = mismatch(mixtures, clusters, _data_shares(counts, clients.plan))
@@ -200,7 +200,7 @@ def _mixture_weights(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Fl
     return torch.tensor(learned_weights, dtype=torch.float64)
 
 
-def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"], method: Method) -> JsonObject:
+def mixtures_event(names: Sequence[str], mixtures: Float[Tensor, "users clusters"], method: Method) -> JsonObject:
     """Return the part of an evaluation event about mixtures; empty with a single component.
 
     Its keys are "mixtures" (rounded weights by user), "component" (the name of what is mixed) and
@@ -208,24 +208,24 @@ def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"]
 
     Args:
         names: Names of the users.
-        shares: Mixture weights of the users.
+        mixtures: Mixture weights of the users.
         method: Method of the run.
     """
-    num_components = shares.shape[1]
+    num_components = mixtures.shape[1]
     if num_components < 2:
         return {}
     weights_by_user: JsonObject = {}
-    for name, weights in zip(names, shares.tolist(), strict=True):
+    for name, weights in zip(names, mixtures.tolist(), strict=True):
         weights_by_user[name] = [round(weight, PRECISION) for weight in weights]
     event: JsonObject = {"mixtures": weights_by_user, "component": method.components}
-    if _are_shares(shares):
-        event["router_entropy_nats"] = round(float(entropy(shares).mean()), PRECISION)
+    if _has_no_negative(mixtures):
+        event["router_entropy_nats"] = round(float(entropy(mixtures).mean()), PRECISION)
     return event
 
 
-def _are_shares(shares: Float[Tensor, "users clusters"]) -> bool:
-    """Return whether no weight is negative, which merging weights without a softmax may be."""
-    return bool((shares >= 0).all())
+def _has_no_negative(mixtures: Float[Tensor, "users clusters"]) -> bool:
+    """Return whether no weight is negative; weights with which a server merges models may be."""
+    return bool((mixtures >= 0).all())
 
 
 def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None:
@@ -265,10 +265,10 @@ def entropy(mixture: Float[Tensor, "users clusters"]) -> Float[Tensor, " users"]
 def mismatch(
     mixture: Float[Tensor, "users clusters"], truth: Tensor, weights: Float[Tensor, " users"]
 ) -> Float[Tensor, " clusters"]:
-    """Return the distance of each learned component from the nearest true cluster, by who contributes to it.
+    """Return the distance of each learned component from the nearest true cluster, in the weights of their users.
 
-    The distance is ``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` (FLoRAL, section 4), from 0 to 2. Components have no
-    fixed order, so each is compared with the nearest true cluster.
+    The distance is ``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` over users k (FLoRAL, section 4), from 0 to 2.
+    Components have no fixed order, so each is compared with the nearest true cluster.
 
     Args:
         mixture: Learned mixture weights.

@@ -23,7 +23,7 @@ from comingle.methods.base import ROUTERS, Method
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, S
 from comingle.training.checkpoints import Clock
 from comingle.training.events import Event, Observer
-from comingle.training.settings import RunPlan, counts_exchanged, exchanged_after
+from comingle.training.settings import RunPlan, evaluates_aggregated, exchanged_after
 from comingle.utils.records import MEASURES, JsonMapping, number
 
 logger = logging.getLogger("comingle")
@@ -294,7 +294,7 @@ def run_rounds(
     clock.started = time.perf_counter()
     run, num_rounds = backend.start(observe, clock)  # the plan of the run, and the number of rounds after which it ends
     method, account, shares = run.method, backend.server.mechanisms.account, backend.server.shares
-    evaluates_exchanged = counts_exchanged(run)  # models after the server's aggregation, not users' own before it
+    evaluates_exchanged = evaluates_aggregated(run)  # and not the users' own models before aggregation
     planned_rounds = run.training.rounds if method.trains else 0
     was_stopped = num_rounds < planned_rounds  # the privacy budget was spent before the run was resumed
     scores: S | None = None
@@ -374,7 +374,7 @@ def plan_round(run: RunPlan, shares: bool, round_number: int) -> RoundPlan:
     evaluates = None
     if is_last or done % run.period == 0:
         # Models after the server's aggregation, or the users' own before it.
-        evaluates = "exchanged" if counts_exchanged(run) else "local"
+        evaluates = "exchanged" if evaluates_aggregated(run) else "local"
     return RoundPlan(
         number=round_number,
         ends=is_last,

@@ -79,22 +79,23 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
             keys.update(mechanism.by_user)
         return frozenset(keys)
 
-    def admit(self, members: list[int], number: int, *, releases: bool) -> list[int] | None:
+    def admit(self, selected: list[int], number: int, *, releases: bool) -> list[int] | None:
         """Return which of the selected users may take part in a round; None if the privacy budget ends the run.
 
         Each mechanism may leave out users whose privacy budget is spent.
 
         Args:
-            members: Numbers of the selected users.
+            selected: Numbers of the selected users.
             number: The round, counted from 0.
             releases: Whether users upload in this round. A round without uploads costs no privacy budget.
         """
+        remaining = selected
         for mechanism in self:
-            admitted = mechanism.admit(members, number, releases=releases)
+            admitted = mechanism.admit(remaining, number, releases=releases)
             if admitted is None:
                 return None
-            members = admitted
-        return members
+            remaining = admitted
+        return remaining
 
     def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
         """Pass the uploads of a round through all mechanisms, each of which may replace them, such as by a noised sum.
@@ -315,7 +316,7 @@ class ServerHalf(ServerState):
         """Return the current download of some users, joined in one message.
 
         It has the shared tensors ``(users, models, *shape)``, their version, the users' LoRA ranks, and for
-        peer-to-peer methods the names of those whose models are sent.
+        peer-to-peer methods the names of the users whose models they are.
         """
         numbers = self.numbers(users)
         senders = self.method.server.senders(self.kept)

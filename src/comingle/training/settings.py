@@ -220,18 +220,19 @@ def selected(
     return sorted(set(users_of_round))
 
 
-def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work:
-    """Return the work of a user in a whole run, from which its privacy loss follows.
+def work_of(plan: RunPlan, name: str, *, examples: int, local_steps: int) -> Work:
+    """Return a user's numbers of examples, noisy steps and rounds in a run, from which its privacy loss follows.
 
     Args:
         plan: Plan of the run.
         name: Name of the user.
         examples: Number of its training examples.
-        iterations: Number of its local steps in a round.
+        local_steps: Number of its local steps in a round.
     """
     steps_per_round = 0  # optimizer steps on shared tensors
     for phase in plan.method.sharing:  # the phases that train shared tensors
-        local_steps_of_phase = -(-iterations // phase.every)  # it takes every n-th local step; rounded up
+        # A phase with ``every=3`` is in at most 4 of 10 local steps: round up.
+        local_steps_of_phase = -(-local_steps // phase.every)
         steps_per_round += phase.steps * local_steps_of_phase
     rounds_by_user = _rounds_of_users(plan.participation, plan.seed, plan.training.rounds, plan.users)
     return Work(examples=examples, batch=plan.batch_size_of(name), steps=steps_per_round, rounds=rounds_by_user[name])
@@ -331,7 +332,7 @@ def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
     return {len(participants(plan, round_number, users)) for round_number in one_cycle}
 
 
-def counts_exchanged(plan: RunPlan) -> bool:
+def evaluates_aggregated(plan: RunPlan) -> bool:
     """Return whether a run is evaluated with the models after aggregation instead of the local models.
 
     The last round then ends with an exchange.
@@ -351,14 +352,14 @@ def exchanged_after(plan: RunPlan, shares: bool, done: int) -> bool:
         done: Number of rounds that are done.
     """
     is_last = done >= plan.training.rounds
-    if is_last and not counts_exchanged(plan):
+    if is_last and not evaluates_aggregated(plan):
         return False
     return shares and plan.method.server.exchanges(done)
 
 
-def cohorts(members: Sequence[T], size: int) -> list[list[T]]:
+def cohorts(items: Sequence[T], size: int) -> list[list[T]]:
     """Return the items in groups of at most ``size``: ``[[1, 2], [3]]`` for ``[1, 2, 3]`` and size 2."""
     groups = []
-    for first in range(0, len(members), size):
-        groups.append(list(members[first : first + size]))
+    for first in range(0, len(items), size):
+        groups.append(list(items[first : first + size]))
     return groups

@@ -160,8 +160,8 @@ _SMALLEST_SCALE = 2.0**-24
 def starting_scales(targets: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
     """Return the first loss scale to try for each user, for loss scaling in float16.
 
-    It is 2^4 times the number n of targets, rounded down to a power of two: gradients at the head are of order 1/n. For
-    example, 100 targets have the scale ``16 * 64``.
+    It is 2^4 times the number n of targets, rounded down to a power of two, as gradients shrink like 1/n. For example,
+    100 targets have the scale ``16 * 64``.
 
     Args:
         targets: Number of targets in the batch of each user.
@@ -190,7 +190,7 @@ def run_with_loss_scaling(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Fl
         if any(isinstance(t, FakeTensor) for t in gradients.values()):  # shapes only, to count costs
             return losses, gradients
         has_finite_gradients = torch.stack([t.flatten(1).isfinite().all(1).cpu() for t in gradients.values()]).all(0)
-        # If the loss itself is not finite, no scale helps: it is not scaled.
+        # The loss itself is not scaled, so no scale helps if it is not finite.
         keeps_scale = has_finite_gradients | ~losses.isfinite()
         has_smallest_scale = scales <= _SMALLEST_SCALE
         if bool((keeps_scale | has_smallest_scale).all()):
@@ -284,7 +284,7 @@ class PrivateSteps:
         num_examples = batch_source.examples(trainer)
         if self.plan.privacy is not None:
             check_delta(self.plan.privacy, name, num_examples)
-        return work_of(self.plan, name, examples=num_examples, iterations=batch_source.steps(trainer))
+        return work_of(self.plan, name, examples=num_examples, local_steps=batch_source.steps(trainer))
 
     # ---------------------------------------------------------------- a step
 
@@ -443,7 +443,7 @@ class PrivateSteps:
             tensors_of_rows[name].requires_grad_()
         example_rows = examples.flatten(0, 1).unsqueeze(1)  # one example per row of the pass
         batch: Any = batch_source.read("train", trainer_of_row, example_rows)
-        shared_model = model.without(self.local_roles(model.layout))  # without roles that are trained without noise
+        shared_model = model.without(self.local_roles(model.layout))  # only roles that are trained with noise
         losses = shared_model.losses_in_fixed_order(tensors_of_rows, trainer_of_row, batch)
         num_targets = batch_source.loss_counts(example_rows).clamp(min=1)
         mean_losses = losses.flatten(1).sum(1) / num_targets  # of each example

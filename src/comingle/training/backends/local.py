@@ -222,8 +222,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
         Args:
             done: Number of rounds that are done.
             receives: Whether users first download the newest shared tensors, if they have older ones.
-            finishes: Whether users first make their final models, as they do after the last exchange.
-            silent: Whether this evaluation was logged before the run was resumed, so that it is not logged again.
+            finishes: Whether users first make their final models, after the last exchange of the run.
+            silent: Do not log this evaluation, as it was logged before the run was interrupted.
 
         Returns:
             The scores and the evaluation event, which is empty if another process logs it.
@@ -405,8 +405,9 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def _load_state(self, checkpoint: Path, progress: Progress) -> Tree:
         """Restore the users of this process; return the server's state, with users in the order of the checkpoint."""
         clients = self.clients
-        is_sharded = bool(progress.shards)  # written by several processes
-        if is_sharded or progress.population:  # or with a store on disk
+        was_written_by_several = bool(progress.shards)
+        was_stored_on_disk = bool(progress.population)
+        if was_written_by_several or was_stored_on_disk:  # users and server are in different files
             self._load_users(checkpoint, progress)
             return self._load_server(checkpoint, progress)
         state, server_state = load_checkpoint(checkpoint, clients.model.layout, clients.state, self.server.state)

@@ -397,16 +397,16 @@ class _LazyUser:
         return vars(self)[name]
 
 
-def lazy_user(kind: type, name: str, read: Callable[[], Any], *, cluster: int | None = None) -> Any:
-    """Return a user whose data is read on first access, as an instance of ``kind``.
+def lazy_user(user_type: type, name: str, read: Callable[[], Any], *, cluster: int | None = None) -> Any:
+    """Return a user whose data is read on first access, as an instance of ``user_type``.
 
     Args:
-        kind: Type of the user, such as ``UserSamples``.
+        user_type: Type of the user, such as ``UserSamples``.
         name: Name of the user.
         read: Reads the user.
         cluster: True cluster of the user, if there is one.
     """
-    lazy_type = type(f"Later{kind.__name__}", (_LazyUser, kind), {})
+    lazy_type = type(f"Later{user_type.__name__}", (_LazyUser, user_type), {})
     user = object.__new__(lazy_type)  # without the constructor, which takes data
     vars(user).update(name=name, _read=read, cluster=cluster)
     return user

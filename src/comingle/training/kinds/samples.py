@@ -357,9 +357,8 @@ class SamplesKind(NetKind):
     def settings(self, run_data: RunData) -> dict[str, Any]:
         """Return what the run folder stores of the population, so that the run opens without its samples.
 
-        Keys: "net" and "loss" are names, "whole" says whether targets are class numbers, "classes" is the number of
-        outputs of the net, "labels" are the names of classes. A net that a program passed has no name, so :data:`OWN`
-        stands for it.
+        Keys: "net" and "loss" are names, "whole" is True if targets are class numbers, "classes" is the number of
+        outputs of the net, "labels" are the names of classes. The name of a net that a program passed is :data:`OWN`.
         """
         common = cast(Population, run_data.common)
         return {
@@ -374,13 +373,13 @@ class SamplesKind(NetKind):
     def reopened(
         self, base: Base | None, users: Sequence[AnyUser], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
-        """Return the data of a run that is opened again, from its folder; the samples themselves are not read.
+        """Return the data of a finished run whose folder is opened; the samples are not read.
 
         Args:
             base: None; nets have no frozen base.
             users: The run's users, without samples.
-            settings: Result of :meth:`settings` in the run folder.
-            net: Makes the net, if a program passes one.
+            settings: Result of :meth:`settings`, stored in the run folder.
+            net: Function that returns a new net, if the caller passed one instead of a recipe's.
 
         Raises:
             DataError: A program passed the net to the run, and does not pass it again.
