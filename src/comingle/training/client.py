@@ -798,16 +798,16 @@ def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: 
 
     if any(hook.resizes for hook in method.client.parts):
         clients.update_masks()
-    if not clients.is_fine_tuning:  # users report the steps before their upload only
+    if not clients.is_fine_tuning:  # users do not report the steps of fine-tuning
         clients.steps_taken.update(steps_taken)
-    tokens_of_a_copy = sum(
-        _amount_of_steps(clients.batch_source, participant, steps_taken[participant]) for participant in participants
-    )
+    tokens_of_one_copy = 0  # of each participant's model
+    for participant in participants:
+        tokens_of_one_copy += _amount_of_steps(clients.batch_source, participant, steps_taken[participant])
     return LocalRound(
         losses={participant: loss for participant, loss in losses.items() if participant not in rejected},
         rejected=rejected,
         steps=steps_taken,
-        tokens=method.placement.copies * tokens_of_a_copy,
+        tokens=method.placement.copies * tokens_of_one_copy,
         seconds=time.perf_counter() - started,
     )
 
@@ -894,7 +894,7 @@ def _take_local_steps(
     started = clients.clock() if has_time_limit else 0.0
     for hook in clients.method.client.parts:
         hook.begin(cohort)
-    if clients.is_fine_tuning and clients.method.client.tuning:  # phases for fine-tuning only begin with new moments
+    if clients.is_fine_tuning and clients.method.client.tuning:  # separate fine-tuning phases start from zero moments
         cohort.reset_moments(clients.method.client.trained)
     losses, steps = [], most_steps
     for step in range(int(most_steps.max())):

@@ -216,11 +216,10 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
             "so the users share one model. Fewer clusters or a lower training.router.learning_rate may help; if the "
             "users are alike, use fedavg",
         )
-    entropies = [
-        -sum(w * math.log(w) for w in weights if w > 0) for weights in mixtures
-    ]  # ln(num_components) if uniform
+    entropies = [-sum(w * math.log(w) for w in weights if w > 0) for weights in mixtures]
     mean_entropy = sum(entropies) / len(entropies)
-    if mean_entropy < _UNIFORM * math.log(num_components):
+    entropy_of_uniform = math.log(num_components)
+    if mean_entropy < _UNIFORM * entropy_of_uniform:
         return ()
     return (
         f"mixtures have stayed uniform: users weight each of the {num_components} components by about "
@@ -306,7 +305,7 @@ def run_rounds(
             done: Number of rounds that are done.
             receives: Whether users first download the newest shared tensors.
             finishes: Whether users first make their final models.
-            silent: Whether the event is left out, as it was logged before the run was resumed.
+            silent: Do not log the event, as it was logged before the run was interrupted.
         """
         new_scores, event = backend.evaluate(done, receives=receives, finishes=finishes, silent=silent)
         if event and not silent:
@@ -326,7 +325,7 @@ def run_rounds(
             were_scored = round_number % run.period == 0
             makes_final_models = evaluates_exchanged and bool(method.client.finishing)
             if makes_final_models or not were_scored or backend.remote:  # a remote backend evaluates in any case
-                scores = None  # those of earlier models
+                scores = None  # ``evaluate`` must not return those of earlier models
                 scores = evaluate(round_number, receives=evaluates_exchanged, finishes=evaluates_exchanged)
             num_rounds = round_number
             checkpoint(round_number, clock)

@@ -437,6 +437,7 @@ class PrivateSteps:
             The sums of the gradients by name, ``(users, *shape)``, and those of the losses, ``(users,)``, both float64.
         """
         num_users, num_examples = examples.shape[:2]
+        # Such as [4, 4, 7, 7] for 2 examples of trainer 4 and 2 of trainer 7.
         trainer_of_row = [trainer for trainer in trainer_numbers for _ in range(num_examples)]
         tensors_of_rows = {name: t.detach().repeat_interleave(num_examples, 0) for name, t in tensors.items()}
         for name in leaves:
@@ -643,7 +644,7 @@ class Steps:
                 else:
                     losses, gradients = self._batch_gradients(cohort, phase, step, repeat)
                 for place in (~losses.isfinite()).nonzero().flatten().tolist():
-                    # Called only to cache the result, before the step makes all parameters NaN.
+                    # Caches the result, before the step below makes all parameters NaN.
                     self.suspect_optimizers(cohort.rows[place], cohort.state.rows[place])
                 for hook in self.plan.method.client.parts:
                     hook.correct(cohort, gradients)
@@ -760,7 +761,7 @@ class Steps:
                 cohort.state.router_steps += 1
                 settings, step_count = self.plan.training.router, cohort.state.router_steps
             else:
-                # :meth:`step` raises this count after all phases of the local step.
+                # :meth:`take_local_step` raises this count after all phases of the step.
                 settings, step_count = self.plan.training.experts, cohort.state.iterations + 1
             trained_layout = self.model.layout.touching(roles)
             rate = learning_rate(settings, iteration, self.iterations)
@@ -842,11 +843,11 @@ class Steps:
             batch: Any = self.batch_source.read(phase.stream, owners, micro_batch)
             mixture_weights = {} if cohort.sample_weights is None else {"shares": cohort.weights_of(micro_batch)}
             used_tensors = tensors
-            if phase.without:  # for each micro-batch anew, as a backward pass frees the buffers of its graph
+            if phase.without:  # in each micro-batch, as a backward pass frees the graph of the result
                 used_tensors = restrict(tensors, layout, layout.roles - phase.without)
-            losses, penalty = model.losses(used_tensors, owners, batch, train=True, **mixture_weights)
+            losses, balance_penalty = model.losses(used_tensors, owners, batch, train=True, **mixture_weights)
             means = losses.flatten(1).sum(1) / num_losses.clamp(min=1)  # of each user, over the micro-batch
-            objective = means + self.plan.training.balance_weight * penalty
+            objective = means + self.plan.training.balance_weight * balance_penalty
             for hook in self.plan.method.client.parts:
                 penalty_of_hook = hook.penalty(tensors, cohort.ranks)
                 objective = objective + require_one_penalty_per_user(

@@ -223,7 +223,7 @@ class AnswerBatchSource(PassBatchSource):
     ) -> list[list[str]]:
         """Return responses to all prompts of several sets, generated greedily, each set by a model of its own.
 
-        A response ends at an end token, or at the length of the longest true response in its set.
+        A response ends at an end token, or at the length of the longest true response of its user.
 
         Args:
             generate: Generates tokens after prompts from the numbers of models, prompts ``(slots, batch, tokens)``
@@ -246,12 +246,12 @@ class AnswerBatchSource(PassBatchSource):
         def longest_prompt(job: _Job) -> int:
             return int(sets[job.set_number].prompt_tokens[job.numbers].max())
 
-        jobs.sort(key=lambda job: -longest_prompt(job))
+        jobs.sort(key=longest_prompt, reverse=True)
         for start in range(0, len(jobs), slots):
             jobs_of_pass = jobs[start : start + slots]
             models = [rows[job.set_number] for job in jobs_of_pass]
-            limit = max(sets[job.set_number].limit for job in jobs_of_pass)
-            generated = generate(models, _prompts(jobs_of_pass, sets), limit)
+            most_new_tokens = max(sets[job.set_number].limit for job in jobs_of_pass)
+            generated = generate(models, _prompts(jobs_of_pass, sets), most_new_tokens)
             for job, tokens_of_job in zip(jobs_of_pass, generated, strict=True):
                 answers = sets[job.set_number]
                 # The last rows of a slot repeat a prompt to fill it; ``zip`` drops them.
