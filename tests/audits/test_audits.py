@@ -237,7 +237,7 @@ def test_canaries_and_coins_are_drawn_anew_each_time() -> None:
     assert not torch.equal(drawn[0].inside, drawn[1].inside)
     for one in drawn:
         assert 70 < int(one.inside.sum()) < 130
-        assert len({tuple(row) for row in one.own.tolist()}) == 200
+        assert len({tuple(row) for row in one.canary_by_user.tolist()}) == 200
 
 
 def test_a_trial_scores_everybody_by_both_views() -> None:

@@ -219,7 +219,7 @@ def test_canaries_are_scored_where_they_are_put() -> None:
     windows = canaries.windows([2, 0], 4)
     assert windows.shape[:2] == (2, 5)
     for at, user in enumerate((2, 0)):
-        changed = with_response(users[user], canaries.own[user], 1, seed=0, trial=0).train
+        changed = with_response(users[user], canaries.canary_by_user[user], 1, seed=0, trial=0).train
         own = changed.windows[longest_responses(users[user].train)]
         assert torch.equal(windows[at, 0, : len(own)], own)
         assert bool((windows[at, :, len(own) :] == PAD).all())

@@ -81,7 +81,7 @@ def neighbours(federation: InProcess, upload: Upload, bound: float) -> None:
     central, changes = federation.server.mechanisms[0], changes_in(federation.clients, upload)
     like = {name: t[0] for name, t in changes.items()}
     populations = {
-        some: central.sums({n: t[list(some)] for n, t in changes.items()} if some else {}, like)
+        some: central.clipped_sum({n: t[list(some)] for n, t in changes.items()} if some else {}, like)
         for size in range(5)
         for some in itertools.combinations(USERS_AT, size)
     }

@@ -70,19 +70,20 @@ def epsilon_of_replacing(
         accountant: "rdp" or "pld".
         is_for_replacing: Whether the accountant's epsilon is for replacement already.
     """
-    draws_fixed_number = bool(release.sample)  # is accounted for replacement, as a removal would change the number
+    draws_fixed_number = bool(release.sample)  # `epsilon` is then for replacement, as a removal changes the number
     if is_for_replacing or draws_fixed_number:
         return epsilon(release, count, delta, accountant)
     if not release.sampled:  # no participants are drawn in secret
         half_noise = replace(release, noise=release.noise / 2)  # a replacement has twice the sensitivity of a removal
         return epsilon(half_noise, count, delta, accountant)
-    # A replacement is a removal and an addition, so by group privacy (Dwork and Roth 2014, Theorem 2.2) it has
-    # 2 epsilon and (1 + exp(epsilon)) delta of a removal. Find a delta of a removal that is small enough.
+    # A replacement is a removal and an addition. If a removal has (epsilon, delta), a replacement has (2 epsilon,
+    # (1 + exp(epsilon)) delta) by group privacy (Dwork and Roth 2014, Theorem 2.2). Halve the delta of a removal until
+    # the delta of a replacement is small enough.
     for halvings in range(1, _MAX_HALVINGS):
         removal_delta = delta / 2**halvings
         removal_epsilon = epsilon(release, count, removal_delta, "rdp")  # an upper bound for any accountant
-        growth = 1 + math.exp(min(removal_epsilon, 700.0))  # the exponential of more is not a finite float
-        if growth * removal_delta <= delta:
+        factor = 1 + math.exp(min(removal_epsilon, 700.0))  # the exponential of more is not a finite float
+        if factor * removal_delta <= delta:
             return 2 * removal_epsilon
     return math.inf
 
@@ -220,8 +221,10 @@ def audit_run(
     absent_exposures: list[float] = []
     for trial in canary_trials:
         for is_inserted, rank in zip(trial.inside, trial.ranks, strict=True):
-            exposures = inserted_exposures if is_inserted else absent_exposures
-            exposures.append(exposure(rank, REFERENCES))
+            if is_inserted:
+                inserted_exposures.append(exposure(rank, REFERENCES))
+            else:
+                absent_exposures.append(exposure(rank, REFERENCES))
     proofs = []
     for view in (SERVER, USERS):
         upper_bound = accounted_epsilon(recipe, run.users, canary_trials, view)
@@ -361,7 +364,7 @@ def guess(scores: Sequence[float | None]) -> list[bool | None]:
         num_high = len(known) - num_low
         return num_low * num_high * (fmean(known[num_low:]) - fmean(known[:num_low])) ** 2
 
-    num_low = max(range(1, len(known)), key=variance_between, default=0)
+    num_low = max(range(1, len(known)), key=variance_between, default=0)  # a single score is high
     threshold = known[num_low]  # the smallest score of the high group
     return [None if score is None else score >= threshold for score in scores]
 
@@ -378,20 +381,21 @@ def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float
     Returns:
         The bound (``epsilon``), and the bound if every guess had been right (``provable``).
     """
-    coins: list[bool] = []  # of each canary in each run: whether it was included
+    was_included: list[bool] = []  # of each canary in each run, decided by a coin
     scores: list[float | None] = []
     for trial in trials:
-        coins += trial.inside
+        was_included += trial.inside
         scores += trial.scores[view]
     num_guesses = num_correct = 0
-    for guessed, coin in zip(guess(scores), coins, strict=True):
+    for guessed, included in zip(guess(scores), was_included, strict=True):
         if guessed is not None:
             num_guesses += 1
-            num_correct += guessed == coin
-    bound = partial(epsilon_lower_bound, trials=len(coins), guesses=num_guesses, delta=delta, confidence=CONFIDENCE)
+            num_correct += guessed == included
+    num_coins = len(was_included)
+    bound = partial(epsilon_lower_bound, trials=num_coins, guesses=num_guesses, delta=delta, confidence=CONFIDENCE)
     return Proof(
         view=view,
-        coins=len(coins),
+        coins=num_coins,
         guesses=num_guesses,
         correct=num_correct,
         epsilon=bound(correct=num_correct),
@@ -423,8 +427,7 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         return None
     plan = make_plan(recipe, make(recipe.method.name, **recipe.method.settings), names)
     assert plan.privacy is not None
-    # A release is a noisy sum that a user's data affects. The run with most of them has the largest epsilon.
-    num_releases = max(trial.metrics["privacy"]["releases"] for trial in trials)
+    num_releases = max(trial.metrics["privacy"]["releases"] for trial in trials)  # noisy sums with a user's data
     if protects_single_examples(recipe):
         # The largest probability, over users, that an example is drawn for a step.
         largest_rate = max(work.rate for trial in trials for work in trial.works.values())
@@ -437,7 +440,7 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         num_releases,
         privacy.delta,
         plan.privacy.accountant,
-        is_for_replacing=account_type.replaces,  # otherwise the accountant's epsilon is for adding or removing data
+        is_for_replacing=account_type.replaces,
     )
 
 

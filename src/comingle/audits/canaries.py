@@ -95,8 +95,8 @@ class ObservedFederation(InProcess):
             round_number: The round, counted from 1.
             losses: Mean training loss of each user.
         """
-        super().upload(users, round_number, losses)
-        message = self._upload_of_round  # made by the call above
+        super().upload(users, round_number, losses)  # sets `_upload_of_round`
+        message = self._upload_of_round
         if message is None or not message.users:  # the round has no participants
             return
         senders = self.clients.numbers(message.users)
@@ -242,8 +242,8 @@ class Attacker:
             windows: Windows ``(users, windows, width)``.
         """
         model = self.clients.model
-        has_parameter = model.mask()[list(users)]  # users with a smaller rank have fewer parameters
-        rows = self.initial_rows(len(users)) * has_parameter
+        rank_mask = model.mask()[list(users)]  # 0 for padding of users with a smaller rank
+        rows = self.initial_rows(len(users)) * rank_mask
         if observed:  # overwrite the initial values of the shared tensors
             assign(model.layout.views(rows), model.layout, self.clients.method.shared, observed)
         windows = self._with_begin_token(windows.long())
@@ -263,7 +263,7 @@ class Attacker:
         batch_source = self.clients.batch_source
         if not isinstance(batch_source, TextBatchSource) or batch_source.begin is None:
             return windows
-        # The first token of a window from the middle of a text is no target; here all windows count as such.
+        # Take all windows for windows from the middle of a text, whose first token is no target.
         begins_stream = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
         return begin_windows(windows[..., :-1], batch_source.begin, begins_stream=begins_stream)
 
@@ -273,14 +273,14 @@ class Canaries:
     """Canaries of a trial.
 
     Args:
-        own: Canary of each user.
+        canary_by_user: Canary of each user.
         references: Canaries that are never included.
         inside: Whether each user's canary is included.
         conversations: Conversation of each user whose responses are overwritten with canaries for scoring; None for
             text.
     """
 
-    own: Int[Tensor, "users width"]
+    canary_by_user: Int[Tensor, "users width"]
     references: Int[Tensor, "references width"]
     inside: Bool[Tensor, " users"]
     conversations: Sequence[Int64[Tensor, " _"]] | None = None
@@ -299,7 +299,7 @@ class Canaries:
         references = self.references[:num_references]
         windows_by_user = []
         for user in users:
-            canaries = torch.cat([self.own[user].unsqueeze(0), references])
+            canaries = torch.cat([self.canary_by_user[user].unsqueeze(0), references])
             if self.conversations is None:
                 windows_by_user.append(canaries)
             else:
@@ -323,7 +323,7 @@ def draw_canaries(num_users: int, *, vocabulary: int, context: int, seed: int, t
     random = generator("audit", seed, trial)
     canaries = torch.randint(vocabulary, (num_users + REFERENCES, width), generator=random)
     coins = torch.rand(num_users, generator=random)
-    return Canaries(own=canaries[:num_users], references=canaries[num_users:], inside=coins < 0.5)
+    return Canaries(canary_by_user=canaries[:num_users], references=canaries[num_users:], inside=coins < 0.5)
 
 
 def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, trial: int) -> UserData:
@@ -336,13 +336,13 @@ def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, tri
         trial: Number of the run with canaries, from 0. Each run draws other positions.
     """
     width = len(canary)
-    stream = user.train.clone()
-    num_pieces = len(stream) // width  # pieces as long as the canary
+    tokens = user.train.clone()
+    num_pieces = len(tokens) // width  # pieces as long as the canary
     num_replaced = max(1, int(SHARE * num_pieces))
     shuffled = torch.randperm(num_pieces, generator=generator("audit", seed, trial, user.name))
     for piece in shuffled[:num_replaced].tolist():
-        stream[piece * width : (piece + 1) * width] = canary.to(stream)
-    return replace(user, train=stream)
+        tokens[piece * width : (piece + 1) * width] = canary.to(tokens)
+    return replace(user, train=tokens)
 
 
 def with_example(user: UserData, canary: Int[Tensor, " width"], context: int, *, seed: int, trial: int) -> UserData:
@@ -355,14 +355,14 @@ def with_example(user: UserData, canary: Int[Tensor, " width"], context: int, *,
         seed: Seed of the recipe.
         trial: Number of the run with canaries, from 0. Each run draws another example.
     """
-    stream = user.train.clone()
-    width = min(context + 1, len(stream))
-    num_windows = len(stream) // width
+    tokens = user.train.clone()
+    width = min(context + 1, len(tokens))
+    num_windows = len(tokens) // width
     index = int(torch.randint(num_windows, (1,), generator=generator("audit", seed, trial, user.name)))
     num_repeats = math.ceil(width / len(canary))
     repeated = canary.repeat(num_repeats)[:width]
-    stream[index * width : (index + 1) * width] = repeated.to(stream)
-    return replace(user, train=stream)
+    tokens[index * width : (index + 1) * width] = repeated.to(tokens)
+    return replace(user, train=tokens)
 
 
 def overwrite_responses(
@@ -374,12 +374,12 @@ def overwrite_responses(
         window: The conversation; tokens that are not in responses (prompts, padding) are negative numbers.
         canaries: The canaries; repeated or truncated to the number of tokens in responses.
     """
-    is_target = window[1:] >= 0  # the first token has no prediction
-    targets = 1 + is_target.nonzero().flatten()
-    num_repeats = math.ceil(len(targets) / canaries.shape[1])
-    repeated = canaries.repeat(1, num_repeats)[:, : len(targets)]
+    is_in_response = window[1:] >= 0  # without the first token, which the model does not predict
+    positions = 1 + is_in_response.nonzero().flatten()
+    num_repeats = math.ceil(len(positions) / canaries.shape[1])
+    repeated = canaries.repeat(1, num_repeats)[:, : len(positions)]
     windows = window.repeat(len(canaries), 1)
-    windows[:, targets] = repeated.to(windows)
+    windows[:, positions] = repeated.to(windows)
     return windows
 
 
@@ -407,7 +407,8 @@ def with_response(
     other_rows = shuffled[shuffled != scored_row].tolist()
     rows = [scored_row, *other_rows][:count]
     for row in rows:
-        windows[row] = overwrite_responses(windows[row], canary.unsqueeze(0))[0]  # one copy, as there is one canary
+        (overwritten,) = overwrite_responses(windows[row], canary.unsqueeze(0))
+        windows[row] = overwritten
     return replace(user, train=replace(user.train, windows=windows))
 
 
@@ -437,8 +438,8 @@ class CanaryScores:
             losses_before = self.attacker.losses(users, self.last_published.models_before(view, users), windows)
             losses_now = self.attacker.losses(users, tensors, windows)
             decrease = losses_before - losses_now
-            own, references = decrease[:, 0], decrease[:, 1:]
-            z_scores = (own - references.mean(1)) / references.std(1)
+            of_canary, of_references = decrease[:, 0], decrease[:, 1:]
+            z_scores = (of_canary - of_references.mean(1)) / of_references.std(1)
             z_scores = z_scores.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # not finite if no loss has changed
             for user, z_score in zip(users, z_scores.tolist(), strict=True):
                 self.scores[view][user].append(z_score)
@@ -447,22 +448,26 @@ class CanaryScores:
     def score(self, view: str) -> list[float | None]:
         """Return each user's mean score over the rounds in which it was observed; None if it never was."""
         mean_scores: list[float | None] = []
-        for scores_of_user in self.scores[view]:
-            mean_scores.append(sum(scores_of_user) / len(scores_of_user) if scores_of_user else None)
+        for scores_by_round in self.scores[view]:
+            if scores_by_round:
+                mean_scores.append(sum(scores_by_round) / len(scores_by_round))
+            else:
+                mean_scores.append(None)
         return mean_scores
 
     def ranks(self) -> list[int]:
-        """Return the rank of the loss of each user's canary among those of the references; 1 is the lowest loss.
+        """Return for each user 1 plus the number of reference canaries with a lower loss than the user's canary.
 
         A low rank means that the final model remembers the canary. User u is attacked by user u + 1, who computes the
         losses under the model that it has downloaded itself.
         """
-        users = range(len(self.canaries.own))
+        users = range(len(self.canaries.canary_by_user))
         attackers = [(user + 1) % len(users) for user in users]  # the last user is attacked by the first
         downloads = self.last_published.models_before(USERS, users)  # row u: the newest download of u's attacker
-        losses = self.attacker.losses(attackers, downloads, self.canaries.windows(users, REFERENCES))
-        own, references = losses[:, :1], losses[:, 1:]
-        num_lower = (references < own).sum(1)
+        windows = self.canaries.windows(users, num_references=REFERENCES)
+        losses = self.attacker.losses(attackers, downloads, windows)
+        canary_losses, reference_losses = losses[:, :1], losses[:, 1:]
+        num_lower = (reference_losses < canary_losses).sum(1)
         return (1 + num_lower).tolist()
 
 
@@ -512,19 +517,18 @@ def run_trial(recipe: Recipe, run_data: RunData, trial: int, make_observers: Mak
         canaries = replace(canaries, conversations=conversations)
 
     trial_users: list[Any] = []
-    for user, canary, is_inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True):
-        trial_users.append(_insert_canary(user, canary, recipe, run_data, trial) if is_inside else user)
+    for user, canary, is_inside in zip(users, canaries.canary_by_user, canaries.inside.tolist(), strict=True):
+        if is_inside:
+            user = _insert_canary(user, canary, recipe, run_data, trial)
+        trial_users.append(user)
     trial_data = replace(run_data, users=as_users(trial_users))
     trial_recipe = recipe.with_changes({"seed": recipe.seed + 1 + trial})  # the audited run has another seed
-    # A federation in memory; the observed one below shares its clients and its server.
-    unobserved = build(trial_recipe, trial_data, store="memory")
+    built = build(trial_recipe, trial_data, store="memory")
     empty_scores: dict[str, list[list[float]]] = {view: [[] for _ in users] for view in (SERVER, USERS)}
-    canary_scores = CanaryScores(attacker=Attacker(clients=unobserved.clients), canaries=canaries, scores=empty_scores)
-    federation = ObservedFederation(
-        clients=unobserved.clients, server=unobserved.server, record_view=canary_scores.record_view
-    )
-    metrics = execute(federation, trial_recipe, None, observers=make_observers(unobserved.clients)).metrics
-    account = unobserved.server.mechanisms.account
+    canary_scores = CanaryScores(attacker=Attacker(clients=built.clients), canaries=canaries, scores=empty_scores)
+    federation = ObservedFederation(clients=built.clients, server=built.server, record_view=canary_scores.record_view)
+    metrics = execute(federation, trial_recipe, None, observers=make_observers(built.clients)).metrics
+    account = built.server.mechanisms.account
     return Trial(
         inside=canaries.inside.tolist(),
         scores={view: canary_scores.score(view) for view in (SERVER, USERS)},
@@ -553,8 +557,9 @@ def _insert_canary(user: Any, canary: Tensor, recipe: Recipe, run_data: RunData,
     if not replaces_one_example:
         return with_canary(user, canary, seed=recipe.seed, trial=trial)
     assert run_data.base is not None
-    has_begin_token = run_data.base.begin is not None  # it takes one place of a window
-    context = recipe.training.context - has_begin_token
+    context = recipe.training.context
+    if run_data.base.begin is not None:
+        context -= 1  # the begin-of-text token takes one place of a window
     return with_example(user, canary, context, seed=recipe.seed, trial=trial)
 
 
@@ -704,7 +709,8 @@ class Halves:
 def draw_halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, run: int) -> Halves:
     """Cut users' training data into windows, and include each window in a reference run with probability 1/2.
 
-    At least one window of each user is included. Users with fewer than ``LEAST`` (4) windows train on all windows.
+    If no window of a user was drawn, its first one is included. Of users with fewer than ``LEAST`` (4) windows, all are
+    included.
 
     Args:
         users: The users.
@@ -716,10 +722,10 @@ def draw_halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: 
     for user in users:
         windows = windows_of(user.train, context, most=len(user.train))
         inside = torch.rand(len(windows), generator=generator("shadow", seed, run, user.name)) < 0.5
-        if not bool(inside.any()):
-            inside[0] = True  # a user without training data cannot train
         if len(windows) < LEAST:
-            inside = torch.ones_like(inside)
+            inside[:] = True
+        elif not bool(inside.any()):
+            inside[0] = True
         windows_by_user.append(windows)
         inside_by_user.append(inside)
     return Halves(windows=windows_by_user, inside=inside_by_user)
@@ -728,8 +734,7 @@ def draw_halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: 
 def indices_to_score(count: int) -> Int[Tensor, " scored"]:
     """Return the indices of at most 64 (``MOST_TARGETS``) windows to score, spread evenly over ``count`` windows.
 
-    With fewer than four windows (``LEAST``) there are none: all of them are included in every reference run, so nothing
-    can be guessed about them.
+    With fewer than four windows (``LEAST``) none is scored, as every reference run includes all of them.
     """
     if count < LEAST:
         return torch.zeros(0, dtype=torch.int64)
@@ -743,7 +748,7 @@ class WindowScores:
     attacker: Attacker
     windows: Int[Tensor, "users windows width"]
     last_published: LastPublished = field(default_factory=LastPublished)
-    sums: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {SERVER: {}, USERS: {}})
+    decreases: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {SERVER: {}, USERS: {}})
 
     def record_view(self, view: str, users: Sequence[int], tensors: Tree) -> None:
         """Add the decrease of the loss of each window since the last publication, as observed in a round.
@@ -753,14 +758,16 @@ class WindowScores:
             users: Indices of the users.
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
-        is_scored = view in self.sums  # not OWN, which is only stored to compare the next uploads with
-        if is_scored:
-            sum_by_user = self.sums[view]
+        if view in self.decreases:  # OWN is only stored, to compare the next uploads with
+            total_by_user = self.decreases[view]
             windows = self.windows[list(users)]
             losses_before = self.attacker.losses(users, self.last_published.models_before(view, users), windows)
             losses_now = self.attacker.losses(users, tensors, windows)
             for user, decrease in zip(users, losses_before - losses_now, strict=True):
-                sum_by_user[user] = sum_by_user[user] + decrease if user in sum_by_user else decrease
+                if user in total_by_user:
+                    total_by_user[user] = total_by_user[user] + decrease
+                else:
+                    total_by_user[user] = decrease
         self.last_published.remember(view, tensors)
 
 
@@ -814,22 +821,21 @@ def run_shadow(recipe: Recipe, run_data: RunData, number: int, make_observers: M
     users: Sequence[UserData | UserAnswers] = run_data.users
     halves = draw_halves(users, recipe.training.context, seed=recipe.seed, run=number)
     shadow_users = as_users(halves.with_included(index, user) for index, user in enumerate(users))
-    shadow_recipe = recipe.with_changes({"seed": recipe.seed + 1 + number})  # a seed of its own
-    # A federation in memory; the observed one below shares its clients and its server.
-    unobserved = build(shadow_recipe, replace(run_data, users=shadow_users), store="memory")
+    shadow_recipe = recipe.with_changes({"seed": recipe.seed + 1 + number})  # differs from all other runs' seeds
+    built = build(shadow_recipe, replace(run_data, users=shadow_users), store="memory")
     scored_indices = [indices_to_score(len(windows)) for windows in halves.windows]  # of each user's windows
     scored_windows = _choose_windows(halves.windows, scored_indices)
-    window_scores = WindowScores(attacker=Attacker(clients=unobserved.clients), windows=scored_windows)
-    federation = ObservedFederation(
-        clients=unobserved.clients, server=unobserved.server, record_view=window_scores.record_view
-    )
-    execute(federation, shadow_recipe, None, observers=make_observers(unobserved.clients))
+    window_scores = WindowScores(attacker=Attacker(clients=built.clients), windows=scored_windows)
+    federation = ObservedFederation(clients=built.clients, server=built.server, record_view=window_scores.record_view)
+    execute(federation, shadow_recipe, None, observers=make_observers(built.clients))
     scores: dict[str, dict[int, Tensor]] = {}
-    for view, sum_by_user in window_scores.sums.items():
+    for view, decrease_by_user in window_scores.decreases.items():
         scores[view] = {}
         for user, indices in enumerate(scored_indices):
-            if len(indices) and user in sum_by_user:  # the user has windows to score and took part
-                scores[view][user] = sum_by_user[user][: len(indices)]  # without repeated windows
+            has_scores = user in decrease_by_user  # the user took part in a round
+            if has_scores and len(indices):
+                # `_choose_windows` repeats windows of users with few indices; leave out the repetitions.
+                scores[view][user] = decrease_by_user[user][: len(indices)]
     inside = [is_inside[indices] for is_inside, indices in zip(halves.inside, scored_indices, strict=True)]
     return Shadow(scores=scores, inside=inside)
 
@@ -848,8 +854,8 @@ def likelihood_ratios(
         scores: How much the loss of each window fell in each run.
         inside: Which windows each run trained on.
     """
-    mean_scores = scores.mean(1, keepdim=True)  # progress on all windows says nothing about one
-    centred_scores = scores - mean_scores
+    mean_scores = scores.mean(1, keepdim=True)
+    centred_scores = scores - mean_scores  # how much more the loss of a window fell than that of the others
     ratios = [_ratios_of_run(centred_scores, inside, run) for run in range(len(scores))]
     return torch.stack(ratios)
 
@@ -870,7 +876,7 @@ def _ratios_of_run(scores: Tensor, inside: Tensor, run: int) -> Float[Tensor, " 
     gap, variance = _fit_gaps(other_scores, other_inside)
     scores_without_gap = other_scores - torch.where(other_inside, gap, 0.0)
     m = scores_without_gap.mean(0)
-    variance = variance * (1 + 1 / len(other_scores))  # the mean of few runs has an error too
+    variance = variance * (1 + 1 / len(other_scores))  # plus the variance of m, a mean over the other runs
     distance_if_outside = scores[run] - m
     distance_if_inside = distance_if_outside - gap
     return (distance_if_outside.square() - distance_if_inside.square()) / (2 * variance)
@@ -888,9 +894,9 @@ def _fit_gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"]
     """
     num_inside, mean_inside = _count_and_mean(scores, inside)
     num_outside, mean_outside = _count_and_mean(scores, ~inside)
-    fitted = torch.where(inside, mean_inside, mean_outside)
+    means = torch.where(inside, mean_inside, mean_outside)  # (runs, windows)
     degrees_of_freedom = (num_inside - 1).clamp(min=0).sum() + (num_outside - 1).clamp(min=0).sum()
-    variance = ((scores - fitted).square().sum() / max(1, int(degrees_of_freedom))).clamp(min=SMALL)
+    variance = ((scores - means).square().sum() / max(1, int(degrees_of_freedom))).clamp(min=SMALL)
     has_both = (num_inside > 0) & (num_outside > 0)  # windows that some runs include and others do not
     if not bool(has_both.any()):
         return torch.zeros_like(mean_inside), variance
@@ -899,13 +905,13 @@ def _fit_gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"]
     chance_variance = variance * (1 / num_inside.clamp(min=1) + 1 / num_outside.clamp(min=1))  # of each gap
     observed_variance = (gaps[has_both] - mean_gap).square().mean()
     true_variance = (observed_variance - chance_variance[has_both].mean()).clamp(min=0)
-    own_weight = true_variance / (true_variance + chance_variance)
-    shrunk_gaps = mean_gap + own_weight * (gaps - mean_gap)
+    shrinkage = true_variance / (true_variance + chance_variance)  # 0: the mean gap; 1: the window's own gap
+    shrunk_gaps = mean_gap + shrinkage * (gaps - mean_gap)
     return torch.where(has_both, shrunk_gaps, mean_gap).clamp(min=0), variance
 
 
 def _count_and_mean(scores: Tensor, chosen: Tensor) -> tuple[Int[Tensor, " windows"], Float[Tensor, " windows"]]:
-    """Return for each window the number of chosen runs and their mean score; 0 without one.
+    """Return for each window the number of chosen runs and their mean score, which is 0 if no run is chosen.
 
     Args:
         scores: Scores ``(runs, windows)``.

@@ -262,36 +262,36 @@ def _invert_run(title: str, recipe: Recipe, run_data: RunData, make_observers: M
     Raises:
         RunError: The net's first layer is not linear with a bias, is not shared, or does not read the inputs.
     """
-    # A federation in memory; the observed one below shares its clients and its server.
-    unobserved = build(recipe, run_data, store="memory")
-    weight_name, bias_name = first_layer(unobserved.clients.model.layout, unobserved.clients.method.shared)
-    downloaded = published(unobserved.server)
-    inverted_inputs: dict[int, Tensor | None] = {}
+    built = build(recipe, run_data, store="memory")
+    weight_name, bias_name = first_layer(built.clients.model.layout, built.clients.method.shared)
+    downloads = published(built.server)
+    reconstructed: dict[int, Tensor | None] = {}  # by index of the user
 
-    def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
+    def change(uploads: Tree, name: str, row: int, index: int) -> Tensor:
+        # Tensors are (users, models, *shape); an upload's only model was trained from the download's first one.
+        return (uploads[name][row, 0] - downloads[name][index, 0]).double()
+
+    def record_view(view: str, indices: Sequence[int], tensors: Tree) -> None:
         """Reconstruct an input from the change of each upload that the server sees."""
         if view != SERVER:
             return
+        for row, index in enumerate(indices):
+            weight_change = change(tensors, weight_name, row, index)
+            bias_change = change(tensors, bias_name, row, index)
+            reconstructed[index] = input_from_changes(weight_change, bias_change)
 
-        def change(name: str, row: int, user: int) -> Tensor:
-            # Tensors are (users, models, *shape); an upload's only model was trained from the download's first one.
-            return (tensors[name][row, 0] - downloaded[name][user, 0]).double()
-
-        for row, user in enumerate(users):
-            inverted_inputs[user] = input_from_changes(change(weight_name, row, user), change(bias_name, row, user))
-
-    federation = ObservedFederation(clients=unobserved.clients, server=unobserved.server, record_view=record_view)
-    execute(federation, recipe, None, observers=make_observers(unobserved.clients))
+    federation = ObservedFederation(clients=built.clients, server=built.server, record_view=record_view)
+    execute(federation, recipe, None, observers=make_observers(built.clients))
     users: Sequence[UserSamples] = run_data.users
     mean_test_input = torch.cat([user.test.inputs.flatten(1).double() for user in users]).mean(0)
     errors, guesses = [], []
-    for number, inverted in inverted_inputs.items():
-        inputs = users[number].train.inputs.flatten(1).double()
-        if inverted is None or inverted.numel() != inputs.shape[1]:
+    for index, reconstruction in reconstructed.items():
+        inputs = users[index].train.inputs.flatten(1).double()
+        if reconstruction is None or reconstruction.numel() != inputs.shape[1]:
             raise RunError(
                 f"method {recipe.method.name}: the first linear layer does not read the inputs; no inversion"
             )
-        errors.append(relative_distance(inverted, inputs))
+        errors.append(relative_distance(reconstruction, inputs))
         guesses.append(relative_distance(mean_test_input, inputs))
     return Inversion(what=title, errors=errors, guesses=guesses)
 
@@ -385,7 +385,7 @@ def recover(recipe: Recipe, run_data: RunData, make_observers: MakeObservers) ->
     )
     one_step = two_rounds.with_changes({"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT})
     assert run_data.base is not None
-    # A window has SHORT inputs and one more token, the last target; a begin-of-text token takes one of these places.
+    # A window has SHORT + 1 tokens: the inputs, and the last target. A begin-of-text token is one of them.
     width = SHORT if run_data.base.begin is not None else SHORT + 1
     short_data = run_data.with_users(tuple(_cut_to_one_window(user, recipe.seed, width) for user in run_data.users))
     return [
@@ -434,42 +434,42 @@ def _recover_from_run(title: str, recipe: Recipe, run_data: RunData, make_observ
         For each user the number of distinct tokens, the share of them that was recovered and, for comparison, the share
         among the most common tokens of all test texts.
     """
-    unobserved = build(recipe, run_data, store="memory")
-    clients, server = unobserved.clients, unobserved.server
+    built = build(recipe, run_data, store="memory")
+    clients, server = built.clients, built.server
     factors = token_factors(clients)
     downloads: Tree = {}  # factors that users downloaded after the first round, (users, models, *shape)
-    changes_by_user: dict[int, Tree] = {}
+    changes_by_user: dict[int, Tree] = {}  # by index of the user
 
-    def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
+    def record_view(view: str, indices: Sequence[int], tensors: Tree) -> None:
         """Store all users' downloads, and the change from a user's download to its upload in the second round."""
         if view == OWN:
             downloads.update({name: tensors[name].clone() for name in factors})
         is_second_upload = view == SERVER and bool(downloads)  # the first downloads follow the first uploads
         if is_second_upload:
-            for row, user in enumerate(users):
+            for row, index in enumerate(indices):
                 changes: Tree = {}
                 for name in factors:
                     # An upload has one model, number 0, which was trained from model 0 of the download.
-                    changes[name] = (tensors[name][row, 0] - downloads[name][user, 0]).double().cpu()
-                changes_by_user[user] = changes
+                    changes[name] = (tensors[name][row, 0] - downloads[name][index, 0]).double().cpu()
+                changes_by_user[index] = changes
 
     federation = ObservedFederation(clients=clients, server=server, record_view=record_view)
     execute(federation, recipe, None, observers=make_observers(clients))
     input_by_token = first_inputs(clients, recipe.training.context, factors[0])  # all factors read the same inputs
     users: Sequence[UserData] = run_data.users
-    counts_in_tests = Counter(torch.cat([user.test for user in users]).tolist())
-    common_first = [token for token, _count in counts_in_tests.most_common()]
+    count_by_token = Counter(torch.cat([user.test for user in users]).tolist())
+    tokens_by_frequency = [token for token, _count in count_by_token.most_common()]
     begin_token = None if run_data.base is None else run_data.base.begin
     num_tokens, recovered, guesses = [], [], []
-    for number, changes in sorted(changes_by_user.items()):
-        true_tokens = set(users[number].train[:-1].tolist())  # the last token is only a target
-        count = len(true_tokens)
-        nearest_first = nearest_tokens(torch.cat(list(changes.values())), input_by_token)
-        # The begin-of-text token is in every window, so to guess it would be no success.
-        nearest_first = [token for token in nearest_first if token != begin_token]
-        num_tokens.append(count)
-        recovered.append(len(true_tokens & set(nearest_first[:count])) / count)
-        guesses.append(len(true_tokens & set(common_first[:count])) / count)
+    for index, changes in sorted(changes_by_user.items()):
+        true_tokens = set(users[index].train[:-1].tolist())  # the last token is only a target
+        num_true = len(true_tokens)
+        most_probable_first = nearest_tokens(torch.cat(list(changes.values())), input_by_token)
+        # Every window has the begin-of-text token, so it does not count as recovered.
+        candidates = [token for token in most_probable_first if token != begin_token]
+        num_tokens.append(num_true)
+        recovered.append(len(true_tokens & set(candidates[:num_true])) / num_true)
+        guesses.append(len(true_tokens & set(tokens_by_frequency[:num_true])) / num_true)
     return Recovery(what=title, tokens=num_tokens, recovered=recovered, guesses=guesses)
 
 
@@ -489,11 +489,11 @@ def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "to
         name: Name of the layer's LoRA factor A.
 
     Returns:
-        Inputs ``(tokens, positions, width)``, with one position if inputs do not depend on it.
+        Inputs ``(tokens, positions, width)``, or ``(tokens, 1, width)`` if all positions have the same inputs.
     """
-    base = vars(clients.model)["base"].model  # only models of text have this attribute, and only they are attacked here
-    layer_name = name.removeprefix(FIRST).removesuffix(".a")  # of the linear layer that the factor A belongs to
-    layer = decoder_layers(base)[0].get_submodule(layer_name)
+    base = vars(clients.model)["base"].model  # an attribute of models of text only
+    first_block = decoder_layers(base)[0]
+    layer = first_block.get_submodule(name.removeprefix(FIRST).removesuffix(".a"))
     layer_inputs: list[Tensor] = []
 
     def record_input(_module: torch.nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -508,10 +508,10 @@ def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "to
     finally:
         hook.remove()
     inputs = torch.cat(layer_inputs).double().cpu()
-    at_first_position = inputs[:, :1]
-    # Apart from rounding, inputs depend on the position only if the base adds embeddings of positions.
-    independent_of_position = torch.allclose(inputs, at_first_position.expand_as(inputs), atol=1e-5)
-    return at_first_position if independent_of_position else inputs
+    inputs_at_first = inputs[:, :1]
+    # Inputs depend on the position only if the base model adds position embeddings to its token embeddings.
+    are_equal = torch.allclose(inputs, inputs_at_first.expand_as(inputs), atol=1e-5)  # up to rounding
+    return inputs_at_first if are_equal else inputs
 
 
 def nearest_tokens(rows: Float[Tensor, "rows width"], candidates: Float[Tensor, "tokens positions width"]) -> list[int]:

@@ -27,7 +27,7 @@ from comingle.config.hints import first_problem
 from comingle.config.settings import Section, Steps
 from comingle.methods.base import Method
 from comingle.methods.server import Reported
-from comingle.privacy.base import CLIP_NORM, WITHIN, without_bound
+from comingle.privacy.base import CLIP_NORM, WITHIN, split_clip_norms
 from comingle.protocol.messages import COUNT, LOSS, STEPS, VALIDATION, Download, Upload
 from comingle.protocol.wire import FORMAT, MAX_BYTES
 from comingle.training.settings import RunPlan
@@ -464,7 +464,7 @@ def check_download(
         raise MessageError(f"download: got version {download.version}; allowed: 0 to {rounds}")
     declared_rank = int(download.ranks[0])  # a download is for a single user
     _check_rank("download", declared_rank, rank)
-    clip_norm, model_tensors = without_bound(download.tensors)
+    clip_norm, model_tensors = split_clip_norms(download.tensors)
     if clip_norm is not None:  # sent only by a server that adapts it
         is_valid = len(clip_norm) == 1 and 0 < float(clip_norm) <= _LARGEST_FLOAT
         if not is_valid:

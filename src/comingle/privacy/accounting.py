@@ -101,14 +101,16 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
     if count == 0:
         return 0.0
     dp = _import_dp_accounting()
-    event = dp.GaussianDpEvent(release.noise)
+    gaussian = dp.GaussianDpEvent(release.noise)
     relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     if release.sample:
-        event = dp.SampledWithoutReplacementDpEvent(release.users, release.sample, event)
+        event = dp.SampledWithoutReplacementDpEvent(release.users, release.sample, gaussian)
         relation = dp.NeighboringRelation.REPLACE_ONE
         accountant = "rdp"  # "pld" does not support sampling without replacement.
     elif release.rate < 1:
-        event = dp.PoissonSampledDpEvent(release.rate, event)
+        event = dp.PoissonSampledDpEvent(release.rate, gaussian)
+    else:
+        event = gaussian
 
     def epsilon_with(accountant_type: Callable[..., Any]) -> float:
         with _without_order_warnings():
@@ -335,7 +337,7 @@ class Account(ABC):
 
     @property
     def spent(self) -> dict[str, object]:
-        """Largest epsilon of a user so far, delta, and ``users``, the epsilon of each user, if they differ."""
+        """Epsilon so far (the largest of all users), delta, and ``users`` with each user's epsilon if they differ."""
         epsilons = [self.epsilon_of(user, count) for user, count in enumerate(self.counts.tolist())]
         spent: dict[str, object] = {"epsilon": max(epsilons, default=0.0), "delta": self.privacy.delta}
         if len(set(epsilons)) > 1:
@@ -378,8 +380,7 @@ class UploadAccount(Account):
             return Release(noise=multiplier)
         if privacy.sampling == "poisson":
             return Release(noise=multiplier, rate=participation)
-        # For a fixed number of users, neighbours differ in one user being replaced, which moves the sum by twice the
-        # clip norm.
+        # With a fixed number of participants a user can only be replaced, which moves the sum by twice the clip norm.
         return Release(noise=multiplier / 2, sample=sample_size(participation, users), users=users)
 
     @property
@@ -455,10 +456,10 @@ class ReplacingAccount(UploadAccount):
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return the noise multiplier of one upload; without sampling, as users do not trust the server.
+        """Return half of ``privacy.noise_multiplier`` as the noise of one upload, without sampling.
 
-        It is half of ``privacy.noise_multiplier``: if a user's data is replaced, its clipped change may move by twice
-        the clip norm.
+        If a user's data is replaced, its clipped change may move by twice the clip norm. Sampling does not count, as
+        the server sees who uploads.
 
         Args:
             privacy: Section ``privacy`` of the recipe, with a known noise multiplier.
@@ -497,7 +498,7 @@ class StepAccount(UploadAccount):
     def metrics(self, clip_norm: float) -> dict[str, object]:
         """Return the epsilon so far, with the settings behind it and the clip norm of the next round.
 
-        ``noise_multiplier`` is the largest of a user, and ``noise_multipliers`` has each user's, if they differ.
+        ``noise_multiplier`` is the largest of all users; if they differ, ``noise_multipliers`` has each user's.
         ``releases`` is the largest number of noisy steps of a user.
         """
         works = self.works()
@@ -527,21 +528,24 @@ class StepAccount(UploadAccount):
             planned: Not used; each user's number of rounds is in :attr:`works`.
         """
         works = list(self.works().values())
-        # Number of rounds of each user until the budget stops it, and the epsilon after them.
-        rounds = [
-            affordable_releases(self.privacy, work.rounds, partial(self.own_epsilon, work=work)) for work in works
-        ]
-        epsilons = [self.own_epsilon(count, work) for count, work in zip(rounds, works, strict=True)]
+        rounds: list[int] = []  # of each user, until the budget stops it
+        epsilons: list[float] = []  # of each user, after these rounds
+        for work in works:
+            epsilon_after = partial(self.own_epsilon, work=work)
+            count = affordable_releases(self.privacy, work.rounds, epsilon_after)
+            rounds.append(count)
+            epsilons.append(epsilon_after(count))
         user = epsilons.index(max(epsilons))
+        work = works[user]
         return {
             "mechanism": self.privacy.mechanism,
             "epsilon": epsilons[user],
             "delta": self.privacy.delta,
-            "noise_multiplier": multiplier_of(self.privacy, works[user]),
+            "noise_multiplier": multiplier_of(self.privacy, work),
             "clip_norm": self.privacy.clip_norm,
             "accountant": self.privacy.accountant,
-            "releases": rounds[user] * works[user].steps,
-            "planned_releases": works[user].planned,
+            "releases": rounds[user] * work.steps,
+            "planned_releases": work.planned,
         }
 
 

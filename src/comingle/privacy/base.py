@@ -151,9 +151,9 @@ class RuleResult:
     def as_event(self, done: int) -> dict[str, object]:
         """Return the event of round ``done`` (from 1) for ``events.jsonl``."""
         event = {"event": "aggregation", "round": done, "rule": self.rule}
-        if not self.counted:
-            return {**event, "reason": self.reason}
-        return {**event, "left_out": self.left_out, "counted": self.counted}
+        if self.counted:
+            return {**event, "left_out": self.left_out, "counted": self.counted}
+        return {**event, "reason": self.reason}  # why there is no result
 
 
 @dataclass(kw_only=True)
@@ -290,18 +290,19 @@ def change_updates(mechanisms: Sequence[PrivacyMechanism]) -> bool:
     return any(overrides(mechanism, "client_update") for mechanism in mechanisms)
 
 
-def start_references(shared: Tree, bound: float) -> Tree:
+def start_references(shared: Tree, clip_norm: float) -> Tree:
     """Return users' state before the first download: copies of their shared tensors, and their clip norms.
 
     A user's change is measured from these copies ("references").
 
     Args:
         shared: Shared tensors, ``(users, *shape)``.
-        bound: Clip norm of all users.
+        clip_norm: Clip norm of all users.
     """
     state = {REFERENCE + name: t.clone() for name, t in shared.items()}
-    first = next(iter(shared.values()))
-    state[CLIP_NORM] = torch.full((len(first),), bound, dtype=torch.float64, device=first.device)
+    any_tensor = next(iter(shared.values()))
+    num_users = len(any_tensor)
+    state[CLIP_NORM] = torch.full((num_users,), clip_norm, dtype=torch.float64, device=any_tensor.device)
     return state
 
 
@@ -319,7 +320,7 @@ def keep_references(kept: Tree, shared: Tree, clip_norms: Float[Tensor, " users"
         kept[CLIP_NORM].copy_(clip_norms)
 
 
-def without_bound(tensors: Tree) -> tuple[Tensor | None, Tree]:
+def split_clip_norms(tensors: Tree) -> tuple[Tensor | None, Tree]:
     """Split a download into its clip norms ``(users,)``, or None if it has none, and its other tensors."""
     if CLIP_NORM not in tensors:
         return None, tensors

@@ -210,10 +210,10 @@ class DifferentialPrivacy(PrivacyMechanism):
         round_ratio = z * math.sqrt(num_shared / users)  # norm of the noise over C, in one round
         if not users_add_noise:
             round_ratio /= math.sqrt(users)
-        run_ratio = round_ratio / math.sqrt(max(1, rounds))  # the same in all rounds together
+        run_ratio = round_ratio / math.sqrt(max(1, rounds))  # sqrt(R) z C sqrt(d / n) over R C, for noise of users
         if run_ratio <= 1:
             return None
-        # With this number of users the run_ratio would be 1.
+        # So many users that run_ratio becomes 1: it falls with 1 / sqrt(n) if users add the noise, else with 1 / n.
         needed_users = users * run_ratio**2 if users_add_noise else users * run_ratio
         return (
             f"privacy: too much noise to learn: with noise_multiplier {z:.3g}, clip_norm {self.bound:g}, {users:,.4g} "
@@ -229,8 +229,8 @@ class DifferentialPrivacy(PrivacyMechanism):
         """Return the participants of a round, or None to end the run because the budget is spent.
 
         Args:
-            selected: Indices of the users that the public schedule selects. Not used if the account relies on a secret
-                draw of participants.
+            selected: Indices of the users that the public schedule selects. Not used if the account is for participants
+                drawn in secret (``account.sampled``).
             round_index: Number of the round, from 0.
             releases: Whether users upload anything in the round. A round without uploads costs no budget.
         """
@@ -257,9 +257,9 @@ class DifferentialPrivacy(PrivacyMechanism):
         all_users = range(len(draws))
         if self.privacy.sampling == "poisson":
             return [user for user in all_users if draws[user] < self.participation]
-        users_by_draw = sorted(all_users, key=draws.__getitem__)  # smallest draw first
+        smallest_draw_first = sorted(all_users, key=lambda user: draws[user])
         num_participants = sample_size(self.participation, len(draws))
-        return sorted(users_by_draw[:num_participants])
+        return sorted(smallest_draw_first[:num_participants])
 
     def expected_participants(self, round_index: int) -> float:
         """Return the expected number of participants of round ``round_index`` (from 0), the divisor of its sum."""
@@ -331,63 +331,62 @@ class Central(DifferentialPrivacy):
         changes: Tree = {}
         if uploads:
             num_users = len(server_round.names)
-            downloads = {name: t.unsqueeze(0).expand(num_users, *t.shape) for name, t in model.items()}
-            # Entries beyond a user's LoRA rank are 0 in its upload; with 0 here its change there is 0.
-            downloads = without_padding(downloads, received.ranks)
+            model_of_each = {name: t.unsqueeze(0).expand(num_users, *t.shape) for name, t in model.items()}
+            # A user downloads and uploads only rows up to its LoRA rank; other rows are 0 in both, so the change is 0.
+            downloads = without_padding(model_of_each, received.ranks)
             changes = {name: t.double() - downloads[name].double() for name, t in uploads.items()}
         mean = self.mean(changes, model, server_round.round_index, received.reports.get(WITHIN))
         return mean_as_upload(model, mean, received.roles)
 
-    def mean(self, changes: Tree, like: Tree, round_index: int, within: Tensor | None) -> Tree:
+    def mean(self, changes: Tree, model: Tree, round_index: int, within: Tensor | None) -> Tree:
         """Return the mean change with noise, ``(sum_u clip(change_u) + noise) / users``; adapt an adaptive clip norm.
 
         The divisor ``users`` is the expected number of participants, which is public.
 
         Args:
             changes: Changes ``(users, *shape)``; empty if no user was drawn.
-            like: The model, for its shapes.
+            model: The model, for its shapes.
             round_index: Number of the round, from 0.
             within: 1 for each user whose change is within an adaptive clip norm, 0 for others; None without reports.
         """
         users = self.expected_participants(round_index)
-        sums = self.sums(changes, like)
+        sums = self.clipped_sum(changes, model)
         multiplier = self.privacy.multiplier
         if self.privacy.adaptive:
-            # The round also reveals a noisy count of the users within the clip norm, so the sum needs more noise.
-            multiplier = self._multiplier_beside_count(users)
+            multiplier = self._multiplier_of_sum(users)
         noised = add_noise(sums, multiplier * self.bound, self.key, round_index, "central noise")
         if self.privacy.adaptive:
             self._adapt_clip_norm(within, users, round_index)
         return {name: t / users for name, t in noised.items()}
 
-    def sums(self, changes: Tree, like: Tree) -> Tree:
+    def clipped_sum(self, changes: Tree, model: Tree) -> Tree:
         """Clip each user's change to the clip norm, and return the sum of the clipped changes, float64.
 
         Args:
-            changes: Changes ``(users, *shape)``; empty if no user was drawn.
-            like: The model, for its shapes.
+            changes: Changes ``(users, *shape)``; empty if no user was drawn, for which the sum is 0.
+            model: The model, for its shapes.
         """
         if not changes:
-            return {name: torch.zeros_like(t, dtype=torch.float64) for name, t in like.items()}
+            return {name: torch.zeros_like(t, dtype=torch.float64) for name, t in model.items()}
         return {name: t.sum(0) for name, t in clipped(changes, self.bound).items()}
 
     def _count_deviation(self, users: float) -> float:
-        """Return the standard deviation of the noise on the count of users within the clip norm.
+        """Return the standard deviation of the noise on the number of users whose change is within the clip norm.
 
-        Andrew et al. 2021 (arXiv:1905.03871) use ``users / 20``. With few users that would be too little noise, so it
-        is at least the noise multiplier.
+        It is ``users / 20`` as in Andrew et al. 2021 (arXiv:1905.03871), but at least the noise multiplier z:
+        :meth:`_multiplier_of_sum` is then at most ``1.16 z``.
 
         Args:
             users: Expected number of users in the round.
         """
         return max(users / 20, self.privacy.multiplier)
 
-    def _multiplier_beside_count(self, users: float) -> float:
-        """Return the noise multiplier of the sum of changes in a round that also reveals a noisy count.
+    def _multiplier_of_sum(self, users: float) -> float:
+        """Return the noise multiplier of the sum of changes if the clip norm is adaptive: more than the recipe's.
 
-        It is ``(z^-2 - (2 s)^-2)^(-1/2)``, see Andrew et al. 2021 (arXiv:1905.03871), Theorem 1: z is the noise
-        multiplier of the recipe, s the standard deviation of the noise on the count. Sum and count together then reveal
-        as much as a sum alone with z.
+        The server then also reveals a noisy count of the users whose change is within the clip norm. With
+        ``(z^-2 - (2 s)^-2)^(-1/2)`` sum and count together reveal as much as a sum alone with the recipe's multiplier
+        z; s is the standard deviation of the noise on the count (Andrew et al. 2021, arXiv:1905.03871, Theorem 1).
 
         Args:
             users: Expected number of users in the round.
@@ -406,12 +405,12 @@ class Central(DifferentialPrivacy):
             round_index: Number of the round, from 0.
         """
         # Each user adds 1/2 or -1/2, so one user changes the sum by at most 1/2.
-        centred_count = float((within.double() - 0.5).sum()) if within is not None else 0.0
+        centred_count = 0.0 if within is None else float((within.double() - 0.5).sum())
         # The count is part of the seed: a repeated round draws the same noise only if it has the same count.
         standard_noise = float(gaussian((1,), self.key, round_index, "count noise", repr(centred_count))[0])
         noise = self._count_deviation(users) * standard_noise
-        share = (centred_count + noise) / users + 0.5
-        share = min(1.0, max(0.0, share))
+        noisy_share = (centred_count + noise) / users + 0.5  # 1/2 was subtracted for each user
+        share = min(1.0, max(0.0, noisy_share))
         self.bound *= math.exp(-self.privacy.clip_rate * (share - self.privacy.clip_quantile))
 
 
@@ -432,10 +431,11 @@ class Local(DifferentialPrivacy):
         changes = clip_update(update, self.privacy).changes
         noisy_changes: list[Tree] = []  # of each user
         for i, user in enumerate(update.names):
-            own_changes = {name: t[i] for name, t in changes.items()}
+            clipped_change = {name: t[i] for name, t in changes.items()}
             deviation = self.privacy.multiplier * float(update.bounds[i])
-            noisy_changes.append(add_noise(own_changes, deviation, self.key, user, update.round_number, "local noise"))
-        stacked = {name: torch.stack([own_changes[name] for own_changes in noisy_changes]) for name in changes}
+            noise_parts = (user, update.round_number, "local noise")
+            noisy_changes.append(add_noise(clipped_change, deviation, self.key, *noise_parts))
+        stacked = {name: torch.stack([change[name] for change in noisy_changes]) for name in changes}
         return replace(update, changes=without_padding(stacked, update.ranks))
 
     def skip_round(self, received: Sequence[int]) -> None:
@@ -524,38 +524,40 @@ class Example(DifferentialPrivacy):
         Args:
             step: The users' work, keys of their random streams, and the clipped sums of given examples.
         """
-        drawn = [self.draw_examples(work, *stream) for work, stream in zip(step.works, step.streams, strict=True)]
+        batches = [self.draw_examples(work, *stream) for work, stream in zip(step.works, step.streams, strict=True)]
         gradient_sums: Tree = {}  # (users, *shape)
-        loss_sums = torch.zeros(len(drawn), dtype=torch.float64)
-        for part in padded(drawn, step.batch).split(step.batch, dim=1):
+        loss_sums = torch.zeros(len(batches), dtype=torch.float64)
+        for part in padded(batches, step.batch).split(step.batch, dim=1):  # (users, step.batch) indices of examples
             part_gradients, part_losses = step.clipped_sums(part, self.privacy.first_bound)
             for name, t in part_gradients.items():
                 gradient_sums[name] = gradient_sums.get(name, torch.zeros_like(t)) + t
             loss_sums += part_losses
         gradients_by_user: list[Tree] = []
         for i, (work, stream) in enumerate(zip(step.works, step.streams, strict=True)):
-            own_sums = {name: t[i] for name, t in gradient_sums.items()}
-            gradients_by_user.append(self.noised(own_sums, work, *stream))
-        gradients = {name: torch.stack([own[name] for own in gradients_by_user]) for name in gradient_sums}
+            sums_of_user = {name: t[i] for name, t in gradient_sums.items()}
+            gradients_by_user.append(self.noised(sums_of_user, work, *stream))
+        stacked: Tree = {}
+        for name in gradient_sums:
+            stacked[name] = torch.stack([gradients[name] for gradients in gradients_by_user])
         expected_sizes = torch.tensor([work.expected for work in step.works], dtype=torch.float64)
-        return loss_sums / expected_sizes, gradients
+        return loss_sums / expected_sizes, stacked
 
     def draw_examples(self, work: Work, *stream: str | int) -> Int64[Tensor, " drawn"]:
         """Return the indices of a user's examples in a batch; each is drawn with probability ``work.rate``."""
         draws = uniform(work.examples, self.key, *stream, "examples")
         return torch.from_numpy(np.flatnonzero(draws < work.rate))
 
-    def noised(self, sums: Tree, work: Work, *stream: str | int) -> Tree:
-        """Return one user's noisy mean gradients ``(sums + N(0, (z C)^2)) / work.expected``, float64.
+    def noised(self, gradient_sums: Tree, work: Work, *stream: str | int) -> Tree:
+        """Return one user's noisy mean gradients ``(gradient_sums + N(0, (z C)^2)) / work.expected``, float64.
 
         Args:
-            sums: Sums of the clipped gradients of a batch.
+            gradient_sums: Sums of the clipped gradients of a batch.
             work: Amount of the user's work; ``work.expected`` is the expected number of examples in a batch.
             stream: Key of the random stream.
         """
         z = multiplier_of(self.privacy, work)  # noise multiplier
         clip_norm = self.privacy.first_bound  # C
-        noisy_sums = add_noise(sums, z * clip_norm, self.key, *stream, "example noise")
+        noisy_sums = add_noise(gradient_sums, z * clip_norm, self.key, *stream, "example noise")
         return {name: t / work.expected for name, t in noisy_sums.items()}
 
     # ---------------------------------------------------------------- on the server
@@ -572,7 +574,7 @@ class Example(DifferentialPrivacy):
         """
         assert self.account is not None
         admitted = self.account.affordable(selected)
-        self.account.charge(admitted)  # Already now: a user's steps cost budget even if their result never arrives.
+        self.account.charge(admitted)  # before the round, as a user's steps cost budget even if no upload arrives
         return admitted or None
 
 
@@ -658,11 +660,11 @@ def calibrate(privacy: PrivacySection, participation: Participation, users: int,
 def clip_update(update: Update, privacy: PrivacySection) -> Update:
     """Clip each user's change to its clip norm and multiply it by its weight.
 
-    The change of user u becomes ``change_u * min(1, bound_u / norm(change_u)) * weight_u``. The weight is
-    ``min(1, count_u / weight_cap)``, or 1 without a cap.
+    The change of user u becomes ``change_u * min(1, bounds_u / norm(change_u)) * weight_u``. The weight is
+    ``min(1, counts_u / weight_cap)``, or 1 without a cap.
 
     Args:
-        update: A cohort's changes, with the clip norm (bound) and the amount of data (count) of each user.
+        update: A cohort's changes; ``bounds`` are the users' clip norms, ``counts`` their amounts of data.
         privacy: Section ``privacy`` of the recipe.
     """
     clipped_changes = clipped(update.changes, update.bounds)
@@ -710,7 +712,7 @@ def _why_unprotected(method: Method) -> str:
     return ""
 
 
-_ROUND_HOOKS = ("received", "begin", "stepped", "end", "penalty")
+_ROUND_METHODS = ("received", "begin", "stepped", "end", "penalty")
 """Methods of a client hook that run in a round besides phases, and may read data."""
 
 
@@ -722,19 +724,22 @@ def _why_beyond_gradients(method: Method) -> str:
     client = method.client
     if method.placement.mixture is not None:
         return "mixture weights are trained without noise and scale every gradient"
-    # A role with a dot is a part, such as one LoRA factor: "attention.a" of the role "attention".
-    shared_parts = [role for role in method.shared if "." in role]
-    parts_of_trained = sorted(part for part in shared_parts if part.partition(".")[0] in client.trained)
-    if parts_of_trained:
+    # Trained roles of which only a part is shared, such as one LoRA factor, "attention.a" of the role "attention".
+    partly_shared: list[str] = []
+    for role in sorted(method.shared):
+        whole_role, dot, _part = role.partition(".")
+        if dot and whole_role in client.trained:
+            partly_shared.append(role)
+    if partly_shared:
         return (
-            f"it shares only {', '.join(parts_of_trained)}, whose gradients depend on the other factor, which stays "
+            f"it shares only {', '.join(partly_shared)}, whose gradients depend on the other factor, which stays "
             "local and has no noise"
         )
     for phase in method.sharing:
         if phase.stream != "train":
             names = ", ".join(sorted(phase.roles & method.shared))
             return f"it trains {names} on validation data, which the account does not count"
-    if method.placement.residual is not None:  # rank of the change that the server makes to frozen weights
+    if method.placement.residual is not None:  # the rank of a change to the frozen weights
         return "its server changes frozen weights, which are not part of the model whose noised gradients are sent"
     if any(phase.turns > 1 for phase in client.phases):
         return "its phases alternate between rounds, but the account counts the same steps in every round"
@@ -751,10 +756,13 @@ def _why_beyond_gradients(method: Method) -> str:
 
 
 def _may_change_tensors_in_round(hook: ClientHook) -> bool:
-    """Return whether a client hook overrides a method that runs in a round, except a ``begin`` that resets moments."""
-    for name in _ROUND_HOOKS:
+    """Return whether a client hook overrides a method that runs in a round, such as ``stepped``.
+
+    A ``begin`` that only resets the optimizer's moments does not count.
+    """
+    for name in _ROUND_METHODS:
         is_overridden = getattr(type(hook), name) is not getattr(ClientHook, name)
-        is_harmless = name == "begin" and hook.only_resets_moments
-        if is_overridden and not is_harmless:
+        only_resets_moments = name == "begin" and hook.only_resets_moments
+        if is_overridden and not only_resets_moments:
             return True
     return False

@@ -64,8 +64,10 @@ def clipped(changes: Tree, bound: Float[Tensor, " users"] | float) -> Tree:
     tiny = torch.finfo(torch.float64).tiny  # avoids a division by zero
     factors = (bound / lengths.clamp(min=tiny)).clamp(max=1.0)
     factors = torch.where(lengths.isfinite(), factors, 0.0)
-    # 0 times NaN or infinity is NaN, which is replaced by 0.
-    return {name: t.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) for name, t in scaled(changes, factors).items()}
+    clipped_changes = scaled(changes, factors)
+    for t in clipped_changes.values():
+        t.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # 0 times NaN or infinity is NaN
+    return clipped_changes
 
 
 def without_padding(tree: Tree, ranks: Tensor) -> Tree:
@@ -116,8 +118,8 @@ def gaussian(shape: tuple[int, ...], key: str, *parts: str | int) -> Tensor:
     first, second = uniform(2 * num_pairs, key, *parts).reshape(2, num_pairs)
     radius = np.sqrt(-2.0 * np.log(first))
     angle = 2.0 * np.pi * second
-    drawn = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
-    return torch.from_numpy(drawn).view(shape)
+    normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    return torch.from_numpy(normal).view(shape)
 
 
 def uniform(count: int, key: str, *parts: str | int) -> np.ndarray:

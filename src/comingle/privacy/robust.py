@@ -78,8 +78,8 @@ def krum(uploads: Tree, hostile: int) -> Combined:
         uploads: Tensors ``(users, *shape)`` of n users.
         hostile: Largest number of hostile users to withstand.
     """
-    order = krum_order(squared_distances(uploads), hostile)
-    return _mean_of_users(uploads, [order[0]])
+    best, *_others = krum_order(squared_distances(uploads), hostile)
+    return _mean_of_users(uploads, [best])
 
 
 def multi_krum(uploads: Tree, hostile: int) -> Combined:
@@ -122,8 +122,8 @@ def bulyan(uploads: Tree, hostile: int) -> Combined:
 
     chosen_uploads = {name: t[chosen] for name, t in uploads.items()}
     combined = _mean_by_coordinate(chosen_uploads, choose_users)
-    counted = torch.zeros(num_users, dtype=torch.float64)  # 0 for users that were not chosen
-    counted = counted.index_copy(0, torch.tensor(chosen), combined.counted)
+    counted = torch.zeros(num_users, dtype=torch.float64)  # stays 0 for users that are not chosen
+    counted[chosen] = combined.counted
     return Combined(tensors=combined.tensors, counted=counted)
 
 
@@ -149,9 +149,10 @@ def geometric_median(uploads: Tree, weights: Float[Tensor, " users"]) -> Combine
         b = weights.to(distances) / distances
         shares = b / b.sum()
         new_v = {name: torch.tensordot(shares.to(t.device), t.double(), 1) for name, t in uploads.items()}
-        step_length = norms({name: (t - v[name]).unsqueeze(0) for name, t in new_v.items()})
+        step = {name: (t - v[name]).unsqueeze(0) for name, t in new_v.items()}  # `norms` takes (users, *shape)
+        step_length = float(norms(step))
         v = new_v
-        if float(step_length) <= RELATIVE_TOLERANCE * float(distances.median()):
+        if step_length <= RELATIVE_TOLERANCE * float(distances.median()):
             break
     counted = (b / b.quantile(0.5)).clamp(max=1.0)
     return Combined(tensors=v, counted=counted.cpu())
@@ -393,19 +394,20 @@ def apply_rule(
         aggregated = replace(received, tensors=shortened)
     else:
         combined = _apply_combining_rule(aggregation, received)
-        aggregated, counted = _as_single_upload(received, combined.tensors), combined.counted
-    shares: dict[str, float] = {}
-    for name, share in zip(names, counted.tolist(), strict=True):
-        rounded = round(share, _DIGITS)
-        shares[name] = rounded if rounded != 0 else share  # A small share is not shown as 0, "left out".
-    return aggregated, RuleResult(rule=rule, counted=shares)
+        aggregated = _as_single_upload(received, combined.tensors)
+        counted = combined.counted
+    counted_by_name: dict[str, float] = {}
+    for name, value in zip(names, counted.tolist(), strict=True):
+        rounded = round(value, _DIGITS)
+        counted_by_name[name] = rounded if rounded != 0 else value  # 0 would mean that the upload was left out
+    return aggregated, RuleResult(rule=rule, counted=counted_by_name)
 
 
 def _as_single_upload(received: Received, tensors: Tree) -> Received:
     """Return the result of a rule as a single upload that belongs to no user, with a weight of 1.
 
     Args:
-        received: Uploads that were combined, with their dtypes and roles.
+        received: The combined uploads; the result gets their dtypes and roles.
         tensors: Result of the rule, without a users dimension.
     """
     return Received(

@@ -417,8 +417,11 @@ class Session:
             public_key = self.public_keys[name][KEY_BYTES:]  # the second of two, for masks
             common_mask = pair_mask(private_key, public_key, (self.name, name), self.terms)
             is_first_by_name = self.name < name
-            masked = masked + common_mask if is_first_by_name else masked - common_mask
-        # Refuse to mask a second upload: the same masks would cancel in the difference of both.
+            if is_first_by_name:
+                masked += common_mask
+            else:
+                masked -= common_mask
+        # Refuse to mask a second upload: the difference of both would have no masks.
         self._record_step("masked", hashlib.sha256(masked.tobytes()).hexdigest(), after="mask")
         return masked
 
@@ -517,8 +520,8 @@ class Session:
         private_key = self._derive_secret("sealing")
         public_key = self.public_keys[name][:KEY_BYTES]  # the first of two, for sealing
         common_secret = shared_secret(private_key, public_key, name)
-        sender, receiver = (self.name, name) if sends else (name, self.name)
-        return derive(common_secret, "seal", self.terms.digest, sender, receiver)
+        sender_and_receiver = (self.name, name) if sends else (name, self.name)
+        return derive(common_secret, "seal", self.terms.digest, *sender_and_receiver)
 
     # ---------------------------------------------------------------- checks
 

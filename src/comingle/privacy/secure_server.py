@@ -25,7 +25,7 @@ class SumCollector:
         terms: Public terms of the sum, such as its round, users and threshold.
         public_keys: Public keys of the users who advertised.
         sealed_shares: ``sealed_shares[sender][receiver]`` are the encrypted shares from one user for another.
-        masked: Sum of the masked uploads.
+        masked_sum: Sum of the masked uploads.
         survivors: Users whose masked uploads arrived.
         revealed: ``revealed[user][other]`` is the share of the user ``other``'s secret that ``user`` holds.
     """
@@ -33,7 +33,7 @@ class SumCollector:
     terms: Terms
     public_keys: dict[str, bytes] = field(default_factory=dict)
     sealed_shares: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    masked: np.ndarray | None = None
+    masked_sum: np.ndarray | None = None
     survivors: list[str] = field(default_factory=list)
     revealed: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ class SumCollector:
         """
         assert name in self.sealed_shares, "without shares its mask cannot be removed"
         assert name not in self.survivors, "it has sent an upload before"
-        self.masked = masked.copy() if self.masked is None else self.masked + masked
+        self.masked_sum = masked.copy() if self.masked_sum is None else self.masked_sum + masked
         self.survivors.append(name)
 
     def store_revealed_shares(self, name: str, revealed: Mapping[str, bytes]) -> None:
@@ -114,8 +114,8 @@ class SumCollector:
             NoSumError: Too few users have revealed their shares, or the result is out of range.
         """
         self.require(self.revealed, "unmask")
-        assert self.masked is not None
-        total = self.masked.copy()
+        assert self.masked_sum is not None
+        total = self.masked_sum.copy()
         for name in self.survivors:
             own_mask_seed = self._reconstruct_secret(name)
             total -= secure_client.mask(own_mask_seed, self.terms.entries, self.terms.word)
@@ -248,8 +248,8 @@ class SimulatedSum:
         sealed_shares = user.share(public_keys)
         answer = self._transmit_upload("share", name, secure_client.shares_message(name, round_number, sealed_shares))
         others = [other for other in self.server.public_keys if other != name]
-        sealed_shares = secure_client.read_shares(answer, name, round_number, others, sealed=True)
-        self.server.store_sealed_shares(name, sealed_shares)
+        received_shares = secure_client.read_shares(answer, name, round_number, others, sealed=True)
+        self.server.store_sealed_shares(name, received_shares)
 
     def _run_mask_step(self, name: str, round_number: int) -> None:
         """Send a user the shares sealed for it, and add its masked upload to the server's sum."""
@@ -259,8 +259,8 @@ class SimulatedSum:
         sealed_shares = secure_client.read_sealed_shares(request, name, round_number)
         masked = user.mask(sealed_shares, self.uploads[name])
         answer = self._transmit_upload("mask", name, secure_client.masked_message(name, round_number, masked))
-        masked = secure_client.read_masked(answer, name, round_number, terms.entries, terms.word)
-        self.server.add_upload(name, masked)
+        received_upload = secure_client.read_masked(answer, name, round_number, terms.entries, terms.word)
+        self.server.add_upload(name, received_upload)
 
     def _run_unmask_step(self, name: str, round_number: int) -> None:
         """Send a user the names of the users in the sum, and give the server the shares that the user reveals."""
@@ -269,8 +269,8 @@ class SimulatedSum:
         request = self._transmit_download("unmask", name, message)
         revealed = user.unmask(secure_client.read_survivors(request, name, round_number))
         answer = self._transmit_upload("unmask", name, secure_client.shares_message(name, round_number, revealed))
-        revealed = secure_client.read_shares(answer, name, round_number, self.server.sharers, sealed=False)
-        self.server.store_revealed_shares(name, revealed)
+        received_shares = secure_client.read_shares(answer, name, round_number, self.server.sharers, sealed=False)
+        self.server.store_revealed_shares(name, received_shares)
 
     def _transmit_upload(self, step: str, name: str, message: Upload) -> Upload | Download:
         """Pack a user's message, record its bytes in ``received``, and return the unpacked message."""

@@ -309,9 +309,8 @@ class Sums:
                 raise RecipeError(
                     f"{where}: {num_selected} user(s) in a round, too few to hide in a sum; needed: {num_required}"
                 )
-            if (
-                num_required - secure.colluders < LEAST_USERS_IN_SUM
-            ):  # a sum without the colluders' uploads must have LEAST_USERS_IN_SUM uploads
+            # Colluders know their own uploads; the others' sum must have enough uploads without these.
+            if num_required - secure.colluders < LEAST_USERS_IN_SUM:
                 raise RecipeError(
                     f"{where}.colluders: got {secure.colluders}, but a sum may have only {num_required} users; "
                     f"allowed: up to {num_required - LEAST_USERS_IN_SUM}"
@@ -381,8 +380,8 @@ class Sums:
         else:
             integers = self._clamp_and_weigh(changes, weights, names, round_number)
         if self.weighted:
-            last_entries = self._integer_weights(weights, self.grid(round_number))
-            integers = torch.cat([integers, last_entries.unsqueeze(1)], dim=1)
+            integer_weights = self._integer_weights(weights, self.grid(round_number))
+            integers = torch.cat([integers, integer_weights.unsqueeze(1)], dim=1)
         return integers.to(DTYPES[self.word])
 
     def _clamp_and_weigh(
@@ -425,13 +424,13 @@ class Sums:
         """
         grid = self.grid(round_number)
         entries = sum(t[0].numel() for t in changes.values())  # of one user
-        # Rounding may increase the norm by up to the slack; after it the norm is at most the clip norm.
+        # Rounding may increase the norm by up to the slack, so clip to less than the clip norm.
         bound = self.privacy.first_bound - grid.slack(entries)
         integers = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
         standard_noises: list[Tensor] = []  # of each user
-        for name, own_integers in zip(names, integers, strict=True):
+        for name, integers_of_user in zip(names, integers, strict=True):
             # Part of the noise's seed: a repeated upload gets the same noise, another upload gets other noise.
-            values_digest = digest({"": own_integers})
+            values_digest = digest({"": integers_of_user})
             standard_noises.append(gaussian((entries,), key, name, round_number, "noise share", values_digest))
         deviation_in_steps = self.noise_deviation(round_number) / grid.step
         integer_noise = (torch.stack(standard_noises) * deviation_in_steps).round().long()
@@ -454,25 +453,27 @@ class Sums:
             fact = f"{num_advertised} of {self.num_selected(round_number)} users completed step 'advertise'"
             raise NoSumError(no_sum_message(round_number, fact, num_required))
 
-    def mean(self, total: np.ndarray | Int[Tensor, " entries"], like: Tree, senders: int, round_number: int) -> Tree:
+    def mean(
+        self, total: np.ndarray | Int[Tensor, " entries"], model: Tree, num_uploads: int, round_number: int
+    ) -> Tree:
         """Return the mean change of the users, float64, from the sum of their uploads.
 
         Args:
             total: Sum of the uploads, integers.
-            like: The model, for its shapes.
-            senders: Number of uploads in the sum.
+            model: The model, for its shapes.
+            num_uploads: Number of uploads in the sum.
             round_number: Number of the round, from 1.
         """
         integers, grid = torch.as_tensor(total), self.grid(round_number)
         if self.privacy.noisy:
             divisor = float(self.num_selected(round_number))  # public, unlike the number of uploads and their weights
         elif self.weighted:
-            sum_of_weights = integers[-1]  # as integers, in which ``grid.largest`` stands for the weight 1
+            sum_of_weights = integers[-1]  # the integer ``grid.largest`` stands for the weight 1
             divisor = float(sum_of_weights) / grid.largest
         else:
-            divisor = float(senders)
-        entries = sum(t.numel() for t in like.values())
-        return shaped(integers[:entries].double() * grid.step / divisor, like)
+            divisor = float(num_uploads)
+        entries = sum(t.numel() for t in model.values())
+        return shaped(integers[:entries].double() * grid.step / divisor, model)
 
 
 @dataclass(kw_only=True)
@@ -518,7 +519,7 @@ class SecureSum(PrivacyMechanism):
             self.sums.check_size(num_shared)
 
     def client_update(self, update: Update) -> Update:
-        """Return the users' weighted changes, with noise if there is any, as integers that the protocol then masks."""
+        """Weight the users' changes, add noise if there is any, and round them to integers, which are masked later."""
         assert self.sums is not None
         weights = capped_weights(update.counts, self.privacy.weight_cap)
         integers = self.sums.uploads(update.changes, weights, update.names, self.key, update.round_number)

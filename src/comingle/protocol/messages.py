@@ -146,30 +146,32 @@ def validation_reply(users: Sequence[str], done: int, *, lowest: bool) -> Downlo
 Message = TypeVar("Message", Upload, Download)
 
 
-def join_uploads(parts: Sequence[Upload]) -> Upload:
+def join_uploads(uploads: Sequence[Upload]) -> Upload:
     """Join the uploads of several users in one round; pad tensors of a smaller rank with zeros."""
-    first = parts[0]
-    assert all(part.round == first.round for part in parts)
-    reports = {name: torch.cat([part.reports[name] for part in parts]) for name in first.reports}
-    joined = _join(parts)
+    first = uploads[0]
+    assert all(upload.round == first.round for upload in uploads)
+    reports = {name: torch.cat([upload.reports[name] for upload in uploads]) for name in first.reports}
+    joined = _join(uploads)
     return replace(joined, reports=reports)
 
 
-def join_downloads(parts: Sequence[Download]) -> Download:
+def join_downloads(downloads: Sequence[Download]) -> Download:
     """Join the downloads of several users with one version; pad tensors of a smaller rank with zeros."""
-    assert all(part.version == parts[0].version for part in parts)
-    return _join(parts)
+    assert all(download.version == downloads[0].version for download in downloads)
+    return _join(downloads)
 
 
-def _join(parts: Sequence[Message]) -> Message:
+def _join(messages: Sequence[Message]) -> Message:
     """Return one message with the users, tensors and ranks of all messages, and everything else from the first."""
+    first = messages[0]
     users: list[str] = []
-    for part in parts:
-        users += part.users
+    for message in messages:
+        users += message.users
     tensors: Tree = {}
-    for name in parts[0].tensors:
-        tensors[name] = _join_padded([part.tensors[name] for part in parts])
-    return replace(parts[0], users=tuple(users), tensors=tensors, ranks=torch.cat([part.ranks for part in parts]))
+    for name in first.tensors:
+        tensors[name] = _join_padded([message.tensors[name] for message in messages])
+    ranks = torch.cat([message.ranks for message in messages])
+    return replace(first, users=tuple(users), tensors=tensors, ranks=ranks)
 
 
 def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
@@ -189,23 +191,23 @@ def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
     return filled
 
 
-def insert_own(models: Tree, own: Tree, at: Sequence[int]) -> Tree:
+def insert_own(downloaded_models: Tree, own_models: Tree, own_places: Sequence[int]) -> Tree:
     """Insert each user's own model among the models of the other users, which it has downloaded.
 
     Args:
-        models: Models of the others, ``(users, others, *shape)``.
-        own: The users' own models, ``(users, *shape)``.
-        at: Index of each user's own model in the result, from 0 to ``others``.
+        downloaded_models: Models of the others, ``(users, others, *shape)``.
+        own_models: The users' own models, ``(users, *shape)``.
+        own_places: Index of each user's own model in the result, from 0 to ``others``.
 
     Returns:
         Tensors ``(users, others + 1, *shape)``.
     """
     complete: Tree = {}
-    for name, others in models.items():
+    for name, downloaded in downloaded_models.items():
         models_by_user = []
-        for user, index in enumerate(at):
-            own_model = own[name][user : user + 1]  # (1, *shape)
-            models_by_user.append(torch.cat([others[user, :index], own_model, others[user, index:]]))
+        for user, place in enumerate(own_places):
+            own_model = own_models[name][user : user + 1]  # (1, *shape)
+            models_by_user.append(torch.cat([downloaded[user, :place], own_model, downloaded[user, place:]]))
         complete[name] = torch.stack(models_by_user)
     return complete
 
@@ -239,25 +241,25 @@ RESIDUAL = "residual/"
 _LEVELS = 127
 
 
-def compress(tensors: Tree, form: Format, residuals: Tree) -> tuple[Tree, Tree]:
+def compress(tensors: Tree, number_format: Format, residuals: Tree) -> tuple[Tree, Tree]:
     """Compress tensors for an upload.
 
-    int8 stores each row ``x`` as ``round(x / scale)`` with ``scale = max |x| / 127``, after the rounding error of the
-    previous upload was added to it (error feedback).
+    int8 adds the residual (rounding error) of the previous upload to each row (error feedback), and stores the sum
+    ``x`` as ``round(x / scale)`` with ``scale = max |x| / 127``.
 
     Args:
         tensors: ``(..., width)`` by name.
-        form: The number format of uploads.
-        residuals: The rounding errors of the previous upload; used by int8 only.
+        number_format: The number format of uploads.
+        residuals: The residuals of the previous upload; used by int8 only.
 
     Returns:
-        The tensors to send (int8: levels, and scales ``(..., 1)`` as ``NAME.scale``) and the new rounding errors, which
-        are empty unless ``form`` is int8.
+        The tensors to send (int8: levels, and scales ``(..., 1)`` as ``NAME.scale``) and the new residuals, which are
+        empty for other formats than int8.
     """
     no_residuals: Tree = {}
-    if form == "float32":
+    if number_format == "float32":
         return tensors, no_residuals
-    if form == "bfloat16":
+    if number_format == "bfloat16":
         return {name: t.to(torch.bfloat16) for name, t in tensors.items()}, no_residuals
     sent: Tree = {}
     new_residuals: Tree = {}
@@ -273,51 +275,51 @@ def compress(tensors: Tree, form: Format, residuals: Tree) -> tuple[Tree, Tree]:
 
 
 def compress_with_feedback(
-    tensors: Tree, form: Format, client_state: Tree, users: list[int], *, store_residuals: bool = True
+    tensors: Tree, number_format: Format, client_state: Tree, users: list[int], *, store_residuals: bool = True
 ) -> Tree:
-    """Compress uploads with error feedback: add the rounding errors of the last uploads, and store the new ones.
+    """Compress uploads with error feedback: add the last uploads' residuals (rounding errors), store the new ones.
 
-    Only int8 has rounding errors that are added later; other formats do not use the client state.
+    Only int8 has residuals; other formats do not use the client state.
 
     Args:
         tensors: ``(users, ..., width)`` by name.
-        form: The number format of uploads.
-        client_state: Tensors that clients keep, with a row for each user; rounding errors are named ``residual/NAME``
-            and updated in place.
+        number_format: The number format of uploads.
+        client_state: Tensors that clients keep, with a row for each user; residuals are named ``residual/NAME`` and
+            updated in place.
         users: Rows of ``client_state`` to which the tensors belong.
-        store_residuals: Whether to store the new rounding errors.
+        store_residuals: Whether to store the new residuals.
 
     Returns:
         The tensors to send.
     """
     residuals: Tree = {}
-    if form == "int8":
+    if number_format == "int8":
         residuals = {name: client_state[RESIDUAL + name][users] for name in tensors}
-    sent, new_residuals = compress(tensors, form, residuals)
+    sent, new_residuals = compress(tensors, number_format, residuals)
     if store_residuals:
         for name, t in new_residuals.items():
             client_state[RESIDUAL + name][users] = t
     return sent
 
 
-def decompress(tensors: Tree, form: Format) -> Tree:
+def decompress(tensors: Tree, number_format: Format) -> Tree:
     """Return uploaded tensors in float32, the inverse of :func:`compress` up to rounding.
 
     Args:
         tensors: Uploaded tensors by name; for int8 levels, with scales ``(..., 1)`` as ``NAME.scale``.
-        form: The number format of uploads.
+        number_format: The number format of uploads.
 
     Raises:
         MessageError: The tensors are of another format, or int8 levels have no scales that fit.
     """
-    if form == "float32":
+    if number_format == "float32":
         return tensors
-    dtype = torch.bfloat16 if form == "bfloat16" else torch.int8
+    dtype_of_format = torch.bfloat16 if number_format == "bfloat16" else torch.int8
     compressed = {name: t for name, t in tensors.items() if not name.endswith(SCALE)}
     for name, t in compressed.items():
-        if t.dtype != dtype:
-            raise MessageError(f"upload: tensor {name!r}: got {t.dtype}; allowed: {dtype} (training.uploads)")
-    if form == "bfloat16":
+        if t.dtype != dtype_of_format:
+            raise MessageError(f"upload: tensor {name!r}: got {t.dtype}; allowed: {dtype_of_format} (training.uploads)")
+    if number_format == "bfloat16":
         return {name: t.float() for name, t in compressed.items()}
     values: Tree = {}
     for name, levels in compressed.items():

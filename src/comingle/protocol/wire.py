@@ -77,8 +77,8 @@ def unpack(data: bytes) -> Download | Upload:
 def packed_bytes(message: Download | Upload) -> list[int]:
     """Return the length of each user's packed message, computed from names, shapes and dtypes without packing it.
 
-    Messages to users of one rank differ in length only by the users' names, and by whether a download leaves out the
-    user's own upload; so few lengths are computed even for many users.
+    Apart from the user's name, the length depends only on the user's rank, and on whether a download leaves out the
+    user's own upload. It is computed once for each combination.
     """
     senders: set[str] = set()
     if isinstance(message, Download):
@@ -86,18 +86,18 @@ def packed_bytes(message: Download | Upload) -> list[int]:
     length_without_name: dict[tuple[int, bool], int] = {}  # by rank, and whether the user is a sender
     lengths: list[int] = []
     for index, (user, rank) in enumerate(zip(message.users, message.ranks.tolist(), strict=True)):
-        key = (rank, user in senders)
+        rank_and_is_sender = (rank, user in senders)
         name_length = _name_bytes(user)
-        if key not in length_without_name:
-            length_without_name[key] = _packed_length(message.of_user(index)) - name_length
-        lengths.append(length_without_name[key] + name_length)
+        if rank_and_is_sender not in length_without_name:
+            length_without_name[rank_and_is_sender] = _packed_length(message.of_user(index)) - name_length
+        lengths.append(length_without_name[rank_and_is_sender] + name_length)
     return lengths
 
 
 def _packed_length(message: Download | Upload) -> int:
     """Return the length of one user's packed message."""
     if isinstance(message, Download) and message.senders:
-        # ``_tensors_to_send`` copies these tensors to leave out the user's own upload; on the meta device that is free.
+        # ``_tensors_to_send`` indexes these tensors, which copies them; tensors on the meta device have no content.
         message = replace(message, tensors={name: t.to("meta") for name, t in message.tensors.items()})
     names_dtypes_and_shapes = []
     for name, t in _tensors_to_send(message).items():
@@ -139,8 +139,8 @@ def _tensors_to_send(message: Download | Upload) -> Tree:
     (receiver,) = message.users
     if receiver not in message.senders:
         return tensors
-    others = [i for i, sender in enumerate(message.senders) if sender != receiver]
-    return {name: t[others] for name, t in tensors.items()}
+    rows_of_others = [row for row, sender in enumerate(message.senders) if sender != receiver]
+    return {name: t[rows_of_others] for name, t in tensors.items()}
 
 
 def _without_rank_padding(name: str, t: Tensor, rank: int) -> Tensor:
@@ -184,22 +184,21 @@ def _message_from(header: Mapping[str, Any], tensors: Tree) -> Download | Upload
     Raises:
         KeyError, TypeError, ValueError: The header lacks a key or has a wrong value.
     """
-    is_download = header["kind"] == "download"
-    message_tensors: Tree = {}
-    reports: Tree = {}
-    for name, t in tensors.items():
-        if not is_download and name.startswith(_REPORT):
-            reports[name.removeprefix(_REPORT)] = t.unsqueeze(0)
-        else:
-            message_tensors[name] = t.unsqueeze(0)
-    if is_download:
+    if header["kind"] == "download":
         return Download(
             version=int(header["version"]),
             users=(str(header["user"]),),
-            tensors=message_tensors,
+            tensors={name: t.unsqueeze(0) for name, t in tensors.items()},
             ranks=torch.tensor([int(header["rank"])]),
             senders=tuple(str(sender) for sender in header.get("senders", ())),
         )
+    message_tensors: Tree = {}
+    reports: Tree = {}
+    for name, t in tensors.items():
+        if name.startswith(_REPORT):
+            reports[name.removeprefix(_REPORT)] = t.unsqueeze(0)
+        else:
+            message_tensors[name] = t.unsqueeze(0)
     return Upload(
         round=int(header["round"]),
         users=(str(header["user"]),),
@@ -223,7 +222,7 @@ def _safetensors_bytes(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) ->
 
     entries: dict[str, object] = {}
     offset = 0
-    for name, dtype, shape in sorted(tensors, key=by_dtype_and_name):  # as in the file
+    for name, dtype, shape in sorted(tensors, key=by_dtype_and_name):  # in the order in which safetensors stores them
         size = math.prod(shape) * _WIDTHS[dtype]
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, offset + size)}
         offset += size

@@ -32,8 +32,8 @@ from comingle.privacy.base import (
     change_updates,
     keep_references,
     protect_uploads,
+    split_clip_norms,
     start_references,
-    without_bound,
 )
 from comingle.protocol.messages import (
     COUNT,
@@ -515,7 +515,7 @@ class Clients(Users):
         layout = self.model.layout
         state = self.state.without_moments()
         cohort = self.cohort(receivers, download.version, state=state)
-        clip_norms, tensors = without_bound(download.tensors)  # a download may contain clip norms for the users
+        clip_norms, tensors = split_clip_norms(download.tensors)  # a download may contain clip norms for the users
         models = self._insert_own_models(cohort, replace(download, tensors=fill_ranks(tensors, layout)))
         combined_model: Tree | None = None
         for hook in self.method.client.parts:
@@ -556,7 +556,7 @@ class Clients(Users):
             return models
         own_models = restrict(cohort.tensors, self.model.layout, self.method.shared)
         own_places = [download.senders.index(name) for name in cohort.names]
-        return insert_own(models, own_models, own_places)
+        return insert_own(models, own_models, own_places=own_places)
 
     def upload(self, users: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
         """Return the upload of some users after their local steps, joined in one message.

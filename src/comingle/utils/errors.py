@@ -141,20 +141,22 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
         known: The known names.
     """
     names = list(islice(known, _COMPARED))  # a comparison with very many names would take minutes
-    # Similarity from which a name is near, by its length: one wrong letter in a short name, a smaller share in a long
-    # one, so that a common prefix alone does not make names near.
+    # Smallest similarity of a near name, as a share of equal letters. It rises with the length, as long names often
+    # have a prefix in common.
     if len(got) < _SHORT:
         cutoff = 0.65
     elif len(got) < _LONG:
         cutoff = 0.75
     else:
         cutoff = 0.77
-    candidates = difflib.get_close_matches(got, names, n=1, cutoff=cutoff)
-    if not candidates and len(got) > _SHORT:  # an abbreviation? shorter ones would match by chance
-        candidates = [name for name in names if name.startswith(got)]
-        if len(candidates) > 1:
-            return ""
-    return f" Did you mean {candidates[0]!r}?" if candidates else ""
+    near = difflib.get_close_matches(got, names, n=1, cutoff=cutoff)
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    is_too_short = len(got) <= _SHORT  # a short prefix would match by chance
+    completions = [name for name in names if name.startswith(got)]
+    if is_too_short or len(completions) != 1:
+        return ""
+    return f" Did you mean {completions[0]!r}?"
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -180,17 +180,17 @@ def open_private(path: Path | str, *, folder: int | None = None) -> int | None:
     # O_NOFOLLOW fails on links; O_NONBLOCK does not wait for the writer of a FIFO.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        handle = os.open(path, flags, dir_fd=folder)
+        descriptor = os.open(path, flags, dir_fd=folder)
     except OSError:
         return None
-    if _is_private(os.fstat(handle)):
-        return handle
-    os.close(handle)
+    if _is_private(os.fstat(descriptor)):
+        return descriptor
+    os.close(descriptor)
     return None
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Return whether it is a file or folder that belongs to this user and that no other user may write to."""
+    """Return whether a status is that of a file or folder of this user that no other user may write to."""
     is_file_or_folder = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
     is_writable_by_others = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
     return is_file_or_folder and status.st_uid == os.geteuid() and not is_writable_by_others
@@ -251,8 +251,8 @@ def advise(folder: Path) -> str:
     run = folder.parent.parent  # a checkpoint is the folder RUN/checkpoints/round-N
     checkpoints = list_checkpoints(run)
     if folder in checkpoints:
-        number = checkpoints.index(folder)
-        older, to_remove = checkpoints[:number], checkpoints[number:]
+        index = checkpoints.index(folder)
+        older, to_remove = checkpoints[:index], checkpoints[index:]
     else:
         older, to_remove = checkpoints[:-1], [folder]
     while older and _find_damage(older[-1]):
@@ -283,14 +283,14 @@ def _find_damage(folder: Path, name: str | None = None) -> str:
     for file, line in zip(names, lines, strict=True):
         if line not in recorded:  # the file has changed, or is not listed
             return f"{file} does not match {SUMS}"
-    if name is not None:
-        return ""
-    if recorded == b"".join(lines):
+    has_compared_all = name is None
+    if not has_compared_all or recorded == b"".join(lines):
         return ""
     lines_without_file = [line for line in recorded.splitlines(keepends=True) if line not in lines]
     if not lines_without_file:
         return f"{SUMS} is truncated"
-    missing_name = lines_without_file[0][_DIGEST_COLUMNS:].decode("utf-8", "replace").strip()
+    first_line = lines_without_file[0]
+    missing_name = first_line[_DIGEST_COLUMNS:].decode("utf-8", "replace").strip()
     return f"{missing_name!r} is missing"
 
 

@@ -96,7 +96,10 @@ def check_inputs(where: Path, recorded: Inputs, now: Inputs, *, pooled: str = ""
     check_users(where, recorded, now)
     for name, user in now.users.items():
         recorded_values = recorded.users[name].given
-        for key, value in user.given.items():  # settings for which the recipe lists a value per user
+        for (
+            key,
+            value,
+        ) in user.given.items():  # settings for which the recipe lists a value per user
             recorded_value = recorded_values.get(key)
             if recorded_value != value:
                 raise RunError(f"{where}: user {name!r}: {key} was {recorded_value} and is {value}; use another --out")

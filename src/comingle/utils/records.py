@@ -283,7 +283,11 @@ def write_new(path: Path, data: bytes, *, private: bool = False) -> None:
         FileExistsError: The file exists.
     """
     mode = 0o600 if private else 0o666  # restricted by the umask
-    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+
+    def open_with_mode(name: str, flags: int) -> int:
+        return os.open(name, flags, mode)
+
+    with open(path, "xb", opener=open_with_mode) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -302,8 +306,7 @@ def convert_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_of_disk = error.errno is not None and error.errno in _DISK_ERRORS
-        if error.errno is None or not is_of_disk:
+        if error.errno is None or error.errno not in _DISK_ERRORS:
             raise
         path = error.filename or folder
         raise RunError(f"{path}: cannot be written to: {os.strerror(error.errno)}") from None
@@ -315,11 +318,11 @@ def to_disk(path: Path) -> None:
         return
     # Some systems flush a file only if it is open for writing; folders cannot be opened for writing.
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR
-    handle = os.open(path, flags)
+    descriptor = os.open(path, flags)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 def write_json(path: Path, content: object) -> None:

@@ -109,14 +109,14 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
             PluginError: The name is that of a built-in implementation or of a plug-in.
         """
         plugin = find_plugins(self._group).get(name)
-        owner = None
         if name in self._own:
-            owner = "comingle itself"
-        elif plugin is not None:
-            owner = plugin.distributions
-        if owner is not None:
-            raise PluginError(f"{self._group}: {name!r} is taken by {owner}; register it under another name")
+            raise self._name_taken(name, owner="comingle itself")
+        if plugin is not None:
+            raise self._name_taken(name, owner=plugin.distributions)
         self._registered[name] = offered
+
+    def _name_taken(self, name: str, owner: str) -> PluginError:
+        return PluginError(f"{self._group}: {name!r} is taken by {owner}; register it under another name")
 
     @contextmanager
     def temporarily_registered(self, name: str, offered: Offered) -> Iterator[None]:
@@ -151,8 +151,9 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
             if plugin is not None:
                 raise name_conflict(plugin)
             built_in: Any = self._own[name]
-            is_place = isinstance(built_in, str)  # "package.module:NAME"
-            return load_object(built_in) if is_place else built_in
+            if isinstance(built_in, str):  # "package.module:NAME"
+                return load_object(built_in)
+            return built_in
         if plugin is None:
             raise KeyError(name)
         return plugin.load()

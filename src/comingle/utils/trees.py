@@ -159,10 +159,10 @@ class Layout:
         return int(self.mask(roles).sum())
 
     def named_roles(self, roles: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Return all names of those roles of each slot that are in ``roles``; slots without any are left out.
+        """Return for each slot the roles that are in ``roles``, each by all its names; leave out slots without any.
 
-        A role has up to three names: the role itself, with the slot's factor, and with its part of the model. For
-        example, ``{"layer.0.a": {"attention", "attention.a", "attention.body"}}``.
+        A role has up to three names: "attention", "attention.a" with the slot's factor, and "attention.body" with its
+        part of the model. For example, ``{"layer.0.a": {"attention", "attention.a", "attention.body"}}``.
         """
         wanted = frozenset(roles)
         names_by_slot: dict[str, frozenset[str]] = {}
