@@ -159,12 +159,12 @@ def test_of_every_method_the_sum_is_bounded_whatever_is_uploaded(
 def summed(federation: InProcess, upload: Upload) -> Tree:
     """What the server adds up for an upload, before its noise."""
     central, seen = federation.server.mechanisms[0], list[Tree]()
-    kept, sums = {name: t.clone() for name, t in federation.server.kept.items()}, central.sums
-    central.sums = lambda *told: seen.append(sums(*told)) or seen[-1]  # type: ignore[method-assign]
+    kept, sums = {name: t.clone() for name, t in federation.server.kept.items()}, central.clipped_sum
+    central.clipped_sum = lambda *told: seen.append(sums(*told)) or seen[-1]  # type: ignore[method-assign]
     try:
         federation.server.aggregate(upload)
     finally:
-        del central.sums
+        del central.clipped_sum
         federation.server.kept = kept
     return seen[0]
 
@@ -180,12 +180,12 @@ def released(federation: InProcess, upload: Upload) -> tuple[Tree, Tree]:
     server = federation.server
     central, kept = server.mechanisms[0], {name: t.clone() for name, t in server.kept.items()}
     seen: list[Tree] = []
-    sums = central.sums
-    central.sums = lambda *told: seen.append(sums(*told)) or seen[-1]  # type: ignore[method-assign]
+    sums = central.clipped_sum
+    central.clipped_sum = lambda *told: seen.append(sums(*told)) or seen[-1]  # type: ignore[method-assign]
     try:
         server.aggregate(upload)
     finally:
-        del central.sums
+        del central.clipped_sum
     moved = {n.removeprefix("model."): server.kept[n].double() - t.double() for n, t in kept.items()}
     added = add_noise(
         seen[0], central.privacy.multiplier * central.bound, central.key, upload.round - 1, "central noise"
@@ -350,7 +350,7 @@ def test_no_noise_makes_a_longer_step_than_the_rate(federate: Any) -> None:
 def test_its_noise_is_shared_between_the_model_and_the_count(federate: Any) -> None:
     central = private(federate, clip_norm="adaptive", noise_multiplier=0.8).server.mechanisms[0]
     for users in (4.0, 400.0):
-        model, count = central._multiplier_beside_count(users), 2 * central._count_deviation(users)
+        model, count = central._multiplier_of_sum(users), 2 * central._count_deviation(users)
         assert model**-2 + count**-2 == pytest.approx(0.8**-2)  # two Gaussians are one
 
 
