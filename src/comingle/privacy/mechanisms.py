@@ -213,7 +213,7 @@ class DifferentialPrivacy(PrivacyMechanism):
         run_ratio = round_ratio / math.sqrt(max(1, rounds))  # sqrt(R) z C sqrt(d / n) over R C, for noise of users
         if run_ratio <= 1:
             return None
-        # So many users that run_ratio becomes 1: it falls with 1 / sqrt(n) if users add the noise, else with 1 / n.
+        # The number at which run_ratio is 1; it falls with 1 / sqrt(n) if users add the noise, else with 1 / n.
         needed_users = users * run_ratio**2 if users_add_noise else users * run_ratio
         return (
             f"privacy: too much noise to learn: with noise_multiplier {z:.3g}, clip_norm {self.bound:g}, {users:,.4g} "
