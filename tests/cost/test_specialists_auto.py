@@ -46,6 +46,20 @@ def one_second_per_expert(recipe: Recipe, *_: object) -> float:
     return 1.0 + recipe.method.settings["specialists"]
 
 
+def test_users_with_equal_steps_are_measured_once(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[int, int]] = []
+
+    def measure(recipe: Recipe, _: object, user: int) -> float:
+        measured.append((recipe.method.settings["specialists"], user))
+        return 1.0
+
+    monkeypatch.setattr(planning, "step_seconds", measure)
+    changes = {"training.max_seconds_per_round": 1, "training.batch_size": {"ann": 2, "bob": 4, "cem": 2}}
+    recipe = auto_recipe(recipe_file, **changes, **{"training.local_steps": 2})
+    assert choose_specialists(recipe, 10**12, USERS, process_bytes=1) == dict.fromkeys(USERS, 0)
+    assert measured == [(3, 0), (2, 0), (1, 0), (3, 1), (2, 1), (1, 1)]
+
+
 @pytest.mark.slow
 def test_memory_limits_the_number_of_all(recipe_file: Path) -> None:
     """Each limit lies between the needs of two numbers."""
@@ -201,3 +215,4 @@ def test_what_cannot_choose_says_so(comingle: Any, recipe_file: Path, tmp_path: 
     answer = comingle("compare", path, "--methods", "local,comigs-1gxs", "--out", tmp_path / "new")
     assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
     assert "method.specialists: got 'auto'; allowed: numbers for this command" in answer.err
+    assert not (tmp_path / "new").exists()  # no other method has been trained

@@ -1051,8 +1051,14 @@ def choose_specialists(
         return step_seconds(with_number(number), names, user)
 
     def fits_into_round(number: int, user: int) -> bool:
-        seconds = plan.max_seconds_of(names[user])
-        return seconds == math.inf or plan.local_steps_of(names[user]) * measured_step(number, user) <= seconds
+        limit_seconds = plan.max_seconds_of(names[user])
+        if limit_seconds == math.inf:
+            return True
+        same_steps = first_user_with[rank_and_batch_size(user)]  # one measurement for all such users
+        return plan.local_steps_of(names[user]) * measured_step(number, same_steps) <= limit_seconds
+
+    def rank_and_batch_size(user: int) -> tuple[int, int]:
+        return int(ranks[user]), plan.batch_size_of(names[user])
 
     smallest = 0 if _has_generalists(recipe) else 1
     within_memory = MOST_SPECIALISTS
@@ -1061,7 +1067,11 @@ def choose_specialists(
             break
         within_memory -= 1
     method = make(recipe.method.name, **recipe.method.settings)
-    plan = make_plan(recipe.for_users(names), method, names)
+    recipe_of_users = recipe.for_users(names)
+    plan, ranks = make_plan(recipe_of_users, method, names), ranks_of(recipe_of_users.adapters, len(names))
+    first_user_with: dict[tuple[int, int], int] = {}
+    for user in range(len(names)):
+        first_user_with.setdefault(rank_and_batch_size(user), user)
     chosen: dict[str, int] = {}
     for user in range(len(names)) if own_indices is None else own_indices:
         number = within_memory
