@@ -131,8 +131,7 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
 def _checked_upload(session: ServerSession, name: str, answer: Answer, number: int) -> Upload | None:
     """Return the upload in a client's answer; None, with a logged reason, if there is none or it fails a check.
 
-    Its tensors stay compressed (``training.uploads``).
-
+    A decompressed copy is checked; the returned upload is as received (``training.uploads``).
     Args:
         session: The session.
         name: The user.
@@ -266,7 +265,7 @@ class _SecureSum:
         """
         collector = self.collector
         self._process_answers(answers, self._store_keys)
-        collector.require(collector.public_keys, "advertise")
+        collector.require(collector.public_keys, "advertise")  # raises a NoSumError if users are too few
 
         # Users send shares of their secrets, encrypted for each other.
         self._request_step("share", collector.public_keys, self._public_keys_for, self._store_encrypted_shares)
@@ -394,10 +393,11 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
         if "gates" not in metrics:  # the user keeps them private
             continue
         expert_names = model.expert_names(users.index(name))
-        if "specialists" in session.joined.get(name, {}):  # chosen by the client
+        if "specialists" in session.joined.get(name, {}):  # the client has chosen another number of specialists
             generalists, specialists = method.placement.generalists, session.joined[name]["specialists"]
             expert_names = number_experts([GENERALIST] * generalists + [SPECIALIST] * specialists)
-        if all(len(layer) == len(expert_names) for layer in metrics["gates"]):
+        has_gate_of_each_expert = all(len(layer) == len(expert_names) for layer in metrics["gates"])
+        if has_gate_of_each_expert:
             experts_by_user[name] = expert_names
             gates_by_user[name] = metrics["gates"]
     # The server does not know the number of layers, so it takes the most common one.
@@ -412,7 +412,7 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
 
 
 def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
-    """Return the fields of an evaluation event with the weights by which each user's model mixes several models.
+    """Return the fields of an evaluation event with the weights, such as ``[0.2, 0.8]``, of each user's mixed models.
 
     Args:
         session: The session.
@@ -422,13 +422,14 @@ def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any
         The fields; empty if there are no weights.
     """
     method, server = session.context.method, session.server
-    server_weights = method.server.merging_weights(server.kept)  # (users, models); None if users have the weights
+    server_weights = method.server.merging_weights(server.kept)  # (users, models); None if the server does not mix
     if server_weights is not None:
         return mixtures_event(session.public.users, server_weights.double().cpu(), method)
     mixture = method.placement.mixture
-    num_models = method.server.server_models  # users mix models that the server sends ...
     if mixture is not None:
-        num_models = mixture.clusters  # ... or models that they train
+        num_models = mixture.clusters  # users mix models that they train
+    else:
+        num_models = method.server.server_models  # users mix models that the server sends
     weights_by_user = {}
     for name, metrics in reported.items():
         weights = metrics.get("mixture", ())
@@ -488,14 +489,14 @@ class NetworkBackend(Backend[ClientReports]):
         run_settings = self.session.context.plan
         warn_of_untrained(run_settings, self.session.local_steps)
         warn_of_small_sums(run_settings, self.session.network.min_participants, self.rounds)
-        # A resumed server repeats all rounds after its checkpoint, for which clients revert tasks, but only a few.
+        # A resumed server repeats the rounds after its checkpoint, and clients can revert only their last tasks.
         with_checkpoint_every_round = run_settings.updated("checkpoints", every=1)
         return with_checkpoint_every_round, self.rounds
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
         """Return the indices of a round's participants; None if the privacy budget is spent, which ends the run."""
         run_settings = self.session.context.plan
-        users_upload = plan.exchanges  # only then a round costs budget
+        users_upload = plan.exchanges  # a round without uploads costs no budget
         participants = self.server.invite(run_settings, plan.number, releases=users_upload)
         if participants is None:
             num_rounds_done = plan.number  # rounds are counted from 0
@@ -556,8 +557,10 @@ class NetworkBackend(Backend[ClientReports]):
         uses_secure_sums = self.server.sums is not None
         if not uses_secure_sums:
             self._senders, why_skipped = aggregate_uploads(self.session, self._training_answers, round_from_1)
-        if self.server.method.server.peer_to_peer:  # the server only passes uploads on
-            self.session.ask(dict.fromkeys(self._senders, ("receive",)), round_from_0)
+        if self.server.method.server.peer_to_peer:
+            # The server only passes uploads on: each sender downloads those of the others.
+            steps_by_user = dict.fromkeys(self._senders, ("receive",))
+            self.session.ask(steps_by_user, round_from_0)
             self.server.clear_uploads()
         return why_skipped
 
@@ -575,7 +578,7 @@ class NetworkBackend(Backend[ClientReports]):
         Returns:
             The metrics that clients report (None if there are none), and the evaluation event.
         """
-        answers = self._evaluation_answers  # if users have evaluated in the task of `train`
+        answers = self._evaluation_answers  # None unless users have evaluated in the same task in which they trained
         self._evaluation_answers = None
         if answers is None:
             steps = []
@@ -604,7 +607,7 @@ class NetworkBackend(Backend[ClientReports]):
         return reported or None, {**event, **routing_event(self.session, reported)}
 
     def _compare_validation_losses(self, losses: dict[str, float], done: int) -> float:
-        """Compare the mean of users' validation losses with the lowest mean so far, for the users' next tasks.
+        """Compare the mean of users' validation losses with the lowest mean so far; next tasks tell users the result.
 
         Args:
             losses: Validation losses in nats, by name.

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -271,7 +270,8 @@ def _data_of_run(own: Own, public: Public, recipe: Recipe, own_data: RunData) ->
     common = run_data.common  # data that all users share; it has the list of users too
     if common is not None:
         common = replace(common, users=users)
-    return replace(run_data, users=users, common=common, here=(own_index,), unread=False)
+    users_here = (own_index,)  # users whose data is on this machine
+    return replace(run_data, users=users, common=common, here=users_here, unread=False)
 
 
 def _check_inputs(folder: Path, own: Own, current: Inputs, *, has_answered: bool) -> None:
@@ -362,7 +362,7 @@ def _lighter_runtime(recipe: Recipe) -> dict[str, Any]:
     """Return runtime settings with which a language model in a 16-bit format needs less memory on a CPU.
 
     For example ``{"runtime.native_code": True, "runtime.micro_batch": 2}``, without keys that the recipe sets. They
-    change rounding, so there are none in float32: there a client has to compute the same as a simulation.
+    change rounding. In float32, where a client has to compute the same as a simulation, the result is empty.
     """
     runtime, device = recipe.runtime, resolve_device(recipe.runtime.device)
     trains_language_model = kind_of(recipe).needs_base
@@ -387,11 +387,11 @@ CHOICE = "memory.json"
 
 
 def _with_choices(folder: Path, recipe: Recipe, public: Public, own: Own, say: Say) -> Recipe:
-    """Return the recipe with all settings that are left to this device.
+    """Return the recipe with the settings that depend on this device, which are chosen once and stored in the folder.
 
     These are the number of specialists (``method.specialists: auto``), and settings such as smaller passes with which
-    the client fits into ``runtime.memory``. They are chosen once and stored in the run's folder. With other settings of
-    the user the client chooses again, but keeps the number of specialists once it has trained them.
+    the client fits into ``runtime.memory``. If the user changes its own settings, they are chosen again, except for the
+    number of specialists once they have been trained.
 
     Args:
         folder: Folder of the run.
@@ -442,7 +442,7 @@ def _left_to_device(recipe: Recipe) -> str:
 
 
 def _choose_in_new_process(recipe: Recipe, public: Public, own: Own) -> dict[str, Any]:
-    """Choose the settings that are left to this device, in a new process, so that its imports take no memory here.
+    """Choose settings that depend on this device's memory, in a new process, whose imports take no memory here.
 
     Args:
         recipe: The user's recipe.
@@ -461,8 +461,8 @@ def _choose_in_new_process(recipe: Recipe, public: Public, own: Own) -> dict[str
         "recipe": recipe.model_dump(mode="json", exclude_unset=True),
         "limit": memory_limit(recipe),
         "names": list(public.users),
-        "here": [public.users.index(own.name)],
-        "process": private_bytes() + TOKENIZER_BYTES,
+        "here": [public.users.index(own.name)],  # users whose data is on this machine
+        "process": private_bytes() + TOKENIZER_BYTES,  # memory of this process, in bytes
     }
     command = [sys.executable, "-m", "comingle.cost.planning"]
     finished = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
@@ -753,8 +753,8 @@ class Client:
             return stored_answer
         steps_follow_from_data = counts_samples(store.recipe)
         check_task(task, store.clients.plan, TaskRunner.STEPS, steps_follow_from_data=steps_follow_from_data)
-        was_replaced = task.serial <= store.serial  # the server has no answer to the earlier task with this number
-        if was_replaced:
+        replaces_earlier_task = task.serial <= store.serial  # whose answer the server has not received
+        if replaces_earlier_task:
             self.say(REVERTED_NOTICE)
             store.revert_to(task.serial - 1)
         if task.serial != store.serial + 1:
@@ -788,9 +788,10 @@ class Client:
             DeclinedError: The conditions do not allow the task in time.
         """
         only_user = 0  # this client group has a single user
-        num_steps = upload_bytes = 0
+        num_steps, upload_bytes = 0, 0
         if "train" in task.todo:
-            num_steps = clients.batch_source.steps(only_user) * clients.method.placement.copies
+            num_copies = clients.method.placement.copies  # of the model; the method trains each of them
+            num_steps = clients.batch_source.steps(only_user) * num_copies
         begins_upload = "upload" in task.todo or "advertise" in task.todo  # "advertise" with secure aggregation
         if begins_upload and self.own.max_upload_per_day is not None:
             upload_bytes = clients.upload_bytes()[only_user]
@@ -845,7 +846,7 @@ class TaskRunner:
         self.store, self.own, self.task, self.clients = store, own, task, store.clients
         self.conditions = conditions
         self.reporting_level = store.reporting_level(own)  # "all", "scores", "losses" or "nothing"
-        self.reports_scores = self.reporting_level in SCORES  # test scores, amounts of data and durations
+        self.reports_scores = self.reporting_level in SCORES  # and with them amounts of data and durations
         self.reported: dict[str, Any] = {}  # values for the answer
         self.sent: list[bytes] = []  # messages for the answer
         self.unread_messages = list(task.messages)  # in the order of the steps that read them
@@ -912,28 +913,30 @@ class TaskRunner:
             return
         only_user = 0  # this client group has a single user
         try:
-            work = train(self.clients, [only_user], self.task.round, self.conditions.end_step)
+            result = train(self.clients, [only_user], self.task.round, self.conditions.end_step)
         except DivergenceError as error:
             self._restore_before_training()
             self.reported["left_out"] = str(error)
             return
         if self.reports_scores:
-            self.reported["tokens"] = work.tokens
-            self.reported["train_seconds"] = work.seconds - self.conditions.paused_seconds
+            self.reported["tokens"] = result.tokens
+            self.reported["train_seconds"] = result.seconds - self.conditions.paused_seconds
         if self.clients.plan.reports_steps:
-            self.reported["local_steps"] = work.steps[only_user]
-        if work.rejected:  # the result was not finite, and the method has restored the model
-            self.reported["left_out"] = work.rejected[only_user]
+            self.reported["local_steps"] = result.steps[only_user]
+        if result.rejected:  # not finite, and the method has restored the model
+            self.reported["left_out"] = result.rejected[only_user]
             return
         is_private = self.clients.plan.privacy is not None  # the loss has no noise, so it must not be reported
         if self.reporting_level != "nothing" and not is_private:
-            self.reported["train_loss"] = work.losses[only_user]
+            self.reported["train_loss"] = result.losses[only_user]
 
     def _restore_before_training(self) -> None:
         """Restore the state before this task, and carry out the steps before "train" again, such as "receive"."""
         self.store.revert()
         self.unread_messages = list(self.task.messages)
-        for step in takewhile(lambda step: step != "train", self.task.todo):
+        for step in self.task.todo:
+            if step == "train":
+                break
             self._carry_out_step(step)
 
     def _upload(self) -> None:
@@ -1074,7 +1077,7 @@ def report_notice(store: ClientStore, own: Own) -> str:
     """
     plan, level = store.clients.plan, store.reporting_level(own)
     is_private = plan.privacy is not None
-    optional: list[str] = []  # numbers that leave because of `tells`
+    optional: list[str] = []  # numbers that leave because of `tells`, such as "training losses"
     if level != "nothing":
         levels = list(_REPORTED)
         up_to_level = levels[: levels.index(level) + 1]  # each level includes those before it
@@ -1083,7 +1086,7 @@ def report_notice(store: ClientStore, own: Own) -> str:
     if is_private and "training losses" in optional:
         optional.remove("training losses")  # they have no noise
 
-    always = ["the number of local steps"]
+    always = ["the number of local steps"]  # numbers that leave with every value of `tells`
     selects_best_round = bool(store.clients.state.best)
     if selects_best_round:
         always.append("validation losses")
@@ -1093,7 +1096,8 @@ def report_notice(store: ClientStore, own: Own) -> str:
     if is_weighted_by_data and "amounts of data" not in optional:
         always.append("the amount of training data")
 
-    listed, change = ", ".join(always), f"change this with --tells {'|'.join(TELLS)}"
+    listed = ", ".join(always)
+    change = f"change this with --tells {'|'.join(TELLS)}"
     if not optional:
         return f"user {own.name!r}: the server also sees {listed}; no losses or scores (tells: {level}); {change}"
     return f"user {own.name!r}: the server also sees {', '.join(optional)} (tells: {level}) and {listed}; {change}"

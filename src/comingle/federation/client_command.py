@@ -224,12 +224,13 @@ def _fleet_client(
 
         load_files_of_command()
         state = Path(participant.state)
-        own = participant.own
-        conditions = own.conditions(state, say=say, wait=calls.serve)  # during a pause, tasks of other users go on
+        own_settings = participant.own
+        # During a pause, `calls.serve` carries out tasks of other users.
+        conditions = own_settings.conditions(state, say=say, wait=calls.serve)
         publish = None if model_server is None else partial(model_server.publish, name=participant.name)
         client = Client(
             state,
-            own,
+            own_settings,
             bases=bases,
             conditions=conditions,
             say=say,

@@ -203,7 +203,7 @@ class ClientStore:
         stored = [state_before_first_task, *(_task_number(folder) for folder in list_checkpoints(self.folder))]
         oldest = self.serial - self.num_revertible
         revertible = [number for number in stored if oldest <= number <= self.serial]
-        return revertible or [self.serial]
+        return revertible or [self.serial]  # if the checkpoints were deleted, only the current state
 
     def revert_to(self, serial: int) -> None:
         """Restore the state after a task; delete states and answers of later tasks.
@@ -256,9 +256,10 @@ class ClientStore:
         prune_checkpoints(self.folder, self.num_revertible)
         for answer_file in self._answer_files():
             number = _task_number_of_answer(answer_file)
-            is_of_killed_process = number == serial and answer_file != new_answer_file  # of another task
+            # A killed process may have answered another task with the same number.
+            is_of_other_task = number == serial and answer_file != new_answer_file
             is_recent = serial - self.num_revertible < number <= serial
-            if is_of_killed_process or not is_recent:
+            if is_of_other_task or not is_recent:
                 answer_file.unlink()
 
     def remove_drafts(self) -> None:
@@ -320,9 +321,10 @@ class ClientStore:
         user_adds_noise = privacy is not None and privacy.noise_at == "upload"
         if not user_adds_noise:
             return ""
-        release = hashlib.sha256(data).hexdigest()
+        release = hashlib.sha256(data).hexdigest()  # identifies the upload in the ledger
         for mechanism in self.clients.mechanisms:
-            if mechanism.account is None:
+            adds_noise = mechanism.account is not None
+            if not adds_noise:
                 continue
             why_not_allowed = self._charge(release, mechanism.account.own_epsilon)
             if why_not_allowed:
@@ -351,6 +353,7 @@ class ClientStore:
         def epsilon_of(num_rounds: int) -> float:
             return account.own_epsilon(num_rounds, work)
 
+        # Equal if the round is repeated with the same number of local steps from the same tensors.
         identity = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
         release = hashlib.sha256(identity.encode()).hexdigest()
         return self._charge(release, epsilon_of)
@@ -472,13 +475,13 @@ def _copy_without_padding(target: Clients, source: Clients) -> None:
     """
     padded_layout, own_layout = source.model.layout, target.model.layout
     for own_matrix, padded_matrix in zip(_matrices(target.state), _matrices(source.state), strict=True):
-        is_empty = own_matrix.shape[1] == 0  # moments of an optimiser that has none
+        is_empty = own_matrix.shape[1] == 0  # an optimiser such as SGD has no moments
         if is_empty:
             continue
         padded_tensors = padded_layout.views(padded_matrix)  # by name, (users, *shape)
         own_tensors = [_cut(padded_tensors[slot.name], slot.shape) for slot in own_layout.slots]
         own_matrix.copy_(torch.cat([tensor.flatten(1) for tensor in own_tensors], 1))
-    for name in ("iterations", "router_steps", "ranks", "versions"):
+    for name in ("iterations", "router_steps", "ranks", "versions"):  # a number for each user
         getattr(target.state, name).copy_(getattr(source.state, name))
     # `kept` has tensors of the method's client hooks, and the matrix of gradients, which was copied above.
     for name in target.state.kept:

@@ -90,7 +90,8 @@ class IdleCondition(Condition):
     def measure(self) -> float:
         """Return the load of other processes since the last call, as a percentage of all cores.
 
-        If the last call is more than 10 seconds ago, the load is measured in the next second.
+        If the last call is more than 10 seconds ago, the load is measured in the next second. Less than a second after
+        a measurement, its result is returned again.
         """
         now, seconds_of_others = self._read()
         if self._sample is None or now - self._sample[0] > _STALE_SECONDS:

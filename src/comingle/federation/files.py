@@ -74,7 +74,7 @@ def save_plan(path: Path, plan: Plan) -> None:
     content = without_data(plan.recipe)
     content["participants"] = list(plan.users)
     content["network"] = plan.network.model_dump()
-    if plan.settings:
+    if plan.settings:  # such as {"input_shape": [28, 28], "classes": 10}
         content["shapes"] = plan.settings
     write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 

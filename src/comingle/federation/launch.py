@@ -44,7 +44,7 @@ def serve(
     certificates: Path | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run or resume the server of a federation's file in a run folder, and return its metrics.
+    """Run a federation's server, or resume it if the run folder has a run, and return the metrics.
 
     Args:
         file: The server's file.
@@ -63,15 +63,15 @@ def serve(
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     tls_files, public_keys = None, {}
     if certificates is not None:
-        files = read_certificates(certificates)
-        tls_files = Certificates(authority=files.authority, certificate=files.certificate, key=files.key)
-        without_key = [name for name in plan.users if name not in files.users]
+        stored = read_certificates(certificates)
+        tls_files = Certificates(authority=stored.authority, certificate=stored.certificate, key=stored.key)
+        without_key = [name for name in plan.users if name not in stored.users]
         if without_key:
             raise RecipeError(
                 f"{certificates}: no key for {', '.join(without_key)}; create the missing ones with "
                 f"`comingle server {file} --make-certificates {certificates}`"
             )
-        public_keys = {name: files.users[name] for name in plan.users}
+        public_keys = {name: stored.users[name] for name in plan.users}
     flower_folder = folder / FLOWER  # status and logs of the server process
     flower_folder.mkdir(exist_ok=True)
     with locked(flower_folder):  # Two servers must not share a run folder.
@@ -182,13 +182,14 @@ def federate(
         run_config={"federation": str((folder / PLAN).absolute()), "users": encode_names(plan.users)},
     )
     threads_per_client = max(1, (os.cpu_count() or 1) // len(settings_of_users))
-    for user in settings_of_users:
-        if not recipe.runtime.threads:
-            user = user.model_copy(update={"runtime": {"threads": threads_per_client}})
-        content = user.model_dump(exclude_defaults=True)
+    for user_settings in settings_of_users:
+        content = user_settings.model_dump(exclude_defaults=True)
+        if not recipe.runtime.threads:  # clients share the cores equally
+            content["runtime"] = {"threads": threads_per_client}
+        name = user_settings.name
         content["server"] = link.address
-        content["key"] = str(private_keys[user.name].absolute())
-        save_participant(state_folders[user.name] / FILE, Participant(**content, state="."))
+        content["key"] = str(private_keys[name].absolute())
+        save_participant(state_folders[name] / FILE, Participant(**content, state="."))
     clients = [_client_process(name, state_folder, say) for name, state_folder in state_folders.items()]
 
     def restart_ended_clients() -> None:

@@ -98,8 +98,11 @@ class ModelServer:
             self._say(f"{self.url}  chat page · {self.url}/v1  OpenAI-compatible API")
         else:
             service = self._app.state.service
-            replacing = service.worker.call(lambda: service.engine.replace(personal))  # in the engine's thread
-            replacing.result()  # waits for its end
+
+            def replace_model() -> None:
+                service.engine.replace(personal)
+
+            service.worker.call(replace_model).result()  # runs in the engine's thread; waits for its end
 
     def _served_users(self) -> set[str]:
         """Return the users whose models are served."""
@@ -149,9 +152,9 @@ class ModelServer:
 
 
 def model_of_all_users(store: ClientStore) -> Model:
-    """Return a model that computes the models of all users of a run, by a network that shares the base's weights.
+    """Return a model that can compute the personal model of each user of a run, such as the one in training.
 
-    Its network is not the one that is trained, so both can be used at the same time.
+    It shares the base's weights with the model in training, but not its modules, so both can be used at the same time.
     """
     from comingle.federation.public import remote_data
     from comingle.training.kinds.base import kind_of
@@ -173,12 +176,13 @@ def personal_model(store: ClientStore, model: Model, name: str) -> PersonalModel
     from comingle.training.kinds.base import kind_of
 
     clients, original_state = store.clients, store.clients.state
-    if clients.method.client.settling:  # `settle` changes the state, which must stay equal to that on disk
+    settle_changes_state = bool(clients.method.client.settling)
+    if settle_changes_state:  # the original state must stay equal to that on disk
         clients.state = original_state.copy()
     try:
         settle(clients)  # computes tensors that follow from trained ones
         only_user = 0  # this client group has a single user
-        row = clients.row_of[only_user]
+        row = clients.row_of[only_user]  # in the matrix of tensors; if a method trains two copies, of the last one
         with finetuned(clients):  # for methods whose personal models are fine-tuned
             tensors = personal_tensors(clients.model.layout, clients.state, row)
             tensors = {slot: tensor.to(model.dtype, copy=True) for slot, tensor in tensors.items()}

@@ -309,7 +309,7 @@ def load_participants(
 
 
 def _named_participant(name: str, options: Mapping[str, Any], say: Callable[[str], None]) -> Participant:
-    """Return a participant with the settings of the file in its state folder, if there is one, and of the options.
+    """Return a user's settings from the file in its state folder, if there is one, and from the command's options.
 
     Args:
         name: Name of the user.

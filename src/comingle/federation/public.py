@@ -266,12 +266,15 @@ class ServerContext:
         Args:
             max_samples: Largest number of samples or conversations that the user may have; not used for text, for which
                 the recipe sets the number of local steps.
-            user: Name of the user; None for the user that takes the most steps.
+            user: Name of the user; None for the maximum over users.
         """
         training, plan = self.plan.training, self.plan
         if not counts_samples(self.recipe):
             return training.most_local_steps if user is None else plan.local_steps_of(user)
-        batch_size = min(values_in(training.batch_size)) if user is None else plan.batch_size_of(user)
+        if user is None:
+            batch_size = min(values_in(training.batch_size))  # the smallest batches take the most steps
+        else:
+            batch_size = plan.batch_size_of(user)
         num_batches = max(1, -(-max_samples // batch_size))  # rounded up
         return training.local_epochs * num_batches
 

@@ -231,11 +231,13 @@ def run_federation(
     date = recorded_date(folder) if resume else ""
     plan = replace(plan, recipe=recipe)
 
-    kind, base, settings = kind_of(recipe), None, dict(plan.settings)
+    kind = kind_of(recipe)
+    settings = dict(plan.settings)
+    base = None
     if kind.needs_base:
         base = Given(date=date).load_base(recipe)
-        data_without_users = kind.reopened(base, (), plan.settings)
-        settings_of_base = kind.settings(data_without_users)  # such as the date in prompts
+        no_users = ()
+        settings_of_base = kind.settings(kind.reopened(base, no_users, plan.settings))  # such as the date in prompts
         settings.update(settings_of_base)
     public = public_part(recipe, plan.users, settings, base)
     context = ServerContext.of(public, base)
@@ -424,7 +426,7 @@ def _resolve_eval_interval(session: ServerSession) -> None:
         return
     trained_amounts, scored_amounts = [], []  # in tokens or samples, per round and per evaluation
     for joined in session.joined.values():
-        trained_amount, scored_amount = joined.get("works", (0, 0))
+        trained_amount, scored_amount = joined.get("works", (0, 0))  # zeros if the client keeps them private
         if trained_amount:
             trained_amounts.append(trained_amount)
             scored_amounts.append(scored_amount)
@@ -434,9 +436,9 @@ def _resolve_eval_interval(session: ServerSession) -> None:
     # An evaluation also scores users that have not reported, with about the same amounts.
     num_evaluated = min(plan.evaluation.users or num_users, num_users)
     scored_in_evaluation = sum(scored_amounts) * num_evaluated // num_reporting
-    amounts = [num_reporting, sum(trained_amounts), scored_in_evaluation]
-    warn_of_share(plan, amounts, num_users)
-    interval = evaluation_interval(plan, amounts, num_users)
+    amounts = [num_reporting, sum(trained_amounts), scored_in_evaluation]  # as `data_amounts` returns them
+    warn_of_share(plan, amounts, num_users)  # if evaluations take much of the time at every interval
+    interval = evaluation_interval(plan, amounts, num_users)  # in rounds
     _evaluate_every(session, interval)
 
 
@@ -540,7 +542,7 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
     _evaluate_every(session, int(numbers["evaluate_every"]))
     for i, (name, client) in enumerate(session.clients.items()):
         client.serial = int(numbers["serials"][i])
-        client.version = int(numbers["versions"][i]) - 1
+        client.version = int(numbers["versions"][i]) - 1  # stored as version + 1
         verdict = int(numbers["verdicts"][i])
         if verdict == _NO_VERDICT:
             client.verdict = None

@@ -184,7 +184,7 @@ class ServerSession:
 
         Args:
             steps: Steps of each client's task, by user. Steps that need the newest download begin with "receive".
-            number: For tasks that train: the round, from 0. For other tasks: the number of rounds that are done.
+            number: Number in the tasks: the round, from 0, if they train; otherwise the number of rounds that are done.
             arguments: Values that the steps need (:class:`Task`), the same for all tasks.
             seconds: Timeout; ``network.round_timeout`` by default.
             messages: Messages for steps other than "receive", by user.
@@ -200,10 +200,9 @@ class ServerSession:
         for name, answer in answers.items():
             task, client = queue.tasks[name], self.clients[name]
             client.serial = task.serial
-            has_downloaded, has_received_verdict = "receive" in task.todo, "hear" in task.todo
-            if has_downloaded:
+            if "receive" in task.todo:  # the client has downloaded the newest version
                 client.version = self.server.version
-            if has_received_verdict:
+            if "hear" in task.todo:  # the client has received the verdict
                 client.verdict = None
             self.clock.download_bytes += _message_bytes(task)
             self.clock.upload_bytes += _message_bytes(answer)
@@ -214,8 +213,8 @@ class ServerSession:
     ) -> Task:
         """Return a client's next task, with the messages that its steps need.
 
-        Without anything to download, the step "receive" is removed. With a verdict that the client has not received,
-        the step "hear" is added.
+        Without anything to download, the step "receive" is removed. The step "hear" is added if the client has not yet
+        heard the verdict whether its model is the best so far.
 
         Args:
             name: The user.
@@ -308,8 +307,8 @@ class ServerSession:
 
         Args:
             name: Name of the user.
-            reported: The values by key: "steps" is its number of local steps per round, "done" the number of its last
-                task, "back" the number of the earliest task to which it can revert.
+            reported: For example ``{"examples": 120, "steps": 8, "done": 9, "back": 5}``: examples of the user, local
+                steps per round, the client's last task, and the earliest task to which it can revert.
         """
         client = self.clients[name]
         client.joined = reported
@@ -448,7 +447,7 @@ class TaskQueue:
             if self._joined_client_needs_task():
                 continue  # sends the task, even after the timeout
             if not self._awaited() or not self._may_retry():
-                break
+                break  # no answer is missing, or there is no time for another try
             time.sleep(RETRY_SECONDS)
         self._mark_pending_as_away()
         return self.answers
@@ -480,15 +479,18 @@ class TaskQueue:
 
     def _may_retry(self) -> bool:
         """Return whether there is time for another try before the deadline; extend that of join tasks if possible."""
-        has_time = time.monotonic() + RETRY_SECONDS <= self._deadline
-        if not has_time and self._sends_only_joins:
+
+        def has_time() -> bool:
+            return time.monotonic() + RETRY_SECONDS <= self._deadline
+
+        if not has_time() and self._sends_only_joins:
             self._extend_deadline_for_loading()
-        return time.monotonic() + RETRY_SECONDS <= self._deadline
+        return has_time()
 
     def _extend_deadline_for_loading(self) -> None:
-        """Extend the deadline of join tasks if clients are loading and, with them, enough would join for a round.
+        """Wait longer for clients that are loading their models, if the run would have enough clients with them.
 
-        In all, the queue waits at most ``_loading_seconds``.
+        The deadline is extended by ``seconds``, until the queue has waited ``_loading_seconds`` in all.
         """
         now, session = time.monotonic(), self.session
         loading = []  # clients that have got a join task, and neither failed nor refused
@@ -496,16 +498,17 @@ class TaskQueue:
             client = session.clients[name]
             if client.is_present and not client.refusal and name not in self._logged_failures:
                 loading.append(name)
-        are_enough = len(session.joined) + len(loading) >= session.network.min_participants
+        would_be_enough = len(session.joined) + len(loading) >= session.network.min_participants
         may_wait = now < self._began + self._loading_seconds
-        if loading and are_enough and may_wait:
+        if loading and would_be_enough and may_wait:
             logger.warning("still waiting for connected clients that are loading: %s", ", ".join(loading))
             self._deadline = now + self.seconds
 
     def _awaited(self) -> set[str]:
         """Return the clients for whose answers the queue waits.
 
-        It does not wait for clients that are away, and, once enough clients have joined, for those that refuse to join.
+        It never waits for clients that are away. Once enough clients have joined, it does not wait for those that
+        refuse to join either.
         """
         have_enough_joined = len(self.session.joined) >= self.session.network.min_participants
         awaited = set()
@@ -548,8 +551,8 @@ class TaskQueue:
         just_connected = {name for name in connected & clients.keys() if not clients[name].is_present}
         for name, client in clients.items():
             client.is_present = name in connected
-            can_answer = name in connected & self.pending and self._has_joined(name)
-            if name in just_connected or can_answer:
+            can_take_task = name in connected & self.pending and self._has_joined(name)
+            if name in just_connected or can_take_task:
                 client.is_away = False
         for name in just_connected & self.pending:
             clients[name].reset_join()
@@ -570,8 +573,7 @@ class TaskQueue:
                 now = time.monotonic()
                 self._join_sent[name] = now
                 client = self.session.clients[name]
-                is_first_since_connected = client.join_asked is None
-                if is_first_since_connected:
+                if client.join_asked is None:  # its first join task since it has connected
                     client.join_asked = now
                 self._packed[name] = self.session.join_task(name).pack()
         elif name not in self.tasks:
@@ -604,16 +606,18 @@ class TaskQueue:
     def _may_rejoin(self, name: str, now: float) -> bool:
         """Return whether a client that is away gets another join task now, or still has time to answer one.
 
-        It gets one every 60 s, and has 10 s to answer it.
+        It gets one every 60 s, which is recorded here, and has 10 s to answer it.
 
         Args:
             name: Name of the user.
             now: Time on the monotonic clock.
         """
         client = self.session.clients[name]
-        if name in self._join_sent:
+        has_task = name in self._join_sent
+        if has_task:
             return now - self._join_sent[name] <= _REJOIN_WAIT_SECONDS
-        if client.join_reminded is not None and now - client.join_reminded < _REJOIN_INTERVAL_SECONDS:
+        last_task_at = client.join_reminded
+        if last_task_at is not None and now - last_task_at < _REJOIN_INTERVAL_SECONDS:
             return False
         client.join_reminded = now
         return True

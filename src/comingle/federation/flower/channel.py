@@ -400,6 +400,7 @@ class GridChannel:
             Pairs of a user and its reply, or a user and one line that says why there is none.
         """
         deadline = time.monotonic() + timeout
+        # User, request and node, and the reply of this node:
         replies: queue.SimpleQueue[tuple[tuple[str, _Request, Node], Message | NoReply]] = queue.SimpleQueue()
         in_flight: dict[str, _Request] = {}
         try:
@@ -449,7 +450,7 @@ class GridChannel:
                 :meth:`present`.
         """
         self._may_wait_for_names = False  # a wait in `present` would delay the replies of all clients
-        current_requests = dict(requests)
+        current_requests = dict(requests)  # may call `present`
         self._may_wait_for_names = True
         for name, request in list(in_flight.items()):
             is_current = current_requests.get(name) is request.content
@@ -503,12 +504,12 @@ class GridChannel:
 
 
 def _read_reply(request: _Request, reply: Message | NoReply) -> bytes | str | None:
-    """Return the bytes of a client's reply, one line that says why the request has failed for good, or None.
+    """Return the bytes of a client's reply, or one line that says why the request has failed for good.
 
-    None stands for a transient failure, after which the request is sent again.
+    A transient failure is recorded in the request, which is sent again; the result is then None.
 
     Args:
-        request: The request, in which a transient failure is recorded.
+        request: The request.
         reply: The reply, or why there is none.
     """
     if isinstance(reply, NoReply):

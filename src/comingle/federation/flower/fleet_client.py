@@ -184,9 +184,9 @@ class FleetConnection:
                 reason = self._why_not_authenticated(error)
                 if reason:
                     raise RunError(f"{self._server.address}: {reason}") from None
-            # At first, the key may be in use by a node of this client that the server has not dropped yet.
-            own_node_is_dropped = time.monotonic() > self._last_lost_at + _KEY_IN_USE_SECONDS
-            if status in _KEY_IN_USE and own_node_is_dropped:
+            # After a lost connection, the server holds this client's earlier node, with the same key, for some seconds.
+            may_hold_earlier_node = time.monotonic() <= self._last_lost_at + _KEY_IN_USE_SECONDS
+            if status in _KEY_IN_USE and not may_hold_earlier_node:
                 raise RunError(f"{self._server.address}: another client uses the key {self._server.key}") from None
             return None
 
@@ -208,8 +208,9 @@ class FleetConnection:
         request = GetRunRequest(node=self._node, run_id=run_id)
         for _attempt in range(2):  # the first response may have been corrupted on the way
             is_installed_app = self._app_digests.get(run_id) == DIGEST
-            if not is_installed_app:
-                self._app_digests[run_id] = self._call_active("GetRun", request).run.fab_hash
+            if is_installed_app:
+                break
+            self._app_digests[run_id] = self._call_active("GetRun", request).run.fab_hash
         return self._app_digests[run_id]
 
     def download(self, message: Message, tree: ObjectTree) -> Message:

@@ -548,10 +548,11 @@ class Gate:
         longest_valid_seconds = TIMESTAMP_TOLERANCE + 2 * SYSTEM_TIME_TOLERANCE  # see `_signature_problem`
         now = time.monotonic()
         with self._lock:
-            two_oldest = list(self._used_signatures.items())[:2]  # removing two per addition bounds the size
+            # A call adds one signature and checks the two oldest, so expired ones do not pile up.
+            two_oldest = list(self._used_signatures.items())[:2]
             for old_signature, used_at in two_oldest:
-                is_too_old = now - used_at > longest_valid_seconds  # it would be refused for its age
-                if is_too_old:
+                has_expired = now - used_at > longest_valid_seconds  # `_signature_problem` refuses its time
+                if has_expired:
                     del self._used_signatures[old_signature]
             was_used_before = signature in self._used_signatures
             if not was_used_before:

@@ -47,10 +47,11 @@ def probe_server(server: str, seconds: float = _SECONDS) -> ProbeResult:
             return ProbeResult.PLAIN
         if received.startswith(b"HTTP/"):  # any other answer in HTTP
             return ProbeResult.OTHER
-        if _is_secure(server, seconds):  # A TLS server takes the request for a broken handshake and may send an alert.
+        # A TLS server has taken the request for a broken handshake: `received` is an alert, or empty.
+        if _is_secure(server, seconds):
             return ProbeResult.SECURE
-        is_part_of_lost_response = len(received) < len(_REFUSAL)
-        return ProbeResult.NO_RESPONSE if is_part_of_lost_response else ProbeResult.OTHER
+        was_cut_off = len(received) < len(_REFUSAL)  # perhaps the connection was lost
+        return ProbeResult.NO_RESPONSE if was_cut_off else ProbeResult.OTHER
     except (OSError, UnicodeError):  # No connection, a timeout, or an invalid host name.
         return ProbeResult.NO_RESPONSE
 

@@ -252,7 +252,7 @@ class Service:
         now = time.monotonic()
         if self.running:
             if now - self._started > _HEALTHY_SECONDS:
-                self.starts = 1
+                self.starts = 1  # forgets earlier failures: the next pause is the shortest again
             return False
         if self._process is not None:
             self._record_exit(now)

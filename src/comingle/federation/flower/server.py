@@ -101,7 +101,7 @@ class SuperLink:
         if self._socket is not None:
             os.close(self._socket)
             self._socket = None
-            self.service.descriptors = ()
+            self.service.descriptors = ()  # a child started later must not inherit the closed socket
 
     @property
     def address(self) -> str:
