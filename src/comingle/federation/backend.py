@@ -119,12 +119,12 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
                 problems.append(f"{name!r} is not finite")
     if not problems:
         return
-    largest_values: list[float] = []  # by user
-    for i in range(len(upload.users)):
-        values = [float(tensor[i].abs().max()) for tensor in upload.tensors.values()]
-        largest_values.append(max(values, default=0.0))
-    value, user = max(zip(largest_values, upload.users, strict=True))
-    problem = f"aggregation failed: {problems[0]}; the largest value, {value:.3g}, is from user {user!r}"
+    largest_by_user: list[tuple[float, str]] = []  # largest magnitude in each user's upload, and the user
+    for index, user in enumerate(upload.users):
+        values = [float(tensor[index].abs().max()) for tensor in upload.tensors.values()]
+        largest_by_user.append((max(values, default=0.0), user))
+    largest, likely_user = max(largest_by_user)
+    problem = f"aggregation failed: {problems[0]}; the largest value, {largest:.3g}, is from user {likely_user!r}"
     raise RunError(f"round {upload.round}: {problem}; run the same command again to resume from the round before")
 
 
@@ -426,10 +426,9 @@ def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any
     if server_weights is not None:
         return mixtures_event(session.public.users, server_weights.double().cpu(), method)
     mixture = method.placement.mixture
-    if mixture is not None:
-        num_models = mixture.clusters  # users mix models that they train
-    else:
-        num_models = method.server.server_models  # users mix models that the server sends
+    num_models = method.server.server_models  # models that the server sends
+    if mixture is not None:  # users mix models that they train instead
+        num_models = mixture.clusters
     weights_by_user = {}
     for name, metrics in reported.items():
         weights = metrics.get("mixture", ())
@@ -711,9 +710,10 @@ def _round_result(reports: Mapping[str, Mapping[str, Any]]) -> RoundResult:
     """Return the result of a round's training from the values that participants report, by user."""
     # Clients train in parallel, so the slowest one counts.
     seconds = max((float(report.get("train_seconds", 0.0)) for report in reports.values()), default=0.0)
+    num_trained = sum("left_out" not in report for report in reports.values())
     return RoundResult(
         losses={name: report["train_loss"] for name, report in reports.items() if "train_loss" in report},
-        users=len([report for report in reports.values() if "left_out" not in report]),
+        users=num_trained,
         tokens=sum(int(report.get("tokens", 0)) for report in reports.values()),
         steps={name: int(report["local_steps"]) for name, report in reports.items() if "local_steps" in report},
         seconds=seconds,

@@ -227,7 +227,7 @@ def open_store(
     date_in_prompts = str(public.settings.get(DATE, ""))  # empty if the chat template writes no date
     own_data = prepare(recipe, given=Given(date=date_in_prompts, loaded_bases=bases), method=method)
     _raise_unless_same_base(own, public, own_data)
-    run_data = _data_of_run(own, public, recipe, own_data)
+    run_data = _data_of_run(own, public, recipe, own_data)  # with the names of all users
     _raise_unless_same_settings(own, public, own_data)
     clients = run_data.kind.clients(recipe, run_data, plan_of(public, recipe))
 
@@ -562,8 +562,9 @@ def _raise_unless_same_settings(own: Own, public: Public, own_data: RunData) -> 
         if key not in own_settings:
             continue
         own_value = own_settings[key]
-        if key == "classes" and isinstance(server_value, int) and own_value <= server_value:
-            continue  # the number of classes of all users; this user's data may have fewer
+        is_number_of_classes = key == "classes" and isinstance(server_value, int)
+        if is_number_of_classes and own_value <= server_value:
+            continue  # the server counts the classes of all users; this user's data may have fewer
         is_same = json.dumps(own_value) == json.dumps(server_value)  # in JSON, tuples and lists are equal
         if not is_same:
             raise MessageError(f"user {own.name!r}: {key}: got {own_value} from the data; allowed: {server_value}")

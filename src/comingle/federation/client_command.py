@@ -74,11 +74,11 @@ def take_part(
         _check_server(participant, say)
     if PARENT in os.environ:  # started by `comingle federate`
         end_with_parent()
-    with ExitStack() as locks:
+    with ExitStack() as exit_stack:
         for participant in participants:
             state = Path(participant.state)
             state.mkdir(parents=True, exist_ok=True, mode=0o700)
-            locks.enter_context(locked(state))  # two processes must not share a user's state
+            exit_stack.enter_context(locked(state))  # two processes must not share a user's state
             save_participant(state / FILE, participant)
         participants = _limit_process(participants)
         if supernode:
@@ -87,7 +87,7 @@ def take_part(
             return
         model_server = None
         if port is not None:
-            model_server = locks.enter_context(_serve_models(port, say))
+            model_server = exit_stack.enter_context(_serve_models(port, say))
         _run_clients(participants, say, stays=stays, model_server=model_server)
 
 

@@ -323,8 +323,7 @@ class ClientStore:
             return ""
         release = hashlib.sha256(data).hexdigest()  # identifies the upload in the ledger
         for mechanism in self.clients.mechanisms:
-            adds_noise = mechanism.account is not None
-            if not adds_noise:
+            if mechanism.account is None:  # it adds no noise
                 continue
             why_not_allowed = self._charge(release, mechanism.account.own_epsilon)
             if why_not_allowed:

@@ -360,9 +360,9 @@ class DeviceConditions:
             has_waited = last_reason != ""
             if not reason and not has_waited:
                 break
-            needed_seconds = seconds_until_met + self._steps_left * self._step_seconds
+            training_seconds = self._steps_left * self._step_seconds
             seconds_left = self._deadline - now.timestamp()
-            if needed_seconds >= seconds_left:
+            if seconds_until_met + training_seconds >= seconds_left:
                 raise DeclinedError(f"declined: {reason or last_reason}")
             if not reason:
                 self._say(f"training continues after {time.monotonic() - began:.0f} s")

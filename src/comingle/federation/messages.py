@@ -267,9 +267,9 @@ def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, steps_follo
             raise MessageError(f"task: no step {step[:70]!r}; allowed: join, {', '.join(steps)}")
         if step in task.todo[:index]:
             raise MessageError(f"task: got step {step!r} twice")
-    num_needed = sum(step in _STEPS_WITH_MESSAGE for step in task.todo)
-    if len(task.messages) != num_needed:
-        raise MessageError(f"task: got {len(task.messages)} messages; its steps need {num_needed}")
+    num_messages_needed = sum(step in _STEPS_WITH_MESSAGE for step in task.todo)
+    if len(task.messages) != num_messages_needed:
+        raise MessageError(f"task: got {len(task.messages)} messages; its steps need {num_messages_needed}")
     rounds_done = task.arguments.get("done", 0)
     local_steps = task.arguments.get("local_steps", 0)  # 0 if the task does not say
     _check_number("round", task.round, plan.training.rounds)
@@ -543,7 +543,7 @@ def _check_models(download: Download, possible_senders: tuple[str, ...], user: s
         raise MessageError(
             f"download: got senders {list(download.senders)[:9]}; allowed: {list(possible_senders)[:9]}, each once"
         )
-    distinct_numbers = {tensor.shape[1] for tensor in download.tensors.values()}
+    distinct_numbers = {tensor.shape[1] for tensor in download.tensors.values()}  # {3} if all have 3 models
     are_valid = len(distinct_numbers) == 1 and 0 not in distinct_numbers
     allowed: int | str = "the same number"
     if possible_senders:

@@ -139,8 +139,8 @@ def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, A
             or not for all users.
     """
     check_remote_clients(recipe)
-    with_lists = recipe.for_users(users)  # with a list in place of values by user name, which a client does not know
-    public_recipe = without_data(with_lists)
+    recipe_with_lists = recipe.for_users(users)  # for example with "rank: [8, 4]" in place of {ada: 8, ben: 4}
+    public_recipe = without_data(recipe_with_lists)
     data = public_recipe["data"]
     data.pop(BOS, None)
     if getattr(recipe.data, BOS, False):  # only if it is on, so that older federations keep their digests
@@ -271,10 +271,8 @@ class ServerContext:
         training, plan = self.plan.training, self.plan
         if not counts_samples(self.recipe):
             return training.most_local_steps if user is None else plan.local_steps_of(user)
-        if user is None:
-            batch_size = min(values_in(training.batch_size))  # the smallest batches take the most steps
-        else:
-            batch_size = plan.batch_size_of(user)
+        smallest_batch = min(values_in(training.batch_size))  # of all users; it takes the most steps
+        batch_size = smallest_batch if user is None else plan.batch_size_of(user)
         num_batches = max(1, -(-max_samples // batch_size))  # rounded up
         return training.local_epochs * num_batches
 

@@ -300,7 +300,7 @@ def _run_rounds(
         session.join()
         if progress is None:
             _resolve_eval_interval(session)
-        if progress is None or log.size_bytes == 0:
+        if progress is None or log.size_bytes == 0:  # the log does not begin with this event yet
             started = start_event(context.plan, session.model.name, _amounts(session))
             observe({**started, **_skipped_rows(session), **_specialists(session)})
 
@@ -536,7 +536,7 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
     server.restore(stored)
     repeats_round = progress.round < session.context.plan.training.rounds and not progress.stopped
     if repeats_round:
-        # Each user may have uploaded in this round before the server stopped, and uploads again.
+        # Each user may have uploaded in this round before the server stopped, and uploads again: both cost budget.
         server.mechanisms.charge(range(len(users)))
     session.local_steps, session.best_round = int(numbers["local_steps"]), int(numbers["best_round"])
     _evaluate_every(session, int(numbers["evaluate_every"]))

@@ -465,7 +465,7 @@ class Gate:
             waiting.cancel()
             disconnected.cancel()
         whole_body: types.Message = {"type": "http.request", "body": body, "more_body": False}
-        unread_parts = [whole_body]
+        unread_parts = [whole_body]  # which the API has not read yet
 
         async def receive_from_memory() -> types.Message:
             if unread_parts:
