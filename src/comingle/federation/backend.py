@@ -436,8 +436,8 @@ def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any
             weights_by_user[name] = weights
     if not weights_by_user:
         return {}
-    weights = torch.tensor(list(weights_by_user.values()), dtype=torch.float64)
-    return mixtures_event(list(weights_by_user), weights, method)
+    weight_matrix = torch.tensor(list(weights_by_user.values()), dtype=torch.float64)  # (users, models)
+    return mixtures_event(list(weights_by_user), weight_matrix, method)
 
 
 ClientReports = dict[str, Mapping[str, Any]]

@@ -408,19 +408,19 @@ def _with_choices(folder: Path, recipe: Recipe, public: Public, own: Own, say: S
         return recipe
     path = folder / CHOICE
     depends_on = {"recipe": public.digest, "base": recipe.base, "runtime": own.runtime}
-    choice, trained_specialists = None, None
+    choice, num_trained_specialists = None, None
     with suppress(OSError, ValueError, KeyError):  # no file, or a damaged one
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["depends_on"] == depends_on:
             choice = stored
         if any((folder / "answers").glob("*.bin")):
-            trained_specialists = stored["specialists"]
+            num_trained_specialists = stored["specialists"]
     if choice is None:
         say(f"choosing {_left_to_device(recipe)}, once; this takes up to a minute")
-        if trained_specialists is not None:
-            recipe = recipe.with_changes({"method.specialists": trained_specialists})
+        if num_trained_specialists is not None:
+            recipe = recipe.with_changes({"method.specialists": num_trained_specialists})
         choice = _choose_in_new_process(recipe, public, own)
-        choice.setdefault("specialists", trained_specialists)
+        choice.setdefault("specialists", num_trained_specialists)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(path, {"depends_on": depends_on, **choice})
     if choice["specialists"] is not None:
@@ -636,8 +636,8 @@ class Client:
         except ComingleError as error:
             line = "; ".join([str(error), *getattr(error, "__notes__", ())])  # notes are for the user only
             self.say(line)
-            may_pass = isinstance(error, RunError)  # such as a full disk
-            if is_join and not may_pass:
+            may_be_temporary = isinstance(error, RunError)  # such as a full disk
+            if is_join and not may_be_temporary:
                 self.refuse(line)
             answer = _refusal(task, error).pack()
         except Exception as error:  # a bug, perhaps triggered by a hostile server, must not end the client

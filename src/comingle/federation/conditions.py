@@ -375,7 +375,7 @@ class DeviceConditions:
         self._checked_at = time.monotonic()
 
     def _unmet(self, now: datetime) -> tuple[str, float]:
-        """Return why the first unmet condition does not hold, and the seconds until all may hold; ("", 0) if all hold.
+        """Return why a condition does not hold, and the seconds until all may hold; ("", 0) if all hold.
 
         Args:
             now: The current local time.

@@ -365,7 +365,7 @@ class ServerSession:
         self.observe({"event": "noted", "user": name, "what": what})
 
     def log_failure(self, name: str, why: str, *, last_logged: str | None, is_left_out: bool = False) -> None:
-        """Log why a client failed, as a warning and as an event of the run, unless the reason was logged last.
+        """Log why a client failed, as a warning and as an event of the run; do not log a reason twice in a row.
 
         Args:
             name: Name of the user.

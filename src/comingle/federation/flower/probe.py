@@ -65,8 +65,8 @@ def tls_problem(server: str, found: ProbeResult, *, secure: bool) -> str:
         secure: Whether the client uses TLS.
 
     Returns:
-        The reason; an empty string if both use TLS or neither does, or if no server of comingle has answered, which may
-        start later.
+        The reason; an empty string if both use TLS, if neither does, or if no server of comingle has answered (it may
+        start later).
     """
     if found is ProbeResult.SECURE and not secure:
         return f"{server} uses TLS; give the certificate of the server or its authority with --certificates FILE"

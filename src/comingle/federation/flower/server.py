@@ -210,8 +210,8 @@ def supervise(link: SuperLink, meanwhile: Callable[[], None] = lambda: None) -> 
     status_of_earlier_process = link.folder / FOLDER / STATE
     status_of_earlier_process.unlink(missing_ok=True)
     log = link.folder / FOLDER / LOG
-    old_bytes = log.stat().st_size if log.exists() else 0
-    watch = ServerWatch(link, _shown_bytes=old_bytes)
+    bytes_of_earlier_processes = log.stat().st_size if log.exists() else 0  # whose lines are not shown again
+    watch = ServerWatch(link, _shown_bytes=bytes_of_earlier_processes)
     try:
         with interrupt_on_sigterm():
             while True:
