@@ -67,8 +67,8 @@ def call_constructor(name: str, constructor: Callable[..., object], settings: Ma
     try:
         made = constructor(**settings)
     except Exception as error:
-        has_own_message = isinstance(error, ComingleError) or lacks_memory(error)
-        if has_own_message or not _is_external(constructor):
+        is_explained_elsewhere = isinstance(error, ComingleError) or lacks_memory(error)
+        if is_explained_elsewhere or not _is_external(constructor):
             raise
         place = _deepest_place(error, constructor) or defined_at(constructor)
         raise _plugin_error(name, error, place) from error
@@ -111,7 +111,7 @@ def _plugin_error(name: str, error: Exception, place: str) -> PluginError:
     """
     _log.info("method %s", name, exc_info=error)
     type_and_message = f"{type(error).__name__}: {error}"
-    on_one_line = " ".join(type_and_message.split()).removesuffix(":")
+    on_one_line = " ".join(type_and_message.split()).removesuffix(":")  # "KeyError:" without a message
     return PluginError(f"method {name}: {place}: {on_one_line}{_TRACEBACK_HINT}")
 
 
@@ -142,11 +142,12 @@ def _place_of_error(error: Exception, user_classes: list[type]) -> str | None:
         Text for a message, such as "/home/ada/near.py:12, in Near.begin".
     """
     frames = list(_frames(error))
+    # First case: a method of one of the user's classes was running.
     for frame, _ in frames:
         frame_class = type(frame.f_locals.get("self"))
         if frame_class in user_classes:
             return _deepest_place(error, frame_class) or defined_at(frame_class)
-    # None of the user's classes was running. If comingle failed, one of them may have given it an invalid value before.
+    # Second case: comingle failed, perhaps because of an invalid value that one of the user's classes returned before.
     comingle_indices = [index for index, (frame, _) in enumerate(frames) if _in_comingle(frame)]
     if not comingle_indices:
         return None
@@ -180,11 +181,11 @@ def _is_user_code(frame: FrameType) -> bool:
 
 
 def _deepest_place(error: Exception, defined: object) -> str | None:
-    """Return the innermost place of a traceback in the user's code or in the package that has ``defined``.
+    """Return the innermost place of a traceback in the user's code, such as "near.py:12, in Near.begin", or None.
 
     Args:
         error: Exception with the traceback.
-        defined: A class or function.
+        defined: A class or function of the user; all code of its package counts as the user's.
     """
     return user_place(error, defined.__module__)
 
@@ -351,9 +352,9 @@ def settings_of(method: str | Method | Make) -> dict[str, Any]:
 def settings_in_comparison(
     name: str, recipe_method: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings of one of the methods that a comparison runs; settings that are left out have their defaults.
+    """Return the settings of a method in a comparison, without those that keep their defaults.
 
-    They are those of the recipe, if it is the recipe's method, overridden by those of ``for_all`` that the method has.
+    The recipe's method has the recipe's settings. Then each method gets the settings of ``for_all`` that it knows.
 
     Args:
         name: Name of the method.
@@ -361,13 +362,13 @@ def settings_in_comparison(
         settings: Settings of the recipe's method.
         for_all: Settings for all methods of the comparison, from ``--set method.KEY=VALUE``.
     """
-    existing_keys = settings_of(name)
+    known_keys = settings_of(name)
     result = {}
     if name == recipe_method:
-        # ``settings`` has those of ``for_all`` too, even ones that the recipe's method does not have.
+        # ``settings`` includes ``for_all``, even settings that this method does not know.
         result = {key: value for key, value in settings.items() if key not in for_all}
     for key, value in for_all.items():
-        if key in existing_keys:
+        if key in known_keys:
             result[key] = value
     return result
 
@@ -392,7 +393,8 @@ def make(method: str | Method | Make, /, **settings: object) -> Method:
         if key not in defaults:
             names = ", ".join(sorted(defaults)) or "no settings"
             raise RecipeError(f"method {name}: no setting {key!r}.{setting_hint(key, defaults)} Allowed: {names}")
-        description, fits = allowed.get(key) or allowed_by_type(type(defaults[key]))  # of its default
+        # A setting without annotation has the type of its default.
+        description, fits = allowed.get(key) or allowed_by_type(type(defaults[key]))
         if not fits(value):
             raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {description}")
     made = call_constructor(name, constructor, settings)

@@ -473,6 +473,7 @@ def alternating(router_stream: Stream, router_every: int, router_steps: int, *, 
     """
     experts = frozenset(EXPERT_ROLES)
     nothing: frozenset[str] = frozenset()
+    # `leaves`: roles whose gradients a phase computes, but leaves to the other phase to apply.
     expert_phase = Phase(roles=experts, leaves=ROUTERS if accumulate else nothing)
     router_phase = Phase(
         roles=ROUTERS,
@@ -533,7 +534,7 @@ class Placement:
 
         Args:
             names: Names of the users, in order.
-            known: Names that the mapping may have besides, as these users are left out of the run.
+            known: Names of users who are left out of the run, which the mapping may have, too.
 
         Raises:
             RecipeError: The mapping has an unknown name, or lacks a user.

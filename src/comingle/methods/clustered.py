@@ -108,7 +108,7 @@ class CandidateModels(Mean):
             received: The uploads, with the index of the model that each participant picked.
         """
         models, choice = soup_of(kept), received.reports[CHOICE]
-        has_picked = torch.nn.functional.one_hot(choice, self.models).double()  # (users, models)
+        has_picked = torch.nn.functional.one_hot(choice, self.models).double()  # (users, models), of 0 and 1
         weights = has_picked * received.weights.unsqueeze(1)
         total_by_model = weights.sum(0)
         is_picked = total_by_model > 0

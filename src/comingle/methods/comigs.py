@@ -64,8 +64,8 @@ def _comigs_method(
         name: Name of the method.
         phases: Phases of a round, on experts and on routers.
         generalists: Shared experts per MLP.
-        specialists: Local experts per MLP: one number, one for each user, as a list or by name, or "auto", for which 1
-            stands until the run has chosen a number for each user.
+        specialists: Local experts per MLP: ``3``, ``[3, 0, 2]`` or ``{"ada": 3, "ben": 0}``; "auto" counts as 1 until
+            the run has chosen a number for each user.
     """
     if specialists == "auto":
         specialists = 1

@@ -55,5 +55,5 @@ class NearGlobal(ClientHook):
         is_personal = (cohort.copy > 0).to(any_gradient)
         weight_by_row = self.weight * is_personal
         for name, gradient in gradients.items():
-            difference = cohort.tensors[name] - cohort.exchanged[name]  # v - w_t in personal rows
+            difference = cohort.tensors[name] - cohort.exchanged[name]  # v - w_t in the rows of personal models
             gradients[name] = gradient + weight_by_row.view(-1, *[1] * (difference.dim() - 1)) * difference

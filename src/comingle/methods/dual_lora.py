@@ -134,15 +134,16 @@ class Fuse(ClientHook):
 
     def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
         """Return for each user the weighted sum of its two models that has the lowest validation loss found."""
-        models = cohort.copies()  # of each user the global and the personal model, (2, users, columns)
+        models = cohort.copies()  # (2, users, columns): each user's global model and its personal model
         num_users = models.shape[1]
 
         def best_fusion(user: int) -> Float[Tensor, " columns"]:
-            """Search the best weights of one user, and return its fused model."""
+            """Search the best weights of one user, given by its index, and return its fused model."""
+            global_and_personal = models[:, user]
 
             def fuse(weights: Float[Tensor, " copies"]) -> Float[Tensor, " columns"]:
                 """Return the weighted sum of the user's two models."""
-                return torch.tensordot(weights.to(models), models[:, user], dims=1)
+                return torch.tensordot(weights.to(models), global_and_personal, dims=1)
 
             def validation_loss(weights: Float[Tensor, " copies"]) -> float:
                 """Return the validation loss of the user's fused model."""

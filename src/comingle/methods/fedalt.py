@@ -52,7 +52,7 @@ class RestOfWorld(Server):
     by_user = frozenset({OWN, SENT})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial model, which users get while there are no uploads of others, and no uploads yet."""
+        """Return the initial model, which users download until others have uploaded, and zeros for uploads and sums."""
         initial_model = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         num_users = len(setup.users)
         flat_models = flatten([t[:1] for t in setup.models.values()]).expand(num_users, -1)  # for the shape
@@ -86,13 +86,14 @@ class RestOfWorld(Server):
         """
         initial_model = model_of(kept)
         indices = list(users)
+        # The number and the sum of all users' uploads, without the receiving user's own.
         num_others = (kept[COUNT] - kept[SENT][indices]).unsqueeze(1)
         sum_of_others = kept[TOTAL] - kept[OWN][indices]
         mean = sum_of_others / num_others.clamp(min=1)
         flat_initial_model = flatten([t.unsqueeze(0) for t in initial_model.values()])
-        to_send = torch.where(num_others > 0, mean, flat_initial_model)  # (users, columns)
+        flat_models = torch.where(num_others > 0, mean, flat_initial_model)  # (users, numbers)
         sizes = [t.numel() for t in initial_model.values()]
         download = {}
-        for (name, t), columns in zip(initial_model.items(), to_send.split(sizes, dim=1), strict=True):
-            download[name] = columns.view(-1, 1, *t.shape)  # one model for each user
+        for (name, t), flat_tensor in zip(initial_model.items(), flat_models.split(sizes, dim=1), strict=True):
+            download[name] = flat_tensor.view(-1, 1, *t.shape)  # one model for each user
         return download

@@ -62,8 +62,8 @@ class AssignmentServer(Server):
     def start(self, setup: ServerSetup) -> Tree:
         """Return the initial state: experts with random factors A, assigned to users at random.
 
-        The server assigns experts by the products of their ``embeddings`` and the users' ``tokens``. Users report these
-        later; until then they are random.
+        The server assigns experts by the products of their ``embeddings`` (means of A_e x) and the users' ``tokens``
+        (means of T x). Both are random until users report them.
 
         Raises:
             RecipeError: The mean number of experts per user is above ``most`` or below 1. A single user is exempt: it
@@ -242,8 +242,8 @@ class AssignmentServer(Server):
 def fit_scores(kept: Tree, mlp: int, users: Sequence[int]) -> Float[Tensor, "experts users"]:
     """Return how well domain expert e fits each user: ``(mean of A_e x)^T (mean of T x) / sqrt(rank)``.
 
-    A_e is the expert's LoRA factor A and T the routers' projection. x are hidden states: in the first mean those of the
-    users who had the expert, in the second the user's own.
+    A_e is the expert's LoRA factor A and T the routers' projection. The first mean is over hidden states x of the users
+    who had the expert, the second over the user's own.
 
     Args:
         kept: State of the server, with both means.
@@ -295,16 +295,17 @@ def set_expert_means(
     Args:
         experts: A tensor of all experts.
         uploads: Each user's uploads for up to ``most`` experts.
-        assigned: Index of the expert that each upload is for; the number of experts for an upload to ignore.
+        assigned: Index of the expert that each upload is for. With 3 experts, 3 marks an upload to ignore.
         weights: Aggregation weights of the users.
     """
     most = assigned.shape[1]
-    indices, is_padding = _uploads_by_expert(assigned.flatten(), len(experts))
+    # For each expert the indices of its uploads, padded to the same length for all experts.
+    indices, is_padding = _uploads_by_expert(assigned.flatten(), len(experts))  # (experts, columns)
     weight_by_upload = weights.to(experts).repeat_interleave(most)
-    shares = weight_by_upload[indices] * ~is_padding
-    shares = shares / shares.sum(1, keepdim=True).clamp(min=torch.finfo(experts.dtype).tiny)
+    upload_weights = weight_by_upload[indices] * ~is_padding
+    upload_weights = upload_weights / upload_weights.sum(1, keepdim=True).clamp(min=torch.finfo(experts.dtype).tiny)
     uploads_by_expert = uploads.flatten(0, 1)[indices].to(experts)  # (experts, columns, ...)
-    means = torch.einsum("ec,ec...->e...", shares, uploads_by_expert)
+    means = torch.einsum("ec,ec...->e...", upload_weights, uploads_by_expert)
     has_uploads = (~is_padding).any(1).view(-1, *[1] * (experts.dim() - 1))
     experts.copy_(torch.where(has_uploads, means, experts))
 
@@ -320,8 +321,9 @@ def _uploads_by_expert(
         expert_by_upload: Index of the expert that each upload is for; ``num_experts`` for an upload to ignore.
         num_experts: Number of experts.
     """
+    # In the example: num_uploads [1, 2], sorted_by_expert [1, 0, 2], start_of_expert [0, 1].
     num_uploads = expert_by_upload.bincount(minlength=num_experts + 1)[:num_experts]  # for each expert
-    sorted_by_expert = expert_by_upload.argsort(stable=True)
+    sorted_by_expert = expert_by_upload.argsort(stable=True)  # indices of uploads
     start_of_expert = num_uploads.cumsum(0) - num_uploads  # in ``sorted_by_expert``
     columns = torch.arange(int(num_uploads.max()), device=expert_by_upload.device)
     places = start_of_expert.unsqueeze(1) + columns
@@ -454,8 +456,8 @@ class PairGating:
             width: Width of the router's input.
         """
         sum_of_ranks = entries // width  # experts * rank
-        with_generalist = entries + sum_of_ranks
-        return with_generalist * (experts - 1) // experts
+        for_all_experts = entries + sum_of_ranks  # experts * (rank * width + rank)
+        return for_all_experts * (experts - 1) // experts  # without the generalist
 
     def __call__(
         self, router: Router, products: Float[Tensor, "users n rows"], x: Float[Tensor, "users n width"]
@@ -468,7 +470,7 @@ class PairGating:
 
         Args:
             router: The router, with the A factors of all experts as ``keys``.
-            products: Products of the router's rows with x, of which the first ``rank`` are T x.
+            products: Products of the router's rows with x; the first ``rank`` rows are T.
             x: Inputs of the MLP for n tokens of each user.
         """
         keys = router.keys[:, 1:]  # A_e of the domain experts, (users, experts, rank, width)
@@ -511,5 +513,7 @@ class ReportEmbeddings(ClientHook):
             x = direction.unsqueeze(-1) * math.sqrt(width)
             T, report_rows = router[:, :rank], router[:, rank:]
             report = torch.cat([T @ x, keys.flatten(1, 2) @ x], dim=1).squeeze(-1)
-            padding = report_rows[0].numel() - report.shape[1]
-            report_rows.copy_(F.pad(report, (0, padding)).view(report_rows.shape))
+            num_unused = (
+                report_rows[0].numel() - report.shape[1]
+            )  # numbers of the rows that the report leaves, set to 0
+            report_rows.copy_(F.pad(report, (0, num_unused)).view(report_rows.shape))

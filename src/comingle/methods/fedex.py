@@ -64,7 +64,7 @@ class ExactMean(Mean):
         s = float(received.scales[0])
         for name, a, b in lora_pairs(received.tensors):
             mean_a, mean_b = kept[f"{MODEL_PREFIX}{name}.a"], kept[f"{MODEL_PREFIX}{name}.b"]
-            factors = weighted_factors(a, b, received)
+            factors = weighted_factors(a, b, received)  # their products sum to s sum_i p_i B_i A_i
             factors.append((mean_a, -s * mean_b))
             add_to_residual(kept, name, factors)
 
@@ -82,15 +82,15 @@ def weighted_factors(a: Tensor, b: Tensor, received: Received) -> list[tuple[Ten
 
 
 def add_to_residual(kept: Tree, name: str, products: list[tuple[Tensor, Tensor]]) -> None:
-    """Add the products ``A^T B`` of pairs of factors to a weight's residual, a frozen matrix that users add to it.
+    """Add the products ``A^T B`` of pairs of factors to the residual that users add to a weight.
 
-    The residual is kept as two factors too, ``(*experts, rank, d_in)`` and ``(*experts, rank, d_out)``. Their rank does
-    not change.
+    The residual is stored as two factors too, ``(*experts, rank, d_in)`` and ``(*experts, rank, d_out)``, whose rank
+    does not change.
 
     Args:
         kept: State of the server, changed in place.
         name: Name of the weight.
-        products: Pairs (A, B), ``(*experts, rank, d_in)`` and ``(*experts, rank, d_out)`` with any rank.
+        products: Pairs (A, B) to multiply, ``(*experts, rank, d_in)`` and ``(*experts, rank, d_out)`` with any rank.
     """
     factor_in, factor_out = kept[f"{MODEL_PREFIX}{name}.{IN}"], kept[f"{MODEL_PREFIX}{name}.{OUT}"]
     residual = factor_in.mT @ factor_out
@@ -118,7 +118,7 @@ def factorise(
             factor_in, factor_out = identity, change
         else:
             factor_in, factor_out = change.mT, identity
-        zero_rows = (0, 0, 0, rank - full_rank)
+        zero_rows = (0, 0, 0, rank - full_rank)  # no columns, and rows only at the end
         return torch.nn.functional.pad(factor_in, zero_rows), torch.nn.functional.pad(factor_out, zero_rows)
     left, singular_values, right = torch.linalg.svd(change, full_matrices=False)
     factor_in = left[..., :rank].mT
@@ -173,14 +173,13 @@ class Reinitialise(ClientHook):
         """
         cohort.reset_moments(LORA)
         seeds_and_restarts = cohort.kept[RESTARTS].tolist()
-        for name, a, _b in lora_pairs(cohort.tensors):
+        for name, a, _b in lora_pairs(cohort.tensors):  # a: (users, *experts, rank, d_in)
             for user_a, user, (seed, restarts) in zip(a, cohort.names, seeds_and_restarts, strict=True):
                 user_generator = generator(seed, user, "anew", f"{name}.a", restarts)
                 user_a.copy_(init_a(tuple(user_a.shape), user_generator))
-            is_within_rank = torch.arange(a.shape[-2], device=a.device) < cohort.ranks.unsqueeze(1)
+            is_within_rank = torch.arange(a.shape[-2], device=a.device) < cohort.ranks.unsqueeze(1)  # (users, rank)
             a.mul_(is_within_rank.view(len(a), *[1] * (a.dim() - 3), -1, 1))
-        num_restarts = cohort.kept[RESTARTS][:, 1]
-        num_restarts += 1
+        cohort.kept[RESTARTS][:, 1] += 1
 
 
 @dataclass(frozen=True, kw_only=True)

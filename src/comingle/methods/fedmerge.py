@@ -66,19 +66,19 @@ EMPTY = 1e-12
 def column_shares(
     shares: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users models"]:
-    """Return ``p_i w_ij / sum_k p_k |w_kj|``: the share of user i's update in the step of model j.
+    """Return ``p_i w_ij / sum_k p_k |w_kj|``: the factor of user i's update in the step of model j.
 
-    These are the shares ``p_i w_ij`` of FedMerge's eq. 5, scaled so that each model moves by a mean of its users'
-    updates. A model that no participant uses has shares of 0. The public code divides by the sum of ``p_k w_kj``, whose
-    sign would turn a model's step around if it is negative.
+    FedMerge's eq. 5 has the factors ``p_i w_ij``. The division makes a model's step a mean of its users' updates. A
+    model that no participant uses has factors of 0. The public code divides by the sum of ``p_k w_kj``; if that is
+    negative, it reverses the model's step.
 
     Args:
         shares: Merging weights w.
         weights: Aggregation weights p.
     """
-    eq_5_shares = weights.to(shares).unsqueeze(1) * shares
-    total_by_model = eq_5_shares.abs().sum(0)
-    scaled = eq_5_shares / total_by_model.clamp(min=EMPTY)
+    eq_5_factors = weights.to(shares).unsqueeze(1) * shares
+    total_by_model = eq_5_factors.abs().sum(0)
+    scaled = eq_5_factors / total_by_model.clamp(min=EMPTY)
     return torch.where(total_by_model > EMPTY, scaled, 0.0)
 
 
@@ -264,7 +264,7 @@ def keep_largest(updates: Tree, names: Collection[str], share: float) -> Tree:
 
     Args:
         updates: Updates ``(users, *shape)``.
-        names: Tensors to return; with a share of 1 all are returned as they are.
+        names: Tensors to prune and return. With a share of 1, all ``updates`` are returned.
         share: Share of a user's numbers to keep, over all of ``names`` together.
     """
     if share == 1:
@@ -321,8 +321,8 @@ class Merge(Server):
         if self.chosen:
             for user, logits in zip(setup.users, weights_or_logits, strict=True):
                 user_generator = generator(setup.seed, user, "fedmerge-fixed")
-                order = torch.randperm(self.models, generator=user_generator)
-                chosen, others = order[: self.chosen], order[self.chosen :]
+                random_order = torch.randperm(self.models, generator=user_generator)
+                chosen, others = random_order[: self.chosen], random_order[self.chosen :]
                 logits[others] = ZERO_SHARE_LOGIT  # a weight of 0 in the softmax
                 if self.random:
                     # The softmax of logarithms of exponential draws is uniform on the simplex.
@@ -343,7 +343,7 @@ class Merge(Server):
         """
         users = list(received.users)
         soup = soup_of(kept)
-        logits = kept[MERGING][users]  # a copy, written back below
+        logits = kept[MERGING][users]  # or merging weights; a copy, which is written back below
         downloaded = mix(soup, self._merging_shares(logits))
         updates = {name: t.sub_(received.tensors[name]) for name, t in downloaded.items()}  # in place, to save memory
         weights_are_frozen = self.weight_step == 0

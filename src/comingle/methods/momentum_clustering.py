@@ -41,15 +41,15 @@ class Centres(Server):
     by_user = frozenset({OWN, DRAW})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial state: the same model for all users, and centres of zero."""
+        """Return the initial state: the same model for all users, and centres of zero until momenta are uploaded."""
         initial_model = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
-        models = flatten([t[:1] for t in setup.models.values()]).repeat(len(setup.users), 1)
+        flat_models = flatten([t[:1] for t in setup.models.values()]).repeat(len(setup.users), 1)  # (users, numbers)
         generators = [generator(setup.seed, user, "momentum") for user in setup.users]
-        draw = torch.cat([torch.rand(1, generator=each) for each in generators])
-        zeros = models.new_zeros(self.clusters, models.shape[1])
+        draw = torch.cat([torch.rand(1, generator=of_user) for of_user in generators])  # chooses the first centres
+        zeros = flat_models.new_zeros(self.clusters, flat_models.shape[1])
         return {
             **initial_model,
-            OWN: models,
+            OWN: flat_models,
             DRAW: draw,
             CENTRES: zeros,
             TOTAL_MOVES: zeros.clone(),
@@ -67,9 +67,9 @@ class Centres(Server):
             received: The uploads, each a user's model minus its momentum, with the participants' aggregation weights.
         """
         users = list(received.users)
-        uploads = flatten([received.tensors[name] for name in model_of(kept)])
+        uploads = flatten([received.tensors[name] for name in model_of(kept)])  # (users, numbers)
         momenta = kept[OWN][users] - uploads
-        centres = kept[CENTRES]
+        centres = kept[CENTRES]  # (clusters, numbers)
         if self.fixed:
             nearest = distances(centres, momenta).argmin(0)
             initial_model = flatten([t.unsqueeze(0) for t in model_of(kept).values()])
@@ -87,9 +87,9 @@ class Centres(Server):
     def _initial_centres(
         self, momenta: Float[Tensor, "users columns"], draw: Float[Tensor, " users"]
     ) -> Float[Tensor, "clusters columns"]:
-        """Return the momenta of the users with the smallest random numbers, one for each cluster.
+        """Return the momenta of random users, one for each cluster; with fewer users than clusters some are repeated.
 
-        If there are fewer users than clusters, momenta are repeated.
+        The users are those with the smallest random numbers.
 
         Args:
             momenta: Momenta of the participants.
@@ -100,13 +100,13 @@ class Centres(Server):
         return momenta[chosen_users]
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return each user's own model, in the shapes of the initial model."""
+        """Return each user's own model, ``(users, 1, *shape)``, from its flat model in the state."""
         initial_model = model_of(kept)
         sizes = [t.numel() for t in initial_model.values()]
-        columns_by_tensor = kept[OWN][list(users)].split(sizes, dim=1)
+        flat_models = kept[OWN][list(users)]  # (users, numbers)
         models = {}
-        for (name, t), columns in zip(initial_model.items(), columns_by_tensor, strict=True):
-            models[name] = columns.view(-1, 1, *t.shape)  # one model for each user
+        for (name, t), flat_tensor in zip(initial_model.items(), flat_models.split(sizes, dim=1), strict=True):
+            models[name] = flat_tensor.view(-1, 1, *t.shape)
         return models
 
     def settled(self) -> Centres:

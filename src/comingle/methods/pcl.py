@@ -49,8 +49,9 @@ class AverageByPerplexity(ClientHook):
             senders: Names of the senders.
         """
         losses_nats = cohort.validation_losses(models)  # (users, senders)
+        # 1 where the sender is the user itself, whose model is kept if no model is usable.
         is_own = torch.tensor([[sender == user for sender in senders] for user in cohort.names]).to(losses_nats)
-        weights = collaboration_weights(losses_nats, is_own)
+        weights = collaboration_weights(losses_nats, is_own)  # (users, senders)
         return {name: torch.einsum("us,us...->u...", weights.to(t), t) for name, t in models.items()}
 
 

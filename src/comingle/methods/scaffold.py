@@ -63,7 +63,7 @@ class Controlled(ClientHook):
         """Return the initial control variates of each user, its own c_i and the downloaded mean c: all zero.
 
         Args:
-            tensors: Shared tensors ``(users, *shape)``, which have the same shapes.
+            tensors: Shared tensors ``(users, *shape)``; the control variates have the same shapes.
         """
         own = {OWN_CONTROL + name: torch.zeros_like(t) for name, t in tensors.items()}
         downloaded = {DOWNLOADED_CONTROL + name: torch.zeros_like(t) for name, t in tensors.items()}

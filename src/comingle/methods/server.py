@@ -190,6 +190,7 @@ class Mean(Server):
 
     def start(self, setup: ServerSetup) -> Tree:
         """Return the initial model, and the state of Adam if the server uses it."""
+        # `setup.models` has several initial models; this server starts from the first one.
         state = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         if self.adam_rate:
             state.update(_adam_state(setup))
@@ -305,7 +306,7 @@ def aggregation_weights(
 ) -> Float[Tensor, "users clusters"]:
     """Return the weight of user k in the mean of component c, ``p(k|c) = pi_c^k p(k) / sum_j pi_c^j p(j)``.
 
-    A component that no participant uses has the weights ``p(k)``. All uploads of it are equal, so it stays unchanged.
+    A component that no participant uses has the weights ``p(k)``. No user has trained it, so the mean changes nothing.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), eq. 2.
 

@@ -149,7 +149,7 @@ def _all_fit(allowed_range: Range, number_type: type, value: object) -> bool:
 
 
 def allowed_by_type(kind: object) -> tuple[str, Fits]:
-    """Return the allowed values of a setting without a range: a description for messages, and a test of a value.
+    """Return, for a setting without a range, a description of the allowed values and a function that tests a value.
 
     Args:
         kind: Type of the setting. All values are allowed for types other than bool, int, float and str.

@@ -101,15 +101,15 @@ def _register_methods(module: ModuleType, methods_before: Collection[str], where
     """
     for name, method in _methods(module):
         if name in REGISTRY:
-            module_registered_it = name not in methods_before and REGISTRY[name] is method
-            if not module_registered_it:
+            is_registered_by_module = name not in methods_before and REGISTRY[name] is method  # called `register`
+            if not is_registered_by_module:
                 suffix = _origin_suffix(name)
                 raise PluginError(f"{where}: method {name!r} exists already{suffix}; give it another name")
         register(name, method)
 
 
 def _warn_of_skipped(skipped: Mapping[str, _SkippedFunction]) -> None:
-    """Warn of functions that are no methods for want of an annotation, but use the class ``Method``."""
+    """Warn of functions that use the class ``Method``, but are not registered, as their return type is not annotated."""
     for name, function in skipped.items():
         if function.uses_method_class:
             advice = f"write `def {name}(...) -> Method:`, or begin its name with _ if it is a helper"
@@ -117,7 +117,7 @@ def _warn_of_skipped(skipped: Mapping[str, _SkippedFunction]) -> None:
 
 
 def load_files_of_command() -> None:
-    """Load in a subprocess the Python files that its command has loaded with ``--plugin``.
+    """Load the files given with ``--plugin``, in a subprocess of the command that has loaded them.
 
     Raises:
         PluginError: As in :func:`load_file`.
@@ -201,8 +201,8 @@ def _warn_if_changed(subject: str, file: Path | None, digest: str, folder: Path)
     if new_digest == digest:
         return
     old_start, new_start = digest[:_DIGEST_CHARACTERS], new_digest[:_DIGEST_CHARACTERS]
-    run_start = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_DIGEST_CHARACTERS]
-    change = f"{run_start}-{old_start}-{new_start}"
+    folder_start = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    change = f"{folder_start}-{old_start}-{new_start}"
     reported_changes = os.environ.get(REPORTED_CHANGES, "").split()  # subprocesses inherit the variable
     if change in reported_changes:
         return
@@ -235,7 +235,7 @@ def _import_file(path: Path, where: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and annotations look it up there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last, so that files beside it do not shadow libraries
-    setting_before = sys.dont_write_bytecode
+    wrote_no_bytecode = sys.dont_write_bytecode
     sys.dont_write_bytecode = True
     try:
         spec.loader.exec_module(module)
@@ -249,7 +249,7 @@ def _import_file(path: Path, where: str) -> ModuleType:
         type_and_message = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
         raise PluginError(f"{where}: {place}: {type_and_message}") from error
     finally:
-        sys.dont_write_bytecode = setting_before
+        sys.dont_write_bytecode = wrote_no_bytecode
     return module
 
 
@@ -283,7 +283,7 @@ class _SkippedFunction:
 
 
 def _functions_without_annotation(module: ModuleType, registered: Collection[object]) -> dict[str, _SkippedFunction]:
-    """Return a module's public functions, by name, whose return value is not annotated.
+    """Return a module's public functions, by name, whose return type is not annotated, for a warning about them.
 
     Args:
         module: The module.
@@ -303,7 +303,7 @@ def _functions_without_annotation(module: ModuleType, registered: Collection[obj
 
 
 def _returns_method(function: object) -> bool:
-    """Return whether a function is annotated to return ``Method``, or a string such as "base.Method"."""
+    """Return whether a function's return annotation is ``Method``, or a string such as "Method" or "base.Method"."""
     annotation = function.__annotations__.get("return")
     if isinstance(annotation, str):
         return annotation.rpartition(".")[2] == "Method"

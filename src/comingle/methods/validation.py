@@ -107,13 +107,14 @@ def _require_role(place: str, role: object) -> None:
     Raises:
         RecipeError: The role, or its suffix, is unknown.
     """
-    plain, _dot, suffix = str(role).partition(".")
-    has_known_suffix = plain in ROLES and suffix in ROLES[plain]
-    if role in ROLES or has_known_suffix:
+    role_without_suffix, _dot, suffix = str(role).partition(".")  # "attention" and "a"
+    if role in ROLES or suffix in ROLES.get(role_without_suffix, ()):
         return
-    suffixes_by_role = {plain: ROLES[plain]} if plain in ROLES else ROLES
+    # After a wrong suffix only the role's own suffixes are listed, otherwise all roles.
+    only_suffix_is_wrong = role_without_suffix in ROLES
+    suggested = {role_without_suffix: ROLES[role_without_suffix]} if only_suffix_is_wrong else ROLES
     allowed = []
-    for allowed_role, suffixes in suffixes_by_role.items():
+    for allowed_role, suffixes in suggested.items():
         allowed.append(allowed_role)
         allowed.extend(f"{allowed_role}.{suffix}" for suffix in suffixes)
     raise RecipeError(f"{place}: got {role!r}; allowed: {', '.join(allowed)}.{did_you_mean(str(role), allowed)}")

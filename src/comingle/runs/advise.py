@@ -56,8 +56,8 @@ def choose_seeds(recipe: Recipe, run_data: RunData, unit: str) -> tuple[int, ...
     skips_by_seed = len(run_data.skipped) > 0 and recipe.data.seed is None
     if draws_evaluated_users or skips_by_seed:
         return SEEDS[:1]
-    little_test_data = _FEW_TESTED.get(unit, 0)
-    has_small_user = any(len(user.test) < little_test_data for user in run_data.users)
+    enough_test_data = _FEW_TESTED.get(unit, 0)
+    has_small_user = any(len(user.test) < enough_test_data for user in run_data.users)
     if len(run_data.users) == 2 and not has_small_user:
         return SEEDS
     return tuple(range(_MANY_SEEDS))
@@ -75,8 +75,8 @@ def warnings_before_advice(recipe: Recipe, run_data: RunData, seeds: Sequence[in
     if len(seeds) == 1:
         yield "one seed gives no intervals, so no user can be shown to gain or be harmed; give --seeds 0,1,2"
     yield from _warn_of_equal_users(run_data)
-    little_test_data = _FEW_TESTED.get(unit, 0)
-    small_users = [user.name for user in run_data.users if len(user.test) < little_test_data]
+    enough_test_data = _FEW_TESTED.get(unit, 0)
+    small_users = [user.name for user in run_data.users if len(user.test) < enough_test_data]
     if small_users:
         smallest_test = min(len(user.test) for user in run_data.users)
         yield (
@@ -101,9 +101,9 @@ def _warn_of_equal_users(run_data: RunData) -> Iterator[str]:
         return
     items = "documents" if run_data.texts else "samples"
     for one, other in combinations(hashes_by_user, 2):
-        num_smaller = min(len(hashes_by_user[one]), len(hashes_by_user[other]))
+        num_of_smaller_user = min(len(hashes_by_user[one]), len(hashes_by_user[other]))
         num_common = len(hashes_by_user[one] & hashes_by_user[other])
-        if num_smaller > 0 and num_common >= _EQUAL_SHARE * num_smaller:
+        if num_of_smaller_user > 0 and num_common >= _EQUAL_SHARE * num_of_smaller_user:
             yield (
                 f"users {one} and {other} have {num_common:,} of {num_smaller:,} {items} in common, so their gain is "
                 "not a gain from another user's data; give each user different data, or leave one out"
@@ -136,12 +136,12 @@ def _warn_of_short_runs(recipe: Recipe, run_data: RunData, unit: str) -> Iterato
     Runs that train in epochs read all of it in each round.
     """
     training = recipe.training
-    trains_in_epochs = "training.local_steps" in recipe.data.unread  # this key has no effect on training in epochs
+    trains_in_epochs = "training.local_steps" in recipe.data.unread  # only training in epochs ignores this key
     if unit != "tokens" or trains_in_epochs:
         return
     tokens_read = training.rounds * training.most_local_steps * training.largest_batch_size * training.context
     train_tokens = median(len(user.train) for user in run_data.users)
-    if tokens_read < _MIN_SHARE_READ * train_tokens:
+    if tokens_read < _MIN_SHARE_READ * train_tokens:  # less than a quarter
         tokens_per_round = tokens_read / training.rounds
         rounds_needed = math.ceil(train_tokens * _MIN_SHARE_READ / tokens_per_round)
         percent = 100 * tokens_read / train_tokens
@@ -217,10 +217,10 @@ def advise_runs(
             title = f"{method}, seed {seed}"
             metrics[method][seed] = _run_and_measure(recipes[method, seed], run_data, reporter, title)
         recipe_for_all_users = recipes[group_method, seed].for_users(run_data.users.names)
-        for numbers in groups_of(len(run_data.users)):
-            group_data = select_users(run_data, numbers)
+        for user_numbers in groups_of(len(run_data.users)):
+            group_data = select_users(run_data, user_numbers)
             user_names = tuple(user.name for user in group_data.users)
-            group_recipe = _recipe_of_group(recipe_for_all_users, numbers)
+            group_recipe = _recipe_of_group(recipe_for_all_users, user_numbers)
             title = f"{group_method} of {len(user_names)} users, seed {seed}"
             result = _run_and_measure(group_recipe, group_data, reporter, title)
             group_metrics.setdefault(user_names, {})[seed] = result
@@ -235,8 +235,8 @@ def _check_methods(recipes: Mapping[str, Recipe]) -> None:
         recipes: The recipe of each method other than ``local``.
 
     Raises:
-        RecipeError: There are no methods, a method shares no parameters, or a method is evaluated before it has shared
-            any, as there is only one round.
+        RecipeError: There are no methods, a method shares no parameters, or with a single round a method is evaluated
+            before its first exchange.
     """
     if not recipes:
         raise RecipeError("--methods: got only local; give a method that shares parameters, such as fedavg")

@@ -73,7 +73,7 @@ def recipe_for_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
 
 
 def without_upload_privacy(recipe: Recipe) -> Recipe:
-    """Return the recipe without its section ``privacy`` if that protects uploads, of which a single user has none.
+    """Return the recipe for a single user, who uploads nothing: without ``privacy`` if that protects uploads.
 
     Secure aggregation and example-level differential privacy protect uploads.
     """
@@ -92,8 +92,8 @@ def changes_for_users(recipe: Recipe, select: SelectUsers) -> dict[str, Any]:
     If the recipe lists the participants of its rounds by name, all of these users participate in every round instead.
 
     Args:
-        recipe: A recipe of more users, with values by user as lists, such as ``adapters.rank: [8, 4, 8]``. Values by
-            name are given to ``select`` in the order of the mapping.
+        recipe: A recipe of more users, with a value for each, such as ``adapters.rank: [8, 4, 8]``. Of a mapping by
+            user name, ``select`` gets the list of values.
         select: Returns the values of the remaining users from such a list, for example ``[8, 8]``.
     """
     values_by_key = recipe.values_of_users()

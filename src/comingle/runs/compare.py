@@ -89,7 +89,7 @@ def in_processes(
     def start_process(group: Group) -> None:
         """Start a process that works on a group."""
         used_slots = {started.slot for started in running.values()}
-        slot = min(set(range(jobs)) - used_slots)
+        slot = min(set(range(jobs)) - used_slots)  # determines the process's GPU
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_work_group, args=(sender, work, group, num_processes, slot))
         process.start()
@@ -225,8 +225,8 @@ def recipes_of(
             f"evaluation.users: got {recipe.evaluation.users} with {num_seeds} seeds, each of which draws other "
             "users, so users cannot be compared across seeds; allowed: null (all users), or one seed"
         )
-    parsed: list[dict[str, Any]] = []  # name and passed settings of each method
-    complete: list[dict[str, Any]] = []  # the same methods with the settings of `recipe` and `for_all`, too
+    parsed: list[dict[str, Any]] = []  # name and settings of each method as passed, for its label
+    complete: list[dict[str, Any]] = []  # the same, with the settings of `recipe` and `for_all` added
     for method in methods:
         if isinstance(method, Mapping):
             parsed.append(dict(method))
@@ -398,10 +398,10 @@ class _ComparableRuns:
 
     @staticmethod
     def _label_of_run(path: Path, recipe: Recipe, earlier_labels: Mapping[str, str]) -> str:
-        """Return the label of the method of an earlier command's run.
+        """Return the label of the method of an earlier command's run, such as ``fedprox:proximal=0.1``.
 
-        The label is that of the last table. If the table does not have the run, it is the method's name and settings,
-        provided that the folder is named after these; otherwise the folder's name without the seed.
+        It is taken from the last table. Without an entry there it is made of the method's name and settings, or, if the
+        folder is not named after these, of the folder's name without the seed.
 
         Args:
             path: The run folder, such as ``fedprox-seed0``.
@@ -607,9 +607,10 @@ def with_bos_of_comparison(
         resume: Whether the comparison is resumed; if not, the recipes are returned unchanged.
     """
     for key, run_folder in folders.items():
-        was_started_by_older_version = with_bos_of_run(run_folder, recipes[key], resume=resume) is not recipes[key]
+        recipe = with_bos_of_run(run_folder, recipes[key], resume=resume)  # the same object if nothing changes
+        was_started_by_older_version = recipe is not recipes[key]
         if was_started_by_older_version:  # treat all runs like this one, so that they stay comparable
-            return {other: with_bos_of_run(run_folder, recipe, resume=True) for other, recipe in recipes.items()}
+            return {other: with_bos_of_run(run_folder, old, resume=True) for other, old in recipes.items()}
     return recipes
 
 
@@ -699,7 +700,7 @@ def split_by_seed(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
     for keys_of_seed in keys_by_seed.values():
         num_groups = min(groups_per_seed, len(keys_of_seed))
         for first in range(num_groups):
-            groups.append(keys_of_seed[first::groups_per_seed])
+            groups.append(keys_of_seed[first::groups_per_seed])  # runs 0, 2, 4 ... and 1, 3, 5 ... for two groups
     return groups
 
 

@@ -126,7 +126,7 @@ class Comparison:
 
         Raises:
             RunError: There are no runs, or the runs are of different users.
-            RecipeError: ``against`` is not among the methods, or one method or one seed is too few for verdicts.
+            RecipeError: ``against`` is not among the methods, or it is given with one method or one seed.
         """
         if everybody is not None:
             warnings.warn("to_latex: everybody is now all_users", DeprecationWarning, stacklevel=2)
@@ -212,7 +212,7 @@ def compare(
     baseline = against
     if against is not None:
         labels = {label for label, _seed in metrics_by_run}
-        # A method of an earlier call is missing if its runs cannot be compared with those of this call.
+        # `against` may name a method of an earlier call whose runs could not be added.
         if not labels.issuperset(baseline_methods(against)):
             baseline = None  # the default baseline
     return Comparison(folder=folder, metrics=metrics_by_run, baseline=baseline)

@@ -103,7 +103,7 @@ def read_users_of_process(
     data_of_all = ranks.run_in_all(lambda: run_data or prepare(recipe, given=given, method=method))
 
     cohort_size = recipe.runtime.users_per_step
-    if not isinstance(cohort_size, int):  # "auto": the size is chosen later
+    if not isinstance(cohort_size, int):  # "auto": chosen later, so the division does not depend on it
         cohort_size = 1
     users_by_process = ranks.run_in_all(lambda: divide_users(len(data_of_all.users), ranks.size, cohort_size))
     return keep_users(data_of_all, users_by_process[ranks.rank])
@@ -138,7 +138,7 @@ def divide_users(num_users: int, num_processes: int, cohort_size: int) -> list[r
 
 
 def keep_users(run_data: RunData, here: range) -> RunData:
-    """Return a run's data with only the names and clusters of the users of other processes.
+    """Return a run's data without the data of the users of other processes; these keep name and cluster.
 
     Args:
         run_data: The data of all users.
@@ -202,7 +202,7 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
 
 
 def _gather_works(private: PrivateSteps, clients: Clients, ranks: Ranks) -> dict[str, Work]:
-    """Return every user's amount of work, which the accountant of DP-SGD needs; every process calls this function.
+    """Return every user's amount of work by name, for the accountant of DP-SGD; every process calls this function.
 
     Args:
         private: The DP-SGD of this process's users.
@@ -217,12 +217,14 @@ def _gather_works(private: PrivateSteps, clients: Clients, ranks: Ranks) -> dict
     works_by_process = ranks.gather(works_here)  # in process 0
 
     def merge() -> dict[str, JsonObject]:
+        """Return the work of the users of all processes; called in process 0."""
         merged: dict[str, JsonObject] = {}
         for works in works_by_process:
             merged.update(works)
         return merged
 
-    return {name: Work(**fields) for name, fields in ranks.run_in_first(merge).items()}
+    works_of_all = ranks.run_in_first(merge)  # the same in every process
+    return {name: Work(**fields) for name, fields in works_of_all.items()}
 
 
 def run_sharded(
@@ -252,14 +254,14 @@ def run_sharded(
         ComingleError: Settings, data and base do not fit together, the folder cannot be used, or a loss is not finite.
     """
 
-    def enter(contexts: ExitStack, opening: AbstractContextManager[None]) -> None:
+    def enter(contexts: ExitStack, folder_context: AbstractContextManager[None]) -> None:
         """Open the folder in process 0 while the others wait, and record that it is open, for a restart.
 
         Args:
-            contexts: Stack on which the folder stays open until the end of the run.
-            opening: Context manager that opens the folder.
+            contexts: Stack that keeps the folder open until the end of the run.
+            folder_context: Opens the folder.
         """
-        ranks.run_in_first(lambda: contexts.enter_context(opening))
+        ranks.run_in_first(lambda: contexts.enter_context(folder_context))
         ranks.record_opened(folder)
 
     build_federation = partial(build_sharded, ranks=ranks)

@@ -51,8 +51,8 @@ def open_folder(
 ) -> Iterator[None]:
     """Create a run folder or open an existing one, and lock it while the context is entered.
 
-    Errors of the file system, such as a full disk, become one line. A new folder is readable by its owner only, since
-    reports in it may show users' texts.
+    Errors of the file system, such as a full disk, are raised as one-line errors. Only its owner can read a new folder,
+    since reports in it may show users' texts.
 
     Args:
         folder: The run folder.
@@ -68,7 +68,7 @@ def open_folder(
     """
     check_folder(folder, recipe, resume=resume, force=force)
     _create_folder(folder)
-    net_name = recipe.base.removeprefix("net:")  # a base without this prefix names no net
+    net_name = recipe.base.removeprefix("net:")  # the name of a language model is no net's, so it has no effect
     with convert_disk_errors(folder), locked(folder):
         # Check again, since another process may have written to the folder before it was locked.
         check_folder(folder, recipe, resume=resume, force=force, is_locked_here=True)
@@ -226,10 +226,10 @@ def _check_replaceable(folder: Path, *, force: bool, resume_hint: str, differenc
 
 
 def _names_in_folder(folder: Path) -> set[str]:
-    """Return the names of the files in a folder, without those that a run leaves if it is killed before its start.
+    """Return the names of the files in a folder, without the remains of a run that was killed before its start.
 
-    These are its lock, files that it writes before ``recipe.yaml``, and drafts, such as ".recipe.yaml.x1.draft". A
-    folder with only these counts as empty, so that a new run may use it.
+    Remains are its lock, files that it writes before ``recipe.yaml``, and drafts, such as ".recipe.yaml.x1.draft". A
+    folder with nothing else counts as empty, so a new run may use it.
     """
     names = {path.name for path in folder.iterdir()} - {LOCK, HOLDER}
     if "recipe.yaml" not in names:
@@ -290,7 +290,7 @@ def first_difference(old: Recipe, new: Recipe, *, ignored: Collection[str] = ())
     new_content = {key: value for key, value in new.result_content.items() if key not in ignored}
     if old_content == new_content:
         return ""
-    # `result_content` has further keys of `evaluation` only with `select: best`, so `select` is reported first.
+    # Report `select` first: if only one recipe has `select: best`, other keys of `evaluation` differ too.
     if old.evaluation.select != new.evaluation.select:
         return f"evaluation.select was {old.evaluation.select!r} and is {new.evaluation.select!r}"
     old_values = _values_by_dotted_key(old_content)

@@ -235,8 +235,8 @@ def recipe_with(
     else:
         parsed = parse_recipe(mark_given(recipe or {}))
     if given.users is not None and "data" in changes:  # the change may set options of `data`, but not other users
-        marked = _with_given_users({"data": changes["data"]}, given.users, changes, passes_net=passes_net)
-        changes = {**changes, **marked}
+        marked_data = _with_given_users({"data": changes["data"]}, given.users, changes, passes_net=passes_net)
+        changes = {**changes, **marked_data}
     all_changes: dict[str, Any] = {}
     if isinstance(base, str):
         all_changes["base"] = base
@@ -249,9 +249,9 @@ def recipe_with(
 
 
 def complete_changes(recipe: Recipe, changes: Mapping[str, object]) -> dict[str, Any]:
-    """Return changes of a recipe in which sections are complete.
+    """Return changes of a recipe, with the other keys of each changed section added, so that they are kept.
 
-    The change ``training={"rounds": 5}`` gets the recipe's other keys of ``training``, so that they are kept.
+    ``training={"rounds": 5}`` becomes ``training={"rounds": 5, "batch_size": 4}`` if the recipe has that batch size.
 
     Some changes replace the whole section instead: another method, optimiser or aggregation rule, whose settings
     differ from the old one's; other users; and None, which resets a section to its defaults.
@@ -322,7 +322,7 @@ def _refuse_paths(users: Mapping[str, object]) -> None:
         return
     for name, data in users.items():
         data_of_split = data
-        if isinstance(data, Mapping):  # from splits to data
+        if isinstance(data, Mapping):  # such as {"train": data, "test": data}
             data_of_split = next(iter(data.values()), None)
         if isinstance(data_of_split, str | Path):
             path = str(data_of_split)

@@ -180,9 +180,9 @@ def check_joinable(run: Run, method: Method) -> None:
 def _is_single_user(folder: Path) -> bool:
     """Return whether a run folder is a newcomer's, or is in the state folder of a federation's client."""
     is_of_newcomer = (folder / JOINED).exists()
-    parent = folder.parent
-    is_in_client_state = (parent / PUBLIC).exists() and (parent / "answers").is_dir()
-    return is_of_newcomer or is_in_client_state
+    state_folder = folder.parent  # of a client, if the run is in one
+    is_in_state_folder = (state_folder / PUBLIC).exists() and (state_folder / "answers").is_dir()
+    return is_of_newcomer or is_in_state_folder
 
 
 def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
@@ -204,15 +204,16 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
     for key in ("users", "given", "held_out"):  # keys that describe the run's users, not the newcomer
         content.pop(key, None)
     for key in _LIMITS:
-        has_limit_per_user = isinstance(content.get(key), dict)  # by name, and none for the newcomer
+        has_limit_per_user = isinstance(content.get(key), dict)  # such as {"ada": 1000}, without the newcomer
         if has_limit_per_user:
             del content[key]
     content["kind"] = section.kind
     # The newcomer's net needs the classes of all users of the run, some of which its own data may lack.
-    has_class_targets = bool(run.settings.get("whole"))  # whole numbers as targets are classes
+    has_class_targets = bool(run.settings.get("whole"))  # targets that are whole numbers are classes
     if has_class_targets:
         class_names = list(run.settings["labels"])
-        content["classes"] = class_names if class_names else run.settings["classes"]  # else their number
+        num_classes = run.settings["classes"]
+        content["classes"] = class_names if class_names else num_classes
     if "on_small_user" in content:  # skipping the only user would leave nothing to train
         content["on_small_user"] = "refuse"
     # The newcomer's data is not from the run's data set, so the names of the data set's splits do not apply to it.
@@ -231,13 +232,16 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
 
 
 def freezes_downloaded(clients: Clients) -> bool:
-    """Return whether the method has local roles, so that a newcomer trains these and freezes the downloaded ones."""
+    """Return whether users have anything local to train, so that a newcomer trains it and freezes what it downloads.
+
+    That is a mixture vector, a copy of the model, or a local role.
+    """
     method, layout = clients.method, clients.model.layout
     has_local_mixture_vector = method.placement.mixture is not None
     has_local_copies = method.placement.copies > 1
     if has_local_mixture_vector or has_local_copies:
         return True
-    # A user's tensors are one row of numbers; `layout.mask` marks the columns of some roles.
+    # A user's tensors are stored as one row of numbers; `layout.mask` marks the numbers of some roles.
     is_trained_and_local = layout.mask(method.client.trained) & ~layout.mask(method.received)
     return bool(is_trained_and_local.any())
 
@@ -266,7 +270,7 @@ def join_run(
     """
     if folder is None:
         return _train_newcomer(run, new_user, folder=None, reporter=reporter, given=given)
-    # A newcomer's run cannot be resumed, so a run that stops early must leave no run folder.
+    # A newcomer's run cannot be resumed, so it is moved to its folder only when it has ended.
     with temporary_folder_for(folder, new_user.recipe, run.folder, force=force) as temporary_folder:
         joined = _train_newcomer(run, new_user, temporary_folder, reporter, given=given)
         # Check again, as another process may have created the folder during training.
@@ -308,28 +312,28 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
     measure = measure_of(shared_scores)
     shared = measured(shared_scores[0])  # test results by key
     train_key = f"train_{clients.batch_source.unit}"  # tokens or samples that training used
-    rows = {"shared": shared | {train_key: 0}}
+    rows = {"shared": shared | {train_key: 0}}  # of the table of results
     # With `finetunes` the newcomer is scored after one more local round, so the baselines get one more round too.
     num_extra_rounds = 1 if clients.method.client.finetunes else 0
     for method in ("pretrained", "local"):
         rows[method] = _train_baseline(new_user, run_data, method, num_rounds + num_extra_rounds, reporter)
-    done = _run_newcomer(federation, new_user, run_data, folder, reporter)
+    finished_run = _run_newcomer(federation, new_user, run_data, folder, reporter)
     amount_per_extra_round = clients.batch_source.trained_amount(newcomer_number)
-    amount_trained = _amount_trained(done, clients) + num_extra_rounds * amount_per_extra_round
-    user_metrics = done.metrics["users"][new_user.name]
+    amount_trained = _amount_trained(finished_run, clients) + num_extra_rounds * amount_per_extra_round
+    user_metrics = finished_run.metrics["users"][new_user.name]
     rows["joined"] = {key: user_metrics[key] for key in user_metrics if key in shared}
     rows["joined"][train_key] = amount_trained
-    ordered = {row: rows[row] for row in ("pretrained", "local", "shared", "joined")}
-    joined = Joined(run=done, name=new_user.name, measure=measure, rows=ordered)
+    ordered_rows = {name: rows[name] for name in ("pretrained", "local", "shared", "joined")}
+    joined = Joined(run=finished_run, name=new_user.name, measure=measure, rows=ordered_rows)
     if folder is not None:
-        write_json(folder / JOINED, {"user": new_user.name, "measure": measure, "rows": ordered})
+        write_json(folder / JOINED, {"user": new_user.name, "measure": measure, "rows": ordered_rows})
     return joined
 
 
 def _shared_models(clients: Clients) -> Models:
-    """Return the downloaded models, to evaluate them before training.
+    """Return the models to evaluate before training: only what is downloaded.
 
-    A user's model may be a mixture of downloaded and local models; then the local ones get a mixture weight of 0.
+    If a user's model is a mixture of downloaded and local models, the local ones get a mixture weight of 0.
     """
     placement, models = clients.method.placement, clients.models
     mixture = placement.mixture
@@ -352,7 +356,7 @@ def _check_alike(run: Run, new_user: Newcomer, run_data: RunData) -> None:
     for key, wanted in run.settings.items():
         got = settings_of_newcomer[key]
         if got != wanted:
-            hint = "; pass it again" if key in _PASSED else ""
+            hint = "; pass it again" if key in _PASSED else ""  # a program has passed it to the run
             setting = key.replace("_", " ")
             raise DataError(f"user {new_user.name!r}: {setting}: got {got!r}; allowed: the run's, {wanted!r}{hint}")
 
@@ -404,7 +408,7 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
     observers = [reporter.watch(federation.clients, f"{new_user.name} · {method}")]
     done = execute(federation, recipe, None, observers=observers)
     user_metrics = done.metrics["users"][new_user.name]
-    # Test results are floats; keys such as `test_tokens` are sizes of the test data.
+    # Only test results, which are floats; integers such as `test_tokens` are sizes of the test data.
     row: JsonObject = {}
     for key, value in user_metrics.items():
         if key.startswith("test_") and isinstance(value, float):

@@ -115,7 +115,8 @@ def cohort_steps(clients: Clients) -> Callable[[int], int]:
     steps_in_list: list[int] = []  # of each round
     for round_number in range(rounds_in_list):
         users_here = [number for number in participants(plan, round_number, names) if names[number] in names_here]
-        num_cohorts = len(cohorts(users_here * copies, cohort_size))
+        repeated_for_copies = users_here * copies  # [0, 2, 0, 2] for users 0 and 2 with 2 copies each
+        num_cohorts = len(cohorts(repeated_for_copies, cohort_size))
         steps_in_list.append(num_cohorts * local_steps)
 
     def count_in_listed_rounds(rounds: int) -> int:
@@ -284,7 +285,7 @@ class Bars:
 
         def update_bar(event: Event) -> None:
             """Move the bar by an event."""
-            had_begun = run_progress.steps_before_resume is not None
+            had_begun = run_progress.steps_before_resume is not None  # whether an earlier event was a step
             run_progress(event)
             if run_progress.resumed_line:
                 self.say(run_progress.resumed_line)
@@ -382,7 +383,7 @@ class Lines:
             title: Name of the run, with which each line begins; None for its method and seed.
         """
         run_progress = RunProgress(clients, title)
-        printed_result = ""
+        printed_result = ""  # the last result that was printed
         is_first_round = True
 
         def describe_round() -> str:
@@ -393,12 +394,12 @@ class Lines:
             nonlocal printed_result
             losses = event["train_loss_nats"].values()
             loss = f"training loss {fmean(losses):.4g}" if losses else "no participants"
-            result = ""
+            new_result = ""
             if run_progress.result != printed_result:
-                result = f" · {run_progress.result}"
+                new_result = f" · {run_progress.result}"
             printed_result = run_progress.result
-            round_of_all = f"round {event['round']}/{run_progress.rounds}"
-            self.say(f"{run_progress.title} · {round_of_all} · {loss}{result}{run_progress.time_left}")
+            position = f"round {event['round']}/{run_progress.rounds}"
+            self.say(f"{run_progress.title} · {position} · {loss}{new_result}{run_progress.time_left}")
 
         def print_event(event: Event) -> None:
             """Print a line when a round ends, unless many short rounds would fill the log, and when the run ends."""

@@ -95,8 +95,8 @@ class Run:
         clients = self.federation.clients
         model = clients.model
         number = self.users.index(name)
-        row = clients.row_of[number]  # of the user's model in the stacked tensors of all models
-        (trainer,) = clients.owners([row])  # the user's number, or 0 if all users share one model
+        row = clients.row_of[number]  # the index of the user's model in the stacked tensors of all models
+        (trainer,) = clients.owners([row])  # who trains this model: the user's number, or 0 if all users share one
         # Methods that fine-tune at the end do so here, for this user only and while its tensors are copied.
         with finetuned(clients, trainers=[trainer]):
             stored_tensors = personal_tensors(model.layout, clients.state, row)
@@ -109,7 +109,7 @@ class Run:
         return kind.with_test_data(personal, lambda: clients.users[number].test)
 
     def _model_info(self, name: str) -> ModelInfo:
-        """Return the method, amounts of data and test scores of a user's language model, and how to validate it."""
+        """Return the method, amounts of data, test scores and a validation function of a user's language model."""
         clients = self.federation.clients
         metrics = self.metrics.get("users", {}).get(name, {})
         test_scores = {

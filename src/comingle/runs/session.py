@@ -98,7 +98,7 @@ _CHOSEN = ("dtype", "native_code", "compile", "gradient_checkpointing", "micro_b
 
 
 def lacks_chosen_settings(recipe: Recipe) -> bool:
-    """Return whether ``runtime.memory`` is set, but settings that are chosen for it, as ``runtime.dtype``, are not."""
+    """Return whether ``runtime.memory`` is set, but not all settings to choose for it, such as ``runtime.dtype``."""
     if recipe.runtime.memory is None:
         return False
     sets_all_of_runtime = recipe.runtime.model_fields_set.issuperset(_CHOSEN)
@@ -127,7 +127,7 @@ def choose_settings_for_memory(
     processes: int = 1,
     is_loaded: bool = False,
 ) -> Recipe:
-    """Return the recipe with settings with which the run fits into ``runtime.memory``; unchanged without this key.
+    """Return the recipe with settings chosen to fit into ``runtime.memory``; unchanged without this key.
 
     Args:
         recipe: The recipe.
@@ -464,7 +464,7 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
     Only single runs call this: in a comparison such settings may be for other methods.
     """
     name, placement = recipe.method.name, method.placement
-    unread_by_reason: dict[str, list[str]] = {}  # sections or keys without effect, by the reason why
+    unread_by_reason: dict[str, list[str]] = {}  # sections (floral) or keys (adapters.top_k) without effect
     learns_adaptors = placement.mixture is not None and placement.mixture.of == "adaptors"
     if not learns_adaptors:
         unread_by_reason[f"method {name}: has no adaptors in nets"] = ["floral"]
@@ -510,6 +510,7 @@ def describe(run_data: RunData, recipe: Recipe) -> Inputs:
     users: dict[str, UserInputs] = {}
     # The users whose data this process has, with their numbers among all users.
     for number, user in zip(run_data.numbers, run_data.present, strict=True):
+        # A list may be shorter than the users.
         values_of_user = {key: values[number] for key, values in values_by_key.items() if number < len(values)}
         users[user.name] = UserInputs(
             counts={split: len(getattr(user, split)) for split in SPLITS},
@@ -607,13 +608,13 @@ def _merged_inputs(federation: InProcess, run_data: RunData, recipe: Recipe) -> 
         """Return the record of this process's users as a dict, which can be sent to another process."""
         return asdict(describe(run_data, recipe))
 
-    fields = federation.merge_users(inputs_here)
-    users = {name: UserInputs(**fields_of_user) for name, fields_of_user in fields.pop("users").items()}
-    return Inputs(users=users, **fields)
+    record = federation.merge_users(inputs_here)
+    users = {name: UserInputs(**record_of_user) for name, record_of_user in record.pop("users").items()}
+    return Inputs(users=users, **record)
 
 
 def _recorded_wall_seconds(folder: Path, rounds: int) -> JsonObject:
-    """Return ``{"wall_seconds": ...}`` as recorded in ``metrics.json``; ``{}`` if there are no metrics of this round.
+    """Return the run's ``{"wall_seconds": ...}`` from ``metrics.json``, or ``{}`` if the file is of another round.
 
     A finished run that is resumed only repeats its evaluation, so its training time stays as recorded.
 
@@ -689,7 +690,7 @@ def _metrics_of_run(
     metrics_of_users = federation.merge_users(lambda: users_metrics(clients, scores))
     metrics = summarise(clients, scores, clock, metrics_of_users).as_dict()
     metrics.update(clients.left_out)  # skipped users and rows
-    metrics.update(federation.server.mechanisms.metrics)  # of privacy
+    metrics.update(federation.server.mechanisms.metrics)  # such as the epsilon of differential privacy
     if federation.is_first_process:
         # The confidence interval of the mean, if only a sample of the users was evaluated.
         metrics.update(sample_entry(clients, metrics_of_users, metrics["measure"]))
@@ -735,7 +736,7 @@ def execute(
         federation.server.warn_of_noise(clients.plan)
     clock = Clock()
     rounds_done = 0
-    kept_bytes = 0  # size of the events before the checkpoint; the resumed run repeats the later ones
+    kept_bytes = 0  # of events.jsonl: the events before the checkpoint; a resumed run repeats the later ones
     if folder is not None and federation.open_folder(folder, resume=resume):  # there is a checkpoint to resume from
         progress = federation.restore(folder, recipe.fingerprint)
         rounds_done = progress.round
