@@ -513,7 +513,5 @@ class ReportEmbeddings(ClientHook):
             x = direction.unsqueeze(-1) * math.sqrt(width)
             T, report_rows = router[:, :rank], router[:, rank:]
             report = torch.cat([T @ x, keys.flatten(1, 2) @ x], dim=1).squeeze(-1)
-            num_unused = (
-                report_rows[0].numel() - report.shape[1]
-            )  # numbers of the rows that the report leaves, set to 0
+            num_unused = report_rows[0].numel() - report.shape[1]  # at the end of the rows, filled with 0
             report_rows.copy_(F.pad(report, (0, num_unused)).view(report_rows.shape))

@@ -109,7 +109,7 @@ def _register_methods(module: ModuleType, methods_before: Collection[str], where
 
 
 def _warn_of_skipped(skipped: Mapping[str, _SkippedFunction]) -> None:
-    """Warn of functions that use the class ``Method``, but are not registered, as their return type is not annotated."""
+    """Warn of functions that use the class ``Method``, but are not registered, for lack of a return annotation."""
     for name, function in skipped.items():
         if function.uses_method_class:
             advice = f"write `def {name}(...) -> Method:`, or begin its name with _ if it is a helper"
