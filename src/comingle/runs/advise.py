@@ -101,11 +101,11 @@ def _warn_of_equal_users(run_data: RunData) -> Iterator[str]:
         return
     items = "documents" if run_data.texts else "samples"
     for one, other in combinations(hashes_by_user, 2):
-        num_of_smaller_user = min(len(hashes_by_user[one]), len(hashes_by_user[other]))
+        num_items = min(len(hashes_by_user[one]), len(hashes_by_user[other]))  # of the smaller user
         num_common = len(hashes_by_user[one] & hashes_by_user[other])
-        if num_of_smaller_user > 0 and num_common >= _EQUAL_SHARE * num_of_smaller_user:
+        if num_items > 0 and num_common >= _EQUAL_SHARE * num_items:
             yield (
-                f"users {one} and {other} have {num_common:,} of {num_smaller:,} {items} in common, so their gain is "
+                f"users {one} and {other} have {num_common:,} of {num_items:,} {items} in common, so their gain is "
                 "not a gain from another user's data; give each user different data, or leave one out"
             )
 

@@ -510,7 +510,6 @@ def describe(run_data: RunData, recipe: Recipe) -> Inputs:
     users: dict[str, UserInputs] = {}
     # The users whose data this process has, with their numbers among all users.
     for number, user in zip(run_data.numbers, run_data.present, strict=True):
-        # A list may be shorter than the users.
         values_of_user = {key: values[number] for key, values in values_by_key.items() if number < len(values)}
         users[user.name] = UserInputs(
             counts={split: len(getattr(user, split)) for split in SPLITS},
