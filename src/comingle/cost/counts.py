@@ -34,8 +34,8 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
     Messages contain the user's name, so sizes depend on it. All sizes are 0 if the federation shares nothing.
 
     Args:
-        federation: The federation. It may have fewer users than there are names; messages of its last user are then
-            counted for all further names.
+        federation: The federation. With fewer users than names, messages of its last user are sized with each of the
+            further names.
         names: Names of the users.
 
     Returns:
@@ -44,13 +44,13 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
     clients, server = federation.clients, federation.server
     if not clients.shares:
         return [(0, 0)] * len(names)
-    message_by_index: dict[int, tuple[Upload, Download]] = {}
+    messages: dict[int, tuple[Upload, Download]] = {}  # upload and download by index of the user in the federation
     sizes = []
     for i, name in enumerate(names):
-        index = min(i, len(clients.trainers) - 1)  # of the user in the federation
-        if index not in message_by_index:
-            message_by_index[index] = upload_of(federation, index), download_of(federation, index, names)
-        upload, download = message_by_index[index]
+        index = min(i, len(clients.trainers) - 1)
+        if index not in messages:
+            messages[index] = upload_of(federation, index), download_of(federation, index, names)
+        upload, download = messages[index]
         (upload_bytes,) = packed_bytes(replace(upload, users=(name,)))
         (download_bytes,) = packed_bytes(replace(download, users=(name,)))
         if server.sums is not None:  # a secure sum: masked messages replace the plain upload
@@ -79,7 +79,7 @@ def upload_of(federation: InProcess, user: int) -> Upload:
 def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Download:
     """Return the message that a user downloads after an exchange of all users.
 
-    In a peer-to-peer method, which has no server, it contains the uploads of all users, as tensors without data.
+    In a peer-to-peer method, which has no server, it contains the uploads of all users, on the meta device.
 
     Args:
         federation: The federation.
@@ -95,7 +95,7 @@ def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Downl
         one_receiver = without_data.unsqueeze(1)  # (1 receiver, 1 sender, *shape)
         tensors[name] = one_receiver.expand(1, len(names), *uploaded.shape[1:])  # (1 receiver, senders, *shape)
     return Download(
-        version=1,  # any number of one digit
+        version=1,  # the round; only its number of digits changes the size of the message
         users=(names[user],),
         tensors=tensors,
         ranks=server.ranks[[user]],  # LoRA rank of the user, shape (1,)
@@ -122,8 +122,7 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
     A pooled method, which trains one model on the data of all users, has one entry.
 
     Args:
-        federation: The federation. It may have fewer users than there are names; the costs of its last user are then
-            those of all further names.
+        federation: The federation. With fewer users than names, the further names get the costs of its last user.
         names: Names of the users.
     """
     clients = federation.clients
@@ -142,7 +141,7 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
     costs = []
     for sizes, indices in indices_by_sizes.items():
         row = rows_by_name[indices[0]]  # the first user of the group stands for all
-        trainer = row % len(clients.trainers)  # rows: first copies of all users' models, then second copies, and so on
+        trainer = row % len(clients.trainers)  # rows: first models of all users, then their second models, and so on
         upload_bytes, download_bytes = mean_bytes([message_sizes[i] for i in indices])
         cost = _user_cost(
             Shape(clients, row, dict(zip(slot_names, sizes, strict=True))),
@@ -171,7 +170,7 @@ def _user_cost(
     plan, training = clients.plan, clients.plan.training
     # Users that choose among several models compute the loss of each (a sweep), on as much text as they train on.
     num_swept_models = method.server.server_models if method.client.sweeps else 0
-    # FLOPs of a round in which every local step has a single token.
+    # FLOPs of a round with one token per step; multiplied by the tokens of a batch below.
     flops = shape.forward() * (num_swept_models * training.most_local_steps)
     for phase in clients.phases:
         # The phase takes `phase.steps` steps after every `phase.every`-th local step of the run, in some of its rounds.
@@ -203,9 +202,10 @@ def _parameters_by_role(clients: Clients) -> dict[str, list[int]]:
     parameters: dict[str, list[int]] = {}
     for role in [*ROLES, *other_roles]:
         counts_of_rows = (trained & layout.mask([role])).sum(1)
-        # Rows: first copies of all users' models, then second copies, and so on.
-        counts_of_copies = counts_of_rows.view(-1, num_users)
-        counts = counts_of_copies.sum(0).tolist()
+        # With 2 users, a and b, that have 2 models each, the rows are those of a's first model, b's first, a's second
+        # and b's second.
+        counts_of_models = counts_of_rows.view(-1, num_users)  # (models of a user, users)
+        counts = counts_of_models.sum(0).tolist()
         if role in ROLES or any(counts):
             parameters[role] = counts
     return parameters
@@ -255,11 +255,12 @@ class Shape:
 
     def training(self, phase: Phase) -> Flops:
         """Return the FLOPs of one token's forward and backward pass in a phase; 0 if it trains no tensor."""
-        trained_slots = [slot.name for slot in self.clients.model.layout.touching(phase.reached).slots]
-        used_shape = self
+        trained_layout = self.clients.model.layout.touching(phase.reached)  # tensors that get gradients in the phase
+        trained_slots = frozenset(slot.name for slot in trained_layout.slots)
+        shape_in_phase = self
         if phase.without:  # roles that the phase leaves out of the model
-            used_shape = replace(self, entries=self._entries_without(phase.without))
-        blocks = used_shape._to_blocks(frozenset(trained_slots))
+            shape_in_phase = replace(self, entries=self._entries_without(phase.without))
+        blocks = shape_in_phase._to_blocks(trained_slots)
         head = head_entries(self.adapted)
         backward_flops = backward(blocks, head)
         if not backward_flops.total:
@@ -274,9 +275,9 @@ class Shape:
         """
         layout = self.clients.model.layout
         remaining = self.clients.mask.cpu() & ~layout.mask(without)  # the clients' mask is False for padding
-        own_row = remaining[self.row : self.row + 1].double()
-        views = layout.views(own_row)  # tensors of shape (1, *shape) by name: 1.0 where an entry remains
-        return {name: int(t.sum()) for name, t in views.items()}
+        own_row = remaining[self.row : self.row + 1].double()  # (1, columns): 1.0 where an entry remains
+        tensor_by_name = layout.views(own_row)  # the row split into tensors of shape (1, *shape)
+        return {name: int(t.sum()) for name, t in tensor_by_name.items()}
 
     def _to_blocks(self, trained: frozenset[str]) -> list[Block]:
         """Return the sizes of the matrices in each decoder layer, with this user's adapters.
@@ -296,7 +297,7 @@ class Shape:
             mlp_in = [self._to_linear(f"{name}.{key}", linear, trained) for key, linear in mlp.first.items()]
             router_entries = self.entries.get(f"{name}.router", 0)  # 0 without a router
             trains_router = router_entries > 0 and f"{name}.router" in trained
-            # Some gatings multiply by more than the router's matrix; these products count like its entries.
+            # Some gatings do more than multiply by the router. A further multiply-add counts like a router's entry.
             count_further_products = getattr(mlp.router.gating, "multiply_adds", None)
             if router_entries and count_further_products is not None:
                 input_width = weight_shape(mlp.first["up"])[1]
@@ -435,13 +436,13 @@ def count_stacked(
 ) -> list[UserCost]:
     """Return the costs of the users of a net or of a client-level mixture, one entry per group with equal local work.
 
-    A client-level mixture has one vector of weights per user for adapter sets or models, as in FLoRAL. FLOPs are
-    measured on fake tensors, as the formulas for token-level experts do not apply.
+    A client-level mixture has adapter sets or whole models, which each user weights with one vector, as in FLoRAL. The
+    formulas for token-level experts do not apply, so FLOPs are measured on fake tensors.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
         work_by_user: Each user's local work in a round, by name.
-        flops_of_base: Function that returns the FLOPs of the base alone. All further FLOPs count as the adapters'.
+        flops_of_base: Function that returns the FLOPs of the base alone. The rest of the measured FLOPs count as LoRA.
     """
     clients = rehearsal.federation.clients
     names_by_work: dict[LocalWork, list[str]] = {}
@@ -515,8 +516,8 @@ class _MeasuredFlops:
         self.step_by_phase: dict[Phase, LinearFlops] = {}
         for phase in (*self.clients.phases, *self.clients.method.client.before):
             self.step_by_phase[phase] = measure_flops(partial(self._step, phase))
-        # Some methods compute losses on all training data (a sweep), of the components of a mixture or of each model
-        # that a user may choose.
+        # Users of some methods compute losses on all training data (a sweep): those of a mixture's components, or those
+        # of each model that they may choose.
         method = self.clients.method
         if method.client.sweeps and method.placement.mixture is not None:
             self.sweep = measure_flops(self._sweep)
@@ -532,10 +533,10 @@ class _MeasuredFlops:
         """
         total = self.sweep.flops(work.sweep_batches, work.sweep_items)
         for phase in self.clients.phases:
-            # `phase.steps` steps after every `phase.every`-th batch, on batches of mean size
-            num_steps = work.steps // phase.every * phase.steps
-            total += self.step_by_phase[phase].flops(num_steps, num_steps * work.items / work.steps)
-        for phase in self.clients.method.client.before:  # phases that client hooks run before the others
+            num_steps = work.steps // phase.every * phase.steps  # `phase.steps` after every `phase.every`-th batch
+            num_items = num_steps * work.items / work.steps  # in batches of mean size
+            total += self.step_by_phase[phase].flops(num_steps, num_items)
+        for phase in self.clients.method.client.before:  # run before the others, on the first batches of the round
             total += self.step_by_phase[phase].flops(phase.steps, work.items_of_first(phase.steps))
         return total
 

@@ -132,8 +132,9 @@ def measure(
     num_cores = cores()
     num_processes = 1
     if cluster.num_processes > 1:
-        most_processes = max(num_cores, MAX_PROCESSES)
-        num_processes = max(2, min(cluster.processes, most_processes))
+        most_here = max(num_cores, MAX_PROCESSES)
+        num_processes = min(cluster.processes, most_here)
+        num_processes = max(2, num_processes)  # to measure messages
     threads = recipe.runtime.threads or max(1, num_cores // num_processes)
     given_core_seconds, max_steps = None, MAX_STEPS
     if given_user_seconds is not None:
@@ -223,8 +224,8 @@ def _to_measurement(
     hop_seconds = times.get("hop", 0.0)
     latency_seconds = num_hops(collectives, num_processes) * hop_seconds if is_distributed else 0.0
 
-    # Rounds without local steps, with few and with many participants: a line through both points gives the time that
-    # one participant adds (its slope), and the time of a round without participants.
+    # Seconds of rounds without local steps, with few and with many participants, are two points of a line. Its slope is
+    # the time that one participant adds; its value at 0 is the time of a round without participants.
     few, many = (users * num_processes for users in times["other_work_users"])
     seconds_with_few, seconds_with_many = times["other_work_s"]
     slope = (seconds_with_many - seconds_with_few) / (many - few) if many > few else 0.0
@@ -396,8 +397,8 @@ def plan_times(
 def _parts_as_dict(measurement: Measurement, cluster: Cluster) -> dict[str, object]:
     """Return the measured parts of a round, for JSON.
 
-    Besides seconds, these are the rates ``bus`` (between processes) and ``disk`` in bytes per second, ``adds`` (whether
-    the server needs sums alone) and ``hops`` (messages of a round that are sent one after another).
+    Other keys than seconds are the rates ``bus`` (between processes) and ``disk`` in bytes per second, ``adds``
+    (whether the server needs only sums) and ``hops`` (messages of a round that are sent one after another).
 
     Args:
         measurement: Measurements of the recipe.
@@ -425,8 +426,8 @@ def _evaluation_period(
 ) -> int:
     """Return the number of rounds between evaluations in a run with a population of ``num_users`` users.
 
-    With ``evaluation.every: auto`` the interval depends on how much data an evaluation scores and a round trains on,
-    which are extrapolated from the measured users. As in a run, a warning is logged if evaluations take a large share.
+    With ``evaluation.every: auto`` it depends on the data that an evaluation scores and that a round trains on, scaled
+    from the measured users. As in a run, a warning is logged if evaluations take a large share of the time.
 
     Args:
         recipe: The recipe.
@@ -445,7 +446,8 @@ def _evaluation_period(
         participation=num_participants / num_users,
         test_limit=test_limit_of(recipe),
     )
-    amounts = [num_measured, trained_items, scored_items * num_evaluated // num_measured]
+    items_in_evaluation = scored_items * num_evaluated // num_measured
+    amounts = [num_measured, trained_items, items_in_evaluation]
     evaluation_seconds = measurement.parts.evaluation_core_seconds * num_evaluated
     warn_of_share(plan, amounts, num_users, seconds=evaluation_seconds)
     return evaluation_interval(plan, amounts, num_users)

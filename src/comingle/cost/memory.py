@@ -56,8 +56,8 @@ def text_of_equal_cost(
 ) -> tuple[list[Recipe], set[str], str]:
     """Return recipes in which the users' data, such as conversations, is replaced with text that costs as much.
 
-    If the run keeps users on disk, their data is read one user after another; if in memory, all at once. Reading in
-    turn needs the base's tokenizer; if it is not cached, all users are read at once.
+    If the run keeps users on disk, and the base's tokenizer is cached, users are read one after another, else all at
+    once.
 
     Args:
         kind: The recipes' kind of data.
@@ -119,7 +119,7 @@ def _read_one_by_one(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[
     if tokenizer is None:
         return None
     base = replace(load_base(), tokenizer=tokenizer)
-    needs_validation_data = anybody_validates(recipes)  # if one of the methods does
+    needs_validation_data = anybody_validates(recipes)  # if at least one of the methods needs it
     request = DataRequest(recipe=recipe, load_base=lambda: base, validates=needs_validation_data)
     return STORES[recipe.runtime.store].read(kind, request)
 
@@ -236,11 +236,11 @@ class Writes:
     def kept_rounds(self) -> int:
         """Largest number of rounds whose overwritten records are still on disk, because a checkpoint refers to them.
 
-        With a checkpoint every 5 rounds of which 2 are kept, this is 15 in a run of 20 rounds or more: the records of a
-        deleted checkpoint are freed only when the next one is written, so there are those of 3 checkpoints.
+        With a checkpoint every 5 rounds of which 2 are kept, this is 15 in a run of 20 rounds or more: those of 3
+        checkpoints, since the records of a deleted checkpoint are freed only when the next one is written.
         """
-        rounds_after_first = max(0, self.rounds - self.checkpoint_every)  # the first checkpoint
-        return min(self.checkpoint_every * (self.kept_checkpoints + 1), rounds_after_first)
+        rounds_after_first_checkpoint = max(0, self.rounds - self.checkpoint_every)
+        return min(self.checkpoint_every * (self.kept_checkpoints + 1), rounds_after_first_checkpoint)
 
     def max_model_records(self) -> float:
         """Return the largest number of model records on disk at the same time.
@@ -250,10 +250,10 @@ class Writes:
         """
         num_trained = expected_participants(self.users, self.participants, self.rounds)
         share_never_trained = 1 - num_trained / self.users
-        num_current = num_trained + self.evaluated_users * share_never_trained
+        num_current = num_trained + self.evaluated_users * share_never_trained  # users with a record
         num_evaluations = math.ceil(self.kept_rounds / self.evaluate_every)
         num_checkpoints = self.kept_rounds // self.checkpoint_every
-        # Each checkpoint refers to the records of at most one evaluation, the last before it.
+        # A checkpoint refers to the records of one evaluation, the last before it; later ones overwrite these.
         overwritten_by_evaluations = self.evaluated_users * min(num_evaluations, num_checkpoints)
         return num_current + self._overwritten_by_steps(num_current) + overwritten_by_evaluations
 
@@ -265,8 +265,8 @@ class Writes:
     def _overwritten_by_steps(self, num_current: float) -> float:
         """Return the number of records that local steps have overwritten and checkpoints still refer to.
 
-        Between two checkpoints each participant of each round overwrites its record, but a checkpoint refers to at most
-        one record per user.
+        Each checkpoint refers to the records that the rounds after it overwrite, at most one per user: with 10
+        participants and a checkpoint every 5 rounds to 50.
 
         Args:
             num_current: Number of users with a record.
@@ -589,9 +589,9 @@ def peak_memory(rehearsal: Rehearsal, *, one_user: bool = False, pass_size: Pass
     pass_size = pass_size or rehearsal.steps.pass_size
     num_rows = 1 if one_user else min(pass_size.users, len(state.rows))
     first_row = 0
-    if num_rows == 1:
+    if num_rows == 1:  # measure the user with the largest model
         unpadded_sizes = clients.mask.sum(1)
-        first_row = int(unpadded_sizes.argmax())  # the largest model
+        first_row = int(unpadded_sizes.argmax())
     rows = tuple(range(first_row, first_row + num_rows))
     step = _largest_step(rehearsal, rows, pass_size)
     num_trainers = 1 if one_user else rehearsal.num_trainers
@@ -638,8 +638,8 @@ def _all_users_bytes(rehearsal: Rehearsal, user_ratio: float) -> tuple[int, int]
     clients, state = rehearsal.federation.clients, rehearsal.federation.clients.state
     models_bytes = state.rows.nbytes
     models_bytes += clients.initial.nbytes  # values before training, if the method resets to them; else empty
-    # The mask says where a model's row is not padding. If all rows have the same mask, only one is in memory, expanded
-    # along the users; `nbytes` would count it for each of them.
+    # The mask is False at the padding of a row. If all rows have the same mask, one mask in memory is expanded to all
+    # users; `nbytes` would count it for each of them.
     models_bytes += clients.mask.untyped_storage().nbytes()
     models_bytes += sum(t.nbytes for t in state.best.values())  # copies of the best round, if it is selected
     moments_bytes = state.first.nbytes + state.second.nbytes
@@ -657,8 +657,8 @@ def _loaded_users_bytes(rehearsal: Rehearsal, pass_size: PassSize) -> tuple[int,
     copies = clients.method.placement.copies  # models per user
     user = user_bytes(clients.state, rehearsal.store)
     cohort_size = min(pass_size.users, rehearsal.num_participants * copies)
-    # Besides the cohort in training: records that are prefetched for other cohorts, or that wait to be written.
-    # Waiting records are of models or of moments; all are counted as models.
+    # Besides the cohort in training, memory holds records that are prefetched for the next cohorts, and records that
+    # wait to be written. The latter may be of models or of moments; all count as models.
     num_model_records = PREFETCHED_COHORTS + MAX_PENDING_WRITES
     models_bytes = cohort_size * (user.params + num_model_records * user.params_record)
     models_bytes += INDEX_BYTES * rehearsal.num_trainers * copies
@@ -687,7 +687,7 @@ def _exchange_bytes(rehearsal: Rehearsal, *, one_user: bool) -> int:
     if rehearsal.store == MEMORY:
         return upload_bytes * rehearsal.num_participants
     user = user_bytes(clients.state, rehearsal.store)
-    # Uploads: the model of each participant is read first, as a record that is then unpacked to tensors.
+    # Uploads: each participant's model is read first, so its record and its unpacked tensors are in memory.
     read_bytes = user.params_record + user.params
     uploads_bytes = rehearsal.num_participants * (upload_bytes + read_bytes)
     # Downloads: while one record is packed, up to MAX_PENDING_WRITES others wait to be written.
@@ -715,8 +715,8 @@ def _server_bytes(federation: InProcess, user_ratio: float) -> int:
 def _largest_step(rehearsal: Rehearsal, rows: tuple[int, ...], pass_size: PassSize) -> StepBytes:
     """Return the peak bytes of a cohort's largest step. Results are cached.
 
-    A step of the phase that trains the most parameters is measured, as other phases keep no more activations. An
-    evaluation counts as a step, too, if it may read more data at once.
+    A step of the phase that trains the most parameters is measured, as other phases keep no more activations. If an
+    evaluation may read more data at once, its peak is measured too, and the larger one is returned.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
@@ -729,9 +729,8 @@ def _largest_step(rehearsal: Rehearsal, rows: tuple[int, ...], pass_size: PassSi
     steps = rehearsal.with_pass_size(pass_size)
     phases = sorted(rehearsal.federation.clients.phases, key=lambda phase: layout.touching(phase.roles).columns)
     largest = StepBytes(passes=0, update=0, gradients=0)
-    if phases:
-        phase_with_most_parameters = phases[-1]
-        largest = step_peak(rehearsal, rows, phase_with_most_parameters, steps)
+    if phases:  # in order of the parameters that they train
+        largest = step_peak(rehearsal, rows, phases[-1], steps)
     if not phases or steps.batch_source.scores_more:
         evaluation_bytes = _evaluation_peak(rehearsal, rows, steps)
         if evaluation_bytes > largest.peak:
@@ -786,23 +785,23 @@ def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: St
             _losses, gradients = steps.gradient(cohort, batch, phase)  # splits the batch into micro-batches
         gradients_bytes = sum(gradient.nbytes for gradient in gradients.values())
         peak_of_passes = live.peak
-        live.peak = live.live  # from here on it is the peak of the update
-        steps.descend(phase, cohort, gradients, 0)  # local step 0; the learning rate changes no sizes
+        live.peak = live.live  # start again, to measure the peak of the update
+        steps.descend(phase, cohort, gradients, 0)  # as local step 0; the number of the step changes no sizes
     return StepBytes(passes=peak_of_passes, update=live.peak, gradients=gradients_bytes)
 
 
 def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor, micro_batch: Tensor) -> Tree:
     """Return gradients with example-level privacy, with the memory of :meth:`.PrivateSteps.step`.
 
-    Shared tensors get the sum of the clipped gradients of single examples, and zeros in place of noise. Tensors that
-    stay local get plain gradients, which are in memory at the same time.
+    Shared tensors get the sum of the clipped gradients of single examples, plus zeros that take the memory of noise.
+    Tensors that stay local get plain gradients, which are in memory at the same time.
 
     Args:
         cohort: The cohort.
         phase: The phase.
         steps: The steps.
-        batch: A batch for the tensors that stay local.
-        micro_batch: Examples for the shared tensors, clipped :data:`TRACED_BATCHES` times.
+        batch: Fake batch for the tensors that stay local.
+        micro_batch: Fake examples for the shared tensors; stands for each of :data:`TRACED_BATCHES` micro-batches.
     """
     private, model, num_users = steps.private, steps.model, len(cohort.rows)
     assert private is not None
@@ -842,7 +841,8 @@ def _evaluation_peak(rehearsal: Rehearsal, rows: Sequence[int], steps: Steps) ->
         steps: The rehearsal's steps, perhaps with another pass size.
     """
     clients = rehearsal.federation.clients
-    items_per_user = steps.batch_source.scored_at_once(clients.users, steps.pass_size)  # sequences or samples
+    # Sequences or samples of each user in one forward pass.
+    items_per_user = steps.batch_source.scored_at_once(clients.users, steps.pass_size)
     inputs = fake_inputs(rehearsal, len(rows), items_per_user)
     with ignore_grad_warning(), _shapes_only(rehearsal), LiveBytes() as live:
         Scorer(steps=steps).predict(clients.models, rows, inputs)

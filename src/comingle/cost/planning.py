@@ -125,7 +125,7 @@ def add_privacy_forecast(
         recipe: The recipe whose costs they are.
         names: Names of the users.
         participation: Fraction or names of the participants.
-        with_real_data: The recipe with the users' own data, if ``recipe`` has text in its place.
+        with_real_data: The recipe with the users' own data; None if ``recipe`` has it.
 
     Raises:
         RecipeError: Rounds have too few participants.
@@ -214,8 +214,8 @@ def _largest_store_bytes(rehearsal: Rehearsal, kept_checkpoints: int) -> int:
     if rehearsal.store == MEMORY:
         return 0
     clients = rehearsal.federation.clients
+    check_storable(clients)  # raises the error that a run would raise if the method does not support users on disk
     plan = clients.plan
-    check_storable(clients)  # raises if the method's users cannot be kept on disk
     num_users = rehearsal.num_trainers
     num_evaluated = min(plan.evaluation.users or num_users, num_users)
     copies = clients.method.placement.copies  # models per user; each has a record of its own
@@ -295,7 +295,7 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
         recipes = [kind_of(recipe).with_num_users(recipe, users) for recipe in recipes]
     population = prepare(recipes[0]).common
     fedavg = rehearse_nets(with_method(recipes[0], "fedavg"), population)
-    net_flops = measured_base(fedavg)  # what other methods take beyond FedAvg's FLOPs is their overhead
+    net_flops = measured_base(fedavg)  # FLOPs beyond FedAvg's count as a method's overhead
     clients = fedavg.federation.clients
     model, training = clients.model, clients.plan.training
     free = free_bytes(model.device)
@@ -357,11 +357,11 @@ def rehearse_nets(
     federation = bare_nets(recipe, population, all_names)
     clients, users = federation.clients, population.users
     trains_one_net = clients.method.placement.pooled  # one net on all users' samples
-    num_users = len(users) if all_names is None else len(all_names)
+    num_all_users = len(users) if all_names is None else len(all_names)  # of all processes
     return rehearse(
         federation,
         num_trainers=1 if trains_one_net else len(users),
-        num_participants=largest_round(participation, num_users),  # all of them may be in this process
+        num_participants=largest_round(participation, num_all_users),  # all of them may be in this process
         store=recipe.runtime.store,
         data_bytes=data_bytes(population, clients.model.dtype),
         reads_cohorts=not users.in_memory,
@@ -382,7 +382,7 @@ def local_work_by_user(clients: Clients, population: Population) -> dict[str, Lo
     if clients.method.placement.pooled:
         users = [(f"all {len(population.users)} users as one", clients.trainers[0])]
     work_by_user: dict[str, LocalWork] = {}
-    first_equal: dict[LocalWork, LocalWork] = {}  # users with equal work share one object, which saves memory
+    shared_work: dict[LocalWork, LocalWork] = {}  # one object for all users with equal work, which saves memory
     for name, user in users:
         epoch_sizes, sweep_sizes = clients.batch_source.batch_sizes(user)
         work = LocalWork(
@@ -391,7 +391,7 @@ def local_work_by_user(clients: Clients, population: Population) -> dict[str, Lo
             sweep_batches=len(sweep_sizes),
             sweep_items=sum(sweep_sizes),
         )
-        work_by_user[name] = first_equal.setdefault(work, work)
+        work_by_user[name] = shared_work.setdefault(work, work)
     return work_by_user
 
 
@@ -407,7 +407,8 @@ def data_bytes(population: Population, dtype: torch.dtype) -> int:
     users = population.users
     if users.sizes is not None:  # users on disk: a row per user with its numbers of samples, by split
         first_user_bytes = data_bytes(replace(population, users=users.select([0])), dtype)
-        return int(first_user_bytes * users.sizes.sum() / users.sizes[0].sum())
+        samples_of_first, all_samples = users.sizes[0].sum(), users.sizes.sum()
+        return int(first_user_bytes * all_samples / samples_of_first)
     total = 0
     for user in users:
         for split in SPLITS:
@@ -571,7 +572,7 @@ def federate_bare(
     plan = make_plan(recipe, method, names).updated("runtime", store=MEMORY)
     placement = method.placement
     largest_batch_size = plan.training.largest_batch_size
-    tokens_each = plan.iterations * largest_batch_size * plan.training.context  # that one model trains on in the run
+    tokens_each = plan.iterations * largest_batch_size * plan.training.context  # training tokens of a model in the run
     all_alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
     indices = range(len(names)) if own_indices is None else own_indices
     if all_alike and not placement.pooled:
@@ -585,7 +586,7 @@ def federate_bare(
         num_trainers = len(trainers)
         model = adapt_base(recipe, base, method, num_trainers, num_tokens=num_trainers * tokens_each)
     else:
-        # Adapters are padded to the largest of all processes. So build those of all users, then keep this process's.
+        # Adapters are padded to the largest rank of all users. So build all users' adapters, then keep this process's.
         num_trainers = len(names)
         model = adapt_base(recipe, base, method, num_trainers, num_tokens=num_trainers * tokens_each)
         model = model.only(indices)
@@ -643,12 +644,12 @@ def rehearse_text(
     """
     federation = federate_bare(recipe, base, names, own_indices)
     trains_one_model = federation.clients.method.placement.pooled  # one model on all users' data
-    num_users = len(names) if own_indices is None else len(own_indices)
+    num_own_users = len(names) if own_indices is None else len(own_indices)
     if process_bytes is None:
         process_bytes = measured_process_bytes("text", base.device)
     return rehearse(
         federation,
-        num_trainers=1 if trains_one_model else num_users,
+        num_trainers=1 if trains_one_model else num_own_users,
         num_participants=largest_round(participation, len(names)),  # all of them may be in this process
         store=recipe.runtime.store,
         checkpointed=recipe.runtime.gradient_checkpointing,
@@ -668,8 +669,8 @@ def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops
         names: Names of the users.
 
     Returns:
-        Function that returns the FLOPs of one token's forward pass and of a round. Its argument, a user's local work,
-        is ignored, as it is the same for all users of a language model.
+        Function that returns the FLOPs of one token's forward pass and of a round. It ignores its argument, a user's
+        local work, which is the same for all users of a language model.
     """
     fedavg = with_method(recipe_for_one_user(recipe, largest), "fedavg")
     one_name = names[:1]
@@ -737,7 +738,8 @@ def fit(recipe: Recipe, run_data: RunData) -> PassSize:
     for_counting = with_method(recipe, recipe.method.name)  # the same method, not compiled
     rehearsal = _rehearse(for_counting, run_data, recipe.training.participation)
     device = rehearsal.steps.model.device
-    # `memory.total_bytes` includes the base, the data and the process, which already use memory that is not free.
+    # `memory.total_bytes` below includes the base, the data and the process. These are loaded already, so what they use
+    # does not count as free and is added to it.
     loaded_bytes = rehearsal.weights_bytes + rehearsal.process_bytes + rehearsal.data_bytes
     usable_bytes = int(FREE_SHARE.get(device.type, 1.0) * free_bytes(device)) + loaded_bytes
     memory = peak_memory(rehearsal)
@@ -830,7 +832,7 @@ def memory_choices(
             quantised = {"quantise": bits}
             saved_bytes = _bytes_saved_by_quantising(recipe.with_changes({**format_changes, **quantised}))
         for checkpointing in _checkpointing_choices(recipe):
-            # Without quantisation, so that 8 bits and 4 bits use the same traces; saved bytes are subtracted.
+            # Traced without quantisation, once for full, 8-bit and 4-bit weights; `saved_bytes` are subtracted below.
             memory = memory_with(*{**format_changes, **checkpointing}.items())
             changes = {**format_changes, **quantised, **checkpointing}
             slowdown = format_slowdown
@@ -932,7 +934,9 @@ class _MemoryByPassSize:
         settings: dict[str, Any] = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
         load = partial(load_skeleton, recipe.base, **settings, quantise=recipe.quantise)
         self._num_layers = len(decoder_layers(load().model))
-        traced_layers = _TRACED_LAYERS if self._num_layers > max(_TRACED_LAYERS) else (self._num_layers,)
+        has_many_layers = self._num_layers > max(_TRACED_LAYERS)
+        traced_layers = _TRACED_LAYERS if has_many_layers else (self._num_layers,)
+        # Costs are counted for text, so conversations are replaced with text that costs as much.
         (text_recipe,), _too_small, _note = kind_of(recipe).as_text([recipe], len(names))
         text_recipe = with_method(text_recipe, recipe.method.name)
         self._num_users = len(names) if own_indices is None else len(own_indices)
@@ -957,7 +961,8 @@ class _MemoryByPassSize:
         cost = self.cost_at(size)
         if self._device.type != "cpu":
             return cost.total_bytes
-        # With `runtime.memory` freed blocks are returned to the system: the gaps are smaller than `cost` assumes.
+        # `runtime.memory` returns freed blocks to the system, so the gaps between live tensors (`allocator_bytes`) are
+        # smaller than `cost` assumes.
         bytes_without_gaps = cost.total_bytes - cost.allocator_bytes
         gap_bytes = int(RETURNED_GAPS * cost.pass_bytes)
         return bytes_without_gaps + gap_bytes + LIBRARY_BYTES
@@ -971,7 +976,7 @@ class _MemoryByPassSize:
         few_layers, more_layers = self._rehearsal_by_layers.keys()  # 1 and 2
         bytes_with_few, bytes_with_more = asdict(costs[0]), asdict(costs[1])
         extrapolated: dict[str, int] = {}
-        for name, num_bytes in bytes_with_few.items():
+        for name, num_bytes in bytes_with_few.items():  # 100 bytes with 1 layer and 130 with 2 are 190 with 4
             added_bytes = (self._num_layers - few_layers) * (bytes_with_more[name] - num_bytes)
             extrapolated[name] = num_bytes + added_bytes // (more_layers - few_layers)
         return MemoryCost(**extrapolated)
@@ -1027,9 +1032,9 @@ def choose_specialists(
 ) -> dict[str, int]:
     """Return the number of specialists of each user for ``method.specialists: auto``.
 
-    It is the largest number up to :data:`MOST_SPECIALISTS` with which the run fits into memory, and with which the
-    user's local steps take at most ``training.max_seconds_per_round``. Memory is that of the recipe's number format: a
-    base is not quantised for more specialists. Local steps are measured, for users with a limit.
+    It is the largest number up to :data:`MOST_SPECIALISTS` with which the run fits into memory in the recipe's number
+    format, and with which the user's local steps take at most ``training.max_seconds_per_round``. Local steps are
+    measured only for users with such a limit.
 
     Args:
         recipe: The recipe.
@@ -1060,12 +1065,12 @@ def choose_specialists(
     def rank_and_batch_size(user: int) -> tuple[int, int]:
         return int(ranks[user]), plan.batch_size_of(names[user])
 
-    smallest = 0 if _has_generalists(recipe) else 1
-    within_memory = MOST_SPECIALISTS
-    while within_memory > smallest:
-        if _fits_in_own_format(with_number(within_memory), limit, names, own_indices, process_bytes):
+    smallest = 0 if _has_generalists(recipe) else 1  # a model needs an expert
+    most_in_memory = MOST_SPECIALISTS
+    while most_in_memory > smallest:
+        if _fits_in_own_format(with_number(most_in_memory), limit, names, own_indices, process_bytes):
             break
-        within_memory -= 1
+        most_in_memory -= 1
     method = make(recipe.method.name, **recipe.method.settings)
     recipe_of_users = recipe.for_users(names)
     plan, ranks = make_plan(recipe_of_users, method, names), ranks_of(recipe_of_users.adapters, len(names))
@@ -1074,7 +1079,7 @@ def choose_specialists(
         first_user_with.setdefault(rank_and_batch_size(user), user)
     chosen: dict[str, int] = {}
     for user in range(len(names)) if own_indices is None else own_indices:
-        number = within_memory
+        number = most_in_memory
         while number > smallest and not fits_into_round(number, user):
             number -= 1
         chosen[names[user]] = number
@@ -1091,7 +1096,7 @@ def _fits_in_own_format(
 ) -> bool:
     """Return whether a run fits into a limit in the number format of its recipe.
 
-    With ``runtime.memory`` smaller passes and checkpointing may help; else the recipe's own passes have to fit.
+    With ``runtime.memory`` it may use smaller passes and checkpointing; else the recipe's own passes have to fit.
 
     Args:
         recipe: The recipe.
@@ -1101,8 +1106,8 @@ def _fits_in_own_format(
         process_bytes: Bytes of a process without model and data; None to measure them.
     """
     if recipe.runtime.memory is None:
-        needs = _MemoryByPassSize(recipe, names, own_indices=own_indices, process_bytes=process_bytes)
-        return needs.cost_at(needs.pass_size).total_bytes <= limit
+        memory = _MemoryByPassSize(recipe, names, own_indices=own_indices, process_bytes=process_bytes)
+        return memory.cost_at(memory.pass_size).total_bytes <= limit
     for choice in memory_choices(recipe, names, own_indices=own_indices, process_bytes=process_bytes):
         if "runtime.dtype" in choice.changes or "quantise" in choice.changes:
             return False  # the choices that follow have other formats
@@ -1114,7 +1119,7 @@ def _fits_in_own_format(
 def step_seconds(recipe: Recipe, names: tuple[str, ...], user: int) -> float:
     """Return the seconds of a local step of one user, measured here with the recipe's base and tokens of number 0.
 
-    Seconds of phases that are due every n-th step, such as the router's, are divided by n. Each phase is measured
+    Seconds of a phase that runs after every n-th step, such as the router's, are divided by n. Each phase is measured
     twice after a warm-up; the shorter time counts.
 
     Args:
@@ -1131,10 +1136,11 @@ def step_seconds(recipe: Recipe, names: tuple[str, ...], user: int) -> float:
         times = []
         for _ in range(3):
             began = time.perf_counter()
-            _, gradients = clients.steps.gradient(cohort, batch, phase)  # without the losses
-            clients.steps.descend(phase, cohort, gradients, 0)
+            _losses, gradients = clients.steps.gradient(cohort, batch, phase)
+            clients.steps.descend(phase, cohort, gradients, 0)  # as local step 0
             times.append(time.perf_counter() - began)
-        total_seconds += min(times[1:]) * phase.steps / phase.every
+        _warm_up, *step_times = times
+        total_seconds += min(step_times) * phase.steps / phase.every
     return total_seconds
 
 
@@ -1151,14 +1157,14 @@ def _plan_within_memory(
     If none fits, the costs are those with the smallest settings. Arguments and exceptions are those of :func:`plan`.
     """
     if len(methods) > 1:
-        got = f"runtime.memory: got {recipe.runtime.memory!r} with {len(methods)} methods"
-        raise RecipeError(f"{got}; allowed: with one method, as settings are chosen for each")
+        problem = f"runtime.memory: got {recipe.runtime.memory!r} with {len(methods)} methods"
+        raise RecipeError(f"{problem}; allowed: with one method, as settings are chosen for each")
     method_name = methods[0] if methods else recipe.method.name
     recipe_of_method = with_method(recipe, method_name, for_all)
     check_recipe(recipe_of_method)
     names = tuple(participants) or user_names(recipe, users)
     own_indices, process_bytes = None, None
-    if participants:  # a federation: the limit is that of a client
+    if participants:  # a federation: choose for the client with the largest model
         own_indices, process_bytes = [_largest_user(recipe_of_method, names)], CLIENT_BYTES
     limit = memory_limit(recipe)
     choices = tuple(memory_choices(recipe_of_method, names, own_indices=own_indices, process_bytes=process_bytes))
@@ -1183,9 +1189,9 @@ def _plan_with_specialists(
     """
     names = tuple(participants) or user_names(recipe, users)
     limit = memory_limit(recipe)
-    if participants:  # a federation: each device chooses for one user; this machine stands for all of them
-        of_client = choose_specialists(recipe, limit, names, own_indices=[0], process_bytes=CLIENT_BYTES)
-        numbers = dict.fromkeys(names, of_client[names[0]])
+    if participants:  # a federation: every client is assumed to have this machine's memory and speed
+        number_of_first = choose_specialists(recipe, limit, names, own_indices=[0], process_bytes=CLIENT_BYTES)
+        numbers = dict.fromkeys(names, number_of_first[names[0]])
     else:
         numbers = choose_specialists(recipe, limit, names)
     chosen_recipe = recipe.with_changes({"method.specialists": numbers})

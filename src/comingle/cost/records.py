@@ -70,11 +70,12 @@ def _convolution_backward(out: Sequence[int], x: object, weight: Sequence[int], 
     Args:
         out: Shape of the gradient of the output.
         x: Shape of the input.
-        weight: Shape of the weight.
+        weight: Shape of the weight, ``(channels_out, channels_in of one group, *kernel)``.
         rest: The operation's other arguments; the last is ``[input, weight, bias]``, which gradients are wanted.
     """
     wants_input, wants_weight, _wants_bias = rest[-1]  # the gradient of a bias takes no multiplications
     batch_size, _channels, *output_positions = out
+    # Every entry of the weight is used once per output position.
     forward_flops = 2 * batch_size * math.prod(output_positions) * math.prod(weight)
     return forward_flops * (wants_input + wants_weight)
 
@@ -237,7 +238,7 @@ def _block_backward(block: Block, *, input_needs_grad: bool) -> tuple[Flops, boo
     """
     flops = Flops()
     values_need_grad = input_needs_grad or any(linear.trained for linear in block.qkv)
-    attention_needs_grad = values_need_grad or block.attention_out.trained  # gradient of the attention's output
+    attention_needs_grad = values_need_grad or block.attention_out.trained  # the output of the output projection
     attention = [(linear, input_needs_grad) for linear in block.qkv] + [(block.attention_out, values_need_grad)]
     for linear, needs_input_grad in attention:
         if needs_input_grad or linear.trained:
@@ -341,7 +342,7 @@ def table3_columns(sizes: Sizes, context: int, fedavg: Account, comigs: Account)
         (bfloat16); ``true`` is the counted one.
     """
     mlp_lora = 2 * sizes.expert  # of both experts
-    router_share = sizes.router / mlp_lora
+    router_share = sizes.router / mlp_lora  # as the paper counts: without the base and the LoRA of attention
     uploaded = _millions(sizes.attention + sizes.expert)
     all_lora = _millions(sizes.attention + mlp_lora)
     return [
@@ -631,10 +632,10 @@ class Plan:
     choices: tuple[MemoryChoice, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
-        """Return nested dictionaries, for JSON, with the names of most fields as keys.
+        """Return nested dictionaries, for JSON.
 
-        Exceptions: the base's FLOPs have their unit in the key, Table 3 of the CoMiGS paper has the key
-        ``comigs_1g1s_minus_fedavg``, and the limit and choices of ``runtime.memory``, if it is set, have ``memory``.
+        Keys are the names of the fields, except ``base_forward_flops_per_token`` (or ``_sample``),
+        ``comigs_1g1s_minus_fedavg`` (Table 3) and ``memory`` (limit and choices, with ``runtime.memory`` only).
         """
         same_names = (
             "base", "base_parameters", "dtype", "device", "users", "rounds", "local_steps", "batch_size", "context",

@@ -146,8 +146,8 @@ def _hub_config(repository: str) -> Path | None:
 def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] | None = None) -> InProcess:
     """Return a federation of nets from which costs are counted, with no more users than needed.
 
-    All users train nets of the same shapes, so the first users of the population are enough: those of one pass. A
-    pooled method, which trains one net on the samples of all users, gets all users.
+    All users train nets of the same shapes, so the first users are enough: as many as train in one pass. A pooled
+    method, which trains one net on the samples of all users, gets all users.
 
     Args:
         recipe: The recipe.
@@ -228,9 +228,9 @@ def _mixture_slots(net: FloralModel) -> list[Slot]:
     """
     role_by_name = roles(net)
     slots = []
-    # A slot has a role for each entry of the leading dimension, which in an adaptor has one entry per cluster.
-    for role, num_entries in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
+    # An adaptor has one role per cluster, since its leading dimension is that of clusters. A router has one role.
+    for role, num_roles in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
         for name, parameter in net.named_parameters():
             if role_by_name.get(name) == role:
-                slots.append(Slot(name=name, shape=tuple(parameter.shape), roles=(role,) * num_entries, init=init_zero))
+                slots.append(Slot(name=name, shape=tuple(parameter.shape), roles=(role,) * num_roles, init=init_zero))
     return slots

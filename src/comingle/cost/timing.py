@@ -215,9 +215,9 @@ def users_per_process(num_users: int, num_processes: int) -> int:
 
 
 def compute_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
-    """Return the seconds per round of local steps, messages and evaluations, in the process that has the most users.
+    """Return the mean seconds per round of local steps, messages and evaluations, in the process with the most users.
 
-    Seconds of messages and of evaluations, which not every round has, are spread over all rounds.
+    An evaluation of 10 seconds every 5 rounds counts as 2 seconds per round.
 
     Args:
         work: Amounts of work in the run.
@@ -245,8 +245,8 @@ def server_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     if is_distributed and work.needs_only_sums:
         aggregation_seconds = 0.0  # processes sum the uploads on the way to the server
     report_seconds = parts.report_seconds if is_distributed else 0.0
-    num_uploads = work.participants * work.exchange_share  # mean over rounds with and without an exchange
-    return parts.fixed_seconds + num_uploads * (aggregation_seconds + report_seconds)
+    uploads_per_round = work.participants * work.exchange_share  # mean: half of them if every second round exchanges
+    return parts.fixed_seconds + uploads_per_round * (aggregation_seconds + report_seconds)
 
 
 def ring_seconds(size_bytes: float, processes: int, rate: float) -> float:
@@ -340,7 +340,7 @@ def disk_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
         parts: Measured times of the parts of a round.
         cluster: The machines.
     """
-    # A machine's processes share its disk, so this is the time to write one user of each process.
+    # All processes of a machine write to its disk at the same time, so a user takes that many times as long.
     seconds_per_user = cluster.processes * work.state_bytes / cluster.disk
     if not work.on_disk:
         checkpoint_seconds = users_per_process(work.users, cluster.num_processes) * seconds_per_user
@@ -417,8 +417,8 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
     """Measure all parts of a round, in this process and in the other processes of ``ranks`` at the same time.
 
     Local steps are timed with ``own_users`` participants, and with a full cohort (as many users as train in one batch).
-    Everything else is timed in rounds without local steps, with few and with many participants, so that the time per
-    participant follows from the difference.
+    Everything else is timed in rounds without local steps, with few and with many participants: if 10 take 3 s and 30
+    take 5 s, each takes 0.1 s.
 
     Args:
         recipe: The recipe, with few local steps.
@@ -434,7 +434,7 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
     one_user = build(recipe, copy_users(run_data, 1)).clients  # shows how large a user and a cohort are
     cohort_size = min(MAX_TRAINED, one_user.pass_size.users)
     tensor_bytes = user_bytes(one_user.state, MEMORY)
-    # As many users as fit are built, as the time of one participant's messages is short.
+    # Build as many users as fit, since the messages of a few take too little time to measure.
     users_that_fit = MAX_STATE_BYTES // max(1, tensor_bytes.params + tensor_bytes.moments)
     built_users = max(own_users, cohort_size, min(MAX_SENDING, users_that_fit))
     federation = _build_federation(recipe, copy_users(run_data, built_users * num_processes), ranks)
@@ -519,7 +519,7 @@ def time_rounds(federation: InProcess, participants_each: int, num_processes: in
     for rank in range(num_processes):
         first_user = rank * users_each  # users are numbered process by process
         participants += range(first_user, first_user + participants_each)
-    never = 10**6  # in a later round than any that is run
+    never = 10**6  # a later round than any that is run
     plan = replace(clients.plan, participation=(tuple(participants),)).updated("training", rounds=never)
     plan = plan.updated("evaluation", every=never, first=False)
     clients.plan = plan.updated("checkpoints", every=1)  # calls `end_round` after each round
@@ -578,7 +578,7 @@ def describe_messages(federation: InProcess) -> dict[str, object]:
     in such a sum), ``state_bytes`` (bytes of a user on disk) and ``columns`` (entries of a user's model).
     """
     clients, server = federation.clients, federation.server
-    # With `runtime.shard_sums: ordered` the server sums uploads in the order of the users, so it needs all of them.
+    # With `runtime.shard_sums: ordered` the server gets every upload, to sum them in the order of the users.
     sums_in_order = getattr(federation, "ordered", False)
     return {
         "needs_only_sums": bool(server.needs_only_sums and not sums_in_order),
@@ -617,10 +617,11 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
 
     seconds["send_s"] = median_seconds(make_upload)
     upload = make_upload()
-    if server.sums is None:  # no secure sum, which has no plain uploads
+    has_secure_sum = server.sums is not None  # then the server has no plain uploads to aggregate
+    if not has_secure_sum:
 
         def aggregate() -> None:
-            """Aggregate the upload as one of the current round, which ends with that."""
+            """Aggregate the upload, which ends the server's round: so number it as the server's current round."""
             server.aggregate(replace(upload, round=server.version))
 
         seconds["aggregate_s"] = median_seconds(aggregate)

@@ -262,7 +262,12 @@ class Service:
         prompt = self._refuse_invalid(encode_prompt)
         # `split_special_tokens`: "<|im_end|>" in the text is read as characters, not as the special token.
         text: Any = self.engine.tokenizer(parsed.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        self._refuse_invalid(lambda: self.prompts.base.require_rows(text, "the text"), "text")
+
+        def check_tokens() -> None:
+            """Raise an error if the base's embedding has no row for a token of the text."""
+            self.prompts.base.require_rows(text, "the text")
+
+        self._refuse_invalid(check_tokens, "text")
         self._refuse_too_long(len(prompt) + len(text), num_new_tokens=0, param="text")
         try:
             routing_future = self.worker.call(lambda: self.engine.route(parsed.model, prompt, list(text)))

@@ -170,8 +170,8 @@ class Detokenizer:
             return
         self.text += new_text
         has_text = bool(self.tokenizer.decode(new_tokens, skip_special_tokens=True))
-        if has_text:  # special tokens have no text, so they cannot be the context of the next tokens
-            self.context_start = self.num_decoded
+        if has_text:  # else they are special tokens, and the earlier context is kept
+            self.context_start = self.num_decoded  # the next tokens are decoded together with these
         self.num_decoded = len(self.tokens)
 
     def _num_held_back(self) -> int:
@@ -328,7 +328,7 @@ class Engine:
     def route(self, name: str, prompt: list[int], text: list[int]) -> Routing:
         """Return how a user's model routes each token of ``text``.
 
-        Call it between two steps.
+        Not to be called during :meth:`step`, since it binds the user's adapters to the network.
 
         Args:
             name: The user.
@@ -338,10 +338,10 @@ class Engine:
         Raises:
             DataError: The model has no routers.
         """
-        self._is_bound = False  # `PersonalModel.route` binds the adapters of this user
+        self._is_bound = False  # the next step binds the adapters of the active rows again
         tokens = torch.tensor([*prompt, *text])
-        # context: one forward pass over all tokens. begins: whether to add a begin-of-text token.
-        routing = self.models[name].route(tokens, context=len(tokens), begins=False)
+        one_pass = len(tokens)  # all tokens in one forward pass
+        routing = self.models[name].route(tokens, context=one_pass, begins=False)  # adds no begin-of-text token
         text_start = len(prompt)
         return Routing(tokens=routing.tokens[text_start:], experts=routing.experts, gates=routing.gates[:, text_start:])
 

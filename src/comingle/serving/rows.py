@@ -142,7 +142,7 @@ class RowCache(Cache):
         If they do not, move all rows to larger tensors, where the longest row, old or new, starts at position 0.
 
         Args:
-            template_layers: Layers whose shapes and dtypes the first tensors get.
+            template_layers: Layers whose shapes and dtypes the cache's first tensors get.
             longest_new_row: Number of tokens of the longest new row; 0 without new rows.
         """
         new_rows_fit = longest_new_row <= self.stop
@@ -152,7 +152,7 @@ class RowCache(Cache):
         if not self.layers:
             self.layers = [_Layer(self) for _ in template_layers]
         new_stop = max(self.stop - self.start, longest_new_row)
-        # Round up to a multiple of the step, with at least half a step of free positions.
+        # Leave at least half a step of free positions, and round up to whole steps.
         num_steps = math.ceil((new_stop + CAPACITY_STEP // 2) / CAPACITY_STEP)
         new_capacity = num_steps * CAPACITY_STEP
         for layer, template in zip(self.layers, template_layers, strict=True):
@@ -278,14 +278,16 @@ class MixedRows(Rows):
         layers = cast(FloralModel, model.net).layers()
         shares = model.shares(personal.tensors).squeeze(0)  # of the only user
         tree = Tree()
-        for layer_name, a, b in lora_pairs(personal.tensors):  # (1, clusters, rank, d_in), (1, clusters, d_out, rank)
+        # a: (1, clusters, rank, d_in); b: (1, clusters, d_out, rank)
+        for layer_name, a, b in lora_pairs(personal.tensors):
             name = layer_name.removeprefix("model.")
             layer = layers[layer_name]
             layer_shares = layer.mixture_of_layer(shares)  # (clusters,): shares may differ between layers
             scales = layer.alpha * layer_shares
             scaled_b = b.squeeze(0) * scales.to(b).view(-1, 1, 1)  # (clusters, d_out, rank)
             tree[f"{name}.a"] = a.flatten(1, 2)  # (1, clusters rank, d_in)
-            tree[f"{name}.b"] = scaled_b.mT.flatten(0, 1).unsqueeze(0)  # (1, clusters rank, d_out)
+            # Transpose each factor to (rank, d_out), then stack the clusters: (1, clusters rank, d_out).
+            tree[f"{name}.b"] = scaled_b.mT.flatten(0, 1).unsqueeze(0)
         return tree
 
     def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
@@ -358,8 +360,8 @@ def reorder_weights(network: PreTrainedModel) -> None:
 def without_adapters(personal: PersonalModel) -> PersonalModel:
     """Return a copy of a user's model that computes the same as the base, with the name "pretrained".
 
-    The factors B of all LoRAs and all residuals are set to zero, so that adapters add nothing. The router of an
-    ensemble is set to zero too, since it has the logarithms of exponents that are applied to the probabilities.
+    The factors B of all LoRAs and all residuals are set to zero, so that adapters add nothing. In an ensemble, router
+    entries are logarithms of the exponents of the models' probabilities; zeros make all exponents 1.
     """
     suffixes_to_zero = (".b", f".{OUT}", CLIENT_ROUTER)  # factors B, residuals, routers of ensembles
     tensors: dict[str, Tensor] = {}

@@ -386,7 +386,7 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
         num_experts, num_layers = int(present.sum()), len(model.adapters.experts)
         equal_gates = torch.full((num_experts,), 1 / num_experts)
         return perplexity(source, _losses_of_user(source)), [equal_gates] * num_layers
-    # For each batch, `validate` first computes the losses, which fills this list, and then calls `gates_of_batch`.
+    # For each batch, `validate` calls the function of losses, which fills this list, and then `gates_of_batch`.
     recorded_gates: list[Tensor] = []
     assert source.model_info is not None
 
@@ -397,7 +397,9 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
     # Compiled code does not record gates.
     with routing.record_gates(model.adapters), without_compiling():
         score = source.model_info.validate(_losses_of_user(source, recorded_gates), gates_of_batch)
-    mean_gates_by_layer = [torch.tensor(mean_gates)[present] for mean_gates in score.expert_scores]
+    mean_gates_by_layer = []
+    for mean_gates in score.expert_scores:  # of one layer: the mean gate of each expert, present or not
+        mean_gates_by_layer.append(torch.tensor(mean_gates)[present])
     return perplexity_of(score.mean_loss), mean_gates_by_layer
 
 
@@ -406,11 +408,11 @@ def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]
 
     Args:
         source: The user's model, with its data.
-        losses: Computes the loss of each token, by any model.
+        losses: Computes the loss of each token, by the user's model or by an exported one.
     """
     assert source.model_info is not None
-    gates_of_batch = None  # the score has no gates of experts
-    score = source.model_info.validate(losses, gates_of_batch)
+    no_gates = None  # `validate` then averages losses only, not the gates of experts
+    score = source.model_info.validate(losses, no_gates)
     return perplexity_of(score.mean_loss)
 
 
@@ -430,12 +432,12 @@ def _losses_of_user(
         if recorded_gates is not None:
             recorded_gates.clear()
         losses_of_windows = []
-        for window in windows.to(model.device).unsqueeze(1):
-            (losses_of_window,) = model.predict(source.tensors, [source.row], window)  # of the only user
+        for window in windows.to(model.device).unsqueeze(1):  # the new axis of length 1 is that of users
+            (losses_of_window,) = model.predict(source.tensors, [source.row], window)
             losses_of_windows.append(losses_of_window)
             if recorded_gates is not None:
                 assert isinstance(model, AdaptedModel)
-                recorded_gates.append(routing.gates(model.adapters))  # the next call of `predict` overwrites them
+                recorded_gates.append(routing.gates(model.adapters))  # of the last `predict`
         return torch.stack(losses_of_windows)
 
     return losses
@@ -444,8 +446,8 @@ def _losses_of_user(
 def losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
     """Return a function that computes the loss of each token by a network of transformers.
 
-    The loss of padding and of tokens outside a conversation's responses is 0. They are marked by negative numbers:
-    padding by ``PAD`` = -1, the others by numbers below it.
+    Padding and tokens outside a conversation's responses have negative numbers in the windows, and a loss of 0. For
+    padding the number is ``PAD`` = -1, for the others it is lower.
     """
 
     def losses(_users: Sequence[int], windows: Tensor) -> Tensor:  # all users share the network
@@ -614,8 +616,8 @@ def _write_gguf_folder(source: Source, draft: Path, number_format: str) -> _Writ
         DataError: llama.cpp cannot represent the model, or the base has no tokenizer.
     """
     base = source.model.base
-    will_be_sparse = base.model.config.model_type in SPARSE and is_mixture(source)
-    if not will_be_sparse:  # `write_gguf` checks the configuration of a sparse network
+    becomes_sparse_mixture = base.model.config.model_type in SPARSE and is_mixture(source)
+    if not becomes_sparse_mixture:  # else `write_gguf` checks the new network's configuration, not the base's
         problem = why_no_gguf(base.model.config)
         if problem:
             raise DataError(f"user {source.name!r}: {problem}; --format transformers has no such limit")
@@ -682,8 +684,9 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
     perplexity_of_mixture, mean_gates_by_layer = validate_with_gates(source)
     changes = []
     for change in changes_of(source):
-        is_of_experts = change.key != ""
-        changes.append(change.reweighted(mean_gates_by_layer[change.layer]) if is_of_experts else change)
+        if change.key:  # "gate", "up" or "down": a linear layer of the experts
+            change = change.reweighted(mean_gates_by_layer[change.layer])
+        changes.append(change)
     network = cast_parameters(plain_network(source.model.base.model, changes), DTYPES[number_format])
     perplexities = {
         "validation_perplexity_of_the_mixture": perplexity_of_mixture,

@@ -88,7 +88,7 @@ def vocabulary(
         _token_type(token_id, token, token_by_id, added_tokens, model, is_sentencepiece)
         for token_id, token in enumerate(tokens)
     ]
-    # Encode any text, to see whether the tokenizer adds the tokens bos and eos, and a space before the text.
+    # Encode "a", to see whether the tokenizer adds the tokens bos and eos, and a space before the text.
     ids = tokenizer("a")["input_ids"]
     ids_without_special_tokens = tokenizer("a", add_special_tokens=False)["input_ids"]
     special_ids = _special_ids(tokenizer, turn_end, ends)

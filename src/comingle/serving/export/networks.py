@@ -131,7 +131,7 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
             other_changes.append(change)
     merged = plain_network(base, other_changes)
     config = _sparse_config(base, num_experts=len(routing.gates[0]), top_k=routing.top_k)
-    # Outside MLPs, both networks have the same tensors.
+    # Outside MLPs, both networks have the same tensors. Those of MLPs are replaced with experts and routers.
     state = {name: tensor for name, tensor in merged.state_dict().items() if ".mlp." not in name}
     for layer, changes_of_layer in expert_changes.items():
         layer_prefix, _mlp, _linear = changes_of_layer["up"].name.rpartition("mlp.")  # such as "model.layers.0."
@@ -225,15 +225,18 @@ def _float32_copy(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def _expert_weights(merged: PreTrainedModel, change: Change) -> Float[Tensor, "experts d_out d_in"]:
-    """Return the base's weight plus each expert's change of it.
+    """Return one linear layer's weight in the base plus its change, for each expert.
 
     Args:
         merged: Network with the base's weights.
-        change: The changes of one linear layer by all experts.
+        change: The changes of the layer by all experts.
     """
     weight = merged.get_parameter(f"{change.name}.weight")
-    num_experts = len(change.a)
-    return torch.stack([weight + change.only_expert(i).summed().to(weight) for i in range(num_experts)])
+    expert_weights = []
+    for expert in range(len(change.a)):
+        product = change.only_expert(expert).summed()  # scale * B A of this expert
+        expert_weights.append(weight + product.to(weight))
+    return torch.stack(expert_weights)
 
 
 def _sparse_config(base: PreTrainedModel, *, num_experts: int, top_k: int) -> object:
@@ -254,9 +257,9 @@ def _sparse_config(base: PreTrainedModel, *, num_experts: int, top_k: int) -> ob
     values.update(architecture.fixed)
     if architecture is _QWEN3:
         has_sliding_layers = "sliding_attention" in (getattr(base.config, "layer_types", None) or ())
-        if not has_sliding_layers:  # the configuration may have a window that no layer uses
+        if not has_sliding_layers:  # Qwen3's configuration may have a window that no layer uses; drop it
             values["sliding_window"] = None
-    values.setdefault("sliding_window", None)
+    values.setdefault("sliding_window", None)  # else the architecture's default, which may be a window, would apply
     values["use_cache"] = True
     values[architecture.num_experts_key] = num_experts
     values[architecture.expert_width_key] = base_values["intermediate_size"]
@@ -297,9 +300,9 @@ def is_mixture(source: Source) -> bool:
 
 
 def format_hint(source: Source) -> str:
-    """Return the end of an error message: the ``--format`` with which a model that mixes experts can be exported."""
-    is_exact = not why_not_sparse(source.model.base.model.config) and not unsupported_mixing(source)
-    if is_exact:
+    """Return which ``--format`` can export a model that mixes experts, as the end of an error message."""
+    has_exact_format = not why_not_sparse(source.model.base.model.config) and not unsupported_mixing(source)
+    if has_exact_format:
         return "--format transformers is exact"
     return "--format merged-approximately exports a plain model and measures how much worse it is"
 
@@ -342,18 +345,18 @@ def routing_of(source: Source) -> Routing:
     assert isinstance(model, AdaptedModel)
     present = model.adapters.present[source.row]  # (experts,): whether the user has the expert
     num_experts = int(present.sum())
-    gates: list[Tensor] = []  # one (num_experts, width) per layer
+    router_weights: list[Tensor] = []  # one (num_experts, width) per layer
     for name, mlp in model.adapters.experts.items():
         router = source.tensors.get(f"{name}.router")  # (1, experts, width)
         if router is None:
             _d_out, width = weight_shape(mlp.first["up"])
-            gates.append(torch.zeros(num_experts, width))
+            router_weights.append(torch.zeros(num_experts, width))
         else:
-            gates.append(router.squeeze(0).cpu()[present])
+            router_weights.append(router.squeeze(0).cpu()[present])
     if not routing.routed(model.adapters):
-        return Routing(top_k=num_experts, gates=gates)
+        return Routing(top_k=num_experts, gates=router_weights)
     any_mlp = next(iter(model.adapters.experts.values()))  # top_k is the same in all layers
-    return Routing(top_k=min(any_mlp.router.top_k, num_experts), gates=gates)
+    return Routing(top_k=min(any_mlp.router.top_k, num_experts), gates=router_weights)
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
