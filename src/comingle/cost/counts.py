@@ -130,7 +130,8 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
     rows = clients.row_of  # row of each user's model in the state
     if clients.method.placement.pooled:
         rows, names = rows[:1], (f"all {len(names)} users as one",)
-    rows_by_name = [rows[min(i, len(rows) - 1)] for i in range(len(names))]
+    last = len(rows) - 1
+    rows_by_name = [rows[min(i, last)] for i in range(len(names))]  # such as [0, 1, 2, 2, 2] for 5 names and 3 users
     sizes_by_row = unpadded_entries(clients)
     parameters_by_role = _parameters_by_role(clients)
     message_sizes = message_bytes(federation, names)

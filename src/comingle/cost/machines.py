@@ -220,7 +220,7 @@ def _to_measurement(
         message_seconds = message_seconds + times["sum_s"]  # of uploads, before processes send the sums
     aggregation_seconds = times["aggregate_s"]
     if is_distributed and times["needs_only_sums"]:
-        aggregation_seconds = 0.0
+        aggregation_seconds = 0.0  # processes sum the uploads on the way to the server
     hop_seconds = times.get("hop", 0.0)
     latency_seconds = num_hops(collectives, num_processes) * hop_seconds if is_distributed else 0.0
 
@@ -364,7 +364,8 @@ def plan_times(
     if num_processes > largest_population:
         why = f"allowed: up to {largest_population:,} processes, one for each user of the largest population"
         raise RecipeError(f"--machines: {num_processes:,} processes in all; {why}")
-    populations = [users for users in dict.fromkeys((num_users, *POPULATIONS)) if users >= num_processes]
+    distinct_populations = dict.fromkeys((num_users, *POPULATIONS))
+    populations = [users for users in distinct_populations if users >= num_processes]
     participants = largest_round(recipe.training.participation, num_users)
     user_seconds = None if step is None else step * plan.local_steps
     methods = []

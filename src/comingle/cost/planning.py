@@ -224,7 +224,7 @@ def _largest_store_bytes(rehearsal: Rehearsal, kept_checkpoints: int) -> int:
         participants=rehearsal.num_participants * copies,
         evaluated_users=num_evaluated * copies,
         rounds=plan.training.rounds,
-        evaluate_every=plan.period,
+        evaluate_every=plan.period,  # rounds between evaluations
         checkpoint_every=plan.checkpoints.every,
         kept_checkpoints=kept_checkpoints,
     )
@@ -443,6 +443,7 @@ def plan(
         BaseModelError: The base cannot be used.
         DataError: The users' names cannot be read, or available text is too short for a run.
     """
+    # Each of these two chooses the settings that the recipe leaves open, then calls this function with them.
     if chooses_specialists(recipe):
         return _plan_with_specialists(recipe, methods, users=users, participants=participants, for_all=for_all)
     if recipe.runtime.memory is not None:
@@ -573,16 +574,16 @@ def federate_bare(
     placement = method.placement
     largest_batch_size = plan.training.largest_batch_size
     tokens_each = plan.iterations * largest_batch_size * plan.training.context  # training tokens of a model in the run
-    all_alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
+    models_are_alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
     indices = range(len(names)) if own_indices is None else own_indices
-    if all_alike and not placement.pooled:
+    if models_are_alike and not placement.pooled:  # the users of one pass are enough
         indices = indices[: pass_size(plan, base.device, largest_batch_size).users]
     users = [_user_without_text(names[index]) for index in indices]
     # A pooled method trains one model on the data of all users.
     trainers = [_user_without_text("everyone")] if placement.pooled else users
     if placement.mixture is not None and not placement.mixture.trains_independently:
         model = bare_mixture(recipe, base, method, len(trainers))
-    elif all_alike or placement.pooled:
+    elif models_are_alike or placement.pooled:
         num_trainers = len(trainers)
         model = adapt_base(recipe, base, method, num_trainers, num_tokens=num_trainers * tokens_each)
     else:
@@ -674,11 +675,11 @@ def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops
     """
     fedavg = with_method(recipe_for_one_user(recipe, largest), "fedavg")
     one_name = names[:1]
-    (user,) = count_users(federate_bare(fedavg, base, one_name), one_name)
+    (cost,) = count_users(federate_bare(fedavg, base, one_name), one_name)
     mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
     num_models = mixture.clusters if mixture is not None and mixture.trains_independently else 1
-    forward_flops = replace(user.forward, lora=0.0, router=0.0) * num_models
-    round_flops = replace(user.round, lora=0.0, router=0.0) * num_models
+    forward_flops = replace(cost.forward, lora=0.0, router=0.0) * num_models
+    round_flops = replace(cost.round, lora=0.0, router=0.0) * num_models
 
     def flops_of_base(_local_work: LocalWork) -> tuple[Flops, Flops]:
         """Return the FLOPs of a forward pass and of a round."""
@@ -1052,7 +1053,7 @@ def choose_specialists(
         return recipe.with_changes({"method.specialists": number})
 
     @cache
-    def measured_step(number: int, user: int) -> float:
+    def measured_step_seconds(number: int, user: int) -> float:
         return step_seconds(with_number(number), names, user)
 
     def fits_into_round(number: int, user: int) -> bool:
@@ -1060,7 +1061,7 @@ def choose_specialists(
         if limit_seconds == math.inf:
             return True
         same_steps = first_user_with[rank_and_batch_size(user)]  # one measurement for all such users
-        return plan.local_steps_of(names[user]) * measured_step(number, same_steps) <= limit_seconds
+        return plan.local_steps_of(names[user]) * measured_step_seconds(number, same_steps) <= limit_seconds
 
     def rank_and_batch_size(user: int) -> tuple[int, int]:
         return int(ranks[user]), plan.batch_size_of(names[user])

@@ -443,7 +443,7 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
     with count_collectives() as collective_counts:
         training_seconds, _other_seconds = time_rounds(federation, trained_users, num_processes)
     own_user_seconds = cohort_user_seconds = training_seconds / trained_users
-    if own_users < cohort_size:
+    if own_users < cohort_size:  # a full cohort takes less time per user
         training_seconds, _other_seconds = time_rounds(federation, cohort_size, num_processes)
         cohort_user_seconds = training_seconds / cohort_size
     few_users = max(1, built_users // MANY_PER_FEW)
@@ -520,7 +520,8 @@ def time_rounds(federation: InProcess, participants_each: int, num_processes: in
         first_user = rank * users_each  # users are numbered process by process
         participants += range(first_user, first_user + participants_each)
     never = 10**6  # a later round than any that is run
-    plan = replace(clients.plan, participation=(tuple(participants),)).updated("training", rounds=never)
+    plan = replace(clients.plan, participation=(tuple(participants),))  # the same participants in every round
+    plan = plan.updated("training", rounds=never)  # `end_round` stops the run earlier
     plan = plan.updated("evaluation", every=never, first=False)
     clients.plan = plan.updated("checkpoints", every=1)  # calls `end_round` after each round
     local_seconds: list[float] = []

@@ -207,13 +207,13 @@ class Rates:
         """
         now = self.clock()
         capacity = float(self.rate)
-        left, last_time = self._buckets.get(name, (capacity, now))
-        left = min(capacity, left + (now - last_time) * self.rate / MINUTE)
-        if left >= 1:
-            self._buckets[name] = (left - 1, now)
+        allowed, last_time = self._buckets.get(name, (capacity, now))  # requests that were allowed at the last time
+        allowed = min(capacity, allowed + (now - last_time) * self.rate / MINUTE)
+        if allowed >= 1:
+            self._buckets[name] = (allowed - 1, now)
             return 0.0
-        self._buckets[name] = (left, now)
-        return (1 - left) * MINUTE / self.rate
+        self._buckets[name] = (allowed, now)
+        return (1 - allowed) * MINUTE / self.rate
 
 
 UVICORN_OPTIONS: dict[str, Any] = {

@@ -313,7 +313,7 @@ class Engine:
     def replace(self, personal: PersonalModel) -> None:
         """Replace or add a user's model. Texts that are being generated continue with the old model.
 
-        Call it between two steps.
+        Not to be called during :meth:`step`.
 
         Args:
             personal: The new model; its tensors have the same shapes as the other users'.

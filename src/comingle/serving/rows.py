@@ -354,7 +354,7 @@ def reorder_weights(network: PreTrainedModel) -> None:
             continue
         weight = module.weight
         if weight.device.type == "cpu" and weight.dtype == torch.float32:
-            weight.data = weight.data.t().contiguous().t()
+            weight.data = weight.data.t().contiguous().t()  # same shape; the copy in memory is transposed
 
 
 def without_adapters(personal: PersonalModel) -> PersonalModel:

@@ -113,7 +113,7 @@ def vocabulary(
 def _special_ids(tokenizer: PreTrainedTokenizerBase, turn_end: int | None, ends: Sequence[int]) -> dict[str, int]:
     """Return the IDs of the special tokens that exist, by their names in GGUF.
 
-    GGUF has names for three tokens that end a text: "eos", "eot" for ``turn_end``, and "eom" for another.
+    GGUF has names for three tokens that end a text: "eos", "eot" for ``turn_end``, and "eom" for the first other one.
 
     Args:
         tokenizer: The tokenizer.
@@ -513,8 +513,9 @@ def _reordered(architecture: str, config: PreTrainedConfig, key: str, tensor: Te
     if architecture == "llama" and query_or_key:
         # Rotary embeddings rotate entries i and i + d/2 of a head in transformers, and adjacent entries in llama.cpp.
         heads = config.num_attention_heads if query_or_key[1] == "q" else config.num_key_value_heads
-        halves = tensor.unflatten(0, (heads, 2, -1))
-        return halves.transpose(1, 2).flatten(0, 2)
+        halves = tensor.unflatten(0, (heads, 2, -1))  # (heads, 2, d/2, d_in)
+        pairs = halves.transpose(1, 2)  # (heads, d/2, 2, d_in)
+        return pairs.flatten(0, 2)
     return tensor
 
 
