@@ -19,6 +19,7 @@ from comingle.cost.memory import Rehearsal, fake_batch, fake_inputs, ignore_grad
 from comingle.cost.records import Block, Flops, Linear, LinearFlops, UserCost, backward, forward, measure_flops
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
+from comingle.models.injection import RoutedMLP
 from comingle.models.lora import IN, OUT, weight_shape
 from comingle.protocol.messages import LOSS, Download, Upload
 from comingle.protocol.wire import packed_bytes
@@ -296,26 +297,36 @@ class Shape:
             ]
             *qkv, attention_out = attention  # the output projection is last in every known layout
             mlp_in = [self._to_linear(f"{name}.{key}", linear, trained) for key, linear in mlp.first.items()]
-            router_entries = self.entries.get(f"{name}.router", 0)  # 0 without a router
-            trains_router = router_entries > 0 and f"{name}.router" in trained
-            # Some gatings do more than multiply by the router. A further multiply-add counts like a router's entry.
-            count_further_products = getattr(mlp.router.gating, "multiply_adds", None)
-            if router_entries and count_further_products is not None:
-                input_width = weight_shape(mlp.first["up"])[1]
-                router_entries += count_further_products(self.num_experts, self.entries[f"{name}.up.a"], input_width)
+            router_products = self._router_products(name, mlp)
             block = Block(
                 qkv=tuple(qkv),
                 attention_out=attention_out,
                 score_products=self._score_products(),
                 mlp_in=tuple(mlp_in),
                 mlp_out=self._to_linear(f"{name}.down", mlp.last, trained),
-                router=router_entries,
-                trains_router=trains_router,
+                router=router_products,
+                trains_router=router_products > 0 and f"{name}.router" in trained,
                 one_autograd_function=mlp.mix == "output",
                 parallel_mlp=self._has_parallel_mlp(),
             )
             blocks.append(block)
         return blocks
+
+    def _router_products(self, name: str, mlp: RoutedMLP) -> int:
+        """Return the multiply-adds of one token in a layer's router: its entries, and what its gating computes further.
+
+        Args:
+            name: Name of the layer's MLP.
+            mlp: The MLP, with experts.
+        """
+        router_entries = self.entries.get(f"{name}.router", 0)
+        if not router_entries:  # no router
+            return 0
+        count_further_products = getattr(mlp.router.gating, "multiply_adds", None)
+        if count_further_products is None:  # the gating only multiplies by the router
+            return router_entries
+        input_width = weight_shape(mlp.first["up"])[1]
+        return router_entries + count_further_products(self.num_experts, self.entries[f"{name}.up.a"], input_width)
 
     def _to_linear(self, name: str, module: nn.Module, trained: frozenset[str]) -> Linear:
         """Return the numbers of entries of a linear layer's weight and of its LoRA's factors A and B.
