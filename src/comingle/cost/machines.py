@@ -543,7 +543,10 @@ def _measure_in_processes(recipe: Recipe, num_processes: int, threads: int, part
             environment = _process_environment(rank, num_processes, threads, folder)
             processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
         try:
-            errors = [process.communicate(timeout=_SECONDS)[1] for process in processes]
+            errors = []
+            for process in processes:
+                _output, error = process.communicate(timeout=_SECONDS)
+                errors.append(error)
         finally:
             for process in processes:
                 process.kill()

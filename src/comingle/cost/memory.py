@@ -179,15 +179,15 @@ def user_bytes(state: State, store: str) -> UserBytes:
         store: ``runtime.store``, which determines the format of the records.
     """
     layouts: Mapping[str, RecordLayout] = record_layouts(state, STORES[store].moments)
-    moments_bytes = other_bytes = 0
+    moments_bytes = params_bytes = 0
     for name, tensor in state.tensors().items():
         first_user = tensor[:1]  # the leading dimension is that of users
         if name in MOMENTS:
             moments_bytes += first_user.nbytes
         else:
-            other_bytes += first_user.nbytes
+            params_bytes += first_user.nbytes
     return UserBytes(
-        params=other_bytes,
+        params=params_bytes,
         moments=moments_bytes,
         params_record=layouts["params"].bytes,
         moments_record=layouts["moments"].bytes,

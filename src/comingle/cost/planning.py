@@ -829,7 +829,7 @@ def memory_choices(
         choices: list[MemoryChoice] = []
         quantised: dict[str, Any] = {}
         saved_bytes = 0
-        if bits:
+        if bits:  # "8bit" or "4bit"
             quantised = {"quantise": bits}
             saved_bytes = _bytes_saved_by_quantising(recipe.with_changes({**format_changes, **quantised}))
         for checkpointing in _checkpointing_choices(recipe):
@@ -841,16 +841,16 @@ def memory_choices(
                 slowdown *= _SLOWER["checkpointing"]
             needed_bytes = memory.bytes_at(memory.pass_size) - saved_bytes
             choices.append(MemoryChoice(changes=changes, needed_bytes=needed_bytes, slowdown=slowdown))
-            if not _is_unset(recipe, "micro_batch"):
+            if not _is_unset(recipe, "micro_batch"):  # the recipe fixes the size of a pass
                 continue
             for size in _halved_passes(memory.pass_size):
                 slowdown *= _SLOWER["halved pass"]
                 pass_changes = {"runtime.micro_batch": size.sequences}
                 if own_indices is None:  # a client trains one user at a time anyway
                     pass_changes["runtime.users_per_step"] = size.users
+                all_changes = {**changes, **pass_changes}
                 needed_bytes = memory.bytes_at(size) - saved_bytes
-                choice = MemoryChoice(changes={**changes, **pass_changes}, needed_bytes=needed_bytes, slowdown=slowdown)
-                choices.append(choice)
+                choices.append(MemoryChoice(changes=all_changes, needed_bytes=needed_bytes, slowdown=slowdown))
         yield from sorted(choices, key=lambda choice: choice.slowdown)
 
 
@@ -1169,10 +1169,10 @@ def _plan_within_memory(
         own_indices, process_bytes = [_largest_user(recipe_of_method, names)], CLIENT_BYTES
     limit = memory_limit(recipe)
     choices = tuple(memory_choices(recipe_of_method, names, own_indices=own_indices, process_bytes=process_bytes))
-    smallest = min(choices, key=lambda choice: choice.needed_bytes)
-    chosen = next((choice for choice in choices if choice.needed_bytes <= limit), smallest)
-    recipe_that_fits = with_chosen_settings(recipe, {**chosen.changes, "runtime.memory": None})
-    costs = plan(recipe_that_fits, methods, users=users, participants=participants, for_all=for_all)
+    fitting = [choice for choice in choices if choice.needed_bytes <= limit]
+    chosen = fitting[0] if fitting else min(choices, key=lambda choice: choice.needed_bytes)
+    chosen_recipe = with_chosen_settings(recipe, {**chosen.changes, "runtime.memory": None})
+    costs = plan(chosen_recipe, methods, users=users, participants=participants, for_all=for_all)
     return replace(costs, limit=limit, choices=choices)
 
 

@@ -77,7 +77,7 @@ def load_skeleton(
     if layers is not None:
         del decoder_layers(model)[layers:]
         model.config.num_hidden_layers = layers
-    bits: Any = "" if quantise == "none" else quantise
+    bits: Any = "" if quantise == "none" else quantise  # such as "8bit"
     if bits:
         quantise_shapes(model, bits, meta_device)
     return Base(model=model, tokenizer=None, name=name, dtype=run_dtype, device=run_device, quantised=bits)

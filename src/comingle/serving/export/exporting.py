@@ -521,7 +521,8 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
     base = source.model.base
     with replace_folder(folder, force=force) as draft, quiet_transformers():
         exported, library, code_template = write(source, draft, number_format)
-        tokenizer, example = _tokenizer_with_template(base, source.model_info), None
+        tokenizer = _tokenizer_with_template(base, source.model_info)
+        example = None
         if tokenizer is not None:
             example = usage_example(base, source.model_info, format)
             if format != "gguf":  # a GGUF file contains the tokenizer
@@ -755,7 +756,8 @@ def _exact_network(source: Source) -> tuple[PreTrainedModel, str]:
     else:
         network = plain_network(base.model, plain_changes(source))
         description = f"{type(network).__name__} with the user's adapters merged into its weights."
-    arbitrary_tokens = torch.arange(_PROBE_TOKENS).unsqueeze(0) * 7 % base.model.config.vocab_size
+    multiples_of_7 = torch.arange(_PROBE_TOKENS).unsqueeze(0) * 7  # [[0, 7, 14, ...]], arbitrary tokens
+    arbitrary_tokens = multiples_of_7 % base.model.config.vocab_size
     user_logits = source.logits(arbitrary_tokens).cpu()
     exported_logits = network(input_ids=arbitrary_tokens).logits
     check_same_logits(source.name, user_logits, exported_logits, base.dtype)

@@ -381,7 +381,8 @@ def write_peft(
     rank = max(a.shape[0] for a, _b in factors_by_name.values())
     tensors = {}
     for name, (a, b) in factors_by_name.items():
-        num_zeros = rank - a.shape[0]  # PEFT needs the same rank everywhere; narrow layers may have a smaller one
+        # PEFT needs the same rank in all layers, but a layer of width 4 has a rank of at most 4. Pad its factors.
+        num_zeros = rank - a.shape[0]
         padded_a = F.pad(a, (0, 0, 0, num_zeros))
         padded_b = F.pad(b, (0, num_zeros))
         tensors[f"base_model.model.{name}.lora_A.weight"] = padded_a.to(dtype).contiguous()
