@@ -381,7 +381,7 @@ def write_peft(
     rank = max(a.shape[0] for a, _b in factors_by_name.values())
     tensors = {}
     for name, (a, b) in factors_by_name.items():
-        # PEFT needs the same rank in all layers, but a layer of width 4 has a rank of at most 4. Pad its factors.
+        # PEFT needs the same rank in all layers; narrow layers may have a smaller one, so their factors are padded.
         num_zeros = rank - a.shape[0]
         padded_a = F.pad(a, (0, 0, 0, num_zeros))
         padded_b = F.pad(b, (0, num_zeros))
