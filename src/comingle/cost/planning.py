@@ -1060,8 +1060,8 @@ def choose_specialists(
         limit_seconds = plan.max_seconds_of(names[user])
         if limit_seconds == math.inf:
             return True
-        same_steps = first_user_with[rank_and_batch_size(user)]  # one measurement for all such users
-        return plan.local_steps_of(names[user]) * measured_step_seconds(number, same_steps) <= limit_seconds
+        measured_user = first_user_with[rank_and_batch_size(user)]  # one measurement for all such users
+        return plan.local_steps_of(names[user]) * measured_step_seconds(number, measured_user) <= limit_seconds
 
     def rank_and_batch_size(user: int) -> tuple[int, int]:
         return int(ranks[user]), plan.batch_size_of(names[user])
