@@ -435,7 +435,7 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
         ComingleError: The data or the base cannot be read any more, or the disk is full.
     """
     recipe = _of_one_user(store, own)
-    federation = build(recipe, store.read, store="memory")
+    federation = build(recipe, store.read, store="memory")  # a run of this user alone
     clients = federation.clients
     _copy_without_padding(clients, store.clients)
     ended_early = 0 <= rounds < clients.rounds_done

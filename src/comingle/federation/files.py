@@ -52,7 +52,7 @@ def load_plan(path: Path) -> Plan:
             f"{path}: network.min_participants: got {network.min_participants}; allowed: up to the number of "
             f"users, {len(names)}"
         )
-    # The net of users with samples, such as {"input_shape": [28, 28], "classes": 10}; empty for other data.
+    # Shapes of a net that is trained from scratch, such as {"input_shape": [28, 28], "classes": 10}; else empty.
     net_settings = content.pop("shapes", {})
     data = content.get("data", {"kind": "text"})
     if isinstance(data, Mapping):

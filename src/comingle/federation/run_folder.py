@@ -271,19 +271,19 @@ def _run_rounds(
         observers: Receive events, in addition to the event log and the status file.
     """
     run, has_begun = _read_or_create_name(folder, public)
-    rounds_are_done = _is_ending(folder)
+    rounds_are_done = _is_ending(folder)  # in an earlier process, which has not notified all clients
     checkpoint, progress = None, None
     if has_begun and list_checkpoints(folder):
         checkpoint = list_checkpoints(folder)[-1]
         progress = read_progress(checkpoint)
 
     events_path = folder / "events.jsonl"
-    keep_bytes = 0
+    bytes_to_keep = 0  # a new run begins with an empty log
     if rounds_are_done:
-        keep_bytes = events_path.stat().st_size
+        bytes_to_keep = events_path.stat().st_size
     elif progress is not None:
-        keep_bytes = progress.events_bytes  # without the events of the rounds that are repeated
-    log = EventLog(events_path, keep_bytes=keep_bytes)
+        bytes_to_keep = progress.events_bytes  # without the events of the rounds that are repeated
+    log = EventLog(events_path, keep_bytes=bytes_to_keep)
     evaluations = Evaluations(read_evaluations(folder) if log.size_bytes else ())
     all_observers = [log, StatusFile(folder, plan.users, context.planned_rounds), evaluations, *observers]
 

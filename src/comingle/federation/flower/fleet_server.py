@@ -591,13 +591,13 @@ class _OwnMessagesOnly(BaseHTTPMiddleware):
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         """Pass a request on, or refuse it: 400 for a wrong number of replies, 401 for another node's reply."""
-        pushed = getattr(request.state, "protobuf_request", None)
-        if not isinstance(pushed, PushMessagesRequest):
+        push_request = getattr(request.state, "protobuf_request", None)
+        if not isinstance(push_request, PushMessagesRequest):  # another request, which has no replies
             return await call_next(request)
-        if len(pushed.messages_list) != 1 or len(pushed.message_object_trees) != 1:
+        if len(push_request.messages_list) != 1 or len(push_request.message_object_trees) != 1:
             return JSONResponse({"detail": "expected one reply with one tree of objects"}, status_code=400)
-        (reply,) = pushed.messages_list
-        if reply.metadata.src_node_id != pushed.node.node_id:
+        (reply,) = push_request.messages_list
+        if reply.metadata.src_node_id != push_request.node.node_id:
             return JSONResponse({"detail": "got a reply of another node"}, status_code=401)
         return await call_next(request)
 
