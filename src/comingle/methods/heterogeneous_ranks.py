@@ -94,11 +94,11 @@ def change_norm(
 def last_ranks_mask(ranks: Int[Tensor, " users"], gamma: float, rank: int) -> Float[Tensor, "users rank"]:
     """Return a mask with 1 for the ranks of each user that pruning may drop: from ``floor(gamma * rank)`` on.
 
-    For a user of rank 4, gamma 0.5 and 6 columns it is ``[0, 0, 1, 1, 0, 0]``.
+    For a user of rank 4, gamma 0.5 and 6 columns it is ``[0, 0, 1, 1, 0, 0]``. The first rank is never dropped.
 
     Args:
         ranks: Rank of each user.
-        gamma: Fraction of a user's rank that pruning keeps, but at least the first rank.
+        gamma: Fraction of a user's rank that pruning keeps.
         rank: Number of columns of the mask, the largest rank of all users.
     """
     index = torch.arange(rank, device=ranks.device)

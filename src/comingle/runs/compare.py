@@ -527,7 +527,7 @@ def run_recipes(
     """
     if all_recipes is None:
         all_recipes = recipes
-    # If one method needs validation data, users without it are skipped for all methods, which are then comparable.
+    # If one method needs validation data, users without it are skipped for all methods, so all have the same users.
     methods = [make(recipe.method.name, **recipe.method.settings) for recipe in all_recipes.values()]
     validates = any(method.client.needs_validation for method in methods)
     folders: dict[Key, Path] = {}

@@ -584,7 +584,7 @@ def run_in(
         if federation.is_first_process:
             run_observers = observers(federation.clients)
         settings = run_data.kind.settings(run_data)
-        num_classes = None
+        num_classes = None  # of nets trained with cross-entropy
         if settings.get("loss") == CROSS_ENTROPY.name:
             num_classes = settings["classes"]
         if folder is None:
