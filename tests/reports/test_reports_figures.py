@@ -25,7 +25,7 @@ from comingle.reports.canvas import (
     styles,
     svg,
 )
-from comingle.reports.figures import DEVIATION, INTERVALS, extremes
+from comingle.reports.figures import DEVIATION, INTERVALS, choose_users
 from comingle.reports.page import Text, TokenView, tokens_figure, visible
 from comingle.reports.runs import read_entries
 
@@ -118,11 +118,11 @@ def test_of_a_population_the_best_and_the_worst_have_curves(write_run: Any) -> N
 
 def test_the_best_of_a_population_are_known_without_a_baseline(write_run: Any) -> None:
     (entry,) = population(write_run, "comigs")
-    assert extremes([entry], 3) == {"user0": "best 1: user0", "user1": "best 2: user1", "user29": "worst 1: user29"}
-    assert extremes([entry], 30) == {user: user for user in entry.first.users}
+    assert choose_users([entry], 3) == {"user0": "best 1: user0", "user1": "best 2: user1", "user29": "worst 1: user29"}
+    assert choose_users([entry], 30) == {user: user for user in entry.first.users}
     crowd = {"ann": 0.9, "bob": None, "cem": 0.5}
     accuracies = read_entries([write_run("a", "floral", {2: crowd}, measure="accuracy")])
-    assert list(extremes(accuracies, 2)) == ["ann", "bob"]  # whose accuracy is no number is not the best
+    assert list(choose_users(accuracies, 2)) == ["ann", "bob"]  # whose accuracy is no number is not the best
 
 
 def test_a_population_has_its_distribution_and_its_gains_against_data(write_run: Any) -> None:
@@ -155,7 +155,7 @@ def test_the_legend_explains_pale_and_hatched_bars(write_run: Any) -> None:
     entries = read_entries([write_run(f"b-{method}", method, {2: users}) for method, users in better.items()])
     panels = figures.users_panels(entries, entries[0])
     assert panels is not None
-    assert [label for _, label in panels.keys] == ["fedavg"]
+    assert [label for _, label in panels.legend] == ["fedavg"]
 
 
 def test_scores_are_heat_maps_of_layers_and_rounds_for_each_user_and_expert(entries: Any) -> None:

@@ -22,7 +22,7 @@ from comingle.reports.runs import (
     common_measures,
     cost,
     expert_curves,
-    final,
+    final_result,
     gains,
     gains_of_entries,
     learning_curve,
@@ -63,8 +63,8 @@ def test_a_baseline_of_several_may_be_of_methods_that_occur_twice(write_run: Any
 def test_a_loss_that_is_not_finite_leaves_a_gap_and_no_final_number(write_run: Any) -> None:
     one = entry(write_run, "local", (None, 8.0), (6.0, 8.0))
     assert learning_curve(one, "ann").values[1] == Spread(mean=6.0)
-    assert final(one, "ann") is None
-    assert final(one, "bob") == Spread(mean=8.0, std=0.0)
+    assert final_result(one, "ann") is None
+    assert final_result(one, "bob") == Spread(mean=8.0, std=0.0)
 
 
 def test_gains_are_paired_by_seed_best_first(write_run: Any) -> None:
@@ -106,7 +106,7 @@ def test_long_ends_of_intervals_have_an_exponent() -> None:
 
 def scored(method: str, **users: dict[str, float | None]) -> Entry:
     """A run of one evaluation that is compared by accuracy."""
-    evaluation = Evaluation(round=1, iterations=7, measure="accuracy", users=users, experts={}, scores={})
+    evaluation = Evaluation(round=1, iterations=7, measure="accuracy", results=users, experts={}, scores={})
     record = RunRecord(
         folder=Path(method), method=method, seed=0, base="net:mnist", planned_rounds=1, users=tuple(users), recipe={},
         evaluations=(evaluation,), rounds=(), metrics=None,
@@ -121,7 +121,7 @@ def test_accuracies_differ_by_points_and_more_is_better() -> None:
     assert {g.user: g.verdict for g in gains(ours, theirs)} == one_seed
     assert [g.text for g in gains(ours, theirs)] == ["+10.0\u00a0points", "-10.0\u00a0points"]
     assert [g.user for g in gains(theirs, ours)] == ["bob", "ann"]
-    assert final(ours) == Spread(mean=(0.9 + 0.4) / 2)
+    assert final_result(ours) == Spread(mean=(0.9 + 0.4) / 2)
     assert learning_curve(ours, "ann").values == (Spread(mean=0.9),)
     assert learning_curve(ours, measure="loss").values == (Spread(mean=1.1),)
     assert learning_curve(ours, "ann", "perplexity").values == ()
@@ -179,11 +179,11 @@ def test_verdicts_go_from_the_best_to_the_worst(measure: str) -> None:
 
 def test_a_geometric_mean_is_the_exponential_of_the_mean_loss(write_run: Any) -> None:
     one = entry(write_run, "local", (10.0, 1e6), (10.0, 1e4))
-    found = final(one, geometric=True)
+    found = final_result(one, geometric=True)
     assert found is not None
     assert found.mean == pytest.approx((1e7**0.5 + 1e5**0.5) / 2)
     assert [v.mean for v in learning_curve(one, geometric=True).values] == pytest.approx([200**0.5, found.mean])
-    assert final(entry(write_run, "fedavg", (None, 8.0)), geometric=True) is None
+    assert final_result(entry(write_run, "fedavg", (None, 8.0)), geometric=True) is None
 
 
 def test_how_much_each_user_trains_on_is_read(write_run: Any) -> None:

@@ -17,11 +17,11 @@ from comingle.reports.advice import (
     advise_on,
     gain_rows,
     harmed_by_all,
+    helped_by_none,
     method_to_take,
     paragraph,
     partners,
     render_advice,
-    undecided,
 )
 from comingle.runs.advise import advise_runs, groups_of
 from comingle.runs.given import given_of, recipe_with
@@ -63,7 +63,7 @@ def advise(users: Mapping[str, Any], seeds: list[int], methods: tuple[str, ...] 
 def test_the_same_task_is_learnt_together() -> None:
     advice = advise({"ann": user(0, (0, 1)), "bob": user(0, (2, 3))}, [0, 1, 2, 3])
     assert method_to_take(advice) == "fedavg"
-    assert (harmed_by_all(advice), undecided(advice)) == ([], [])
+    assert (harmed_by_all(advice), helped_by_none(advice)) == ([], [])
     assert paragraph(advice).startswith("Take fedavg: ")
 
 

@@ -12,7 +12,7 @@ import pytest
 from comingle.config import Recipe, parse_recipe
 from comingle.data.samples.samples import Split, UserSamples
 from comingle.reports.page import user_records
-from comingle.reports.runs import Entry, final, read_run
+from comingle.reports.runs import Entry, final_result, read_run
 from comingle.runs import api
 from comingle.training.client import finetuned
 from comingle.training.kinds.samples import PersonalNet
@@ -78,7 +78,7 @@ def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
         assert loss_of(opened, name, "test") == expected
     record = read_run(tmp_path / "best")
     assert record.final_evaluation.round == lowest["round"]
-    told = final(Entry(label="best", runs=(record,)))
+    told = final_result(Entry(label="best", runs=(record,)))
     assert told is not None
     assert told.mean == pytest.approx(metrics["mean_test_loss"])
 

@@ -277,7 +277,7 @@ def train_here(
             if ranks is not None and ranks.has_opened(folder):  # torchrun has restarted failed processes of this run
                 resume, force = True, False
             recipe = run_step(partial(with_bos_of_run, folder, recipe, resume=resume))
-            notes: list[str] = []  # on settings that were chosen for the user
+            notes: list[str] = []  # on settings that the recipe leaves open
             resumed_folder = folder if resume else None
             num_processes = 1 if place is None else place.size
             for choose in (choose_numbers_of_specialists, choose_settings_for_memory):
@@ -356,7 +356,9 @@ def choose_rows(
     Returns:
         The first cell and the other cells of each row, such as ``("ann", ["1,200", "40"])``.
     """
-    row_by_user = {user: [f"{count:,}" for count in counts] for user, counts in counts_by_user.items()}
+    row_by_user = {}
+    for user, counts in counts_by_user.items():
+        row_by_user[user] = [f"{count:,}" for count in counts]
     num_users = len(row_by_user)
     if all_users or num_users <= LISTED_USERS:
         return list(row_by_user.items())
@@ -553,7 +555,9 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
 def _conversation_counts(user: UserAnswers) -> list[int]:
     """Return a user's counts for the columns :data:`_CONVERSATION_COLUMNS`: ``[20, 2, 5, 140, 512, 96]``."""
     splits = (user.train, user.valid, user.test)
-    num_tokens = [len(split.tokens(index)) for split in splits for index in range(len(split))]
+    num_tokens = []  # of each conversation
+    for split in splits:
+        num_tokens += [len(split.tokens(index)) for index in range(len(split))]
     if not num_tokens:  # a user without conversations
         num_tokens = [0]
     mean_tokens = round(sum(num_tokens) / len(num_tokens))

@@ -229,7 +229,7 @@ def harmed_by_all(advice: Advice) -> list[str]:
     return [user for user, verdicts in _verdicts_by_user(advice).items() if verdicts == {HARMED}]
 
 
-def undecided(advice: Advice) -> list[str]:
+def helped_by_none(advice: Advice) -> list[str]:
     """Return the users that no method is shown to help, without those that every method harms."""
     users = []
     for user, verdicts in _verdicts_by_user(advice).items():
@@ -279,7 +279,7 @@ def paragraph(advice: Advice) -> str:
         harmed = harmed_by_all(advice)
         if harmed:
             sentences.append(f"Every method tried harms {_joined_names(harmed)}: train alone.")
-        not_helped = undecided(advice)
+        not_helped = helped_by_none(advice)
         if not_helped:
             sentences.append(f"No method is shown to help {_joined_names(not_helped)}.")
         sentences += _pair_sentences(advice)

@@ -188,45 +188,45 @@ class Panels:
     A file has all panels in one picture. The page has one picture per panel, side by side as far as they fit.
 
     Args:
-        paint: Functions that fill the panels; None leaves a place empty.
+        painters: Functions that fill the panels; None leaves a place empty.
         columns: Number of columns in a file.
         size: Width and height of a panel, in inches.
         sheet: A header and rows with the numbers of the figure.
-        keys: The legend.
-        below: Label of the x axis.
-        left: Label of the y axis.
+        legend: Marks and labels of the legend.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
         note: Explanation of bands or whiskers below all panels of a file; the page has its own.
     """
 
-    paint: Sequence[Callable[[Axes], None] | None]
+    painters: Sequence[Callable[[Axes], None] | None]
     columns: int
     size: tuple[float, float]
     sheet: Sequence[Sequence[object]]
-    keys: Sequence[Key] = ()
-    below: str = ""
-    left: str = ""
+    legend: Sequence[Key] = ()
+    x_label: str = ""
+    y_label: str = ""
     note: str = ""
 
     def figure(self) -> Figure:
         """Return all panels in one picture with the legend; only the panels at the left and the bottom have labels."""
-        num_panels = len(self.paint)
+        num_panels = len(self.painters)
         num_rows = math.ceil(num_panels / self.columns)
 
         def paint(figure: Figure, axes: list[Axes]) -> None:
             """Paint all panels, label the outer ones and add the legend."""
-            for number, paint_panel in enumerate(self.paint):
+            for number, paint_panel in enumerate(self.painters):
                 is_lowest = number + self.columns >= num_panels
                 is_leftmost = number % self.columns == 0
-                axes[number].set_xlabel(self.below if is_lowest else "")
-                axes[number].set_ylabel(self.left if is_leftmost else "")
+                axes[number].set_xlabel(self.x_label if is_lowest else "")
+                axes[number].set_ylabel(self.y_label if is_leftmost else "")
                 if paint_panel is None:
                     axes[number].set_axis_off()
                 else:
                     paint_panel(axes[number])
             for axis in axes[num_panels:]:  # the last row may not be full
                 axis.set_axis_off()
-            if self.keys:
-                legend_above(figure, [mark for mark, _ in self.keys], [label for _, label in self.keys])
+            if self.legend:
+                legend_above(figure, [mark for mark, _ in self.legend], [label for _, label in self.legend])
             if self.note:
                 figure.supxlabel(self.note, fontsize="small", color=MUTED.light)
 
@@ -234,15 +234,15 @@ class Panels:
 
     def parts(self) -> list[Figure]:
         """Return a picture for each panel, with axis labels but without the legend; empty places are left out."""
-        return [self._part(paint_panel) for paint_panel in self.paint if paint_panel is not None]
+        return [self._part(paint_panel) for paint_panel in self.painters if paint_panel is not None]
 
     def _part(self, paint_panel: Callable[[Axes], None]) -> Figure:
         """Return a picture of one panel with axis labels."""
 
         def paint(_: Figure, axes: list[Axes]) -> None:
             (axis,) = axes
-            axis.set_xlabel(self.below)
-            axis.set_ylabel(self.left)
+            axis.set_xlabel(self.x_label)
+            axis.set_ylabel(self.y_label)
             paint_panel(axis)
 
         return draw(1, 1, self.size, paint)

@@ -756,7 +756,8 @@ def compare_metrics(labelled_metrics: Iterable[tuple[str, JsonObject]], baseline
     runs_by_label: dict[str, list[JsonObject]] = {}
     for label, metrics in labelled_metrics:
         runs_by_label.setdefault(label, []).append(metrics)
-    require_same_users(users_of(run for runs in runs_by_label.values() for run in runs))
+    all_runs = [run for runs in runs_by_label.values() for run in runs]
+    require_same_users(users_of(all_runs))
     rows = [_method_row(label, runs) for label, runs in runs_by_label.items()]
     return with_baseline({"methods": rows}, baseline)
 
@@ -827,7 +828,9 @@ def _method_row(name: str, runs: Sequence[JsonMapping]) -> MethodRow:
     """
     first = runs[0]
     measure, unit = measure_of(first), first.get("unit", "tokens")
-    results_by_user = {user: [run["users"][user][f"test_{measure}"] for run in runs] for user in first["users"]}
+    results_by_user = {}  # each user's results, one per seed
+    for user in first["users"]:
+        results_by_user[user] = [run["users"][user][f"test_{measure}"] for run in runs]
     row: JsonObject = {
         "method": name,
         "seeds": [run["seed"] for run in runs],
@@ -860,7 +863,8 @@ def _method_row(name: str, runs: Sequence[JsonMapping]) -> MethodRow:
 
 def _most_revealing_privacy(runs: Sequence[JsonMapping]) -> Mapping[str, object]:
     """Return the privacy of the seed with the largest epsilon."""
-    return max((run["privacy"] for run in runs if run.get("privacy")), key=lambda privacy: privacy["epsilon"] or 0.0)
+    privacy_of_runs = [run["privacy"] for run in runs if run.get("privacy")]
+    return max(privacy_of_runs, key=lambda privacy: privacy["epsilon"] or 0.0)
 
 
 def _warnings(runs: Sequence[JsonMapping]) -> list[str]:
@@ -869,8 +873,10 @@ def _warnings(runs: Sequence[JsonMapping]) -> list[str]:
 
 
 def _geometric_mean_entry(runs: Sequence[JsonMapping], measure: str) -> dict[str, CellSpread]:
-    """Return mean and deviation over seeds of the geometric mean over users, for perplexities only."""
-    means = [mean for run in runs for mean in geometric(run["users"], measure).values()]  # empty for other measures
+    """Return mean and deviation over seeds of the geometric mean over users; empty for measures but perplexity."""
+    means = []
+    for run in runs:
+        means += geometric(run["users"], measure).values()  # one value for perplexities, none for other measures
     return {GEOMETRIC: _mean_and_std(means)} if means else {}
 
 

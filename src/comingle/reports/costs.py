@@ -308,7 +308,9 @@ def _parameters_table(plan: PlanRecord) -> Table:
 
     An exchange is an upload and the aggregation at the end of a round; some methods have none in some rounds.
     """
-    roles = list(dict.fromkeys(role for _, _, user in _user_rows(plan) for role in user["parameters"]))
+    roles: dict[str, None] = {}  # each once, in order
+    for _, _, user in _user_rows(plan):
+        roles.update(dict.fromkeys(user["parameters"]))
     table = _captioned_table(
         "Trained parameters of one user, and bytes it sends and receives per exchange",
         "Tensors travel as float32; an exchange is an upload and the aggregation at the end of a round.\n"
@@ -586,18 +588,18 @@ def _times_table(method: MethodTimeRecord, *, has_price: bool) -> Table:
     return table
 
 
-def _measurements_line(parts: TimePartsRecord) -> str:
+def _measurements_line(measured: TimePartsRecord) -> str:
     """Return the measurements behind a method's times as one line; see :class:`TimePartsRecord`."""
     line = (
-        f"a user's local steps {seconds(parts['user_seconds'])} of a core, its messages "
-        f"{seconds(parts['handling_seconds'])}, its evaluation {seconds(parts['evaluation_seconds'])}; disk "
-        f"{parts['disk'] / 1e6:,.0f} MB/s"
+        f"a user's local steps {seconds(measured['user_seconds'])} of a core, its messages "
+        f"{seconds(measured['handling_seconds'])}, its evaluation {seconds(measured['evaluation_seconds'])}; disk "
+        f"{measured['disk'] / 1e6:,.0f} MB/s"
     )
-    if parts["bus"] is None:  # one process
+    if measured["bus"] is None:  # one process
         return line
     return (
-        f"{line}; between processes {parts['bus'] / 1e6:,.0f} MB/s, {parts['hops']:,.0f} small messages a round of "
-        f"{seconds(parts['hop_seconds'])}"
+        f"{line}; between processes {measured['bus'] / 1e6:,.0f} MB/s, {measured['hops']:,.0f} small messages a round "
+        f"of {seconds(measured['hop_seconds'])}"
     )
 
 

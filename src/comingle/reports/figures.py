@@ -48,7 +48,7 @@ from comingle.reports.runs import (
     baselines,
     cost,
     expert_curves,
-    final,
+    final_result,
     gains_of_entries,
     learning_curve,
 )
@@ -67,21 +67,21 @@ def is_population(users: Sequence[str]) -> bool:
     return len(users) > MAX_PANELS
 
 
-def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None) -> dict[str, str]:
-    """Choose at most ``most`` users for a figure: all users if they fit, else the best and the worst ones.
+def choose_users(entries: Sequence[Entry], max_users: int, baseline: Entry | None = None) -> dict[str, str]:
+    """Choose at most ``max_users`` users for a figure: all users if they fit, else the best and the worst ones.
 
     Users are ranked by their mean change against the baseline, or by their mean test result without a baseline.
 
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
-        most: Largest number of users.
+        max_users: Largest number of users.
         baseline: The baseline; None for the first of :func:`comingle.reports.runs.baselines`.
 
     Returns:
         Titles by user: ``{"ann": "ann"}`` if all are chosen, else ``{"ann": "best 1: ann", "bob": "worst 1: bob"}``.
     """
     users = list(entries[0].first.users)
-    if len(users) <= most:
+    if len(users) <= max_users:
         return {user: user for user in users}
     values = _mean_change_by_user(entries, baseline) or _mean_result_by_user(entries)
     higher_is_better = MEASURES[entries[0].first.measure] == "higher"
@@ -92,10 +92,13 @@ def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None)
         return user not in values, -value if higher_is_better else value
 
     best_to_worst = sorted(users, key=rank)
-    num_worst = most // 2
-    num_best = most - num_worst
-    titles = {user: f"best {number}: {user}" for number, user in enumerate(best_to_worst[:num_best], 1)}
-    for i, user in enumerate(best_to_worst[len(users) - num_worst :]):
+    num_worst = max_users // 2
+    num_best = max_users - num_worst
+    titles = {}
+    for number, user in enumerate(best_to_worst[:num_best], start=1):
+        titles[user] = f"best {number}: {user}"
+    worst_users = best_to_worst[len(users) - num_worst :]  # the worst one is the last
+    for i, user in enumerate(worst_users):
         titles[user] = f"worst {num_worst - i}: {user}"
     return titles
 
@@ -133,7 +136,7 @@ def _mean_result_by_user(entries: Sequence[Entry]) -> dict[str, float]:
     trained_or_all = [entry for entry in entries if entry.trained] or entries
     means: dict[str, float] = {}
     for user in entries[0].first.users:
-        results = [final(entry, user) for entry in trained_or_all]
+        results = [final_result(entry, user) for entry in trained_or_all]
         finite = [result.mean for result in results if result is not None]
         if len(finite) == len(results):
             means[user] = statistics.fmean(finite)
@@ -159,37 +162,40 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     """
     most_experts = max(len(expert_curves(entry, user)) for user in entry.first.users)
     most_users = max(2, MAX_PANELS // most_experts)
-    titles = extremes(entries or [entry], most_users)
+    titles = choose_users(entries or [entry], most_users)
     experts_by_user = _experts_by_user(entry, titles)
     all_scores_are_private = not experts_by_user  # of the best and the worst users
     if all_scores_are_private:  # take any users with scores
         users_with_scores = list(entry.first.evaluations[-1].scores)[:most_users]
         titles = {user: user for user in users_with_scores}
         experts_by_user = {user: expert_curves(entry, user) for user in users_with_scores}
-    round_by_iterations = {
-        evaluation.iterations: evaluation.round for run in entry.runs for evaluation in run.evaluations
-    }
+    round_by_iterations = {}
+    for run in entry.runs:
+        for evaluation in run.evaluations:
+            round_by_iterations[evaluation.iterations] = evaluation.round
 
-    paint: list[Callable[[Axes], None] | None] = []
+    painters: list[Callable[[Axes], None] | None] = []
     for user, experts in experts_by_user.items():
         for expert in experts:
             title_length = 27 - len(expert.name)  # so that the title fits a panel
             title = f"{short(titles[user], title_length)}: {expert.name}"
-            paint.append(partial(_paint_heatmap, expert=expert, title=title, round_by_iterations=round_by_iterations))
+            painters.append(
+                partial(_paint_heatmap, expert=expert, title=title, round_by_iterations=round_by_iterations)
+            )
         num_empty_panels = most_experts - len(experts)  # so that all users have the same number of panels
-        paint += [None] * num_empty_panels
+        painters += [None] * num_empty_panels
     num_layers = max(len(expert.layers) for experts in experts_by_user.values() for expert in experts)
-    max_columns = min(4, len(paint))
+    max_columns = min(4, len(painters))
     users_per_row = max(1, max_columns // most_experts)
     names = [expert.name for expert in max(experts_by_user.values(), key=len)]
     return Panels(
-        paint=paint,
+        painters=painters,
         columns=most_experts * users_per_row,
         size=(2.9, min(2.6, 1.15 + 0.06 * num_layers)),
         sheet=_heatmap_sheet(experts_by_user, round_by_iterations),
-        keys=[(Patch(color=expert_colour(name).light), f"{name} (solid 1, blank 0)") for name in names],
-        below="round",
-        left="layer",
+        legend=[(Patch(color=expert_colour(name).light), f"{name} (solid 1, blank 0)") for name in names],
+        x_label="round",
+        y_label="layer",
     )
 
 
@@ -208,7 +214,7 @@ def _paint_heatmap(axis: Axes, *, expert: ExpertCurves, title: str, round_by_ite
         title: Title of the panel.
         round_by_iterations: The round by number of local steps.
     """
-    scores = np.array([[value.mean for value in layer.values] for layer in expert.layers])
+    scores = np.array([[value.mean for value in layer.values] for layer in expert.layers])  # (layers, evaluations)
     colour = expert_colour(expert.name).light
     transparent, solid = f"{colour}00", f"{colour}ff"
     shades = LinearSegmentedColormap.from_list(expert.name, [transparent, solid])
@@ -274,25 +280,25 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
     if not gains_by_entry:
         return None
     num_entries = len(gains_by_entry)
-    titles = extremes(entries, max_users_with_bars(num_entries), baseline)
+    titles = choose_users(entries, max_users_with_bars(num_entries), baseline)
     shown_gains = [gain for _, gains in gains_by_entry for gain in gains if gain.user in titles]
     has_intervals = any(gain.interval for gain in shown_gains)
     measure = baseline.first.measure
     style_by_label = _styles_by_label(entries)
-    keys: list[Key] = [
+    legend: list[Key] = [
         (Patch(color=style_by_label[entry.label].colour.light), entry.label) for entry, _ in gains_by_entry
     ]
-    keys += _verdict_keys(shown_gains)
+    legend += _verdict_keys(shown_gains)
     paint = partial(
         _paint_users, gains_by_entry=gains_by_entry, titles=titles, style_by_label=style_by_label, measure=measure
     )
     return Panels(
-        paint=[paint],
+        painters=[paint],
         columns=1,
         size=(width, 1.1 + 0.17 * len(titles) * (num_entries + 0.8)),
         sheet=_gain_sheet(gains_by_entry, baseline),
-        keys=keys,
-        below=change_label(measure, baseline.label, short=width < 6),
+        legend=legend,
+        x_label=change_label(measure, baseline.label, short=width < 6),
         note=f"whiskers: {INTERVALS}" if has_intervals else "",
     )
 
@@ -496,7 +502,7 @@ def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | Non
     if not gains_by_entry:
         return None
     style_by_label = _styles_by_label(entries)
-    paint: list[Callable[[Axes], None]] = [
+    painters: list[Callable[[Axes], None]] = [
         partial(
             _paint_distribution,
             gains_by_entry=gains_by_entry,
@@ -508,13 +514,13 @@ def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | Non
     if baseline.first.amounts:
         for entry, gains in gains_by_entry:
             style = style_by_label[entry.label]
-            paint.append(partial(_paint_against_data, entry=entry, gains=gains, style=style, baseline=baseline))
+            painters.append(partial(_paint_against_data, entry=entry, gains=gains, style=style, baseline=baseline))
     return Panels(
-        paint=paint,
-        columns=min(3, len(paint)),
+        painters=painters,
+        columns=min(3, len(painters)),
         size=(3.9, 2.9),
         sheet=_gain_sheet(gains_by_entry, baseline),
-        keys=[(_legend_line(style_by_label[entry.label]), entry.label) for entry, _ in gains_by_entry],
+        legend=[(_legend_line(style_by_label[entry.label]), entry.label) for entry, _ in gains_by_entry],
     )
 
 
@@ -655,6 +661,7 @@ def read_mixtures(folder: Path) -> Mixtures | None:
     if cluster_by_user is not None:
         users = sorted(users, key=lambda user: cluster_by_user[user])
         clusters = tuple(cluster_by_user[user] for user in users)
+    # Of shape (evaluation, user, component).
     weights = np.array([[event["mixtures"][user] for user in users] for event in evaluations])
     component_ids = order_by_cluster(weights[-1], clusters)
     return Mixtures(
@@ -824,7 +831,7 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
         measure: Name of a measure, such as "accuracy"; empty for the measure by which methods are compared.
     """
     measure = measure or entries[0].first.measure
-    title_by_user = extremes(entries, MAX_PANELS)
+    title_by_user = choose_users(entries, MAX_PANELS)
     num_users = len(entries[0].first.users)
     over_users = f"over {num_users} users" if num_users > len(title_by_user) else "over users"
 
@@ -839,20 +846,20 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
         curves_by_name.append((user, [_shown_curve(entry, user, measure, start=start) for entry in entries]))
         titles.append(short(title))
 
-    paint: list[Callable[[Axes], None]] = []
+    painters: list[Callable[[Axes], None]] = []
     for (_, curves), title in zip(curves_by_name, titles, strict=True):
-        paint.append(
+        painters.append(
             partial(_paint_curves_panel, entries=entries, curves=curves, title=title, start=start, measure=measure)
         )
     has_bands = any(value.std for _, curves in curves_by_name for curve in curves for value in curve.values)
     return Panels(
-        paint=paint,
-        columns=min(4, len(paint)),
+        painters=painters,
+        columns=min(4, len(painters)),
         size=(2.9, 2.45),
         sheet=_curves_sheet(entries, curves_by_name),
-        keys=method_keys(entries),
-        below="local iterations",
-        left=axis_label(measure),
+        legend=method_keys(entries),
+        x_label="local iterations",
+        y_label=axis_label(measure),
         note=f"bands: {DEVIATION}" if has_bands else "",
     )
 
@@ -913,9 +920,14 @@ def _paint_curves_panel(
             constant = curve.values[0].mean
             values.append(constant)
             axis.axhline(constant, color=style.colour.light, linestyle=style.line)
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
+    axis.yaxis.set_major_formatter(_tick_formatter(measure))
     if has_log_axis:
         set_log_axis(axis, values, measure)
+
+
+def _tick_formatter(measure: str) -> FuncFormatter:
+    """Return a formatter of ticks that show a measure."""
+    return FuncFormatter(lambda value, _: tick(value, measure))
 
 
 def _needs_log_axis(values: Sequence[float], measure: str, start: bool) -> bool:
@@ -947,7 +959,7 @@ def set_log_axis(axis: Axes, values: Sequence[float], measure: str, margin: floa
     low, high = min(values), max(values)
     axis.set_yscale("log")
     axis.set_ylim(low / margin, high * margin)
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
+    axis.yaxis.set_major_formatter(_tick_formatter(measure))
     minor_labels_overlap = high > 1000 * low
     if minor_labels_overlap:
         axis.yaxis.set_minor_formatter(NullFormatter())
@@ -1005,7 +1017,7 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
     has_whiskers = False
     for mean_name in mean_names:
         for entry in trained_entries:
-            result = final(entry, geometric=mean_name == "geometric mean")
+            result = final_result(entry, geometric=mean_name == "geometric mean")
             if result is None:  # not finite
                 continue
             rows.append([mean_name, entry.label, cost(entry).upload_bytes, result.mean, result.std])
@@ -1014,12 +1026,12 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
     largest = max((cost(entry).upload_bytes for entry in entries), default=0)
     _, unit_name = byte_unit(largest)
     return Panels(
-        paint=[partial(_paint_bytes_panel, entries=entries, mean_name=mean_name) for mean_name in mean_names],
+        painters=[partial(_paint_bytes_panel, entries=entries, mean_name=mean_name) for mean_name in mean_names],
         columns=len(mean_names),
         size=(4.2, 3.0),
         sheet=rows,
-        below=f"uploaded by all users over the run, {unit_name}",
-        left=axis_label(measure),
+        x_label=f"uploaded by all users over the run, {unit_name}",
+        y_label=axis_label(measure),
         note=f"whiskers: {DEVIATION}" if has_whiskers else "",
     )
 
@@ -1037,7 +1049,7 @@ def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean_name: str) 
     unit, _ = byte_unit(largest)
     points = []
     for entry, style in zip(entries, styles([entry.method for entry in entries]), strict=True):
-        result = final(entry, geometric=mean_name == "geometric mean")
+        result = final_result(entry, geometric=mean_name == "geometric mean")
         if result is None or not entry.trained:  # None if it is not finite
             continue
         uploaded = cost(entry).upload_bytes / unit
@@ -1047,7 +1059,7 @@ def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean_name: str) 
     axis.margins(y=0.2)
     right_end = largest / unit or 1.0  # 1 if nothing is uploaded
     axis.set_xlim(-0.04 * right_end, 1.4 * right_end)  # has space for labels on the right
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
+    axis.yaxis.set_major_formatter(_tick_formatter(measure))
     means = [mean for _, mean, _ in points]
     needs_log_axis = measure == "loss" and bool(means) and 0 < 10 * min(means) < max(means)
     if needs_log_axis:

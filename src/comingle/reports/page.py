@@ -63,7 +63,7 @@ from comingle.reports.runs import (
     differing_settings,
     epsilon_text,
     expert_curves,
-    final,
+    final_result,
     gains_of_entries,
     verdicts,
 )
@@ -283,7 +283,13 @@ def _paint_tokens(axis: Axes, cell: _TokenCell, num_lines: int) -> None:
 
 def visible(token: str) -> str:
     """Return a token on one line, with a sign for line breaks and for other characters that cannot be printed."""
-    return "".join("⏎" if c == "\n" else c if c.isprintable() else "·" for c in token)
+    return "".join(_visible_character(character) for character in token)
+
+
+def _visible_character(character: str) -> str:
+    if character == "\n":
+        return "⏎"
+    return character if character.isprintable() else "·"
 
 
 def _token_positions(tokens: Sequence[str]) -> list[tuple[int, int]]:
@@ -506,7 +512,7 @@ class FigureMarkup:
             name: Name, without suffix, of the CSV file of the figure's numbers that readers can download.
             phone: Other panels for narrow screens; None for the same ones.
         """
-        content = [self._legend(panels.keys)]
+        content = [self._legend(panels.legend)]
         if phone is None:
             content.append(self._grid(panels, label, css_class=""))
         else:
@@ -598,11 +604,7 @@ def render_page(
     users = list(first.users)
     all_runs = [run for entry in entries for run in entry.runs]
 
-    mixtures = []
-    for entry in entries:
-        learned = _learned_mixtures(entry)
-        if learned:
-            mixtures.append(_mixtures_section(entry.label, learned, converter))
+    mixtures = _mixtures_sections(entries, converter)
     component_names = {section["component"] for section in mixtures}  # such as "adaptor set"
     curves = list(_curve_figures(entries, converter))
     gains = [_gains_section(entries, entry, converter) for entry in baselines(entries)]
@@ -678,12 +680,15 @@ def _heading(entries: Sequence[Entry]) -> str:
 
 def _palette(entries: Sequence[Entry]) -> list[Colour]:
     """Return the distinct colours in the figures of these entries."""
+    methods = [entry.method for entry in entries]
     colours = [INK, MUTED, LINE, PAPER]
-    colours += [style.colour for style in styles([entry.method for entry in entries])]
+    colours += [style.colour for style in styles(methods)]
     for entry in entries:
-        experts_of_users = entry.first.evaluations[-1].experts.values()
-        names = {name for experts in experts_of_users for name in experts}
-        colours += [expert_colour(name) for name in sorted(names)]
+        last_evaluation = entry.first.evaluations[-1]
+        expert_names: set[str] = set()
+        for experts_of_user in last_evaluation.experts.values():
+            expert_names.update(experts_of_user)
+        colours += [expert_colour(name) for name in sorted(expert_names)]
     colour_by_code = {colour.light: colour for colour in colours}
     return list(colour_by_code.values())
 
@@ -721,7 +726,7 @@ def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, 
         ``users`` has the rows of a second table, such as ``("ann", ["12.3", "11.8"])``, and ``labels`` its columns.
     """
     measure = entries[0].first.measure
-    results_by_user = {user: [final(entry, user) for entry in entries] for user in users}
+    results_by_user = {user: [final_result(entry, user) for entry in entries] for user in users}
     user_columns = []
     for user, results in results_by_user.items():
         user_columns.append((user, [_spread_text(result, measure) for result in results]))
@@ -734,9 +739,9 @@ def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, 
             _extreme_column(results_by_user, measure, worst=True),
             _extreme_column(results_by_user, measure, worst=False),
         ]
-    columns.append(("mean", [_spread_text(final(entry), measure) for entry in entries]))
+    columns.append(("mean", [_spread_text(final_result(entry), measure) for entry in entries]))
     if measure == "perplexity":
-        geometric_means = [final(entry, geometric=True) for entry in entries]
+        geometric_means = [final_result(entry, geometric=True) for entry in entries]
         columns.append(("geometric mean", [_spread_text(mean, measure) for mean in geometric_means]))
     if any(entry.first.spent for entry in entries):  # at least one entry is private
         columns.append(("epsilon", [epsilon_text(entry) for entry in entries]))
@@ -908,6 +913,16 @@ def _learned_mixtures(entry: Entry) -> list[Mixtures]:
     """Return the mixtures of an entry's runs that have learned ones."""
     mixtures_of_runs = [read_mixtures(run.folder) for run in entry.runs]
     return [mixtures for mixtures in mixtures_of_runs if mixtures is not None and mixtures.learned]
+
+
+def _mixtures_sections(entries: Sequence[Entry], converter: FigureMarkup) -> list[dict[str, object]]:
+    """Return the section of each entry with learned mixtures."""
+    sections = []
+    for entry in entries:
+        learned_mixtures = _learned_mixtures(entry)
+        if learned_mixtures:
+            sections.append(_mixtures_section(entry.label, learned_mixtures, converter))
+    return sections
 
 
 def _mixtures_section(label: str, mixtures_of_runs: Sequence[Mixtures], converter: FigureMarkup) -> dict[str, object]:

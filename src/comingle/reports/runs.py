@@ -49,7 +49,7 @@ class Evaluation:
         round: The round.
         iterations: Local steps of each user so far.
         measure: The measure that models are compared by.
-        users: ``users[user][measure]``, None if not finite. Users can have other measures too, as accuracy and loss.
+        results: ``results[user][measure]``, None if not finite; users can have several measures, as accuracy and loss.
         experts: Names of each user's experts; empty without routers.
         scores: Mean gates ``scores[user][layer][expert]``; empty without routers.
         valid_loss: Validation loss, if the run selects its best round by it.
@@ -58,7 +58,7 @@ class Evaluation:
     round: int
     iterations: int
     measure: str
-    users: dict[str, dict[str, float | None]]
+    results: dict[str, dict[str, float | None]]
     experts: dict[str, list[str]]
     scores: dict[str, list[list[float]]]
     valid_loss: float | None = None
@@ -72,8 +72,8 @@ class Evaluation:
             geometric: Return the geometric mean.
         """
         measure = measure or self.measure
-        names = list(self.users) if user is None else [user]
-        values = [self.users.get(name, {}).get(measure) for name in names]
+        names = list(self.results) if user is None else [user]
+        values = [self.results.get(name, {}).get(measure) for name in names]
         if geometric:
             return geometric_mean(values)
         known = [value for value in values if value is not None]
@@ -343,7 +343,7 @@ def _evaluation_of(event: JsonObject, local_steps: int) -> Evaluation:
         round=event["round"],
         iterations=event.get("iterations", event["round"] * local_steps),
         measure=measure_of(event),
-        users={name: _without_prefix(results) for name, results in event["users"].items()},
+        results={name: _without_prefix(results) for name, results in event["users"].items()},
         experts=event.get("experts", {}),
         scores=event.get("expert_scores", {}),
         valid_loss=event.get("mean_valid_loss"),
@@ -442,9 +442,13 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
 
 def _differing_keys(settings_of_runs: Sequence[Mapping[str, object]]) -> set[str]:
     """Return the keys that do not have the same value in all settings."""
-    first = settings_of_runs[0]
-    all_keys = {key for settings in settings_of_runs for key in settings}
-    return {key for key in all_keys if any(settings.get(key) != first.get(key) for settings in settings_of_runs)}
+    first, *others = settings_of_runs
+    differing_keys = set()
+    for settings in others:
+        for key in {**first, **settings}:
+            if settings.get(key) != first.get(key):
+                differing_keys.add(key)
+    return differing_keys
 
 
 def _label_in_comparison(run: RunRecord, names: Sequence[str]) -> str:
@@ -687,7 +691,7 @@ def common_measures(entries: Sequence[Entry]) -> list[str]:
     The first is the one that models are compared by. Others are measures of every user in all final evaluations.
     """
     evaluations = [run.final_evaluation for entry in entries for run in entry.runs]
-    results_of_users = [results for evaluation in evaluations for results in evaluation.users.values()]
+    results_of_users = [results for evaluation in evaluations for results in evaluation.results.values()]
     common = [measure for measure in MEASURES if all(measure in results for results in results_of_users)]
     return list(dict.fromkeys([evaluations[0].measure, *common]))
 
@@ -695,7 +699,7 @@ def common_measures(entries: Sequence[Entry]) -> list[str]:
 # -------------------------------------------------------------------- at the end
 
 
-def final(entry: Entry, user: str | None = None, *, geometric: bool = False) -> Spread | None:
+def final_result(entry: Entry, user: str | None = None, *, geometric: bool = False) -> Spread | None:
     """Return the final test result of a user, or the mean over users; None if a seed's result is not finite.
 
     Args:

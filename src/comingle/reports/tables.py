@@ -946,7 +946,8 @@ def latex(
     if comparison:
         environments.append(latex_verdicts(comparison, latex_label(name, "verdicts")))
     elif require_verdicts:
-        seeds = ", ".join(map(str, sorted({seed for row in rows for seed in row["seeds"]})))
+        all_seeds = sorted({seed for row in rows for seed in row["seeds"]})
+        seeds = ", ".join(map(str, all_seeds))
         raise RecipeError(
             f"--against: got {len(rows)} methods with seeds {seeds}, which have no verdicts; allowed: 2 methods or "
             "more with 2 seeds or more"
@@ -960,8 +961,12 @@ def _latex_tabulars(table: ComparisonTable) -> list[str]:
     measure = measure_of(rows[0])
     num_seeds = [len(row["seeds"]) for row in rows]
     method_column = ("method", [escape_latex(method) for method in _marked_methods(table)])
-    scores = [(escape_latex(name), _latex_cells(values, num_seeds, measure)) for name, values in score_columns(table)]
-    costs = [(escape_latex(name), [escape_latex(cell) for cell in cells]) for name, cells in cost_columns(table)]
+    scores = []
+    for heading, values in score_columns(table):
+        scores.append((escape_latex(heading), _latex_cells(values, num_seeds, measure)))
+    costs = []
+    for heading, cells in cost_columns(table):
+        costs.append((escape_latex(heading), [escape_latex(cell) for cell in cells]))
     if max(num_seeds) > 1:  # deviations leave no room for costs beside the results
         return [_tabular_of_columns([method_column, *scores]), _tabular_of_columns([method_column, *costs])]
     return [_tabular_of_columns([method_column, *scores, *costs])]

@@ -304,12 +304,12 @@ def _points_of_line(
         entries: The finished runs, by row and column.
         usage_by_cell: The usage, by row and column.
     """
-    from comingle.reports.runs import final
+    from comingle.reports.runs import final_result
 
     points: list[Point] = []
     for position, row in enumerate(rows):
         entry = entries.get((row, column))
-        test_results = None if entry is None else final(entry)
+        test_results = None if entry is None else final_result(entry)
         if test_results is None:
             continue
         usage = getattr(usage_by_cell[row, column], kind)

@@ -770,7 +770,7 @@ def _sweep_figures(plan: Plan, entries: Entries) -> Figures:
         plan: The figure's plan; its ``plot`` names the settings on the x axis (``x``) and of the lines (``series``).
         entries: The runs of all seeds, by (row, column).
     """
-    from comingle.reports.runs import Spread, final
+    from comingle.reports.runs import Spread, final_result
 
     plot = plan.experiment.plot
     assert plot is not None
@@ -780,7 +780,7 @@ def _sweep_figures(plan: Plan, entries: Entries) -> Figures:
             entry = entries.get((cell.row, column))
             if cell.column != column or entry is None:
                 continue
-            perplexity = final(entry)
+            perplexity = final_result(entry)
             if perplexity is not None:
                 settings = cell.recipe.method.settings
                 line = lines.setdefault(settings[plot.series], {})
