@@ -43,7 +43,7 @@ from comingle.runs.session import (
     warn_unread,
 )
 from comingle.training.backends.launched import LOST, MEETING, PARENT, Place
-from comingle.training.backends.ranks import joined
+from comingle.training.backends.ranks import Ranks, joined
 from comingle.training.kinds.base import NETS, RunData
 from comingle.training.kinds.nets import net_name
 from comingle.utils.errors import RankLostError, RunError, list_names
@@ -266,56 +266,67 @@ def train_here(
         ComingleError: The user can correct the problem.
         SystemExit: Another process has ended, and the command that started all of them reports it.
     """
-    is_first = place is None or place.is_first_process
     try:
         process_group = nullcontext() if place is None else joined(place)
         with process_group as ranks:  # None for a single process
-            # ``run_in_all`` raises an error of one process in all of them; else the others would wait for it forever.
-            run_step = _call if ranks is None else ranks.run_in_all
-            recipe = run_step(lambda: read_recipe(path, sets, seed))
-            folder = out or default_folder(path, recipe.method.name, recipe.seed)
-            if ranks is not None and ranks.has_opened(folder):  # torchrun has restarted failed processes of this run
-                resume, force = True, False
-            recipe = run_step(partial(with_bos_of_run, folder, recipe, resume=resume))
-            notes: list[str] = []  # on settings that the recipe leaves open
-            resumed_folder = folder if resume else None
-            num_processes = 1 if place is None else place.size
-            for choose in (choose_numbers_of_specialists, choose_settings_for_memory):
-                recipe = run_step(
-                    partial(choose, recipe, notes.append, resumed=resumed_folder, processes=num_processes)
-                )
-            run_step(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
-            notes.append(default_method_note(recipe))  # empty if the recipe names its method
-
-            with reporting(quiet=quiet or not is_first) as reporter:
-
-                def progress_observers(clients: Clients) -> list[Observer]:
-                    return [reporter.watch(clients)]
-
-                for note in notes:
-                    if note:
-                        reporter.say(note)
-                with reporter.waiting(loading(recipe)):
-                    # A resumed run keeps the date of its start, which chat templates may write into conversations.
-                    given = Given(date=recorded_date(folder) if resume else "")
-                    method = run_step(lambda: check_and_set_up(recipe))
-                    if ranks is None:
-                        run_data = prepare(recipe, given=given, method=method)
-                    else:  # the processes share the reading of the data among them
-                        run_data = read_users_of_process(recipe, ranks, method, given)
-                    warn_overlaps(run_data)
-                if is_first:
-                    warn_unread(recipe, method)
-                train = run_in if ranks is None else partial(run_sharded, ranks=ranks)
-                run = train(
-                    folder, recipe, run_data, resume=resume, force=force, method=method, observers=progress_observers
-                )
-        return (folder, run) if is_first else None
+            return _train_with(ranks, path, sets, seed, out, resume=resume, force=force, quiet=quiet)
     except RankLostError:  # another process has ended
         was_started_by_comingle = PARENT in os.environ  # by `comingle run --processes`
         if was_started_by_comingle:
             raise SystemExit(LOST) from None  # the parent reports which process has ended, and why
         raise
+
+
+def _train_with(
+    ranks: Ranks | None,
+    path: Path,
+    sets: list[str] | None,
+    seed: int | None,
+    out: Path | None,
+    *,
+    resume: bool,
+    force: bool,
+    quiet: bool,
+) -> tuple[Path, Run] | None:
+    """Train as :func:`train_here`, with the other processes in ``ranks``; None if there are no others."""
+    is_first = ranks is None or ranks.place.is_first_process
+    num_processes = 1 if ranks is None else ranks.place.size
+    # ``run_in_all`` raises an error of one process in all of them; else the others would wait for it forever.
+    run_step = _call if ranks is None else ranks.run_in_all
+    recipe = run_step(lambda: read_recipe(path, sets, seed))
+    folder = out or default_folder(path, recipe.method.name, recipe.seed)
+    if ranks is not None and ranks.has_opened(folder):  # torchrun has restarted failed processes of this run
+        resume, force = True, False
+    recipe = run_step(partial(with_bos_of_run, folder, recipe, resume=resume))
+    notes: list[str] = []  # on settings that the recipe leaves open
+    resumed_folder = folder if resume else None
+    for choose in (choose_numbers_of_specialists, choose_settings_for_memory):
+        recipe = run_step(partial(choose, recipe, notes.append, resumed=resumed_folder, processes=num_processes))
+    run_step(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
+    notes.append(default_method_note(recipe))  # empty if the recipe names its method
+
+    with reporting(quiet=quiet or not is_first) as reporter:
+
+        def progress_observers(clients: Clients) -> list[Observer]:
+            return [reporter.watch(clients)]
+
+        for note in notes:
+            if note:
+                reporter.say(note)
+        with reporter.waiting(loading(recipe)):
+            # A resumed run keeps the date of its start, which chat templates may write into conversations.
+            given = Given(date=recorded_date(folder) if resume else "")
+            method = run_step(lambda: check_and_set_up(recipe))
+            if ranks is None:
+                run_data = prepare(recipe, given=given, method=method)
+            else:  # the processes share the reading of the data among them
+                run_data = read_users_of_process(recipe, ranks, method, given)
+            warn_overlaps(run_data)
+        if is_first:
+            warn_unread(recipe, method)
+        train = run_in if ranks is None else partial(run_sharded, ranks=ranks)
+        run = train(folder, recipe, run_data, resume=resume, force=force, method=method, observers=progress_observers)
+    return (folder, run) if is_first else None
 
 
 def _call(work: Callable[[], T]) -> T:

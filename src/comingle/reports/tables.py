@@ -285,8 +285,58 @@ def curve_svg(events: Sequence[JsonObject]) -> str:
     return _draw_curves(mean, curve_by_user, measure)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _PlotArea:
+    """The area of a plot of learning curves, with the results at its lower and upper edge.
+
+    Args:
+        last_round: The round at the right edge; round 0 is at the left edge.
+        lowest: The smallest result.
+        highest: The largest result.
+        measure: Name of the measure, such as "perplexity"; perplexities have a logarithmic axis.
+    """
+
+    last_round: int
+    lowest: float
+    highest: float
+    measure: str
+
+    left, right = _LEFT_MARGIN, WIDTH - _RIGHT_MARGIN  # edges in pixels
+    top, bottom = _TOP_MARGIN, HEIGHT - _BOTTOM_MARGIN
+
+    def position(self, round_number: int, value: float) -> tuple[float, float]:
+        """Return x and y of a point in pixels; y grows downwards."""
+        scale = math.log if self.measure == "perplexity" else float
+        across = round_number / self.last_round if self.last_round else 0.5  # fraction of the width
+        up = 0.5  # fraction of the height
+        if scale(self.highest) > scale(self.lowest):
+            up = (scale(value) - scale(self.lowest)) / (scale(self.highest) - scale(self.lowest))
+        return self.left + across * (self.right - self.left), self.bottom - up * (self.bottom - self.top)
+
+    def labels(self) -> str:
+        """Return the markup of the labels: the lowest and the highest result, and the first and the last round."""
+        _, y_of_lowest = self.position(0, self.lowest)
+        _, y_of_highest = self.position(0, self.highest)
+        texts = [_svg_text(self.left - 6, y_of_lowest + 4, "end", number(self.lowest, self.measure))]
+        if self.highest > self.lowest:
+            texts.append(_svg_text(self.left - 6, y_of_highest + 4, "end", number(self.highest, self.measure)))
+        if self.last_round:
+            texts.append(_svg_text(self.left, HEIGHT - 8, "middle", "0"))
+            texts.append(_svg_text(self.right, HEIGHT - 8, "end", str(self.last_round)))
+        texts.append(_svg_text((self.left + self.right) / 2, HEIGHT - 8, "middle", "round; bold: mean over users"))
+        return "".join(texts)
+
+    def line(self, curve: Curve, name: str, style: str) -> str:
+        """Return the markup of one curve, with ``name`` as its tooltip; values that are not finite are gaps."""
+        shapes = []
+        for part in _finite_parts(curve):
+            points = [self.position(round_number, value) for round_number, value in part]
+            shapes.append(_polyline(points) if len(points) > 1 else _dot(points[0]))
+        return f"<g {style}><title>{escape(printable(name))}</title>{''.join(shapes)}</g>"
+
+
 def _draw_curves(mean: Curve, curve_by_user: Mapping[str, Curve], measure: str) -> str:
-    """Draw learning curves as an SVG; perplexities have a logarithmic axis.
+    """Draw learning curves as an SVG.
 
     Args:
         mean: The mean over users, which is drawn bold.
@@ -295,47 +345,18 @@ def _draw_curves(mean: Curve, curve_by_user: Mapping[str, Curve], measure: str) 
     """
     curves = [mean, *curve_by_user.values()]
     finite = [value for curve in curves for _, value in curve if value is not None]
-    lowest, highest = min(finite), max(finite)
     last_round, _ = mean[-1]
-    scale = math.log if measure == "perplexity" else float
-    left, right = _LEFT_MARGIN, WIDTH - _RIGHT_MARGIN  # edges of the plot in pixels
-    top, bottom = _TOP_MARGIN, HEIGHT - _BOTTOM_MARGIN
-
-    def position(round_number: int, value: float) -> tuple[float, float]:
-        """Return x and y of a point in pixels; y grows downwards."""
-        across = round_number / last_round if last_round else 0.5  # fraction of the plot's width
-        up = 0.5  # fraction of the plot's height
-        if scale(highest) > scale(lowest):
-            up = (scale(value) - scale(lowest)) / (scale(highest) - scale(lowest))
-        return left + across * (right - left), bottom - up * (bottom - top)
-
-    def line(curve: Curve, name: str, style: str) -> str:
-        """Return the markup of one curve, with ``name`` as its tooltip; values that are not finite are gaps."""
-        shapes = []
-        for part in _finite_parts(curve):
-            points = [position(round_number, value) for round_number, value in part]
-            shapes.append(_polyline(points) if len(points) > 1 else _dot(points[0]))
-        return f"<g {style}><title>{escape(printable(name))}</title>{''.join(shapes)}</g>"
-
-    _, y_of_lowest = position(0, lowest)
-    _, y_of_highest = position(0, highest)
-    texts = [_svg_text(left - 6, y_of_lowest + 4, "end", number(lowest, measure))]
-    if highest > lowest:
-        texts.append(_svg_text(left - 6, y_of_highest + 4, "end", number(highest, measure)))
-    if last_round:
-        texts.append(_svg_text(left, HEIGHT - 8, "middle", "0"))
-        texts.append(_svg_text(right, HEIGHT - 8, "end", str(last_round)))
-    texts.append(_svg_text((left + right) / 2, HEIGHT - 8, "middle", "round; bold: mean over users"))
-
+    area = _PlotArea(last_round=last_round, lowest=min(finite), highest=max(finite), measure=measure)
     pale = 'stroke-opacity="0.4" fill-opacity="0.4"'
-    user_lines = [line(curve, name, pale) for name, curve in curve_by_user.items()]
-    mean_line = line(mean, "mean", 'stroke-width="2.5"')
+    user_lines = [area.line(curve, name, pale) for name, curve in curve_by_user.items()]
+    mean_line = area.line(mean, "mean", 'stroke-width="2.5"')
     label = escape(f"test {measure} by round ({unit_and_direction(measure)})")
+    axes = f"M{area.left} {area.top}V{area.bottom}H{area.right}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
         f'style="max-width: {WIDTH}px; width: 100%; font: 12px sans-serif" fill="currentColor" stroke="none">'
-        f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.3"/>'
-        f"{''.join(texts)}{''.join(user_lines)}{mean_line}</svg>"
+        f'<path d="{axes}" fill="none" stroke="currentColor" stroke-opacity="0.3"/>'
+        f"{area.labels()}{''.join(user_lines)}{mean_line}</svg>"
     )
 
 
