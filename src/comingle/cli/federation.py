@@ -216,7 +216,7 @@ def client(
 
 
 def _make_absolute(source: str | None) -> str | None:
-    """Make the path of an existing file or folder absolute; return names, such as of a model on the hub, unchanged.
+    """Make the path of an existing file or folder absolute; return other texts, such as "gpt2", unchanged.
 
     A relative path in a participant's file is relative to that file, one on the command line to the current folder.
 

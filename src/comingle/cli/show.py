@@ -442,7 +442,7 @@ def _token_figures(
     """Draw the top expert of each token of texts, in a figure for each method and layer.
 
     Args:
-        entries: The runs; an entry has the runs of one method, of which that with the lowest seed is drawn.
+        entries: The runs; an entry has the runs of one method. Its run with the lowest seed is drawn.
         texts: Texts or names of text files; None for the users' test texts.
         users: Names of users, separated by commas; None for the first few.
         length: Number of tokens of each text.

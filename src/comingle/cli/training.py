@@ -64,7 +64,7 @@ _GRACE_SECONDS = 10.0
 """Time that processes have to notice that another one has ended."""
 
 _INTERRUPT_SECONDS = 2.0
-"""Time that processes have to end after Ctrl-C, which the terminal sends to them, before they are sent SIGINT."""
+"""Time that processes have to end after Ctrl-C, for which the terminal sends SIGINT, before SIGINT is sent again."""
 
 _SIGNAL_SECONDS = 5.0
 """Time that processes have to end after each signal that is sent to them."""
@@ -264,7 +264,7 @@ def train_here(
 
     Raises:
         ComingleError: The user can correct the problem.
-        SystemExit: Another process has ended, and the command that started all of them reports it.
+        SystemExit: Another process has ended; ``comingle run --processes``, which started both, reports it.
     """
     try:
         process_group = nullcontext() if place is None else joined(place)
@@ -397,7 +397,7 @@ def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[Rende
         all_users: List all users, also more than 24.
     """
     title = f"{recipe.base}: {run_data.kind.name}"
-    is_in_file = run_data.users.sizes is not None  # a large population, of which only the sizes are in memory
+    is_in_file = run_data.users.sizes is not None  # of a large population only the sizes are in memory
     if is_in_file:
         return _preview_population(title, run_data, all_users)
     for user_class, preview_users in _PREVIEWS.items():  # for text, conversations and samples
@@ -641,7 +641,7 @@ _PREVIEWS: Mapping[type, Callable[[Recipe, RunData, bool], list[RenderableType]]
 
 
 def skipped_lines(run_data: RunData, reason: str, all_users: bool) -> list[RenderableType]:
-    """Return a line with the number of users skipped for lack of data, and a line for each of the first 24 of them.
+    """Return a line with the number of users skipped for lack of data, and a line for each of the first 24.
 
     Args:
         run_data: The data; ``run_data.skipped`` has a text such as "no test text" for each skipped user.
@@ -691,7 +691,7 @@ def summarise(text: UserText, data: UserData) -> Summary:
 
     Args:
         text: The user's documents in each split, in full.
-        data: The user's tokens in each split, of which the recipe may limit the number.
+        data: The user's tokens in each split, perhaps cut to a limit such as ``data.max_train_tokens``.
     """
     summary: Summary = {"user": text.name, "documents": {}, "characters": {}, "tokens": {}, "samples": {}}
     for split in SPLITS:

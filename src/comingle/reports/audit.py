@@ -56,7 +56,7 @@ class Membership:
         user: The user.
         members: Number of training windows or conversations.
         others: Number of held-out ones.
-        auc: AUC of the difference of the loss to that of the base model.
+        auc: AUC of the loss minus the loss of the base model.
         auc_of_loss: AUC of the loss alone.
         found: Share of members found at 1% false positives; None with fewer than 100 held-out ones.
     """
@@ -111,7 +111,7 @@ class Recovery:
     Args:
         what: Kind of the attacked upload.
         tokens: Number of different tokens in the batches of each user's upload.
-        recovered: Share of them among as many guesses.
+        recovered: Share of these tokens that the attack finds, if it makes as many guesses.
         guesses: The same share if the guesses are the most common tokens of all users' test text.
     """
 

@@ -266,7 +266,7 @@ class Verdict:
         low: Lower end of its interval.
         high: Upper end of its interval.
         confidence: Confidence of the interval, at least 0.95.
-        p_value: Wilcoxon's p-value over users, adjusted by Holm; None if there are too few users for a value of 0.05.
+        p_value: Wilcoxon's p-value over users, adjusted by Holm; None if so few users can never reach 0.05.
         ahead: Number of results, one per user and seed, that are better than the baseline's.
         pairs: Number of all results.
         worst: Change of the worst result; None if a result is not finite.
@@ -527,7 +527,7 @@ def _verdict_of(
         estimate: Its mean difference to the baseline.
         measure: Name of the measure of the results, such as "perplexity".
         error_share: Share of the error rate 0.05: its interval has the confidence ``1 - 0.05 error_share``.
-        p_value: Its adjusted p-value over users; None if there are too few users.
+        p_value: Its adjusted p-value over users; None if so few users can never reach 0.05.
     """
     change = as_change(estimate.mean, measure)
     if is_constant_share(estimate, measure):  # no interval
@@ -763,7 +763,7 @@ def compare_metrics(labelled_metrics: Iterable[tuple[str, JsonObject]], baseline
 
 
 def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
-    """Check that runs have the same users, without which their results cannot be compared.
+    """Check that runs have the same users, so that their results can be compared.
 
     Args:
         runs: The name of each run for messages, and the names of its users.

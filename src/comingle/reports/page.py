@@ -180,7 +180,7 @@ def own_texts_figure(view: TokenView, layers: Sequence[int]) -> Figure:
     """Return a figure of layers (rows) x users (columns): each user's text under its own model (CoMiGS, Figure 3).
 
     Args:
-        view: The token view; users without a text of their own are left out.
+        view: The token view; users that own none of its texts are left out.
         layers: The layers whose gates count, from top to bottom.
     """
     owners = [text.owner for text in view.texts]
@@ -930,7 +930,7 @@ def _mixtures_section(label: str, mixtures_of_runs: Sequence[Mixtures], converte
 
     Args:
         label: Label of the entry.
-        mixtures_of_runs: The mixtures of each run; the figure and the weights are those of the first.
+        mixtures_of_runs: The mixtures of each run; the figure and the table of weights show the first run.
         converter: Converts figures to markup.
     """
 

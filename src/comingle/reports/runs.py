@@ -606,7 +606,7 @@ def gain_over_seeds(name: str, measure: str, differences: Sequence[float], *, nu
 
 
 def verdicts(measure: str) -> tuple[str, ...]:
-    """Return all verdicts on a :class:`Gain` from the best to the worst; those of one seed say so."""
+    """Return all verdicts on a :class:`Gain` from the best to the worst, with and without an interval."""
     lower, higher = "lower (one seed)", "higher (one seed)"
     if MEASURES[measure] == "lower":  # lower is better
         return ("gained", lower, "level", higher, "harmed")
@@ -822,7 +822,7 @@ def cost(entry: Entry) -> Cost:
     metrics_of_finished = [run.metrics for run in entry.runs if run.metrics is not None]
 
     def total(key: str) -> float:
-        """Return the sum over all rounds of a run, such as of "upload_bytes", as a mean over seeds."""
+        """Return the sum over the rounds of a key, such as "upload_bytes", as a mean over seeds."""
         return statistics.fmean(sum(event.get(key, 0) for event in run.rounds) for run in entry.runs)
 
     cost_from_events = Cost(

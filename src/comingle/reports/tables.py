@@ -214,7 +214,7 @@ def render_curve(events: list[JsonObject]) -> Table:
     """Return the table of a learning curve for the terminal: a row for each evaluation, a column for each user.
 
     Args:
-        events: A run's events, of which only evaluations are read.
+        events: A run's events; only those of evaluations are read.
     """
     evaluations = [event for event in events if event["event"] == "evaluation"]
     if not evaluations:
@@ -262,7 +262,7 @@ def curve_svg(events: Sequence[JsonObject]) -> str:
     With more than 8 users only the mean has a line.
 
     Args:
-        events: A run's events, of which only evaluations are read.
+        events: A run's events; only those of evaluations are read.
 
     Returns:
         An ``<svg>`` element; an empty string if no evaluation has a finite mean.
@@ -381,7 +381,7 @@ def _dot(point: tuple[float, float]) -> str:
 
 
 def _svg_text(x: float, y: float, anchor: str, text: str) -> str:
-    """Return a text at a position in pixels; ``anchor`` says which end of the text is there."""
+    """Return a text at a position in pixels; ``anchor`` is "start", "middle" or "end", the part of the text there."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
@@ -1018,7 +1018,7 @@ def latex_verdicts(comparison: BaselineComparison, label: str, *, prefix: str = 
 
     Args:
         comparison: The comparison with a baseline.
-        label: Label of the table, as of :func:`latex_label`.
+        label: Label of the table, such as "tab:compare-demo-verdicts".
         prefix: Beginning of the caption, before a colon; empty for none.
     """
     header, rows = comparisons.verdict_rows(comparison)
@@ -1067,7 +1067,7 @@ def table_environment(caption: str, tabulars: Sequence[str], note: str, *, label
         caption: The caption, as plain text.
         tabulars: LaTeX tabulars, which are placed below each other.
         note: A note below them, as plain text; empty for none.
-        label: The label, as of :func:`latex_label`.
+        label: The label, such as "tab:compare-demo".
     """
     capitalised = caption[0].upper() + caption[1:]
     lines = [
