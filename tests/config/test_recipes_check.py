@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from comingle.config import load_recipe, parse_recipe
+from comingle.config.files import read_yaml
 from comingle.methods import make
 from comingle.utils.errors import RecipeError
 
@@ -173,6 +174,16 @@ def test_a_binary_file(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF\xff\x00\x80")
     with pytest.raises(RecipeError, match="not YAML"):
         load_recipe(path)
+
+
+def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read_yaml(tmp_path)  # a folder
+    assert str(caught.value).startswith(f"{tmp_path}: cannot be read: ")
+    missing = tmp_path / "missing.yaml"
+    with pytest.raises(RecipeError) as caught:
+        read_yaml(missing)
+    assert str(caught.value).startswith(f"{missing}: cannot be read: ")
 
 
 def test_a_missing_file_may_be_a_recipe_that_comes_with_comingle(tmp_path: Path) -> None:

@@ -204,7 +204,9 @@ def read_yaml(path: Path) -> Any:
         if size > MAX_BYTES:
             raise too_large(size, str(path))
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     return read_text(text, str(path))
 
