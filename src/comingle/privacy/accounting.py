@@ -522,19 +522,19 @@ class StepAccount(UploadAccount):
     def forecast(self, planned: int) -> dict[str, object]:
         """Return the largest epsilon of a user after a whole run, with the settings behind it, to show before the run.
 
-        ``releases`` and ``planned_releases`` are numbers of noisy steps of the user with this epsilon.
+        ``releases`` and ``planned_releases`` are noisy steps of the user with this epsilon, with and without a budget.
 
         Args:
-            planned: Not used; each user's number of rounds is in :attr:`works`.
+            planned: Not used; :meth:`works` has each user's number of rounds.
         """
-        works = list(self.works().values())
-        rounds: list[int] = []  # of each user, until the budget stops it
+        works = list(self.works().values())  # one of each user
+        rounds_of_users: list[int] = []  # until the budget stops the user
         epsilons: list[float] = []  # of each user, after these rounds
         for work in works:
-            epsilon_after = partial(self.own_epsilon, work=work)
-            count = affordable_releases(self.privacy, work.rounds, epsilon_after)
-            rounds.append(count)
-            epsilons.append(epsilon_after(count))
+            epsilon_after = partial(self.own_epsilon, work=work)  # takes a number of rounds
+            affordable_rounds = affordable_releases(self.privacy, work.rounds, epsilon_after)
+            rounds_of_users.append(affordable_rounds)
+            epsilons.append(epsilon_after(affordable_rounds))
         user = epsilons.index(max(epsilons))
         work = works[user]
         return {
@@ -544,7 +544,7 @@ class StepAccount(UploadAccount):
             "noise_multiplier": multiplier_of(self.privacy, work),
             "clip_norm": self.privacy.clip_norm,
             "accountant": self.privacy.accountant,
-            "releases": rounds[user] * work.steps,
+            "releases": rounds_of_users[user] * work.steps,
             "planned_releases": work.planned,
         }
 

@@ -213,7 +213,7 @@ class DifferentialPrivacy(PrivacyMechanism):
         run_ratio = round_ratio / math.sqrt(max(1, rounds))  # sqrt(R) z C sqrt(d / n) over R C, for noise of users
         if run_ratio <= 1:
             return None
-        # The number at which run_ratio is 1; it falls with 1 / sqrt(n) if users add the noise, else with 1 / n.
+        # The number at which run_ratio is 1; run_ratio falls with 1 / sqrt(n) if users add the noise, else with 1 / n.
         needed_users = users * run_ratio**2 if users_add_noise else users * run_ratio
         return (
             f"privacy: too much noise to learn: with noise_multiplier {z:.3g}, clip_norm {self.bound:g}, {users:,.4g} "
@@ -736,7 +736,8 @@ def _why_beyond_gradients(method: Method) -> str:
             "local and has no noise"
         )
     for phase in method.sharing:
-        if phase.stream != "train":
+        trains_on_validation_data = phase.stream != "train"
+        if trains_on_validation_data:
             names = ", ".join(sorted(phase.roles & method.shared))
             return f"it trains {names} on validation data, which the account does not count"
     if method.placement.residual is not None:  # the rank of a change to the frozen weights
