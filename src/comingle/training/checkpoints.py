@@ -201,7 +201,7 @@ def save_checkpoint(run: Path, layout: Layout, state: State, server_state: Tree,
         RunError: The disk cannot be written to; older checkpoints stay.
     """
     folder, draft = folder_and_draft(run, progress.round)
-    with write_errors(folder, draft):
+    with convert_write_errors(folder, draft):
         draft.mkdir(parents=True)
 
         def write_users_and_server() -> list[str]:
@@ -233,8 +233,8 @@ def folder_and_draft(run: Path, done: int) -> tuple[Path, Path]:
 
 
 @contextmanager
-def write_errors(folder: Path, draft: Path | None) -> Iterator[None]:
-    """Convert errors of writing a checkpoint in the block to a run error.
+def convert_write_errors(folder: Path, draft: Path | None) -> Iterator[None]:
+    """Turn errors of the disk in the ``with`` block, which writes a checkpoint, into a run error.
 
     Args:
         folder: Final folder of the checkpoint, for the error.

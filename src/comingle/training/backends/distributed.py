@@ -43,12 +43,12 @@ from comingle.training.checkpoints import (
     OF_SERVER,
     SERVER,
     Progress,
+    convert_write_errors,
     finish_checkpoint,
     folder_and_draft,
     named_tensors,
     prune_checkpoints,
     shard_file,
-    write_errors,
     write_tensors,
 )
 from comingle.training.client import LocalRound
@@ -353,7 +353,7 @@ class Sharded(InProcess):
         def make_draft() -> tuple[str, str]:
             """Make the draft, which is renamed once complete; return the final path and that of the draft."""
             final, draft = folder_and_draft(folder, progress.round)
-            with write_errors(final, draft):
+            with convert_write_errors(final, draft):
                 draft.mkdir(parents=True)
             return str(final), str(draft)
 
@@ -369,7 +369,7 @@ class Sharded(InProcess):
                 write_tensors(draft / file, named_tensors(clients.model.layout, clients.state, no_server))
                 return [file]
 
-            with write_errors(final, None):
+            with convert_write_errors(final, None):
                 files = clients.state.save(draft, list_checkpoints(folder), write_rows)
                 return "".join(checksum_line(draft / name).decode() for name in files)
 
@@ -383,7 +383,7 @@ class Sharded(InProcess):
 
         def write_server_and_rename() -> None:
             """Write the server's state, and rename the draft."""
-            with write_errors(final, draft):
+            with convert_write_errors(final, draft):
                 server_tensors = {OF_SERVER + name: t for name, t in server.state.items()}
                 write_tensors(draft / SERVER, server_tensors)
                 finish_checkpoint(draft, final, progress, checksum_lines)
@@ -429,9 +429,9 @@ class Sharded(InProcess):
         if not self.clients.shares:
             return
         stale = self.clients.stale(self.server.version, users)
-        stale_names_by_rank = self.ranks.gather(lambda: [self.clients.names[user] for user in stale])
+        stale_names_by_process = self.ranks.gather(lambda: [self.clients.names[user] for user in stale])
         common: Tree = {}  # filled in the first process
-        header, own_tensors = self.ranks.scatter(lambda: self._split_download(stale_names_by_rank, common))
+        header, own_tensors = self.ranks.scatter(lambda: self._split_download(stale_names_by_process, common))
         if not header["any_stale"]:
             return
         tensors = own_tensors | self.ranks.broadcast(common)
@@ -453,22 +453,22 @@ class Sharded(InProcess):
         self.ranks.run_in_all(lambda: self.clients.receive(message))
 
     def _split_download(
-        self, stale_names_by_rank: Sequence[Sequence[str]], common: Tree
+        self, stale_names_by_process: Sequence[Sequence[str]], common: Tree
     ) -> list[tuple[dict[str, Any], Tree]]:
         """Make the download of all stale users, and split it by process.
 
         Args:
-            stale_names_by_rank: Names of the stale users of each process.
+            stale_names_by_process: Names of the users of each process whose shared tensors are out of date.
             common: Filled with the tensors that are equal for all users, with one row each.
 
         Returns:
             For each process a header with the fields of its message, and the tensors ``(users, *shape)`` that are not
             common. If no process has a stale user, the header is ``{"any_stale": False}``.
         """
-        names_by_rank = [self.server.with_download(names) for names in stale_names_by_rank]
-        all_names = [name for names in names_by_rank for name in names]
+        names_by_process = [self.server.with_download(names) for names in stale_names_by_process]
+        all_names = [name for names in names_by_process for name in names]
         if not all_names:
-            return [({"any_stale": False}, {})] * len(names_by_rank)
+            return [({"any_stale": False}, {})] * len(names_by_process)
         message = self.server.download(all_names)
         self.clock.download_bytes += sum(packed_bytes(message))
         for name, t in message.tensors.items():
@@ -477,7 +477,7 @@ class Sharded(InProcess):
 
         headers_and_tensors: list[tuple[dict[str, Any], Tree]] = []
         start = 0
-        for names in names_by_rank:
+        for names in names_by_process:
             rows = slice(start, start + len(names))  # of this process in the message
             start += len(names)
             header = {
