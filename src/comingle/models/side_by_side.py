@@ -25,7 +25,7 @@ from torch._C._functorch import is_batchedtensor  # no public function says whet
 from torch.overrides import TorchFunctionMode
 
 from comingle.models.kernels import convolutions
-from comingle.models.kernels.convolutions import PassShape, Step
+from comingle.models.kernels.convolutions import ConvolutionStep, PassShape
 from comingle.models.model import call_with
 from comingle.utils.files import cache_folder
 from comingle.utils.trees import (
@@ -294,7 +294,7 @@ class Sum(nn.Module):
         for name, module in zip(names, (chain, other), strict=True):
             self.add_module(name, module)
         *self.steps_before_last, last = chain.steps
-        assert isinstance(last, Step)
+        assert isinstance(last, ConvolutionStep)
         self.last_step, self.pass_shape = replace(last, relu=True), pass_shape
         self.other = [other]  # in a list, as a module attribute would be registered as a submodule a second time
 
@@ -304,7 +304,7 @@ class Sum(nn.Module):
         x = self.pass_shape.to_maps(x)  # to the memory layout of native code
         y, steps = x, self.steps_before_last
         first_step = steps[0] if steps else None
-        if isinstance(first_step, Step):
+        if isinstance(first_step, ConvolutionStep):
             y, x = first_step.run_shared(x)  # x for `other`, whose gradient the step adds to its own
             steps = steps[1:]
         other_output = self.pass_shape.to_maps(other(x))
@@ -358,7 +358,7 @@ class Chained:
         for module in self.net.modules():
             if isinstance(module, Chain):
                 all_steps += module.steps
-        has_convolution = any(isinstance(step, Step) for step in all_steps)
+        has_convolution = any(isinstance(step, ConvolutionStep) for step in all_steps)
         if not has_convolution:
             raise UnknownLayerError
 
@@ -376,7 +376,8 @@ class Chained:
         samples_of_all_users = inputs.flatten(0, 1)
         with Folded():  # F.linear multiplies each user's samples by the user's weights
             outputs = call_with(self.net, tensors, samples_of_all_users)
-        return self.pass_shape.flat(outputs).unflatten(0, (users, images))
+        flat_outputs = self.pass_shape.flat(outputs)  # (users * batch, ...), also if the last layer returned maps
+        return flat_outputs.unflatten(0, (users, images))
 
     def takes(self, inputs: Tensor) -> bool:
         """Return whether native code supports inputs ``(users, batch, ...)`` and is faster."""
@@ -419,7 +420,7 @@ class Chained:
         if not isinstance(chain, Chain):
             raise UnknownLayerError
         last_step = chain.steps[-1]
-        if not isinstance(last_step, Step) or last_step.pool > 1:
+        if not isinstance(last_step, ConvolutionStep) or last_step.pool > 1:
             raise UnknownLayerError
         return Sum(chain, other, self.pass_shape, names=(chain_name, other_name))
 
@@ -458,7 +459,7 @@ def _children(net: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in net._modules.items() if child is not None]
 
 
-def _fuse_first_modules(modules: Sequence[nn.Module], pass_shape: PassShape) -> tuple[Step, int] | None:
+def _fuse_first_modules(modules: Sequence[nn.Module], pass_shape: PassShape) -> tuple[ConvolutionStep, int] | None:
     """Fuse the first of some modules into a native step: a convolution, and the norm, ReLU and pooling after it.
 
     Args:
@@ -481,7 +482,7 @@ def _fuse_first_modules(modules: Sequence[nn.Module], pass_shape: PassShape) -> 
     if rest and _is_disjoint_max_pool(rest[0]):
         pool_size = _square_side(rest.pop(0).kernel_size)  # type: ignore[arg-type]
     num_fused = len(modules) - len(rest)
-    step = Step(convolution=convolution, norm=norm, relu=has_relu, pool=pool_size, pass_shape=pass_shape)  # type: ignore[arg-type]
+    step = ConvolutionStep(convolution=convolution, norm=norm, relu=has_relu, pool=pool_size, pass_shape=pass_shape)  # type: ignore[arg-type]
     return step, num_fused
 
 

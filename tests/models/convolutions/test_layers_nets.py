@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from comingle.models.kernels.convolutions import Step
+from comingle.models.kernels.convolutions import ConvolutionStep
 from comingle.models.nets import make_net
 from comingle.models.side_by_side import Chained, FusedNorms, UnknownLayerError
 from comingle.utils.seeds import generator
@@ -192,5 +192,5 @@ def test_a_net_without_convolutions_is_left_to_others() -> None:
 
 def test_what_stands_behind_a_convolution_is_one_step_with_it() -> None:
     chained: Any = Chained(named("vgg8-norm"))
-    steps = [step for step in chained.net.steps if isinstance(step, Step)]
+    steps = [step for step in chained.net.steps if isinstance(step, ConvolutionStep)]
     assert [(type(s.norm), s.relu, s.pool) for s in steps] == [(nn.BatchNorm2d, True, 2)] * 5

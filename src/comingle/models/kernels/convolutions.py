@@ -174,7 +174,7 @@ def _from_memory_order(maps: Tensor | None) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
+class ConvolutionStep:
     """A fused ``pool(relu(norm(convolution(x)) + added))``, in which all but the convolution is optional.
 
     Args:
@@ -342,7 +342,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, step: Step, x: Maps, weight: Tensor, bias: Tensor | None, gamma: Tensor | None,
+        ctx: Context, step: ConvolutionStep, x: Maps, weight: Tensor, bias: Tensor | None, gamma: Tensor | None,
         beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None, added: Outputs | None, returns_input: bool,
     ) -> Outputs | tuple[Outputs, Maps]:  # fmt: skip
         """Return the outputs of a fused convolution, norm, ReLU and max-pooling, and ``x`` too if ``returns_input``.
