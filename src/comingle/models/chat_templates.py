@@ -184,7 +184,7 @@ class ChatTemplate:
         Args:
             messages: The conversation.
             add_prompt: Append the text that begins a response.
-            template: The template; None for the tokenizer's, with :attr:`date` if it writes the current date.
+            template: The template; None for the tokenizer's, in which :attr:`date` replaces the current date.
 
         Raises:
             DataError: The template raises an error, say because of the order of roles.

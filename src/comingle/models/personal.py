@@ -311,18 +311,18 @@ def turn_end(base: Base, model_info: ModelInfo | None) -> int | None:
 
     Args:
         base: The base model.
-        model_info: Facts from the run; None without a run.
+        model_info: Facts from the run, such as the kind of its data; None without a run.
     """
     template = chat_template_of(base, model_info)
     if template is None:
         return None
     try:
-        ends = template.ends()
+        ends = template.ends()  # the end-of-text token, then the template's own end if that is another token
     except DataError:  # the template rejects a conversation of one turn
         return None
     if not ends:
         return None
-    return ends[-1]  # the template's own end, if it differs from the tokenizer's end-of-text token, which is first
+    return ends[-1]
 
 
 def generation_of(base: Base, model_info: ModelInfo | None) -> GenerationConfig:
@@ -509,7 +509,7 @@ class PersonalModel(Personal):
         Raises:
             DataError: No weights can hold the user's model.
         """
-        if isinstance(self.model, MixedLanguageModel):
+        if isinstance(self.model, MixedLanguageModel):  # a client-level mixture
             (mixture,) = self.model.shares(self.tensors)  # of this user, the only one in `tensors`
             return cast(PreTrainedModel, self._floral_model.merge(mixture))
         if isinstance(self.model, EnsembleModel):

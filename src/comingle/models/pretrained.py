@@ -59,7 +59,7 @@ _INDEXING = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 @contextmanager
 def _compiler_stubs() -> Iterator[None]:
-    """Replace torch's compiler by stubs in the context, unless it is loaded already.
+    """Keep torch's compiler from being imported in the context: replace it by stubs unless it is loaded already.
 
     The stubs are two modules with only the names that transformers imports.
     """

@@ -119,8 +119,8 @@ class Code:
         unpacked = cpu.look_up(packed, scales, self.values, num_weights, self.block, dtype)  # with native code
         if unpacked is not None:
             return unpacked.view(shape)
-        table = self.table.to(packed.device)
-        values = table.index_select(0, packed.int()).flatten()
+        values_by_byte = self.table.to(packed.device)  # (256, per_byte), the values packed in each possible byte
+        values = values_by_byte.index_select(0, packed.int()).flatten()
         num_padding = len(scales) * self.block - len(values)  # of the last block
         blocks = nn.functional.pad(values, (0, num_padding)).view(-1, self.block)
         weights = (blocks * scales[:, None]).to(dtype).flatten()

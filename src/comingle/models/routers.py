@@ -232,7 +232,7 @@ class ClientMixture:
         """Return the mixture weights pi, without noise.
 
         Args:
-            theta: The router's parameters; the first ``clusters`` are the logits.
+            theta: The router's parameters: ``clusters`` logits; if ``tempered``, then logarithms of exponents.
         """
         logits = theta[..., : self.clusters]
         return softmax_mixture(logits, self.temperature)

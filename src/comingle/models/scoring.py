@@ -327,11 +327,11 @@ def _stack_padded(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots bat
 def _sum_gates(
     gates: Float[Tensor, "layers slots n experts"], windows: Int[Tensor, "slots batch window"]
 ) -> list[Float[Tensor, "layers experts"]]:
-    """Return for each slot the sum of its gates over all positions that have a target.
+    """Return for each slot, a place for windows of one model, the sum of its gates over positions with a target.
 
     Args:
         gates: Gates of one forward pass, with ``n = batch * context`` positions per slot.
-        windows: Token ids of the pass; a negative id is not a target.
+        windows: Token ids of the pass, ``context + 1`` per window; a negative id is not a target.
     """
     targets = windows[..., 1:]  # (slots, batch, context)
     has_target = (targets >= 0).flatten(start_dim=1).to(gates)  # (slots, n)

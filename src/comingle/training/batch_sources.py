@@ -341,19 +341,19 @@ class PassBatchSource(BatchSource):
 
         Args:
             trainer: Number of the trainer.
-            stream: Split to draw from.
-            purpose: Name of the random stream.
+            stream: Split to draw from, such as "train".
+            purpose: Label of the random generator, such as "before".
             round_number: The round, counted from 0.
             number: Number of the batch within the round, counted from 0 over all epochs.
         """
-        count, size = self.count(trainer, stream), self.size_of(trainer)
-        batches_per_epoch = max(1, self._num_batches(count, size))
+        num_samples, batch_size = self.count(trainer, stream), self.size_of(trainer)
+        batches_per_epoch = max(1, self._num_batches(num_samples, batch_size))
         epoch_number, number_in_epoch = divmod(number, batches_per_epoch)
         cache_key = (trainer, purpose, epoch_number)  # of this round; :meth:`enter` drops those of other rounds
         if cache_key not in self._epoch_batches:
             random = generator(self.plan.seed, self.trainers[trainer].name, round_number, purpose, epoch_number)
-            batches = epoch(count, size, random)
-            num_missing = self.batch_size - size
+            batches = epoch(num_samples, batch_size, random)
+            num_missing = self.batch_size - batch_size
             self._epoch_batches[cache_key] = torch.nn.functional.pad(batches, (0, num_missing), value=PAD)
         return self._epoch_batches[cache_key][number_in_epoch]
 

@@ -91,7 +91,7 @@ class Store:
         return clients.begin(all_rows)
 
     def read(self, kind: Kind, request: DataRequest) -> RunData:
-        """Return the users of a recipe.
+        """Read the users of a run in the way of their kind of data: as a rule, all into memory.
 
         Raises:
             ComingleError: See :meth:`comingle.training.kinds.base.Kind.read`.
@@ -571,7 +571,7 @@ class Clients(Users):
             counts: Whether the upload is made only to count its bytes and is never sent; rounding errors are not kept.
 
         Returns:
-            Copies of the shared tensors ``(users, *shape)``, and the reports of the method.
+            Copies of the shared tensors ``(users, *shape)``, the method's reports, and ``losses`` if privacy permits.
         """
         state = self.state.without_moments()
         cohort = self.cohort(list(users), round_number, state=state)
@@ -588,7 +588,7 @@ class Clients(Users):
         # ``cohort.kept`` has the rounding errors of the previous upload; those of this one replace them.
         sent = compress_with_feedback(copies, number_format, cohort.kept, all_users, store_residuals=not counts)
         if keeps_rounding_errors:
-            state.put(cohort.rows, cohort.state)
+            state.put(cohort.rows, cohort.state)  # with the new rounding errors, without changes of moments
         reports_of_method = {name: t.clone() for name, t in self._reports(cohort, users).items()}
         return Upload(
             round=round_number,

@@ -314,7 +314,7 @@ def update(
 
 
 def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
-    """Store the gradients of tensors that other phases train; add stored ones to the gradients of this phase.
+    """Add all gradients to the stored ones, then move those that this phase trains back to ``gradients``.
 
     For example, a backward pass of the experts' phase may also compute gradients of the router. All gradients of a
     tensor since its last step are added up and used in its next step.
@@ -338,8 +338,9 @@ def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
         has_trained_entries = cohort.mask[:, trained_columns].any(1, keepdim=True)
         new_gradients *= cohort.mask & has_trained_entries
     stored += new_gradients
+    # Move the gradients of this phase, which are used in this step.
     gradients |= trained.views(stored[:, trained_columns].clone())
-    stored[:, trained_columns] = 0  # used in this step
+    stored[:, trained_columns] = 0
 
 
 def take_step(

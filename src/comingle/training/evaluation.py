@@ -466,7 +466,7 @@ def measure_of(scores: Sequence[AnyScore]) -> str:
 def measure_among(users: Mapping[str, JsonMapping]) -> str:
     """Return the name of the measure that models are compared by, from the scores in an event.
 
-    It is the first key of a user without "test_", such as "loss" for ``{"ann": {"test_loss": 2.1}}``, and "loss"
+    It is the first key of a user with "test_" removed, such as "loss" for ``{"ann": {"test_loss": 2.1}}``, and "loss"
     without users.
     """
     for scores in users.values():

@@ -174,6 +174,7 @@ class Geometry:
         leading = matrix.shape[:-3]
         d_in_of_group = self.d_in // self.groups
         split = matrix.reshape(*leading, self.d_out, *self.outer_kernel, d_in_of_group, *self.inner_kernel)
+        # For a 2-d convolution with kernel axes 1 and 2:
         # (..., out, outer 1, outer 2, in, inner 1, inner 2) -> (..., out, in, outer 1, inner 1, outer 2, inner 2)
         out_axis, dims = len(leading), len(self.kernel)
         in_axis = out_axis + 1 + dims
@@ -336,11 +337,11 @@ class AdaptedLayer(nn.Module, ABC):
         """
 
     def offset(self, prefix: str, name: str) -> Offset:
-        """Return the names of an adaptor of a bias, gamma or beta, and of the base's tensor that it is added to.
+        """Describe an adaptor that is added to a bias, or to gamma ("weight") or beta ("bias") of a norm.
 
         Args:
             prefix: Prefix of the names, such as "model.layers.0.".
-            name: "bias" or "weight": name of both tensors, in this layer and in its base.
+            name: "bias" or "weight": name of the adaptor in this layer, and of the tensor in its base.
         """
         dims = tensor(self.base, name).ndim
         return Offset(adaptor=f"{prefix}{name}", base=f"{prefix}base.{name}", alpha=self.alpha, dims=dims)

@@ -325,7 +325,7 @@ class FloralModel(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, AdaptedLayer)}
 
     def pairs(self) -> Pairs:
-        """Return the names of all adaptors' tensors and of the base's tensors, for preconditioning and centring."""
+        """Return the names of A and B of each LoRA (``factors``), and of bias and norm adaptors (``offsets``)."""
         factors, offsets = [], []
         for name, layer in self.layers().items():
             layer_pairs = layer.pairs(f"{name}.")

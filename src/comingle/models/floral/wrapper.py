@@ -72,7 +72,7 @@ class _Plan:
         return gets_low_rank_adaptor or gets_bias_adaptor
 
     def rank_one_geometry(self, module: nn.Module) -> Geometry | None:
-        """Return the shapes of the layer's low-rank adaptor at rank 1; None if the layer gets none."""
+        """Return the shapes of the layer's low-rank adaptor at rank 1, for its size per rank; None without one."""
         if is_linear(module):
             return linear_geometry(module) if self.lora else None
         if not isinstance(module, CONVS) or self.conv == "none":

@@ -175,7 +175,8 @@ class AnswerBatchSource(PassBatchSource):
             pass_size: Number of users and sequences in one training pass; scoring passes have as many sequences.
             gates: Collects the gates of routers; None if there are none.
         """
-        conversations_per_slot, slots = pass_size.slots(SCORED_PER_SLOT)
+        # A slot holds conversations that one model scores.
+        conversations_per_slot, num_slots = pass_size.slots(SCORED_PER_SLOT)
         batches_by_set = []
         for answers in sets:
             numbers_by_width = _by_width(answers.windows)  # batches of similar lengths need little padding
@@ -183,7 +184,7 @@ class AnswerBatchSource(PassBatchSource):
             for numbers_of_batch in numbers_by_width.split(conversations_per_slot):
                 batches.append(_trim(answers.windows[numbers_of_batch]))
             batches_by_set.append(batches)
-        window_scores = score_windows(predict, batches_by_set, rows, slots=slots, gates=gates)
+        window_scores = score_windows(predict, batches_by_set, rows, slots=num_slots, gates=gates)
         answer_scores = []
         for window_score, answers in zip(window_scores, sets, strict=True):
             answer_scores.append(score_answers(window_score, len(answers), answers.measures))

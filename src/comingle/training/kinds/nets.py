@@ -686,10 +686,11 @@ def _smallest_batch(model: StackedModel, plan: RunPlan, largest_batch: int) -> i
     if not model.batchwise:  # no batch norm
         return 1
     smallest_of_users = min(values_in(plan.training.batch_size))
-    smallest_full_batch = largest_batch if plan.method.placement.pooled else smallest_of_users
-    if smallest_full_batch < LEAST_FOR_NORM:
+    # Pooled: one trainer has all users' data, with the largest batch size.
+    smallest_batch_size = largest_batch if plan.method.placement.pooled else smallest_of_users
+    if smallest_batch_size < LEAST_FOR_NORM:
         need = f"{model.name} has batch norm, which needs at least {LEAST_FOR_NORM}"
-        raise RecipeError(f"training.batch_size: got {smallest_full_batch}; {need}")
+        raise RecipeError(f"training.batch_size: got {smallest_batch_size}; {need}")
     micro_batch = plan.runtime.micro_batch
     if micro_batch is not None and micro_batch < largest_batch:
         raise RecipeError(

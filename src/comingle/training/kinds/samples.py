@@ -278,8 +278,8 @@ class NetKind(Kind):
             recipe,
             run_data.common,
             plan,
-            reads_later=run_data.unread,
-            local_numbers=run_data.here,
+            reads_later=run_data.unread,  # whether users' data is read on demand
+            local_numbers=run_data.here,  # of the users on this machine; None for all
             checks_validation_data=run_data.checks_validation_data,
         )
 

@@ -67,6 +67,10 @@ PLACES_PER_FILE = 2**40
 File 0 is that of this process in the run folder; others are temporary, or written by other processes.
 """
 
+_OWN_FILE = 0
+"""Number of the file in the run folder that this process writes, in :attr:`OnDisk._files` of a group."""
+
+
 MAX_PENDING_WRITES = 2
 """Largest number of cohorts with pending writes."""
 
@@ -223,7 +227,7 @@ class OnDisk(State):
         return self._template.filled({name: t.to(self._device) for name, t in tensors.items()}, best={})
 
     def _unpack_params(self, rows: list[int], read: Future[np.ndarray]) -> dict[str, Tensor]:
-        """Return all tensors of some rows but their moments; the initial ones for rows without a record.
+        """Return the tensors of some rows, except moments. Rows without a record get their initial tensors.
 
         Args:
             rows: Numbers of the rows.
@@ -436,11 +440,11 @@ class OnDisk(State):
         is_first_process = self._shard.process.number == 0
         with disk_errors(run):
             if new_run and is_first_process:
-                self._make_folder(run / FOLDER)
+                self._make_folder(run / FOLDER)  # deletes existing records
             for group in self._groups:
                 path = self._shard.process.records_path(run, group)
-                self._files[group][0] = RecordFile(path, self._layouts[group].bytes, writable=True)
-                self._write_numbers[group] = 0
+                self._files[group][_OWN_FILE] = RecordFile(path, self._layouts[group].bytes, writable=True)
+                self._write_numbers[group] = _OWN_FILE
             to_disk(run / FOLDER)  # the folder's entries, so that new files survive a power failure
 
     def _make_folder(self, folder: Path) -> None:
@@ -490,7 +494,7 @@ class OnDisk(State):
         is_first_process = process.number == 0
         if is_first_process:
             write_json(draft / ABOUT, read_json(self._run / FOLDER / ABOUT))
-            remove_files(self._run, [*checkpoints, draft])
+            remove_files(self._run, [*checkpoints, draft])  # record files that none of these checkpoints uses
             written.append(ABOUT)
         self._free_unused_places(checkpoints)
         return written
@@ -499,7 +503,7 @@ class OnDisk(State):
         """Return the open record files of this process in the run folder, by group: "params" and maybe "moments"."""
         own_files: dict[str, RecordFile] = {}
         for group in self._groups:
-            file_in_run_folder = self._files[group][0]
+            file_in_run_folder = self._files[group][_OWN_FILE]
             if file_in_run_folder is not None:
                 own_files[group] = file_in_run_folder
         return own_files
@@ -626,7 +630,7 @@ class OnDisk(State):
         """
         for group in self._groups:
             tables = self._places_in_use(group)  # place of each row, in the current round and in the best one
-            own_file = self._files[group][0]
+            own_file = self._files[group][_OWN_FILE]
             assert own_file is not None
             row_by_place: dict[int, int] = {}  # each record once, also if both tables have its place
             for table in tables:
