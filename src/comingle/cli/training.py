@@ -564,7 +564,7 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
 
 
 def _conversation_counts(user: UserAnswers) -> list[int]:
-    """Return a user's counts for the columns :data:`_CONVERSATION_COLUMNS`: ``[20, 2, 5, 140, 512, 96]``."""
+    """Return a user's sizes of the splits, mean and most tokens, and longest response: ``[20, 2, 5, 140, 512, 96]``."""
     splits = (user.train, user.valid, user.test)
     num_tokens = []  # of each conversation
     for split in splits:

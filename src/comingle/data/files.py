@@ -314,8 +314,8 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
 
     There are two rules for the split of a file:
 
-    1. If every path has the word of a split anywhere, as in ``news_train.csv``, and at least one of these words is
-       for train, the words decide. A single ``mental_test.csv`` need not be a test split, so it falls under rule 2.
+    1. If every path has the word of a split anywhere, as in ``news_train.csv``, the last such word in a path decides,
+       if one of these is for train. A single ``mental_test.csv`` need not be a test split, so it falls under rule 2.
     2. Otherwise, the beginning of a file's name or the name of one of its folders denotes the split, as in
        ``train.jsonl``, ``test-00000-of-00002.parquet`` or ``validation/a.csv``. Other files belong to "train".
 

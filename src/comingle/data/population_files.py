@@ -113,9 +113,9 @@ def _answers_from_arrays(name: str, arrays: Arrays) -> UserAnswers:
 
 
 def _totals_of_answers(user: UserAnswers) -> Mapping[str, int]:
-    """Return the width of a user's train windows, and the number of their tokens without padding, by name.
+    """Return a user's width of train windows, and its tokens without padding: ``{"most_width": 128, "tokens": 5000}``.
 
-    For example ``{"most_width": 128, "tokens": 5000}``, for the totals of a population (``UserForm.counts``).
+    A population (``UserForm.counts``) has the largest of its users' widths, and the sum of their tokens.
     """
     is_token = user.train.windows != PAD
     return {"most_width": user.train.windows.shape[1], "tokens": int(is_token.sum())}
@@ -330,11 +330,12 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
             which raises the same error.
     """
     about = read_about(folder)
-    form = _form_named(about.get("type"))
-    is_known_type = form is not None
+    user_form = _form_named(about.get("type"))
+    is_known_type = user_form is not None
     try:
         if is_known_type:
-            changed = [name for name, checksum in about["sums"].items() if _checksum(folder / name) != checksum]
+            checksums = about["sums"]  # by file name
+            changed = [name for name, checksum in checksums.items() if _checksum(folder / name) != checksum]
             if changed:
                 raise ValueError(f"{', '.join(changed)}: changed since it was written")
         names = StoredNames(folder)
@@ -345,7 +346,7 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: not a readable population ({error}); write it again") from None
     have_equal_lengths = len(names) == len(ends) == len(sizes)
-    if form is None or not have_equal_lengths or ends["end"][-1] != len(content):
+    if user_form is None or not have_equal_lengths or ends["end"][-1] != len(content):
         lengths = f"{len(names)} names, {len(ends)} users, {len(content)} bytes"
         raise DataError(f"{folder}: inconsistent files ({lengths}); write it again")
 
@@ -357,7 +358,7 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
             raise DataError(
                 f"{folder}: the data of user {names[number]!r} is damaged (wrong checksum); delete this folder"
             )
-        return form.user(names[number], _read_arrays(content, start))
+        return user_form.user(names[number], _read_arrays(content, start))
 
     valid_sizes = sizes[:, SPLITS.index("valid")]
     totals = {**about["counts"], "valid": int((valid_sizes > 0).sum())}  # "valid": users with validation data

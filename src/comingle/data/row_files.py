@@ -419,20 +419,20 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
         DataError: There is a syntax error, after which no row can be located.
     """
     values = _JsonValues(file, head, line_number, path)
-    is_list = values.next_character() == "["
+    is_list = values.peek_character() == "["
     if is_list:
         values.position += 1  # after the bracket
-    while character := values.next_character():
+    while character := values.peek_character():
         if is_list and character == "]":
             values.position += 1
-            if values.next_character():
+            if values.peek_character():
                 raise values.error("text after the end of the list", values.position)
             return
         if is_list and values.num_parsed > 0:
             if character != ",":
                 raise values.error("not JSON: Expecting ',' delimiter", values.position)
             values.position += 1
-            values.next_character()  # skips white space after the comma
+            values.skip_space()  # after the comma
         place = f"row {values.num_parsed + 1}"
         try:
             row = _require_object(values.parse_next())
@@ -464,16 +464,19 @@ class _JsonValues:
         self.num_parsed = 0  # rows so far, counted by the caller
         self._decoder = json.JSONDecoder(parse_float=TypedNumber)
 
-    def next_character(self) -> str:
+    def peek_character(self) -> str:
         """Skip white space and return the next character without moving past it; an empty string at the end."""
+        self.skip_space()
+        return self.text[self.position : self.position + 1]
+
+    def skip_space(self) -> None:
+        """Move ``position`` past white space, reading more of the file where the text in memory ends."""
         while True:
             space = _SPACE.match(self.text, self.position)
             if space is not None:
                 self.position = space.end()
-            if self.position < len(self.text):
-                return self.text[self.position]
-            if self.at_end_of_file:
-                return ""
+            if self.position < len(self.text) or self.at_end_of_file:
+                return
             self._read_more()
 
     def parse_next(self) -> object:

@@ -112,9 +112,9 @@ def read_dataset(source: str | Path | Sequence[str | Path], **options: Any) -> G
     Raises:
         DataError: As :func:`group_documents`.
     """
-    rows = ListedRows()
-    names = group_documents(source, rows, **options)
-    return dict(rows.groups(names))
+    rows = ListedRows()  # filled by the next line
+    user_names = group_documents(source, rows, **options)
+    return dict(rows.groups(user_names))
 
 
 def group_documents(

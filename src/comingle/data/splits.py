@@ -203,23 +203,23 @@ class Mixture:
     of these shares decide whether documents stay in memory.
 
     Args:
-        make_lists: Returns an empty store of document lists with this name.
+        make_lists: Returns an empty store of document lists, given its name: "own" or a split.
         seed: Seed of the order of documents.
     """
 
     def __init__(self, make_lists: Callable[[str], DocumentLists], seed: int):
         self.make_lists, self.seed = make_lists, seed
-        self.names: list[str] = []
+        self._user_names: list[str] = []
         self._unmixed = make_lists("own")
         """Documents before mixing: train, valid and test of the first user, then of the second, and so on."""
         self._sizes: dict[str, list[int]] = {split: [] for split in HELD_OUT}
         """Number of characters of each user, by split."""
         self._shares: dict[str, DocumentLists] = {}
-        """Shares of all users' documents, by split."""
+        """By split, lists of documents: each user's shares for the mixtures of all users."""
 
     def add(self, text: UserText) -> None:
         """Store a user's documents, and count the characters of its valid and test splits."""
-        self.names.append(text.name)
+        self._user_names.append(text.name)
         for documents in (text.train, text.valid, text.test):
             self._unmixed.add(documents)
         self._sizes["valid"].append(sum(map(len, text.valid)))
@@ -235,22 +235,23 @@ class Mixture:
             DataError: A user has no documents in a split that others have.
         """
         self._unmixed.finish()
-        sorted_users = sorted(range(len(self.names)), key=self.names.__getitem__)  # user numbers, sorted by name
+        user_names = self._user_names
+        sorted_users = sorted(range(len(user_names)), key=user_names.__getitem__)  # user numbers, sorted by name
         for split in HELD_OUT:
-            size_by_name = dict(zip(self.names, self._sizes[split], strict=True))
+            size_by_name = dict(zip(user_names, self._sizes[split], strict=True))
             quota = mixture_quota(size_by_name, split)  # characters that each user contributes
             if quota == 0:
                 continue
             shares = self.make_lists(split)
             for contributor in sorted_users:
                 documents = self._unmixed_documents(contributor, split)
-                name, num_mixtures = self.names[contributor], len(sorted_users)
+                name, num_mixtures = user_names[contributor], len(sorted_users)
                 for share in cut_shares(documents, quota, num_mixtures, split, self.seed, name):
                     shares.add(share)
             shares.finish()
             self._shares[split] = shares
         position_of_user = {user: position for position, user in enumerate(sorted_users)}
-        for user, name in enumerate(self.names):
+        for user, name in enumerate(user_names):
             mixed: dict[str, tuple[str, ...]] = {}
             for split, shares in self._shares.items():
                 mixed[split] = self._mixture_of(shares, position_of_user[user], sorted_users)
@@ -274,7 +275,7 @@ class Mixture:
         share_by_contributor: dict[str, Sequence[str]] = {}
         for contributor_position, contributor in enumerate(sorted_users):
             share = shares[num_users * contributor_position + position]
-            share_by_contributor[self.names[contributor]] = share
+            share_by_contributor[self._user_names[contributor]] = share
         return interleave(share_by_contributor)
 
     def remove(self) -> None:

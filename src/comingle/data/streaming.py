@@ -468,9 +468,9 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """
 
     def inspect(self, unencoded: Read, user: User) -> None:
-        """Check a user before it is written to disk, and collect warnings; the base class does nothing.
+        """Check a user as read (``unencoded``) and as written to disk (``user``), and collect warnings.
 
-        Users in memory are checked together later instead.
+        The base class does nothing. Users in memory are checked together later instead.
 
         Raises:
             DataError: The user's data cannot be used for training.

@@ -55,10 +55,10 @@ def iterate_texts(table: Table, columns: Sequence[str], bad_rows: BadRows) -> It
         bad_rows: Collects rows whose document is not text, or whose name is not valid.
 
     Raises:
-        DataError: No row has one of the columns.
+        DataError: One of the columns is in none of the rows.
     """
     outer_columns = [column.partition(".")[0] for column in columns]  # "meta" for "meta.set"
-    columns_to_read = [*columns, *outer_columns]
+    columns_to_read = [*columns, *outer_columns]  # "meta.set" is a column of that name or a field of "meta"
     if table.columns is None:  # JSON, in which rows may have different columns
         existing: list[str] = []  # columns of the first row
         missing = list(columns)  # those that no row has so far

@@ -239,7 +239,7 @@ def interval_text(bounds: tuple[float, float], measure: str) -> str:
     Intervals narrower than 1 have two digits after the point: "-0.42 to -0.12". Ends near 0 have up to four.
 
     Args:
-        bounds: Both ends, in the unit of :func:`change`.
+        bounds: Both ends, in the unit of :func:`change`; for losses, log10 of factors.
         measure: Name of the measure of the results, such as "perplexity".
     """
     low, high = bounds

@@ -652,18 +652,18 @@ def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
     names = last.experts.get(user, [])
     num_layers = len(last.scores.get(user, []))
 
-    def score_curve(layer: int, expert: int) -> Curve:
+    def gate_curve(layer: int, expert: int) -> Curve:
         """Return the curve of an expert's mean gate in a layer."""
 
-        def score(evaluation: Evaluation) -> float | None:
-            scores = evaluation.scores.get(user)  # None if the user kept them private in this round
-            return scores[layer][expert] if scores else None
+        def mean_gate(evaluation: Evaluation) -> float | None:
+            gates = evaluation.scores.get(user)  # None if the user kept them private in this round
+            return gates[layer][expert] if gates else None
 
-        return _curve_of(entry, score)
+        return _curve_of(entry, mean_gate)
 
     experts = []
     for expert, name in enumerate(names):
-        curves = tuple(score_curve(layer, expert) for layer in range(num_layers))
+        curves = tuple(gate_curve(layer, expert) for layer in range(num_layers))
         experts.append(ExpertCurves(name=name, layers=curves))
     return experts
 

@@ -183,11 +183,12 @@ def _add_users(table: Table, metrics: JsonObject, names: Sequence[str]) -> None:
     """
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
     results_of_users = [metrics["users"][name] for name in names]
-    uploads = sizes([results["upload_bytes_per_round"] for results in results_of_users])
-    for name, results, upload in zip(names, results_of_users, uploads, strict=True):
+    upload_texts = sizes([results["upload_bytes_per_round"] for results in results_of_users])
+    for name, results, upload in zip(names, results_of_users, upload_texts, strict=True):
         score = number(results[f"test_{measure}"], measure)
         num_tested, num_trained = results[f"test_{unit}"], results["trainable_parameters"]
-        table.add_row(words(name), score, f"{num_tested:,}", f"{num_trained:,}", upload)
+        plain_name = words(name)  # without interpreting markup
+        table.add_row(plain_name, score, f"{num_tested:,}", f"{num_trained:,}", upload)
 
 
 def _add_summary(table: Table, metrics: JsonObject, measure: str) -> None:
