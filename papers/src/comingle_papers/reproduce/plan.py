@@ -572,9 +572,9 @@ def _build_recipe(
     Raises:
         RecipeError: The row sets an unknown setting, or the merged recipe is invalid.
     """
-    column_setting, study_column = _column_settings(study, experiment, column)
-    scaled_column = _scaled_column(study, experiment, scale, column)
-    overlays = [study, study_column, column_setting, scale, scaled_column, row]
+    experiment_column, study_column = _column_settings(study, experiment, column)
+    scale_column = _scaled_column(study, experiment, scale, column)
+    overlays = [study, study_column, experiment_column, scale, scale_column, row]
 
     known_settings = settings_of(row.method)
     unknown_settings = sorted(set(row.settings) - set(known_settings))
@@ -595,7 +595,7 @@ def _build_recipe(
     content["seed"] = seed
     content["method"] = {"name": row.method, **settings}
     content["data"] = limits_by_name(content["data"], user_names)
-    content = _fill_values(content, column_setting.values)
+    content = _fill_placeholders(content, experiment_column.values)
     # Recipes older than the key ``data.add_bos_token`` do not have it. It is set to false here as in those recipes, so
     # that published runs keep their names, which are digests of the recipes.
     content = with_older_defaults(content)
@@ -622,7 +622,7 @@ def _choose_base(row: Row, selection: RunSelection, scale: Scale, column: Column
     return scale.stand_in(published_base)
 
 
-def _fill_values(content: object, values: Mapping[str, object]) -> Any:
+def _fill_placeholders(content: object, values: Mapping[str, object]) -> Any:
     """Return a recipe in which each string such as ``"$rank"`` is replaced by the column's value ``rank``.
 
     Args:
@@ -633,7 +633,7 @@ def _fill_values(content: object, values: Mapping[str, object]) -> Any:
         RecipeError: The column has no such value.
     """
     if isinstance(content, Mapping):
-        return {key: _fill_values(value, values) for key, value in content.items()}
+        return {key: _fill_placeholders(value, values) for key, value in content.items()}
     if not isinstance(content, str) or not content.startswith("$"):
         return content
     name = content[1:]

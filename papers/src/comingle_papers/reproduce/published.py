@@ -540,7 +540,7 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
         return section, data.users
     section = dict(data.hub) if folder is None else _anchor_paths(data.local, folder)
     users = section["users"] if "users" in section else section["dataset"]["users"]
-    if not data.has_conversations:  # for which papers give no numbers of tokens
+    if not data.has_conversations:  # papers give no numbers of tokens for conversations
         for split in SPLITS:
             section[f"max_{split}_tokens"] = data.tokens[split]
     return section, list(users)

@@ -38,7 +38,7 @@ from comingle.utils.errors import DivergenceError, RunError
 from comingle.utils.inputs import POPULATION, Inputs, read_inputs
 from comingle.utils.names import HUB_PREFIX, parse_hub_name
 from comingle.utils.records import expand_home, read_metrics, write_json, write_text
-from comingle.utils.terminal import errors
+from comingle.utils.terminal import errors as error_console
 from comingle.utils.trees import digest_all
 from comingle_papers.recipes import published_runs
 from comingle_papers.reproduce.plan import Cell, Plan, name_of
@@ -435,8 +435,8 @@ def run_parallel(
 ) -> Iterator[Outcome]:
     """Run the cells of a table like :func:`run_cells`, ``jobs`` at a time; yield outcomes in order of completion.
 
-    Runs of one column and seed share a process, since they share their data. Each process gets a GPU of its own as long
-    as there are enough.
+    Consecutive runs of one column and seed share a process, since they share their data. Each process gets a GPU of its
+    own as long as there are enough.
 
     Args:
         cells: The runs of a table, one for each row, column and seed.
@@ -449,7 +449,7 @@ def run_parallel(
         ComingleError: A process failed; raised when the others are done.
     """
     groups = [list(group) for _, group in groupby(unique_cells(cells), key=lambda cell: (cell.column, cell.seed))]
-    quiet_workers = quiet or errors.is_terminal  # several progress bars would overwrite each other
+    quiet_workers = quiet or error_console.is_terminal  # several progress bars would overwrite each other
     run_group = partial(_run_group, out=out, force=force, quiet=quiet_workers)
     yield from in_processes(groups, run_group, jobs=jobs, label=_group_label)
 

@@ -341,10 +341,10 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
     for row in plan.rows:
         first_row_by_method.setdefault(plan.experiment.rows[row].method, row)
     if wanted is None:
-        return baseline_of(plan.rows, first_row_by_method.get(BASELINE))
-    wanted_rows = [
-        name if name in plan.rows else first_row_by_method.get(name, name) for name in baseline_methods(wanted)
-    ]
+        row_of_local = first_row_by_method.get(BASELINE)  # None: the first row is the baseline
+        return baseline_of(plan.rows, row_of_local)
+    names = baseline_methods(wanted)  # split at commas
+    wanted_rows = [name if name in plan.rows else first_row_by_method.get(name, name) for name in names]
     return baseline_of(plan.rows, ",".join(wanted_rows))
 
 

@@ -556,8 +556,8 @@ def _corrected_rate_bound(
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2
 
-    after T steps ``eta_t = 3 / (mu (t + s))``, with ``B = drift_factor L H^2 G^2`` and D the distance of the start from
-    the minimum.
+    after T steps ``eta_t = 3 / (mu (t + s))``, unlike those of the paper, with ``B = drift_factor L H^2 G^2``.
+    :func:`rate_bound` and :func:`routed_rate_bound` explain the symbols.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -568,7 +568,7 @@ def _corrected_rate_bound(
     """
     mu, smoothness = cluster.moduli  # smallest and largest curvature of the loss; L is the largest
     s = schedule.shift
-    g_squared = run.second_moment
+    g_squared = run.second_moment  # G^2, the largest of a drawn gradient at any point of the run
     squared_start_distance = run.squared_distance[0]  # D^2
     shifted_steps = np.arange(len(run.step_sizes)) + s  # t + s
     drift = drift_factor * smoothness * schedule.local_steps**2 * g_squared  # B
@@ -1083,6 +1083,7 @@ def _check_mismatch(
 
     gaps = (true_weights * (losses - lowest_losses)).sum(0)  # excess of each cluster's mean loss over its lowest
     lemma_bounds = [
+        # No drift, as the weights follow from the losses of the same models.
         mismatch_bound(estimated_eta, true_eta, float(gap), float(lowest_loss), num_clients, NUM_CLUSTERS, drift=0.0)
         for gap, lowest_loss in zip(gaps, lowest_losses, strict=True)
     ]
