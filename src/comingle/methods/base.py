@@ -473,7 +473,6 @@ def alternating(router_stream: Stream, router_every: int, router_steps: int, *, 
     """
     experts = frozenset(EXPERT_ROLES)
     nothing: frozenset[str] = frozenset()
-    # `leaves`: roles whose gradients a phase computes, but leaves to the other phase to apply.
     expert_phase = Phase(roles=experts, leaves=ROUTERS if accumulate else nothing)
     router_phase = Phase(
         roles=ROUTERS,
