@@ -35,8 +35,7 @@ from comingle.runs.given import Given
 from comingle.runs.progress import loading, reporting
 from comingle.runs.session import (
     check_and_set_up,
-    choose_numbers_of_specialists,
-    choose_settings_for_memory,
+    choose_settings,
     default_method_note,
     prepare,
     run_in,
@@ -300,8 +299,7 @@ def _train_with(
     recipe = run_step(partial(with_bos_of_run, folder, recipe, resume=resume))
     notes: list[str] = []  # on settings that the recipe leaves open
     resumed_folder = folder if resume else None
-    for choose in (choose_numbers_of_specialists, choose_settings_for_memory):
-        recipe = run_step(partial(choose, recipe, notes.append, resumed=resumed_folder, processes=num_processes))
+    recipe = run_step(partial(choose_settings, recipe, notes.append, resumed=resumed_folder, processes=num_processes))
     run_step(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
     notes.append(default_method_note(recipe))  # empty if the recipe names its method
 

@@ -562,7 +562,7 @@ def _measure_in_processes(recipe: Recipe, num_processes: int, threads: int, part
 def _process_environment(rank: int, num_processes: int, threads: int, folder: Path) -> dict[str, str]:
     """Return the environment variables of a measuring process.
 
-    Several processes get the variables that torchrun would set, and the path of a file by which they find each other.
+    Several processes get the variables that torchrun would set, and the path of a file to find each other.
 
     Args:
         rank: Number of the process, from 0.

@@ -236,7 +236,7 @@ class Writes:
     def kept_rounds(self) -> int:
         """Largest number of rounds whose overwritten records are still on disk, because a checkpoint refers to them.
 
-        With a checkpoint every 5 rounds of which 2 are kept, this is 15 in a run of 20 rounds or more: those of 3
+        With a checkpoint every 5 rounds and 2 kept checkpoints, this is 15 in a run of 20 rounds or more: those of 3
         checkpoints, since the records of a deleted checkpoint are freed only when the next one is written.
         """
         rounds_after_first_checkpoint = max(0, self.rounds - self.checkpoint_every)

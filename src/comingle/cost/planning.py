@@ -69,7 +69,6 @@ from comingle.runs.session import (
     build,
     chooses_specialists,
     memory_limit,
-    numbers_text,
     prepare,
     with_chosen_settings,
 )
@@ -80,7 +79,7 @@ from comingle.training.kinds.text import TextBatchSource
 from comingle.training.plan import make_plan, planned_releases, server_mechanisms
 from comingle.training.settings import PassSize, pass_size, round_sizes
 from comingle.training.storage.disk import check_storable
-from comingle.utils.errors import ComingleError, DataError, RecipeError
+from comingle.utils.errors import ComingleError, DataError, RecipeError, list_names
 
 Participation = float | Sequence[Sequence[str]]
 """Fraction of the users in each round, or the names of each round's participants."""
@@ -1118,7 +1117,7 @@ def _fits_in_own_format(
 
 
 def step_seconds(recipe: Recipe, names: tuple[str, ...], user: int) -> float:
-    """Return the seconds of a local step of one user, measured here with the recipe's base and tokens of number 0.
+    """Return the seconds of a local step of one user, measured here with the recipe's base and batches of token 0.
 
     Seconds of a phase that runs after every n-th step, such as the router's, are divided by n. Each phase is measured
     twice after a warm-up; the shorter time counts.
@@ -1197,7 +1196,8 @@ def _plan_with_specialists(
         numbers = choose_specialists(recipe, limit, names)
     chosen_recipe = recipe.with_changes({"method.specialists": numbers})
     costs = plan(chosen_recipe, methods, users=users, participants=participants, for_all=for_all)
-    note = f"method.specialists auto, on this machine: {numbers_text(numbers)}"
+    shown = list_names(f"{name} {number}" for name, number in numbers.items())
+    note = f"method.specialists auto, on this machine: {shown}"
     return replace(costs, note=f"{costs.note}; {note}" if costs.note else note)
 
 
@@ -1208,7 +1208,7 @@ def _largest_user(recipe: Recipe, names: Sequence[str]) -> int:
     ranks = ranks_of(recipe.adapters, len(names)).tolist()
 
     def num_specialists_and_rank(user: int) -> tuple[int, int]:
-        """Return both numbers of a user, by which users are compared."""
+        """Return the key of a user in the comparison."""
         return specialists[user], ranks[user]
 
     return max(range(len(names)), key=num_specialists_and_rank)

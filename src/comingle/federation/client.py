@@ -742,7 +742,7 @@ class Client:
 
         Args:
             task: The task.
-            data: Its bytes, by which a repeated task is recognised.
+            data: Its bytes, which identify a repeated task.
             deadline: Time until which the server waits for the answer, in seconds since 1970.
 
         Raises:

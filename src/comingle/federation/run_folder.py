@@ -553,7 +553,7 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
 
 
 def _state_without_users(session: ServerSession) -> State:
-    """Return a state of no users. A checkpoint has to contain the users' tensors, of which a server has none."""
+    """Return a state without users: a checkpoint needs a state, and a server has no user's tensors."""
     layout = session.model.layout
     empty_mask = torch.zeros(0, layout.columns, dtype=torch.bool)
     return initial_state(

@@ -566,7 +566,7 @@ class TaskQueue:
     def _request(self, name: str) -> bytes:
         """Return the bytes of a client's task, or of its join task if it has not joined.
 
-        Later calls return the same bytes, by which the channel recognises a request that it has already sent.
+        Later calls return the same bytes, so that the channel recognises a request that it has already sent.
         """
         if self.make_task is None or not self._has_joined(name):
             if name not in self._join_sent:

@@ -68,7 +68,7 @@ from comingle.reports.runs import (
     verdicts,
 )
 from comingle.reports.tables import cost_rows, upload_weight_tables
-from comingle.utils.errors import RunError
+from comingle.utils.errors import RunError, list_names
 from comingle.utils.inputs import Inputs, read_inputs
 from comingle.utils.records import describe_sample, number, read_metrics
 
@@ -645,12 +645,9 @@ def render_page(
 
 
 def _specialists_of(entry: Entry) -> dict[str, str]:
-    """Return the label of an entry, and the numbers of specialists of up to 20 users, such as "ada 3, ben 1"."""
-    numbers = [f"{name} {number}" for name, number in entry.first.specialists.items()]
-    shown = ", ".join(numbers[:20])
-    if len(numbers) > 20:
-        shown += f" and {len(numbers) - 20} more users"
-    return {"label": entry.label, "numbers": shown}
+    """Return the label of an entry, and the numbers of specialists of its users as text, such as "ada 3, ben 1"."""
+    numbers = list_names(f"{name} {number}" for name, number in entry.first.specialists.items())
+    return {"label": entry.label, "numbers": numbers}
 
 
 def _css_channels(colour: str) -> str:

@@ -34,8 +34,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import (
     build,
     check_and_set_up,
-    choose_numbers_of_specialists,
-    choose_settings_for_memory,
+    choose_settings,
     default_method_note,
     describe,
     method_of,
@@ -239,8 +238,7 @@ def run(
             # The default of data.add_bos_token has changed; a run that began with the old default keeps it.
             full_recipe = with_bos_of_run(folder, full_recipe, resume=resume)
         is_loaded = run_data is not None
-        for choose in (choose_numbers_of_specialists, choose_settings_for_memory):
-            full_recipe = choose(full_recipe, reporter.say, resumed=resumed_folder, is_loaded=is_loaded)
+        full_recipe = choose_settings(full_recipe, reporter.say, resumed=resumed_folder, is_loaded=is_loaded)
         if folder is not None:
             check_folder(folder, full_recipe, resume=resume, force=force)
         elif resume:

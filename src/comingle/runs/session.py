@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,7 +118,7 @@ def with_chosen_settings(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return recipe.with_changes(values, where="runtime.memory")
 
 
-def choose_settings_for_memory(
+def choose_settings(
     recipe: Recipe,
     say: Callable[[str], None],
     *,
@@ -127,30 +126,71 @@ def choose_settings_for_memory(
     processes: int = 1,
     is_loaded: bool = False,
 ) -> Recipe:
-    """Return the recipe with settings chosen to fit into ``runtime.memory``; unchanged without this key.
+    """Return the recipe with values for all keys that it leaves to this machine; unchanged without such keys.
+
+    First the number of specialists of each user (``method.specialists: auto``), then the settings to fit into
+    ``runtime.memory``.
 
     Args:
         recipe: The recipe.
-        say: Called with a line that names the chosen settings.
-        resumed: Folder of the run to resume, which keeps the settings of its start; None for a new run.
+        say: Called with a line for each of both, which names the chosen values.
+        resumed: Folder of the run to resume, which keeps the values of its start; None for a new run.
         processes: Number of processes of the run.
         is_loaded: Whether base and data are loaded already.
 
     Raises:
         RecipeError: No settings fit, there are several processes, or a program passes the base or the users.
+        BaseModelError: The base cannot be used.
     """
-    if recipe.runtime.memory is None:
-        return recipe
-    got = f"runtime.memory: got {recipe.runtime.memory!r}"
-    passed_by_program = recipe.data.given or recipe.base == GIVEN
-    if is_loaded or passed_by_program:
-        raise RecipeError(f"{got}; allowed: with a base and users that the recipe names")
-    if processes > 1:
-        raise RecipeError(f"{got} and {processes} processes; allowed: in one process")
+
+    def require_own_process(got: str) -> None:
+        """Raise an error unless base and users can be read here, and by this process alone."""
+        if is_loaded or recipe.data.given or recipe.base == GIVEN:
+            raise RecipeError(f"{got}; allowed: with a base and users that the recipe names")
+        if processes > 1:
+            raise RecipeError(f"{got} and {processes} processes; allowed: in one process")
+
+    earlier_recipe = None
     if resumed is not None and (resumed / "recipe.yaml").exists():
-        resumed_recipe = load_recipe(resumed)
-        changes = {f"runtime.{key}": getattr(resumed_recipe.runtime, key) for key in _CHOSEN}
-        changes["quantise"] = resumed_recipe.quantise
+        earlier_recipe = load_recipe(resumed)
+    if chooses_specialists(recipe):
+        require_own_process("method.specialists: got 'auto'")
+        recipe = _with_specialists(recipe, earlier_recipe, say)
+    if recipe.runtime.memory is not None:
+        require_own_process(f"runtime.memory: got {recipe.runtime.memory!r}")
+        recipe = _within_memory(recipe, earlier_recipe, say)
+    return recipe
+
+
+def _with_specialists(recipe: Recipe, earlier_recipe: Recipe | None, say: Callable[[str], None]) -> Recipe:
+    """Return the recipe with a number of specialists for each user in place of ``method.specialists: auto``.
+
+    Args:
+        recipe: The recipe.
+        earlier_recipe: Recipe of the run to resume, with its numbers; None for a new run.
+        say: Called with a line that names the numbers.
+    """
+    if earlier_recipe is not None:
+        numbers = earlier_recipe.method.settings["specialists"]
+    else:
+        choose_specialists = load_object(_CHOOSE_SPECIALISTS)  # loaded by name, since its module imports this one
+        numbers = choose_specialists(recipe, memory_limit(recipe), kind_of(recipe).names_of(recipe))
+    shown = list_names(f"{name} {number}" for name, number in numbers.items())
+    say(f"method.specialists auto: {shown}")
+    return recipe.with_changes({"method.specialists": numbers})
+
+
+def _within_memory(recipe: Recipe, earlier_recipe: Recipe | None, say: Callable[[str], None]) -> Recipe:
+    """Return the recipe with settings chosen to fit into ``runtime.memory``.
+
+    Args:
+        recipe: The recipe.
+        earlier_recipe: Recipe of the run to resume, with its settings; None for a new run.
+        say: Called with a line that names the chosen settings.
+    """
+    if earlier_recipe is not None:
+        changes = {f"runtime.{key}": getattr(earlier_recipe.runtime, key) for key in _CHOSEN}
+        changes["quantise"] = earlier_recipe.quantise
         return use_chosen_settings(recipe, changes, "as in the run that is resumed", say)
     limit_bytes = memory_limit(recipe)
     user_names = kind_of(recipe).names_of(recipe)
@@ -172,49 +212,6 @@ def require_specialists(recipe: Recipe) -> None:
     """
     if chooses_specialists(recipe):
         raise RecipeError("method.specialists: got 'auto'; allowed: numbers for this command")
-
-
-def choose_numbers_of_specialists(
-    recipe: Recipe,
-    say: Callable[[str], None],
-    *,
-    resumed: Path | None = None,
-    processes: int = 1,
-    is_loaded: bool = False,
-) -> Recipe:
-    """Return the recipe with a number of specialists for each user in place of ``method.specialists: auto``.
-
-    Args:
-        recipe: The recipe.
-        say: Called with a line on the numbers.
-        resumed: Folder of the run that is resumed; it keeps its numbers.
-        processes: Number of processes of the run.
-        is_loaded: Whether base and data are loaded already.
-
-    Raises:
-        RecipeError: There are several processes, or the recipe does not name base and users.
-        BaseModelError: The base cannot be used.
-    """
-    if not chooses_specialists(recipe):
-        return recipe
-    got = "method.specialists: got 'auto'"
-    if is_loaded or recipe.data.given or recipe.base == GIVEN:
-        raise RecipeError(f"{got}; allowed: with a base and users that the recipe names")
-    if processes > 1:
-        raise RecipeError(f"{got} and {processes} processes; allowed: in one process")
-    if resumed is not None and (resumed / "recipe.yaml").exists():
-        numbers = load_recipe(resumed).method.settings["specialists"]
-    else:
-        choose_specialists = load_object(_CHOOSE_SPECIALISTS)  # loaded by name, since its module imports this one
-        numbers = choose_specialists(recipe, memory_limit(recipe), kind_of(recipe).names_of(recipe))
-    say(f"method.specialists auto: {numbers_text(numbers)}")
-    return recipe.with_changes({"method.specialists": numbers})
-
-
-def numbers_text(numbers: Mapping[str, int]) -> str:
-    """Return the numbers of at most ten users as text, such as "ada 3, ben 1"."""
-    shown = [f"{name} {number}" for name, number in itertools.islice(numbers.items(), 10)]
-    return ", ".join(shown + ["..."] * (len(numbers) > 10))
 
 
 def memory_limit(recipe: Recipe) -> int:

@@ -49,7 +49,7 @@ _LISTED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A finished run: the settings that determine its result (``computed``), digests of its inputs and its metrics.
+    """Record of a finished run: the settings that determine its result (``computed``), input digests and metrics.
 
     ``run`` is its name; ``made`` says when, where and by which version it was made, ``diverged`` why it has no metrics.
     """

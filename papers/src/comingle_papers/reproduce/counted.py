@@ -53,7 +53,7 @@ _KEPT_SAMPLES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """How many numbers a method stores and sends: kept by the server, sent and received by a user, kept by a user.
+    """Numbers that a method stores and sends: kept by the server, sent and received by a user, kept by a user.
 
     ``communicate`` and ``received`` are per round. ``server`` includes the models that it averages or merges and its
     state for every user. ``client`` is everything that belongs to a user and outlasts its local steps.

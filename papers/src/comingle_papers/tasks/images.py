@@ -644,8 +644,8 @@ def _find_idx(folder: Path, name: str, split: str, kind: str) -> Path | None:
 def _idx_stems(name: str, split: str, kind: str) -> list[str]:
     """Return the possible names of an IDX file, without ``.gz`` or ``.xz``.
 
-    MNIST's train images are in ``mnist-train-images-ubyte``, or in the original ``train-images-idx3-ubyte``, of which
-    some copies have a dot instead of the second hyphen.
+    MNIST's train images are in ``mnist-train-images-ubyte``, or in the original ``train-images-idx3-ubyte``. Some
+    copies of the original have a dot instead of the second hyphen.
 
     Args:
         name: The data set.

@@ -99,7 +99,7 @@ def summarise(curves: list[Curve]) -> list[Row]:
 
 
 def largest_step_ratio(residuals: Float[np.ndarray, " steps"], floor: float | None = None) -> float:
-    """Return the largest factor by which a step multiplied the residual.
+    """Return the largest ratio of the residual after a step to the residual before it.
 
     Steps from a residual at or below ``floor`` do not count, as their residuals are mostly rounding errors.
 

@@ -640,7 +640,7 @@ class LinearConstants:
 
     @property
     def theorem_rate(self) -> float | None:
-        """Bound ``(1 - m / L)^2`` of CoMiGS's Theorem F.2 on the factor by which a step multiplies ``F - F*``.
+        """Bound ``(1 - m / L)^2`` of CoMiGS's Theorem F.2 on the ratio of ``F - F*`` after and before a step.
 
         m and L are the smallest and the largest curvature of the objective F in all variables, F* is its minimum. None
         if m is not positive, so that nothing is proved.

@@ -369,7 +369,7 @@ def alternate(
 
 
 def step_matrix(valid: Quadratic, train: Quadratic) -> Float[np.ndarray, "experts experts"]:
-    """Return the matrix by which a step of the alternation multiplies a change of the experts (CoMiGS, eq. 18).
+    """Return the matrix that maps a change of the experts to the change after one alternation (CoMiGS, eq. 18).
 
     A step takes the best router on the validation objective, then the best experts on the training objective. With
     Hessians ``[[A, C^T], [C, B]]`` the matrix is ``A^-1 C^T B^-1 C``: ``B^-1 C`` of the validation objective, ``A^-1

@@ -198,7 +198,7 @@ def participate(clients: Sequence[FleetClient], calls: CallQueue, until: Callabl
     """Start all clients of this process, carry out their tasks one at a time until a condition holds, and close them.
 
     Args:
-        clients: The clients, each of which exchanges messages in a thread of its own.
+        clients: The clients. Each exchanges messages in a thread of its own.
         calls: Queue into which the clients put their tasks; this thread carries them out.
         until: The condition, which is checked between two tasks.
 

@@ -258,7 +258,7 @@ def read_user(node_config: Mapping[str, object]) -> User:
 
 
 def instance_of(state: Path) -> str:
-    """Return the random text by which the server recognises a client that reconnects; it is stored in the folder."""
+    """Return the random text that identifies a client when it reconnects; it is stored in the folder."""
     state.mkdir(parents=True, exist_ok=True)
     path = state / INSTANCE
     if not path.exists():

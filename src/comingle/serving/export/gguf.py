@@ -347,7 +347,7 @@ def _attention_problem(architecture: str, config: PreTrainedConfig) -> str:
 
 
 def _rope_type(config: PreTrainedConfig) -> str:
-    """Return the type of a network's rotary embeddings: "default", or the way in which it scales frequencies."""
+    """Return the type of a network's rotary embeddings: "default", or the name of its frequency scaling."""
     rope_parameters = getattr(config, "rope_parameters", None) or {}
     return rope_parameters.get("rope_type", "default")
 
