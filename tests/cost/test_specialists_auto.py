@@ -117,7 +117,7 @@ def test_a_run_is_that_with_these_numbers(
 
 
 def test_clients_choose_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has the tensors of a simulation with these numbers, and the server records what it was told."""
+    """Each has the tensors of a simulation with these numbers to rounding; the server records the numbers."""
     numbers = {"ann": 2, "bob": 0}
     monkeypatch.setattr(client, "_choose_in_new_process", lambda _, __, own: {"specialists": numbers[own.name]})
     content = tiny(tmp_path, "comigs-1gxs", training__local_steps=2)
@@ -133,8 +133,10 @@ def test_clients_choose_for_themselves(tmp_path: Path, monkeypatch: pytest.Monke
                 assert (name, key.split(".")[-1]) == ("bob", "router")
                 continue
             own_experts = tuple(slice(0, size) for size in mine[key][0].shape)  # others are padding there
-            assert torch.equal(mine[key][0], theirs[at][own_experts]), (name, key)
-        assert metrics["users"][name]["test_loss_nats"] == together.metrics["users"][name]["test_loss_nats"]
+            # Padded experts change the order of sums on some processors.
+            torch.testing.assert_close(mine[key][0], theirs[at][own_experts], rtol=1e-6, atol=1e-7)
+        loss = together.metrics["users"][name]["test_loss_nats"]
+        assert metrics["users"][name]["test_loss_nats"] == pytest.approx(loss, rel=1e-6)
     started = next(event for event in read_events(tmp_path / "server") if event["event"] == "start")
     assert started["specialists"] == numbers
 
