@@ -14,7 +14,6 @@ Everything heavy (torch, transformers) is imported on first use.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 import warnings
@@ -79,6 +78,8 @@ def _prepare_threads() -> None:
     if "torch" not in sys.modules:
         os.environ["GOMP_SPINCOUNT"] = SPINS
     elif sys.platform == "linux" and os.environ.get("OMP_NUM_THREADS") != "1":
+        import logging  # imported here, as it takes longer than the rest of this module
+
         logging.getLogger(__name__).warning(
             "comingle: imported after torch, so waiting threads busy-wait, and concurrent runs may take many times as "
             "long; import comingle first, or set GOMP_SPINCOUNT=%s",
