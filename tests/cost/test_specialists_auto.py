@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.commands import comingle as comingle
-from tests.federation.direct import federated, nodes_of
+from tests.federation.direct import Direct, federated, nodes_of
 from tests.federation.tiny import tiny
 
 from comingle.config import Recipe, load_recipe, parse_recipe
@@ -18,7 +18,9 @@ from comingle.cost import planning
 from comingle.cost.planning import MOST_SPECIALISTS, _MemoryByPassSize, choose_specialists, step_seconds
 from comingle.federation import client
 from comingle.federation.launch import federate
+from comingle.federation.participant import Tells
 from comingle.federation.public import public_part
+from comingle.federation.run_folder import run_federation
 from comingle.models.loading import load_base
 from comingle.runs import api
 from comingle.training.client import Clients
@@ -114,6 +116,24 @@ def test_a_run_is_that_with_these_numbers(
     assert ": ann 2, bob 0, cem 1." in (tmp_path / "report.html").read_text()
     resumed = api.run(recipe, out=tmp_path / "auto", resume=True)
     assert resumed.recipe.method.settings["specialists"] == numbers
+
+
+@pytest.mark.parametrize(("tells", "is_named"), [("scores", True), ("losses", False)])
+def test_a_client_says_that_the_server_sees_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tells: Tells, is_named: bool
+) -> None:
+    """It leaves the device with the scores."""
+    monkeypatch.setattr(client, "_choose_in_new_process", lambda *_: {"specialists": 1})
+    content = tiny(tmp_path, "comigs-1gxs", training__rounds=1)
+    content["method"] = {**content["method"], "name": "comigs-1gxs", "specialists": "auto"}
+    lines: list[str] = []
+    plan, nodes = nodes_of(parse_recipe(content), tmp_path)
+    for node in nodes.values():
+        node.own, node.say = node.own.model_copy(update={"tells": tells}), lines.append
+    run_federation(plan, Direct(nodes), tmp_path / "server")
+    notices = [line for line in lines if "server also sees" in line]
+    assert len(notices) == len(nodes)
+    assert {"number of specialists" in line for line in notices} == {is_named}
 
 
 def test_clients_choose_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

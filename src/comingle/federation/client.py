@@ -714,7 +714,8 @@ class Client:
         self._publish_model(store)
         clients = store.clients
         self.say(upload_notice(store))
-        self.say(report_notice(store, self.own))
+        reports_specialists = chooses_specialists(public.whole_recipe()) and store.reporting_level(self.own) in SCORES
+        self.say(report_notice(store, self.own, reports_specialists=reports_specialists))
         warn_of_untrained(clients.plan, clients.steps.local_steps)
         unit = clients.batch_source.unit
         reported: dict[str, Any] = {
@@ -731,8 +732,8 @@ class Client:
                 reported["skipped_rows"] = store.read.skipped_rows
             _num_users, trained_amount, scored_amount = data_amounts(clients)
             reported["works"] = [trained_amount, scored_amount]
-            if chooses_specialists(public.whole_recipe()):
-                reported["specialists"] = store.recipe.method.settings["specialists"]
+        if reports_specialists:
+            reported["specialists"] = store.recipe.method.settings["specialists"]
         return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)
 
     def _carry_out(self, task: Task, data: bytes, deadline: float) -> bytes:
@@ -1069,12 +1070,13 @@ _REPORTED: dict[Tells, tuple[str, ...]] = {
 """Numbers that each value of ``tells`` adds to those of the values above it."""
 
 
-def report_notice(store: ClientStore, own: Own) -> str:
+def report_notice(store: ClientStore, own: Own, *, reports_specialists: bool) -> str:
     """Return one line for the user: which numbers leave this machine beside the tensors, and how to change that.
 
     Args:
         store: The user's part of the run.
         own: The user's settings; ``tells`` decides which optional numbers leave.
+        reports_specialists: Whether the number of specialists leaves, which this device has chosen.
     """
     plan, level = store.clients.plan, store.reporting_level(own)
     is_private = plan.privacy is not None
@@ -1086,6 +1088,8 @@ def report_notice(store: ClientStore, own: Own) -> str:
             optional.extend(_REPORTED[included_level])
     if is_private and "training losses" in optional:
         optional.remove("training losses")  # they have no noise
+    if reports_specialists:
+        optional.append("the number of specialists")
 
     always = ["the number of local steps"]  # numbers that leave with every value of `tells`
     selects_best_round = bool(store.clients.state.best)
