@@ -20,7 +20,7 @@ from comingle.config.settings import TrainingSection
 from comingle.data.conversations.encoding import Answers, Question, UserAnswers, build_answers, encode
 from comingle.data.populations import as_users
 from comingle.methods import make
-from comingle.methods.base import Phase
+from comingle.methods.base import Phase, Stream
 from comingle.models.adapted import AdaptedModel
 from comingle.models.loading import load_base
 from comingle.models.personal import PersonalModel
@@ -125,6 +125,16 @@ def test_a_round_asks_every_question_once(ask: Ask, name: str) -> None:
         assert [window for part in batch_source.sweep([i], 0) for window in present(part[0])] == own
     firsts = {tuple(present(batch_source.draw([0], phase, number, 0, 0)[0])) for number in range(5)}
     assert len(firsts) > 1  # every round has an order of its own
+
+
+def test_batches_before_the_first_step_are_of_the_split_of_their_phase(ask: Ask) -> None:
+    sim = ask("fedavg", [make_user("ann", train=5)]).clients
+    splits: list[Stream] = ["train", "valid", "train"]
+    batches = [sim.batch_source.draw([0], Phase(roles=frozenset(), stream=split), 0, -1, 0)[0] for split in splits]
+    ann = sim.trainers[0]
+    assert set(present(batches[0])) <= set(present(ann.train.windows))
+    assert set(present(batches[1])) <= set(present(ann.valid.windows))
+    assert torch.equal(batches[0], batches[2])
 
 
 def present(windows: Tensor) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -235,6 +235,14 @@ class BatchSource(Batches, BatchShapes):
         return self
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ShuffledEpochs:
+    """Batches of sample numbers that one trainer draws in a round, by number of the epoch."""
+
+    batches_per_epoch: int
+    epochs: dict[int, Int64[Tensor, "steps batch"]] = field(default_factory=dict)
+
+
 class PassBatchSource(BatchSource):
     """Source in which each user makes ``local_epochs`` shuffled passes over its training samples per round.
 
@@ -248,7 +256,7 @@ class PassBatchSource(BatchSource):
     def __init__(self, trainers: Sequence[AnyUser], plan: RunPlan, batch_size: int, *, smallest_batch: int = 1):
         self.trainers, self.plan = as_users(trainers), plan
         self.batch_size, self.smallest_batch = batch_size, smallest_batch
-        self._epoch_batches: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
+        self._shuffled: dict[tuple[int, Stream, str], _ShuffledEpochs] = {}  # by trainer, split and purpose
         self._round = -1
 
     @abstractmethod
@@ -330,7 +338,7 @@ class PassBatchSource(BatchSource):
     def enter(self, round_number: int) -> None:
         """Set the current round, and drop the cached orders of earlier rounds."""
         if round_number != self._round:
-            self._epoch_batches, self._round = {}, round_number
+            self._shuffled, self._round = {}, round_number
 
     def _batch(
         self, trainer: int, stream: Stream, purpose: str, round_number: int, number: int
@@ -346,16 +354,19 @@ class PassBatchSource(BatchSource):
             round_number: The round, counted from 0.
             number: Number of the batch within the round, counted from 0 over all epochs.
         """
-        num_samples, batch_size = self.count(trainer, stream), self.size_of(trainer)
-        batches_per_epoch = max(1, self._num_batches(num_samples, batch_size))
-        epoch_number, number_in_epoch = divmod(number, batches_per_epoch)
-        cache_key = (trainer, purpose, epoch_number)  # of this round; :meth:`enter` drops those of other rounds
-        if cache_key not in self._epoch_batches:
+        key = (trainer, stream, purpose)  # of this round; :meth:`enter` drops those of other rounds
+        if key not in self._shuffled:
+            batches_per_epoch = self._num_batches(self.count(trainer, stream), self.size_of(trainer))
+            self._shuffled[key] = _ShuffledEpochs(batches_per_epoch=max(1, batches_per_epoch))
+        shuffled = self._shuffled[key]
+        epoch_number, number_in_epoch = divmod(number, shuffled.batches_per_epoch)
+        if epoch_number not in shuffled.epochs:
+            batch_size = self.size_of(trainer)
             random = generator(self.plan.seed, self.trainers[trainer].name, round_number, purpose, epoch_number)
-            batches = epoch(num_samples, batch_size, random)
+            batches = epoch(self.count(trainer, stream), batch_size, random)
             num_missing = self.batch_size - batch_size
-            self._epoch_batches[cache_key] = torch.nn.functional.pad(batches, (0, num_missing), value=PAD)
-        return self._epoch_batches[cache_key][number_in_epoch]
+            shuffled.epochs[epoch_number] = torch.nn.functional.pad(batches, (0, num_missing), value=PAD)
+        return shuffled.epochs[epoch_number][number_in_epoch]
 
     def all_numbers(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:
         """Yield the numbers of all samples of each trainer, in order and in batches, padded with ``PAD``."""
