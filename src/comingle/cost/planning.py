@@ -40,9 +40,11 @@ from comingle.cost.memory import (
 )
 from comingle.cost.records import (
     Account,
+    BaseCost,
     Difference,
     Flops,
     MemoryChoice,
+    MemoryChoices,
     MemoryCost,
     MethodCost,
     Plan,
@@ -303,17 +305,20 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
     for recipe in recipes:
         cost = net_cost(recipe, population, net_flops, free, participation)
         costs.append(add_privacy_forecast(cost, recipe, names, participation))
-    return Plan(
-        base=model.name,
-        base_parameters=model.base_parameters,
+    base_cost = BaseCost(
+        name=model.name,
+        parameters=model.base_parameters,
         dtype=str(model.dtype).removeprefix("torch."),
+        flops=costs[0].users[0].forward.base,
+    )
+    return Plan(
+        base=base_cost,
         device=str(model.device),
         users=names,
         rounds=training.rounds,
         local_steps=max(work.steps for work in local_work_by_user(clients, population).values()),
         batch_size=training.largest_batch_size,
         context=0,  # samples are no sequences
-        base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
         methods=tuple(costs),
         table3=(),  # the paper's table compares language models
@@ -483,17 +488,20 @@ def plan(
         cost = method_cost(text_recipe, base, names, free, participation)
         costs.append(add_privacy_forecast(cost, text_recipe, names, participation, with_real_data=original))
     training = text_recipes[0].training
-    return Plan(
-        base=base.name,
-        base_parameters=base.model.num_parameters() + packed_parameters(base.model),
+    base_cost = BaseCost(
+        name=base.name,
+        parameters=base.model.num_parameters() + packed_parameters(base.model),
         dtype=str(base.dtype).removeprefix("torch."),
+        flops=costs[0].users[0].forward.base,
+    )
+    return Plan(
+        base=base_cost,
         device=str(base.device),
         users=names,
         rounds=training.rounds,
         local_steps=training.most_local_steps,
         batch_size=training.largest_batch_size,
         context=training.context,
-        base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
         methods=tuple(costs),
         table3=tuple(compare_with_paper(text_recipes[0], base)),
@@ -1172,7 +1180,7 @@ def _plan_within_memory(
     chosen = fitting[0] if fitting else min(choices, key=lambda choice: choice.needed_bytes)
     chosen_recipe = with_chosen_settings(recipe, {**chosen.changes, "runtime.memory": None})
     costs = plan(chosen_recipe, methods, users=users, participants=participants, for_all=for_all)
-    return replace(costs, limit=limit, choices=choices)
+    return replace(costs, memory=MemoryChoices(limit_bytes=limit, choices=choices))
 
 
 def _plan_with_specialists(

@@ -604,48 +604,77 @@ class MethodCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BaseCost:
+    """Size of a frozen base; for samples of the net.
+
+    Args:
+        name: Name of the base.
+        parameters: Number of its parameters.
+        dtype: Type of its parameters, such as "bfloat16".
+        flops: FLOPs of one token's or sample's forward pass through it alone.
+    """
+
+    name: str
+    parameters: int
+    dtype: str
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryChoices:
+    """Settings from which ``runtime.memory`` chooses, and its value in bytes."""
+
+    limit_bytes: int
+    choices: tuple[MemoryChoice, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return nested dictionaries, for JSON."""
+        choices = [{"settings": choice.settings, **asdict(choice)} for choice in self.choices]
+        return {"limit_bytes": self.limit_bytes, "choices": choices}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Costs of a recipe with one or several methods.
 
-    ``base_flops`` is one token's forward pass through the frozen base alone. For samples the base is the net, ``unit``
-    is "sample", ``local_steps`` is the largest of all users, and there is neither a context nor a Table 3. ``note``
-    says what the numbers leave out. With ``runtime.memory``, which is ``limit`` bytes, ``choices`` are the settings
-    that it may choose, and the other costs are those with the chosen settings.
+    For samples ``unit`` is "sample", ``local_steps`` is the largest of all users, and there is neither a context nor a
+    Table 3. ``note`` says what the numbers leave out. With ``runtime.memory`` the costs are those with the settings
+    that it chooses from ``memory``.
     """
 
-    base: str
-    base_parameters: int
-    dtype: str
+    base: BaseCost
     device: str
     users: tuple[str, ...]
     rounds: int
     local_steps: int
     batch_size: int
     context: int
-    base_flops: float
     free_bytes: int
     methods: tuple[MethodCost, ...]
     table3: tuple[Difference, ...]
     unit: str = "token"
     note: str = ""
-    limit: int | None = None
-    choices: tuple[MemoryChoice, ...] = ()
+    memory: MemoryChoices | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return nested dictionaries, for JSON.
 
-        Keys are the names of the fields, except ``base_forward_flops_per_token`` (or ``_sample``),
-        ``comigs_1g1s_minus_fedavg`` (Table 3) and ``memory`` (limit and choices, with ``runtime.memory`` only).
+        Keys are the names of the fields, except ``base``, ``base_parameters``, ``dtype`` and
+        ``base_forward_flops_per_token`` (or ``_sample``) of the base, and ``comigs_1g1s_minus_fedavg`` (Table 3).
+        ``memory`` is there with ``runtime.memory`` only.
         """
+        entries: dict[str, object] = {
+            "base": self.base.name,
+            "base_parameters": self.base.parameters,
+            "dtype": self.base.dtype,
+        }
         same_names = (
-            "base", "base_parameters", "dtype", "device", "users", "rounds", "local_steps", "batch_size", "context",
-            "free_bytes", "unit", "note",
+            "device", "users", "rounds", "local_steps", "batch_size", "context", "free_bytes", "unit", "note",
         )  # fmt: skip
-        entries: dict[str, object] = {name: getattr(self, name) for name in same_names}
-        entries[f"base_forward_flops_per_{self.unit}"] = self.base_flops
+        entries |= {name: getattr(self, name) for name in same_names}
+        entries[f"base_forward_flops_per_{self.unit}"] = self.base.flops
         entries["methods"] = [method.as_dict(self.rounds) for method in self.methods]
         entries["comigs_1g1s_minus_fedavg"] = [asdict(column) for column in self.table3]
-        if self.limit is not None:
-            choices = [{"settings": choice.settings, **asdict(choice)} for choice in self.choices]
-            entries["memory"] = {"limit_bytes": self.limit, "choices": choices}
+        if self.memory is not None:
+            entries["memory"] = self.memory.as_dict()
         return entries

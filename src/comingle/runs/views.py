@@ -120,10 +120,9 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     """
     import torch
 
+    from comingle.data.conversations.encoding import Answers
     from comingle.reports.page import Text, TokenView
-    from comingle.training.kinds.base import kind_of
 
-    kind = kind_of(run.recipe)
     clients = run.federation.clients
     models = [generating_model(run, name) for name in users]
     streams: list[tuple[str, str | None, Any]] = []  # name of the text, user whose test text it is, token ids
@@ -136,7 +135,9 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     else:
         user_by_name = {user.name: user for user in clients.users}
         for name in dict.fromkeys(users):  # each once
-            streams.append((name, name, kind.sample(user_by_name[name])[:length]))
+            test_set = user_by_name[name].test
+            ids = test_set.tokens(0) if isinstance(test_set, Answers) else test_set  # of the first conversation
+            streams.append((name, name, ids[:length]))
     context = clients.plan.training.context
     shown_texts: list[Text] = []
     gates_of_texts: list[tuple[np.ndarray, ...]] = []

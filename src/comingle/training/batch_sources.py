@@ -137,13 +137,13 @@ class BatchSource(Batches, BatchShapes):
         return max(self.steps(trainer) for trainer in self.trainers.largest_users)
 
     @property
-    def has_sizes(self) -> bool:
+    def _has_own_sizes(self) -> bool:
         """True if trainers have batch sizes of their own; the one trainer of pooled data has none."""
         return isinstance(self.plan.training.batch_size, Mapping) and not self.plan.method.placement.pooled
 
     def size_of(self, trainer: int) -> int:
         """Return the number of windows or samples of a trainer in one local step; a last batch may be smaller."""
-        if self.has_sizes:
+        if self._has_own_sizes:
             return self.plan.batch_size_of(self.trainers[trainer].name)
         return self.batch_size
 
@@ -276,7 +276,7 @@ class PassBatchSource(BatchSource):
     @property
     def most_steps(self) -> int:
         """Largest number of local steps of a trainer in one round."""
-        if not self.has_sizes:  # trainers with the most data take the most steps
+        if not self._has_own_sizes:  # trainers with the most data take the most steps
             return super().most_steps
         return max(self.steps(trainer) for trainer in range(len(self.trainers)))
 
@@ -287,7 +287,7 @@ class PassBatchSource(BatchSource):
         ``self.smallest_batch`` samples is not trained on, as batch norm needs at least two samples.
         """
         num_samples = len(user.train)
-        own_size = self.plan.batch_size_of(user.name) if self.has_sizes else self.batch_size
+        own_size = self.plan.batch_size_of(user.name) if self._has_own_sizes else self.batch_size
 
         def split(size: int) -> list[int]:
             """Return the sizes of batches of at most ``size`` samples: ``[4, 4, 1]`` for 9 samples and size 4."""

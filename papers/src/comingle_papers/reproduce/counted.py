@@ -414,7 +414,7 @@ def _forward_overhead(costs: Costs | None, cell_index: int) -> float:
     """
     assert costs is not None
     any_user = costs.methods[cell_index].users[0]  # all users of a method cost the same
-    return 100 * (any_user.forward.total / costs.base_flops - 1)
+    return 100 * (any_user.forward.total / costs.base.flops - 1)
 
 
 def _count_users(cell: Cell) -> float:
@@ -505,7 +505,7 @@ def write_costs(folder: Path, plan: Plan, counts: Counts, costs: Costs | None) -
         content: dict[str, object] = {}
         table3_lines = []
     else:
-        source_line += f" Base {costs.base}, {costs.dtype}. MiB = 2^20 bytes."
+        source_line += f" Base {costs.base.name}, {costs.base.dtype}. MiB = 2^20 bytes."
         content = dict(costs.as_dict())
         table3_lines = [*_table3_lines(costs), ""]
     content["counted"] = counted

@@ -306,10 +306,6 @@ class Kind(ABC):
 
     # ---------------------------------------------------------------- looked at
 
-    def sample(self, user: Any) -> Any:
-        """Return tokens of a test set of a user, to show how they are routed."""
-        return user.test
-
     # ---------------------------------------------------------------- counted without data
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:

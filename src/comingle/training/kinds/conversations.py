@@ -448,10 +448,6 @@ class AnswersKind(LanguageKind):
         """Return one user with the conversations of all users."""
         return pool_answers(users)
 
-    def sample(self, user: Any) -> Any:
-        """Return the tokens of the first conversation of the test set."""
-        return user.test.tokens(0)
-
 
 class ConversationsKind(AnswersKind):
     """Conversations as messages, or as prompts with responses."""
