@@ -2,15 +2,20 @@
 
     python benchmarks/many_clients.py --base BASE --clients 100 --killed 10
 
-A server and all clients run as typed commands. Half of the clients are drawn for each round. Once all have joined, some
-clients are killed with SIGKILL in the first round and started again. Memory is PSS: shared pages are divided among the
-processes that share them.
+Half of the clients are drawn for each round. Once all have joined, some clients are killed with SIGKILL in the first
+round and started again. Memory is PSS: shared pages are divided among the processes that share them.
+
+A server and all clients run as typed commands. With ``--fork`` each client is forked from a process that has imported
+PyTorch and comingle, as a machine with many users would start them; such clients share the pages of these imports.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -49,7 +54,7 @@ class Federation:
         """Write the server's file and the clients' files."""
         self.folder, self.asked, self.port = folder, asked, free_port()
         self.names = [f"user{number:03d}" for number in range(asked.clients)]
-        self.clients: dict[str, subprocess.Popen[bytes]] = {}
+        self.clients: dict[str, subprocess.Popen[bytes] | _ForkedCommand] = {}
         self.server: subprocess.Popen[bytes] | None = None
         text = "\n".join(path.read_text() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
         for number, name in enumerate(self.names):
@@ -112,7 +117,11 @@ class Federation:
         """Start a client; what it prints is added to its log."""
         if psutil.virtual_memory().available < MIN_FREE_BYTES:
             raise SystemExit(f"many_clients: the machine has no memory for client {len(self.clients) + 1}")
-        self.clients[name] = self._start(name, ["client", self.folder / f"{name}.yaml"])
+        arguments = ["client", self.folder / f"{name}.yaml"]
+        if self.asked.fork:
+            self.clients[name] = _ForkedCommand(arguments, self.folder / f"{name}.log")
+        else:
+            self.clients[name] = self._start(name, arguments)
         time.sleep(self.asked.pause)
 
     def stop(self) -> None:
@@ -138,11 +147,42 @@ class Federation:
             time.sleep(0.5)
 
 
+class _ForkedCommand:
+    """A ``comingle`` command in a process that Python's fork server has forked, used like a ``Popen``."""
+
+    def __init__(self, arguments: list[object], log: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["comingle.cli", "comingle.federation.client"])
+        self._process = context.Process(target=_run_command, args=([*map(str, arguments)], log))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+        self.kill, self.terminate = self._process.kill, self._process.terminate
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end of the process."""
+        self._process.join(timeout)
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while the process runs."""
+        return self._process.exitcode
+
+
+def _run_command(arguments: list[str], log: Path) -> None:
+    """Run a ``comingle`` command in this process; what it prints is added to a file."""
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["comingle", *arguments]
+    runpy.run_module("comingle", run_name="__main__")
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True)
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--killed", type=int, default=10)
+    parser.add_argument("--fork", action="store_true", help="Fork the clients from one process.")
     parser.add_argument("--steps", type=int, default=2, help="Local steps in a round.")
     parser.add_argument("--pause", type=float, default=0.5, help="Seconds between the starts of two clients.")
     return parser.parse_args()
