@@ -68,7 +68,7 @@ def threads(shared_data: Path, count: int, most: int) -> list[Messages]:
 def test_masks_are_those_of_transformers(base: Base, shared_data: Path) -> None:
     tokenizer: Any = base.tokenizer
     template = ChatTemplate(tokenizer)
-    assert template.own
+    assert template.has_own_template
     assert template.ends() == (tokenizer.convert_tokens_to_ids(END),)
     for messages in threads(shared_data, 200, 6000):
         found = template.encode(messages)
