@@ -306,19 +306,20 @@ def labels_for_table(folder: Path, finished: Mapping[Path, str], *, failed: Coll
         failed: Folders of this command's runs that failed, which are left out without a warning.
 
     Returns:
-        The labels: this command's methods first, the others as in the last table; runs of a method by seed.
+        The labels: this command's methods first, the others in the order of the ``table.json`` that an earlier command
+        wrote; runs of a method by seed.
     """
-    earlier_labels = {folder_name(label): label for label in methods_in_table(folder)}
+    table_labels = {folder_name(label): label for label in methods_in_table(folder)}
     comparable = _ComparableRuns(finished)
     for path in sorted(file.parent for file in folder.glob("*/recipe.yaml")):
         if path in finished or path in failed:
             continue
         try:
-            comparable.add(path, earlier_labels)
+            comparable.add(path, table_labels)
         except (ComingleError, OSError) as error:
             _log.warning("%s: left out of the comparison: %s", path, error)
-    # Methods of this command come first, in its order, and then those of the last table.
-    ordered_labels = list(dict.fromkeys([*finished.values(), *earlier_labels.values()]))
+    # Methods of this command come first, in its order, and then those of the table that an earlier command wrote.
+    ordered_labels = list(dict.fromkeys([*finished.values(), *table_labels.values()]))
 
     def order_key(path: Path) -> tuple[int, str, int]:
         """Return the sort key of a run: the position of its method (last if new), its label, and its seed."""
@@ -345,12 +346,13 @@ class _ComparableRuns:
         self._first = next(iter(finished))  # the run that others are compared with
         self._users = set(read_metrics(self._first)["users"])  # names of the evaluated users
 
-    def add(self, path: Path, earlier_labels: Mapping[str, str]) -> None:
+    def add(self, path: Path, table_labels: Mapping[str, str]) -> None:
         """Add a run of an earlier command, if it can be compared with the others.
 
         Args:
             path: The run folder, such as ``fedprox-seed0``.
-            earlier_labels: Labels in the comparison's last table, by run folder without seed, such as ``fedprox``.
+            table_labels: Labels in the ``table.json`` that an earlier command wrote, by name of the run folder without
+                the seed, such as ``fedprox``; empty without such a table.
 
         Raises:
             ComingleError: The run cannot be compared with the others; the message is the reason.
@@ -366,7 +368,7 @@ class _ComparableRuns:
         if set(users) != self._users:
             raise RunError(f"its users are {list_names(users)}, those of {self._first.name} {list_names(self._users)}")
         self._check_inputs(path, recipe)
-        label = self._label_of_run(path, recipe, earlier_labels)
+        label = self._label_of_run(path, recipe, table_labels)
         for other, other_recipe in self.recipes.items():
             if recipe.fingerprint == other_recipe.fingerprint:
                 raise RunError(f"its recipe and seed are those of {other.name}")
@@ -397,20 +399,24 @@ class _ComparableRuns:
             check_users(path, inputs, read_inputs(with_same_seed[0]))
 
     @staticmethod
-    def _label_of_run(path: Path, recipe: Recipe, earlier_labels: Mapping[str, str]) -> str:
+    def _label_of_run(path: Path, recipe: Recipe, table_labels: Mapping[str, str]) -> str:
         """Return the label of the method of an earlier command's run, such as ``fedprox:proximal=0.1``.
 
-        It is taken from the last table. Without an entry there it is made of the method's name and settings, or, if the
-        folder is not named after these, of the folder's name without the seed.
+        The first of these that exists:
+
+        1. The label in the ``table.json`` that an earlier command wrote.
+        2. The method's name and settings, if the run folder is named after both.
+        3. The name of the run folder without the seed.
 
         Args:
             path: The run folder, such as ``fedprox-seed0``.
             recipe: The run's recipe.
-            earlier_labels: Labels in the comparison's last table, by run folder without seed, such as ``fedprox``.
+            table_labels: Labels in the ``table.json`` that an earlier command wrote, by name of the run folder without
+                the seed, such as ``fedprox``; empty without such a table.
         """
         name_without_seed = path.name.rpartition("-seed")[0] or path.name
-        if earlier_labels.get(name_without_seed):
-            return earlier_labels[name_without_seed]
+        if table_labels.get(name_without_seed):
+            return table_labels[name_without_seed]
         label_with_settings = _label_with_settings({"name": recipe.method.name, **recipe.method.settings})
         if folder_name(label_with_settings) == name_without_seed:
             return label_with_settings
