@@ -26,9 +26,9 @@ def only_layer(model: FloralModel) -> AdaptedLayer:
 def kernels(geometry: Geometry, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """One cluster's factors as convolution kernels (groups * width, n / g, *k_in) and (m, width, *k_out)."""
     if geometry.kind == "linear" and geometry.kernel:
-        a = a.reshape(a.shape[0], -1, *geometry.inner_kernel)
+        a = a.reshape(a.shape[0], -1, *geometry.inner_kernel_size)
         # Row index k1 k2 i + k2 a + b, as in eq. 41.
-        b = torch.stack([column.reshape(-1, *geometry.outer_kernel) for column in b.unbind(1)], dim=1)
+        b = torch.stack([column.reshape(-1, *geometry.outer_kernel_size) for column in b.unbind(1)], dim=1)
     return a, b
 
 

@@ -92,38 +92,44 @@ class Geometry:
     transposed: bool = False
 
     @property
-    def inner_kernel(self) -> tuple[int, ...]:
+    def inner_kernel_size(self) -> tuple[int, ...]:
         """Kernel size of the inner factor: 1 in the dimensions that the outer factor holds."""
         return tuple(size if in_inner else 1 for size, in_inner in zip(self.kernel, self.in_inner, strict=True))
 
     @property
-    def outer_kernel(self) -> tuple[int, ...]:
+    def outer_kernel_size(self) -> tuple[int, ...]:
         """Kernel size of the outer factor: 1 in the dimensions that the inner factor holds."""
         return tuple(1 if in_inner else size for size, in_inner in zip(self.kernel, self.in_inner, strict=True))
 
     @property
     def rows(self) -> int:
-        """Rows of a group's matrix: its output channels times the outer kernel."""
-        return self.d_out // self.groups * math.prod(self.outer_kernel)
+        """Number of rows of the outer factor's matrix for one group of channels (:meth:`outer_matrix`).
+
+        A row is an output channel of the group at a position of the outer factor's kernel (``outer_kernel_size``).
+        """
+        return self.d_out // self.groups * math.prod(self.outer_kernel_size)
 
     @property
     def columns(self) -> int:
-        """Columns of a group's matrix, its input channels times the inner kernel; also the inner factor's fan-in."""
-        return self.d_in // self.groups * math.prod(self.inner_kernel)
+        """Number of columns of the inner factor's matrix for one group of channels (:meth:`inner_matrix`); its fan-in.
+
+        A column is an input channel of the group at a position of the inner factor's kernel (``inner_kernel_size``).
+        """
+        return self.d_in // self.groups * math.prod(self.inner_kernel_size)
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
         """Shape of the inner factor."""
         if self.kind == "linear":
             return (self.groups * self.width, self.columns)
-        return (self.groups * self.width, self.d_in // self.groups, *self.inner_kernel)
+        return (self.groups * self.width, self.d_in // self.groups, *self.inner_kernel_size)
 
     @property
     def outer_shape(self) -> tuple[int, ...]:
         """Shape of the outer factor."""
         if self.kind == "linear":
             return (self.groups * self.rows, self.width)
-        return (self.d_out, self.width, *self.outer_kernel)
+        return (self.d_out, self.width, *self.outer_kernel_size)
 
     @property
     def size(self) -> int:
@@ -138,7 +144,7 @@ class Geometry:
     def inner_matrix(self, inner: Clustered) -> Float[Tensor, "... groups width columns"]:
         """Reshape the inner factor to one matrix ``(width, columns)`` per group of channels.
 
-        Columns are a group's input channels times the positions of the inner kernel.
+        A column is an input channel of the group at a position of the inner factor's kernel.
         """
         num_leading = inner.ndim - len(self.inner_shape)
         return inner.reshape(*inner.shape[:num_leading], self.groups, self.width, self.columns)
@@ -151,11 +157,11 @@ class Geometry:
     def outer_matrix(self, outer: Clustered) -> Float[Tensor, "... groups rows width"]:
         """Reshape the outer factor to one matrix ``(rows, width)`` per group of channels.
 
-        Rows are a group's output channels times the positions of the outer kernel.
+        A row is an output channel of the group at a position of the outer factor's kernel.
         """
         num_leading = outer.ndim - len(self.outer_shape)
         leading = outer.shape[:num_leading]
-        if self.kind == "conv":  # (d_out, width, *outer_kernel) -> (d_out, kernel positions, width)
+        if self.kind == "conv":  # (d_out, width, *outer_kernel_size) -> (d_out, kernel positions, width)
             outer = outer.reshape(*leading, self.d_out, self.width, -1).transpose(-1, -2)
         return outer.reshape(*leading, self.groups, self.rows, self.width)
 
@@ -173,7 +179,7 @@ class Geometry:
         """
         leading = matrix.shape[:-3]
         d_in_of_group = self.d_in // self.groups
-        split = matrix.reshape(*leading, self.d_out, *self.outer_kernel, d_in_of_group, *self.inner_kernel)
+        split = matrix.reshape(*leading, self.d_out, *self.outer_kernel_size, d_in_of_group, *self.inner_kernel_size)
         # For a 2-d convolution with kernel axes 1 and 2:
         # (..., out, outer 1, outer 2, in, inner 1, inner 2) -> (..., out, in, outer 1, inner 1, outer 2, inner 2)
         out_axis, dims = len(leading), len(self.kernel)
@@ -548,8 +554,8 @@ Conv = nn.Conv1d | nn.Conv2d
 class AdaptedConv(LowRankLayer):
     """A convolution with low-rank adaptors, whose factors ``a`` and ``b`` are convolution kernels.
 
-    Shapes: ``a`` is (clusters, groups * width, d_in / groups, *inner kernel), ``b`` (clusters, d_out, width, *outer
-    kernel); see :class:`Geometry`.
+    Shapes: ``a`` is (clusters, groups * width, d_in / groups, *inner_kernel_size), ``b`` (clusters, d_out, width,
+    *outer_kernel_size); see :class:`Geometry`.
     """
 
     def low_rank(self, x: Float[Tensor, "*inputs"], shares: Float[Tensor, " clusters"]) -> Tensor:
@@ -583,14 +589,14 @@ class AdaptedConv(LowRankLayer):
         assert self.a is not None
         assert self.b is not None
         inner = geometry.inner_matrix(self.a).transpose(0, 1)  # (groups, clusters, width, columns)
-        # (groups * clusters * width, d_in of a group, *inner_kernel)
-        inner_kernel = inner.reshape(-1, geometry.d_in // geometry.groups, *geometry.inner_kernel)
+        # (groups * clusters * width, d_in of a group, *inner_kernel_size)
+        inner_kernel = inner.reshape(-1, geometry.d_in // geometry.groups, *geometry.inner_kernel_size)
         # (clusters, groups, rows, width); rows are a group's output channels times kernel positions
         outer = geometry.outer_matrix(self.b) * shares.to(self.b.dtype).view(-1, 1, 1, 1)
         side_by_side = outer.permute(1, 2, 0, 3).flatten(2)  # (groups, rows, clusters * width)
         all_widths = side_by_side.shape[-1]
         by_channel = side_by_side.reshape(geometry.d_out, -1, all_widths)  # (d_out, kernel positions, all widths)
-        outer_kernel = by_channel.mT.reshape(geometry.d_out, -1, *geometry.outer_kernel)
+        outer_kernel = by_channel.mT.reshape(geometry.d_out, -1, *geometry.outer_kernel_size)
         return inner_kernel, outer_kernel
 
     def broadcastable(self, bias: Float[Tensor, " d_out"]) -> Tensor:
