@@ -302,11 +302,11 @@ STYLES: dict[str, tuple[str, Any]] = {
     LOCAL_RATE: ("#CC79A7", ":"),
     P2: ("#56B4E9", "--"),
 }
-MEASURED, OTHERS = "#0072B2", "#B0B0B0"
-TOUCHES = 1e-11
-"""Threshold of the last residual through which the slope near the solution is drawn; rounding distorts smaller ones."""
+MEASURED_COLOUR, OTHER_COLOUR = "#0072B2", "#B0B0B0"
+LEAST_ACCURATE = 1e-11
+"""Smallest residual, relative to the first, that rounding errors do not distort."""
 FLOOR = 1e-15
-"""Share of the first residual below which everything is rounding."""
+"""Smallest residual, relative to the first, that is drawn; smaller ones consist of rounding errors alone."""
 SETTINGS: dict[Any, Any] = {"svg.hashsalt": "comingle", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 9}
 
 
@@ -360,8 +360,11 @@ def _legend_lines(axes: Axes) -> dict[str, Any]:
 def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
     """Draw the residuals of one kind of problem, one curve for each random problem, on a logarithmic axis.
 
-    One curve is highlighted and drawn with its predicted rates: the first that has a proved rate of convergence. The
-    others are thin grey lines. ``LOCAL_RATE`` is no proved rate, but the slope of curves near the solution.
+    The first curve with a proved rate of convergence is highlighted. The others are thin grey lines.
+
+    For each of the highlighted curve's ``rates``, a line shows residuals that every step multiplies by the rate. Its
+    label names the theorem or example of the paper that states the rate. ``LOCAL_RATE`` is not proved: it is the slope
+    of curves near the solution.
 
     Args:
         axes: The panel.
@@ -372,20 +375,20 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
     for curve in curves:
         if curve is not highlighted:
             residuals = _relative_residuals(curve)[: max(2, _count_visible(curve))]  # a line needs two points
-            axes.semilogy(range(len(residuals)), residuals, color=OTHERS, linewidth=0.8, label="other instances")
+            axes.semilogy(range(len(residuals)), residuals, color=OTHER_COLOUR, linewidth=0.8, label="other instances")
 
     num_residuals = max(3, _count_visible(highlighted))  # so that lines of predicted rates have some length
     measured = _relative_residuals(highlighted)[:num_residuals]
     for statement, rate in highlighted.rates.items():
-        start = 0
-        if statement == LOCAL_RATE:  # drawn through the last residual that rounding does not distort
-            start = max(k for k, value in enumerate(measured) if value > TOUCHES)
-        prediction = [measured[start] * rate ** (k - start) for k in range(num_residuals)]
+        anchor = 0  # step at which the line meets the measured curve
+        if statement == LOCAL_RATE:  # as near the solution as rounding errors allow
+            anchor = max(step for step, residual in enumerate(measured) if residual > LEAST_ACCURATE)
+        prediction = [measured[anchor] * rate ** (step - anchor) for step in range(num_residuals)]
         colour, dashes = STYLES[statement]
         axes.semilogy(range(num_residuals), prediction, linestyle=dashes, color=colour, linewidth=1.8, label=statement)
     marker_interval = max(1, num_residuals // 12)
-    style = {"color": MEASURED, "markersize": 4, "linewidth": 1.2, "markevery": marker_interval, "label": "measured"}
-    axes.semilogy(range(len(measured)), measured, "o-", **style)
+    style = {"color": MEASURED_COLOUR, "markersize": 4, "linewidth": 1.2, "markevery": marker_interval}
+    axes.semilogy(range(len(measured)), measured, "o-", label="measured", **style)
     _format_panel(axes, highlighted, num_residuals)
 
 
