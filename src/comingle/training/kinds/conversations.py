@@ -158,7 +158,14 @@ class AnswerBatchSource(PassBatchSource):
         return (targets >= 0).flatten(1).sum(1)  # hidden tokens and padding are negative
 
     def scoring_cost(self, part: Answers) -> int:
-        """Return a lower bound on the cost of scoring a set: its conversations, twice if responses are generated."""
+        """Return the cost of scoring a split; computing the losses of one conversation costs 1.
+
+        If responses are generated too, a conversation costs 2. This is a lower bound, since generating a response takes
+        at least as long as computing its losses.
+
+        Args:
+            part: The split; its ``measures`` determine whether responses are generated.
+        """
         generates_responses = any(name in JUDGES for name in part.measures)  # to compare them with the true ones
         cost_per_conversation = 2 if generates_responses else 1
         return len(part) * cost_per_conversation
