@@ -35,8 +35,8 @@ def comigs(
     ``router_steps`` steps on the routers alone on validation text.
     Server: mean of the shared tensors over users.
     Differs from the paper: ``router_every`` counts a user's local steps (App. B.1), not rounds (Algorithm 1).  The
-    load-balancing penalty is computed from the router's own input; the public code uses the block's output.  A user
-    with a single expert has no router.
+    load-balancing penalty is computed from the router's input, where the public code takes the output of the
+    transformer block.  A user with a single expert has no router.
 
     Args:
         generalists: Shared experts in each MLP; with 0 nothing is shared, not even attention.
@@ -91,7 +91,7 @@ def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10, accumulat
     Client: alternating steps on experts, on training text, and on routers, on validation text.
     Server: mean over users.
     Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
-    computed from the router's own input.
+    computed from the router's input, where the public code takes the output of the transformer block.
 
     Args:
         router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
@@ -112,7 +112,7 @@ def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Client: alternating steps on experts, on training text, and on routers, on validation text.
     Server: mean over users.
     Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
-    computed from the router's own input.
+    computed from the router's input, where the public code takes the output of the transformer block.
 
     Args:
         router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
@@ -132,7 +132,7 @@ def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Shared: nothing.  Local: attention, 2 specialists per MLP, routers.  Frozen: the base.
     Client: alternating steps on experts, on training text, and on routers, on validation text.  Server: none.
     Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
-    computed from the router's own input.
+    computed from the router's input, where the public code takes the output of the transformer block.
 
     Args:
         router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
@@ -159,7 +159,7 @@ def comigs_1gxs(
     Client: alternating steps on experts, on training text, and on routers, on validation text.
     Server: mean over users.
     Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
-    computed from the router's own input.
+    computed from the router's input, where the public code takes the output of the transformer block.
 
     Args:
         specialists: Local experts in each MLP: one number, a mapping such as ``{ada: 3, ben: 0}``, a list with one for
@@ -182,7 +182,7 @@ def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Shared: attention, 1 generalist per MLP.  Local: 1 specialist per MLP, routers.  Frozen: the base.
     Client: alternating steps on experts and on routers, on separate training batches.  Server: mean over users.
     Differs from the paper: ``router_every`` counts a user's local steps, not rounds.  The load-balancing penalty is
-    computed from the router's own input.
+    computed from the router's input, where the public code takes the output of the transformer block.
 
     Args:
         router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
