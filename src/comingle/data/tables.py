@@ -44,36 +44,32 @@ Rows = Any
 
 
 def iterate_texts(table: Table, columns: Sequence[str], bad_rows: BadRows) -> Iterator[tuple[str, ...]]:
-    """Yield the document and the names of each row, such as ``("Once upon a time", "ada", "train")``.
+    """Yield each row's document and the names in its other columns, such as those of a user and a split.
 
-    The first of the columns has the document, the others names. Skips rows without a value in one of the columns, and
-    rows with a blank document.
+    For example, ``("Once upon a time", "ada", "train")``. Rows without a value in one of the columns are skipped, as
+    are rows with a blank document.
 
     Args:
         table: The rows.
-        columns: The columns; ``meta.set`` is the field ``set`` of a column ``meta``.
-        bad_rows: Collects rows whose document is not text, or whose name is not valid.
+        columns: The column of documents, followed by columns of names (users, splits); ``meta.set`` is the field
+            ``set`` of a column ``meta``.
+        bad_rows: Collects rows whose document is not text, or that have an invalid name of a user or split.
 
     Raises:
         DataError: One of the columns is in none of the rows.
     """
-    outer_columns = [column.partition(".")[0] for column in columns]  # "meta" for "meta.set"
-    columns_to_read = [*columns, *outer_columns]  # "meta.set" is a column of that name or a field of "meta"
     if table.columns is None:  # JSON, in which rows may have different columns
-        existing: list[str] = []  # columns of the first row
         missing = list(columns)  # those that no row has so far
     else:
-        existing = list(table.columns)
+        _check_header(table.columns, columns, table.where)
         missing: list[str] = []
-        for column, outer_column in zip(columns, outer_columns, strict=True):
-            if column not in existing and outer_column not in existing:
-                missing.append(column)
-        _require_columns(missing, existing, table.where)
+    columns_of_first_row: list[str] = []  # for the error message
     is_empty = True
     document_column, *name_columns = columns
+    columns_to_read = [*columns, *map(_outer_column, columns)]  # "meta.set" is a column or a field of "meta"
     for place, row in table.read(bad_rows, columns_to_read):
         is_empty = False
-        existing = existing or list(row)
+        columns_of_first_row = columns_of_first_row or list(row)
         missing = [column for column in missing if not has_column(row, column)]
         values = [field_of(row, column) for column in columns]
         if any(value is None for value in values):
@@ -84,7 +80,27 @@ def iterate_texts(table: Table, columns: Sequence[str], bad_rows: BadRows) -> It
             if text.strip():
                 yield text, *names
     if not is_empty:
-        _require_columns(missing, existing, table.where)
+        _require_columns(missing, columns_of_first_row, table.where)
+
+
+def _outer_column(column: str) -> str:
+    """Return the column that holds the field of a column with a dot: "meta" for "meta.set", "text" for "text"."""
+    return column.partition(".")[0]
+
+
+def _check_header(header: Sequence[str], columns: Sequence[str], where: str) -> None:
+    """Check that a table has the columns; of ``meta.set``, that it has ``meta.set`` or ``meta``.
+
+    Args:
+        header: The table's columns.
+        columns: Columns to look for.
+        where: Name of the table in messages.
+
+    Raises:
+        DataError: A column is missing.
+    """
+    missing = [column for column in columns if column not in header and _outer_column(column) not in header]
+    _require_columns(missing, header, where)
 
 
 def _require_columns(missing: Sequence[str], existing: Sequence[str], where: str) -> None:
