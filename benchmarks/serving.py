@@ -173,7 +173,7 @@ def bytes_per_user(models: Mapping[str, PersonalModel]) -> float:
         f"further {i}": replace(first, tensors={k: t.clone() for k, t in first.tensors.items()}) for i in range(FURTHER)
     }
     engine = Engine({**models, **copies}, rows=1)
-    one_row = sum(t.numel() * t.element_size() for t in engine.rows.stacked.values())
+    one_row = sum(t.numel() * t.element_size() for t in engine.row_adapters.stacked.values())
     return (psutil.Process().memory_info().rss - before - one_row) / FURTHER
 
 
@@ -213,7 +213,7 @@ def main() -> None:
         speed, apart = time_tokens(lambda: generate_alone(networks, prompts, args.new), clock)
         alone.append(speed)
         same = sum(together[name] == apart[name] for name in models)
-    user_tensors = next(iter(engine.rows.user_tensors.values()))
+    user_tensors = next(iter(engine.row_adapters.user_tensors.values()))
     record = {
         "benchmark": "serving",
         **vars(args),

@@ -165,13 +165,13 @@ def test_a_row_that_moves_keeps_the_model_that_began_it(tmp_path: Path, shared_b
     model = model_of_all_users(store)
     old = personal_model(store, model, name)
     engine = Engine({name: old}, rows=2)
-    engine.rows.set(0, name)
-    engine.rows.set(1, name)
+    engine.row_adapters.set(0, name)
+    engine.row_adapters.set(1, name)
     store.clients.state.rows.mul_(2.0)
     engine.replace(personal_model(store, model, name))
-    engine.rows.set(0, name)
-    engine.rows.move(1, 0)
-    assert all(torch.equal(tensor[0], old.tensors[slot][0]) for slot, tensor in engine.rows.stacked.items())
+    engine.row_adapters.set(0, name)
+    engine.row_adapters.move(1, 0)
+    assert all(torch.equal(tensor[0], old.tensors[slot][0]) for slot, tensor in engine.row_adapters.stacked.items())
 
 
 def test_a_port_in_use_is_an_error_in_one_line(tmp_path: Path) -> None:

@@ -231,8 +231,8 @@ def test_a_diverged_model_harms_nobody_else(people: Any) -> None:
     """Its keys are NaN, and lie where others' masked places do."""
     mine = dict(people())
     engine = Engine(mine, rows=2)
-    engine.rows.user_tensors["bob"] = {
-        k: torch.full_like(t, torch.nan) for k, t in engine.rows.user_tensors["bob"].items()
+    engine.row_adapters.user_tensors["bob"] = {
+        k: torch.full_like(t, torch.nan) for k, t in engine.row_adapters.user_tensors["bob"].items()
     }
     asked = Asked(engine)
     asked.ask("bob", "a rather long text of a model that diverged", max_new_tokens=30)
@@ -290,9 +290,9 @@ def test_a_further_users_memory_is_its_adapters(people: Any) -> None:
     """Rows are as many as there are, and the base is one."""
     few, many = (Engine({n: people()[n] for n in names}, rows=2) for names in (["ann"], ["ann", "bob", "cem"]))
     size = sum(t.numel() for t in people()["ann"].tensors.values())
-    held = [sum(t.numel() for own in e.rows.user_tensors.values() for t in own.values()) for e in (few, many)]
+    held = [sum(t.numel() for own in e.row_adapters.user_tensors.values() for t in own.values()) for e in (few, many)]
     assert held == [size, 3 * size]
     pairs = zip(few.network.parameters(), many.network.parameters(), strict=True)
     assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
-    stacked = [sum(t.numel() for t in e.rows.stacked.values()) for e in (few, many)]
+    stacked = [sum(t.numel() for t in e.row_adapters.stacked.values()) for e in (few, many)]
     assert stacked == [2 * size, 2 * size]

@@ -269,8 +269,8 @@ class Engine:
         self.begin = base.begin  # the begin-of-text token; None if texts have none
         # Rows of different lengths need padding, which not all architectures support.
         max_rows = rows if can_pad(base.model) else 1
-        self.rows = rows_of(models, max_rows)  # the adapters of each row's user
-        self.network = self.rows.network
+        self.row_adapters = rows_of(models, max_rows)  # a copy of the adapters of each row's user
+        self.network = self.row_adapters.network
         self.cache = RowCache(max_rows)  # the keys and values of each row
         self.active: list[_Row] = []
         self.waiting: deque[Request] = deque()
@@ -279,7 +279,7 @@ class Engine:
         forward_arguments = signature(self.network.forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in forward_arguments
         self._takes_position_ids = "position_ids" in forward_arguments
-        self._is_bound = False  # whether the network has the adapters of the active rows
+        self._all_rows_bound = False  # whether the network uses the adapters of all active rows
 
     # ------------------------------------------------------------ asked from outside
 
@@ -319,7 +319,7 @@ class Engine:
             personal: The new model; its tensors have the same shapes as the other users'.
         """
         self.models[personal.name] = personal
-        self.rows.replace(personal)
+        self.row_adapters.replace(personal)
 
     def ends(self, request: Request) -> tuple[int, ...]:
         """Return the tokens that end an answer."""
@@ -338,7 +338,7 @@ class Engine:
         Raises:
             DataError: The model has no routers.
         """
-        self._is_bound = False  # the next step binds the adapters of the active rows again
+        self._all_rows_bound = False  # the next step binds the adapters of the active rows again
         tokens = torch.tensor([*prompt, *text])
         one_pass = len(tokens)  # all tokens in one forward pass
         routing = self.models[name].route(tokens, context=one_pass, begins=False)  # adds no begin-of-text token
@@ -373,7 +373,7 @@ class Engine:
         active_requests = [row.request for row in self.active]
         for request in [*active_requests, *self.waiting]:
             request.on_piece(Piece(text="", error=error))
-        self.active, self._is_bound = [], False
+        self.active, self._all_rows_bound = [], False
         self.waiting.clear()
         self.cache = RowCache(self.cache.max_rows)
 
@@ -387,9 +387,9 @@ class Engine:
         first_new_row = len(self.active)
         self.active += [self._make_row(request) for request in requests]
         for row_index, request in enumerate(requests, start=first_new_row):
-            self.rows.set(row_index, request.name)
-        self.rows.bind(slice(first_new_row, len(self.active)))
-        self._is_bound = False  # the network has the adapters of the new rows only
+            self.row_adapters.set(row_index, request.name)
+        self.row_adapters.bind(slice(first_new_row, len(self.active)))
+        self._all_rows_bound = False  # the network uses the adapters of the new rows only
         prompt_cache = DynamicCache()
         logits = self._read_prompts(requests, prompt_cache)
         self.cache.join(prompt_cache, [len(request.prompt) for request in requests])
@@ -442,9 +442,9 @@ class Engine:
 
     def _decode(self) -> None:
         """Generate a token for every row, in one forward pass."""
-        if not self._is_bound:  # rows were added or freed since the adapters were bound
-            self.rows.bind(slice(0, len(self.active)))
-            self._is_bound = True
+        if not self._all_rows_bound:  # rows were added or freed since the adapters were bound
+            self.row_adapters.bind(slice(0, len(self.active)))
+            self._all_rows_bound = True
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
         position_ids = self.cache.lengths().unsqueeze(1)
         logits = self._forward(ids, self.cache.mask(), position_ids, self.cache)
@@ -512,7 +512,7 @@ class Engine:
         last = len(self.active) - 1
         self.cache.leave(row_index)
         if row_index != last:
-            self.rows.move(last, row_index)
+            self.row_adapters.move(last, row_index)
         self.active[row_index] = self.active[last]
         self.active.pop()
-        self._is_bound = False  # the next step binds the adapters of the remaining rows
+        self._all_rows_bound = False  # the next step binds the adapters of the remaining rows

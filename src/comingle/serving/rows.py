@@ -137,12 +137,14 @@ class RowCache(Cache):
         self.start = min(self.starts, default=self.stop)
 
     def _reserve(self, template_layers: Sequence[Any], longest_new_row: int) -> None:
-        """Make sure that every row has room for one more token, and that new rows fit before ``stop``.
+        """Move all rows to new tensors if the present ones lack room for one more token or for the new rows.
 
-        If they do not, move all rows to larger tensors, where the longest row, old or new, starts at position 0.
+        Rows are right-aligned: the last token of each is at position ``stop - 1``. The next token of every row goes to
+        ``stop``. A new row needs as many positions before ``stop`` as it has tokens. In the new tensors the longest
+        row, old or new, starts at position 0.
 
         Args:
-            template_layers: Layers whose shapes and dtypes the cache's first tensors get.
+            template_layers: Layers from which a cache without tensors copies shapes and dtypes.
             longest_new_row: Number of tokens of the longest new row; 0 without new rows.
         """
         new_rows_fit = longest_new_row <= self.stop
@@ -151,23 +153,24 @@ class RowCache(Cache):
             return
         if not self.layers:
             self.layers = [_Layer(self) for _ in template_layers]
-        new_stop = max(self.stop - self.start, longest_new_row)
+        longest_old_row = self.stop - self.start
+        new_stop = max(longest_old_row, longest_new_row)
         # Leave at least half a step of free positions, and round up to whole steps.
         num_steps = math.ceil((new_stop + CAPACITY_STEP // 2) / CAPACITY_STEP)
         new_capacity = num_steps * CAPACITY_STEP
         for layer, template in zip(self.layers, template_layers, strict=True):
             old_stores = layer.stores or [template.keys, template.values]
             layer.stores = [self._enlarged(store, new_stop, new_capacity) for store in old_stores]
-        shift = new_stop - self.stop
+        shift = new_stop - self.stop  # all rows move by as many positions as their common end
         self.starts = [row_start + shift for row_start in self.starts]
         self.start, self.stop, self.capacity = self.start + shift, new_stop, new_capacity
 
     def _enlarged(self, store: States, new_stop: int, new_capacity: int) -> Stores:
-        """Return a tensor of zeros with a copy of all rows, which end at position ``new_stop``.
+        """Return a larger tensor with a copy of all rows, whose last tokens are at ``new_stop - 1``; zeros elsewhere.
 
         Args:
             store: Keys or values of one layer. Without rows, only its shape and dtype are used.
-            new_stop: Position in the new tensor at which all rows end.
+            new_stop: Position in the new tensor after the last token of each row.
             new_capacity: Number of positions of the new tensor.
         """
         _rows, heads, _positions, width = store.shape
