@@ -302,7 +302,7 @@ def _run_rounds(
             _resolve_eval_interval(session)
         if progress is None or log.size_bytes == 0:  # the log does not begin with this event yet
             started = start_event(context.plan, session.model.name, _amounts(session))
-            observe({**started, **_skipped_rows(session), **_specialists(session)})
+            observe({**started, **_skipped_rows_entry(session), **_specialists_entry(session)})
 
         first_round, stopped_after = 0, None
         if progress is not None:
@@ -343,7 +343,7 @@ def _final_metrics(session: ServerSession, folder: Path, metrics: JsonObject, ev
             metrics, and ``absent`` those of them that have never joined.
         evaluations: First and last evaluation events of the run, and the validation losses of all.
     """
-    metrics.update(_skipped_rows(session))
+    metrics.update(_skipped_rows_entry(session))
     metrics.update(session.server.mechanisms.metrics)
     evaluations.add_valid_losses(metrics)
     metrics.update(outcome_warnings(session.context.method, evaluations, metrics))
@@ -454,14 +454,22 @@ def _amounts(session: ServerSession) -> dict[str, JsonObject]:
     return {name: dict(joined.get(name, {}).get("amounts", {})) for name in session.public.users}
 
 
-def _skipped_rows(session: ServerSession) -> dict[str, int]:
-    """Return the number of rows that clients have skipped, under "skipped_rows"; empty if they have skipped none."""
+def _skipped_rows_entry(session: ServerSession) -> dict[str, int]:
+    """Return the entry "skipped_rows" of the start event and the metrics: the number of rows that clients have skipped.
+
+    Returns:
+        The entry; an empty mapping if clients have skipped none.
+    """
     num_rows = sum(reported.get("skipped_rows", 0) for reported in session.joined.values())
     return {"skipped_rows": num_rows} if num_rows else {}
 
 
-def _specialists(session: ServerSession) -> dict[str, dict[str, int]]:
-    """Return the numbers of specialists that clients have chosen, under "specialists"; empty if none reports one."""
+def _specialists_entry(session: ServerSession) -> dict[str, dict[str, int]]:
+    """Return the entry "specialists" of a run's start event: the numbers that clients have chosen, by user.
+
+    Returns:
+        The entry; an empty mapping if no client reports a number.
+    """
     numbers = {name: joined["specialists"] for name, joined in session.joined.items() if "specialists" in joined}
     return {"specialists": numbers} if numbers else {}
 

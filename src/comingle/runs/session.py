@@ -248,10 +248,20 @@ def use_chosen_settings(
     return full_recipe
 
 
-def _specialists(method: Method, names: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return each user's number of specialists under "specialists"; empty if all users have the same setting."""
+def _specialists_entry(method: Method, names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Return the entry "specialists" of a run's start event: the number of specialists by user.
+
+    Args:
+        method: The method of the run.
+        names: Names of all users.
+
+    Returns:
+        The entry; an empty mapping if the method has one number for all users.
+    """
     numbers = method.placement.specialists
-    return {"specialists": dict(zip(names, numbers, strict=True))} if isinstance(numbers, tuple) else {}
+    if not isinstance(numbers, tuple):  # one number for all users
+        return {}
+    return {"specialists": dict(zip(names, numbers, strict=True))}
 
 
 def run_trackers(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
@@ -770,7 +780,7 @@ def execute(
     log_was_lost = log is not None and log.size_bytes == 0
     if log_was_lost or kept_bytes == 0:
         start = start_event(clients.plan, clients.model.name, amounts_of_all)
-        observe({**start, **clients.left_out, **_specialists(clients.method, clients.population_names)})
+        observe({**start, **clients.left_out, **_specialists_entry(clients.method, clients.population_names)})
     try:
         write_checkpoint = checkpoint_writer(federation, recipe, folder, log)
         scores = run_rounds(
