@@ -198,8 +198,8 @@ def test_a_step_without_data_holds_what_a_real_one_does(method: str, optimizer: 
 def test_a_tasks_plan_has_its_users_and_its_samples() -> None:
     recipe = task_recipe("fedavg", **{"data.task.users": 12})
     few, many = plan(recipe, users=4), plan(recipe)
-    assert (many.unit, many.base, many.local_steps, len(many.users)) == ("sample", "net:mlp-norm", 3, 12)
-    assert many.base_flops == many.methods[0].users[0].forward.base
+    assert (many.unit, many.base.name, many.local_steps, len(many.users)) == ("sample", "net:mlp-norm", 3, 12)
+    assert many.base.flops == many.methods[0].users[0].forward.base
     assert many.methods[0].own_device.adapters_bytes == pytest.approx(few.methods[0].own_device.adapters_bytes, rel=0.2)
     real = build(recipe, prepare(recipe))
     held = real.clients.state.rows.nbytes + sum(t.nbytes for t in real.server.kept.values())
