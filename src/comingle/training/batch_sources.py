@@ -84,7 +84,12 @@ class BatchShapes:
         return self.blank(users, count, fake)
 
     def scored_at_once(self, users: Sequence[AnyUser], pass_size: PassSize) -> int:
-        """Return the number of windows or samples of a user in one scoring pass."""
+        """Return the number of windows or samples of a user in one scoring pass, by default as in a training pass.
+
+        Args:
+            users: The users who are scored.
+            pass_size: Number of users and sequences in one training pass.
+        """
         return pass_size.sequences
 
 
@@ -95,7 +100,7 @@ class Batches(ABC):
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int[Tensor, "users batch ..."]:
-        """Return a batch for each trainer: windows of tokens, or only the numbers of samples, which are read later.
+        """Return a batch for each trainer: windows of tokens, or the indices of samples, which :meth:`read` reads.
 
         It depends only on (seed, user, round, purpose of the phase, step, repeat), so a repeated round of a resumed run
         draws the same batches.
@@ -104,7 +109,7 @@ class Batches(ABC):
             trainers: Numbers of the trainers.
             phase: Phase that the batches are for.
             round_number: The round, counted from 0.
-            step: Local step within the round; -1 before the first one.
+            step: Local step within the round; -1 for batches that are used before the first step.
             repeat: Repeat of the phase within the step.
         """
 
@@ -134,6 +139,7 @@ class BatchSource(Batches, BatchShapes):
     @property
     def most_steps(self) -> int:
         """Largest number of local steps of a trainer in one round."""
+        # Trainers with the most data take the most steps.
         return max(self.steps(trainer) for trainer in self.trainers.largest_users)
 
     @property
@@ -149,7 +155,12 @@ class BatchSource(Batches, BatchShapes):
 
     @abstractmethod
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch ..."]]:
-        """Yield batches that represent the whole training data of each trainer."""
+        """Yield batches that represent the whole training data of each trainer, to compare models on them.
+
+        Args:
+            trainers: Numbers of the trainers.
+            round_number: The round, counted from 0; sources with random batches draw others in each round.
+        """
 
     def examples(self, trainer: int) -> int:
         """Return the number of a trainer's training examples, the units that example-level privacy protects."""
@@ -177,22 +188,22 @@ class BatchSource(Batches, BatchShapes):
         """Return a drawn batch in the form that the model takes; windows of tokens are returned unchanged.
 
         Args:
-            stream: Split that the batch was drawn from.
-            trainers: Numbers of the trainers.
-            drawn: The drawn batch.
+            stream: Split that the batch was drawn from, "train" or "valid".
+            trainers: Numbers of the trainers whose data the batch has.
+            drawn: The batch, as :meth:`draw` or :meth:`held_out` returns it.
         """
         return drawn
 
     @abstractmethod
     def loss_counts(self, drawn: Int[Tensor, "users batch ..."]) -> Int[Tensor, " users"]:
-        """Return the number of losses in the batch of each user."""
+        """Return the number of losses (predicted tokens or samples, without padding) in the batch of each user."""
 
     @abstractmethod
     def trained_amount(self, trainer: int) -> int:
         """Return the number of losses (tokens or samples) in the local steps of one round of a trainer."""
 
     def scoring_cost(self, part: AnySplit) -> int:
-        """Return the cost of scoring a split, in the unit of :meth:`trained_amount`."""
+        """Return the cost of scoring a split, in the unit of :meth:`trained_amount`: by default its length."""
         return len(part)
 
     @abstractmethod
@@ -231,7 +242,11 @@ class BatchSource(Batches, BatchShapes):
         return self.score(predict, sets, rows, pass_size, gates)
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> BatchSource:
-        """Return the source with ``fake`` tensors in place of the data of users."""
+        """Return the source with fake tensors in place of the data of users, to estimate memory without a real pass.
+
+        Args:
+            fake: Converts a tensor to a ``FakeTensor``, which only has a shape, dtype and device.
+        """
         return self
 
 
@@ -305,6 +320,7 @@ class PassBatchSource(BatchSource):
     def trained_amount(self, trainer: int) -> int:
         """Return the number of training samples of one round."""
         count, size = self.count(trainer, "train"), self.size_of(trainer)
+        # All samples, unless the last batch is too small and dropped.
         samples_per_epoch = min(count, self._num_batches(count, size) * size)
         return self.plan.training.local_epochs * samples_per_epoch
 
@@ -313,13 +329,14 @@ class PassBatchSource(BatchSource):
     ) -> Int64[Tensor, "users batch"]:
         """Return the numbers of the samples in a batch of each trainer, ``(users, batch)`` padded with ``PAD``.
 
-        ``batch`` is the size of the largest batch of these trainers; with ``self.fixed_shape`` always the largest size.
+        ``batch`` is the size of the largest of these batches; with ``self.fixed_shape`` it is always
+        ``self.batch_size``.
 
         Args:
             trainers: Numbers of the trainers.
             phase: Phase that the batches are for.
             round_number: The round, counted from 0.
-            step: Local step within the round; -1 before the first one.
+            step: Local step within the round; -1 for batches that are used before the first step.
             repeat: Repeat of the phase within the step.
         """
         self.enter(round_number)
@@ -336,7 +353,7 @@ class PassBatchSource(BatchSource):
         return drawn[:, : max(1, largest_batch)]
 
     def enter(self, round_number: int) -> None:
-        """Set the current round, and drop the cached orders of earlier rounds."""
+        """Set the current round, and drop the shuffled epochs that are cached for an earlier round."""
         if round_number != self._round:
             self._shuffled, self._round = {}, round_number
 
@@ -377,15 +394,15 @@ class PassBatchSource(BatchSource):
 
 
 Drawn = Int[Tensor, "users batch ..."]
-Place = tuple[tuple[int, ...], Phase, int, int, int]
-"""Trainers, phase, round, step and repeat of a batch: the arguments of :meth:`Batches.draw`."""
+DrawArguments = tuple[tuple[int, ...], Phase, int, int, int]
+"""Arguments of :meth:`Batches.draw`, which identify a batch: trainers, phase, round, step and repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """A drawn batch, and its copy on the device if it was prefetched."""
 
-    place: Place
+    arguments: DrawArguments
     drawn: Drawn
     on_device: Drawn | None = None
 
@@ -409,11 +426,12 @@ class Prefetcher(Batches):
 
         See :meth:`Batches.draw` for the arguments, which identify a batch.
         """
-        place = (tuple(trainers), phase, round_number, step, repeat)
+        arguments = (tuple(trainers), phase, round_number, step, repeat)
         batch = self.ready.pop(phase, None)
-        is_prefetched = batch is not None and batch.place == place  # False if the cohort has changed
+        is_prefetched = batch is not None and batch.arguments == arguments  # False if the cohort has changed
         if batch is None or not is_prefetched:
-            batch = Batch(place=place, drawn=self.batch_source.draw(trainers, phase, round_number, step, repeat))
+            drawn = self.batch_source.draw(trainers, phase, round_number, step, repeat)
+            batch = Batch(arguments=arguments, drawn=drawn)
         self.current = batch
         return batch.drawn
 
@@ -431,26 +449,27 @@ class Prefetcher(Batches):
         """Draw the batch that the current phase probably needs next, and start to copy it to the device."""
         if self.current is None:  # nothing was drawn yet
             return
-        next_place = self._next_place(self.current.place)
-        if next_place is None:  # this was the last batch of the round
+        next_arguments = self._next_arguments(self.current.arguments)
+        if next_arguments is None:  # this was the last batch of the round
             return
-        _trainers, phase, _round_number, _step, _repeat = next_place
-        if phase in self.ready and self.ready[phase].place == next_place:  # prefetched before
+        _trainers, phase, _round_number, _step, _repeat = next_arguments
+        if phase in self.ready and self.ready[phase].arguments == next_arguments:  # prefetched before
             return
-        drawn = self.batch_source.draw(*next_place)
+        drawn = self.batch_source.draw(*next_arguments)
         with torch.cuda.stream(self.stream):
             on_device = drawn.pin_memory().to(self.device, non_blocking=True)
-        self.ready[phase] = Batch(place=next_place, drawn=drawn, on_device=on_device)
+        self.ready[phase] = Batch(arguments=next_arguments, drawn=drawn, on_device=on_device)
 
-    def _next_place(self, place: Place) -> Place | None:
-        """Return the place of the batch that the same phase needs next; None if the round has no such batch.
+    def _next_arguments(self, arguments: DrawArguments) -> DrawArguments | None:
+        """Return the arguments of the batch that the same phase needs next; None if the round has no such batch.
 
-        It is the next repeat of the phase within the step, or after the last repeat the first one of the next step.
+        That batch is for the next repeat of the phase within the step; after the last repeat, for the first repeat in
+        the next step.
 
         Args:
-            place: Trainers, phase, round, step and repeat of a batch.
+            arguments: Trainers, phase, round, step and repeat of the current batch.
         """
-        trainers, phase, round_number, step, repeat = place
+        trainers, phase, round_number, step, repeat = arguments
         if step < 0:  # before the first step, each batch is for a different phase
             return None
         if repeat + 1 < phase.steps:

@@ -437,7 +437,7 @@ def named_tensors(layout: Layout, state: State, server: Tree) -> dict[str, Tenso
 
 
 def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor]:
-    """Return the named tensors of one user, ``(1, ...)`` each.
+    """Return the trained parameters of one user by name, ``(1, *shape)`` each.
 
     Args:
         layout: Layout of the columns.
@@ -472,25 +472,25 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
     Raises:
         RunError: See :func:`load_checkpoint`.
     """
-    copies = len(like.rows) // len(names)
+    copies = len(like.rows) // len(names)  # of the model of each user
     no_server: Tree = {}  # the server's state is read by :func:`load_server`
-    tensors = {name: t.clone() for name, t in named_tensors(layout, like, no_server).items()}
+    tensors = {name: t.clone() for name, t in named_tensors(layout, like, no_server).items()}  # overwritten below
     requested_names = set(names)
     for file, names_in_file in _trainers_by_file(progress):
         found_names = [name for name in names_in_file if name in requested_names]
         if not found_names:
             continue
         verify(folder, file)
-        num_rows = copies * len(names_in_file)
-        expected = {key: (_shape_in_file(key, t, num_rows), t.dtype) for key, t in tensors.items()}
+        num_rows_in_file = copies * len(names_in_file)
+        expected = {key: (_shape_in_file(key, t, num_rows_in_file), t.dtype) for key, t in tensors.items()}
         tensors_in_file = read_tensors(folder / file, expected, like.rows.device, besides=OF_SERVER)
         rows_in_file = _rows_of_names(names_in_file, found_names, copies)
-        rows = _rows_of_names(names, found_names, copies)
+        rows_in_state = _rows_of_names(names, found_names, copies)
         for key, t in tensors.items():
             if key == _BEST_ROUND:  # one number for all users
                 t.copy_(tensors_in_file[key])
             else:
-                t[rows] = tensors_in_file[key][rows_in_file]
+                t[rows_in_state] = tensors_in_file[key][rows_in_file]
     return _fill_state(layout, like, tensors)
 
 

@@ -91,7 +91,11 @@ class Store:
         return clients.begin(all_rows)
 
     def read(self, kind: Kind, request: DataRequest) -> RunData:
-        """Read the users of a run in the way of their kind of data: as a rule, all into memory.
+        """Read the data of a run's users, by default all into memory.
+
+        Args:
+            kind: Kind of the data, which knows how to read it.
+            request: The recipe, and any data that the program passes instead of files.
 
         Raises:
             ComingleError: See :meth:`comingle.training.kinds.base.Kind.read`.
@@ -196,7 +200,7 @@ class UsersAndTrainers:
         return entries
 
     def owners(self, rows: Sequence[int]) -> list[int]:
-        """Return the number of the trainer that owns each row; a trainer owns one row per copy of its model.
+        """Return the number of the trainer that owns each of the rows; a trainer owns one row per copy of its model.
 
         For example, rows 0 to 5 of 3 trainers with 2 copies each have the owners ``[0, 1, 2, 0, 1, 2]``.
         """
@@ -309,9 +313,9 @@ class Users(UsersAndTrainers):
         return draw(self.model.layout, self.plan.seed, "server")
 
     def begin(self, rows: Sequence[int]) -> State:
-        """Return the state of some rows before the first round: parameters, moments, and what hooks keep per user.
+        """Return the state of some rows before the first round: parameters, moments, and tensors that hooks keep.
 
-        It depends only on the seed and the names of the rows' owners, so a store can leave out untrained rows.
+        It depends only on the seed and the names of the rows' owners. So a store need not save rows that are untrained.
         """
         layout, method, owners = self.model.layout, self.method, self.owners(rows)
         names = [self.names[owner] for owner in owners]
@@ -325,11 +329,29 @@ class Users(UsersAndTrainers):
             ranks=model_of_rows.ranks,
             seed=self.plan.seed,
             common_values=self._common_initial_values,
-            moments=self.plan.training.experts.moments | self.plan.training.router.moments,
+            moments=self.plan.training.experts.moments | self.plan.training.router.moments,  # of either optimizer
             accumulates=method.client.accumulates,
             # Parameters and moments are float32 also over a bf16 base; a float64 base is for tests.
             dtype=torch.promote_types(self.model.dtype, torch.float32),
         )
+        self._start_kept_tensors(state, names)
+        if method.server.first_download:  # version -1: all users download before the first round
+            state.versions -= 1
+        mixture = method.placement.mixture
+        if mixture is not None and mixture.optimal:  # mixture weights are given by users' true clusters
+            clusters = [getattr(self.trainers[owner], "cluster", None) for owner in owners]
+            router_logits = layout.views(state.rows)[CLIENT_ROUTER]
+            router_logits.copy_(true_clusters(method.name, clusters, mixture.clusters))
+        return state
+
+    def _start_kept_tensors(self, state: State, names: Sequence[str]) -> None:
+        """Add to ``state.kept`` the tensors that hooks, compressed uploads and privacy keep for each user.
+
+        Args:
+            state: State of some rows before the first round, changed in place.
+            names: Names of the rows' owners.
+        """
+        layout, method = self.model.layout, self.method
         shared_tensors = restrict(layout.views(state.rows), layout, method.shared)
         for hook in method.client.parts:
             tensors_of_any_shape = hook.start(names, self.plan.seed)
@@ -339,16 +361,9 @@ class Users(UsersAndTrainers):
         if self.plan.training.uploads == "int8":  # keep the rounding errors of an upload, to add them to the next one
             for name, t in shared_tensors.items():
                 state.kept[RESIDUAL + name] = torch.zeros_like(t)
-        if change_updates(self.mechanisms) and self.plan.privacy is not None:  # keep the last download, to clip changes
+        if change_updates(self.mechanisms) and self.plan.privacy is not None:
+            # Keep the tensors of the previous download: the difference between upload and download is clipped.
             state.kept |= start_references(shared_tensors, self.plan.privacy.first_bound)
-        if method.server.first_download:  # version -1: all users download before the first round
-            state.versions -= 1
-        mixture = method.placement.mixture
-        if mixture is not None and mixture.optimal:  # mixture weights are given by users' true clusters
-            clusters = [getattr(self.trainers[owner], "cluster", None) for owner in owners]
-            router_logits = layout.views(state.rows)[CLIENT_ROUTER]
-            router_logits.copy_(true_clusters(method.name, clusters, mixture.clusters))
-        return state
 
     def require_validation(self, any_has_data: bool) -> None:
         """Check that at least one user has validation data, which ``evaluation.select: best`` needs.
@@ -484,7 +499,7 @@ class Clients(Users):
         return any(phase.label == TUNING for phase in self.phases)
 
     def time_limit(self, trainer: int) -> float:
-        """Return the seconds after which a trainer ends its local steps; infinite without limit and to fine-tune."""
+        """Return the seconds after which a trainer ends its local steps; infinite if it is unlimited or fine-tunes."""
         if self.is_fine_tuning:
             return math.inf
         return self.plan.max_seconds_of(self.trainers[trainer].name)
@@ -520,16 +535,16 @@ class Clients(Users):
         combined_model: Tree | None = None
         for hook in self.method.client.parts:
             if combined_model is None:
-                combined_model = hook.receive(cohort, models, download.senders)
+                combined_model = hook.receive(cohort, models, download.senders)  # None if it combines no models
         if combined_model is None:  # no hook combines models, so there is a single model per user
-            combined_model = {name: t[:, 0] for name, t in models.items()}
+            combined_model = {name: t[:, 0] for name, t in models.items()}  # (users, *shape)
         assign(cohort.tensors, layout, self.method.received, combined_model)
         if cohort.mask is not None:  # a server may send one model to users of different ranks: zero the padding
             cohort.state.rows.mul_(cohort.mask)
         if change_updates(self.mechanisms):  # the change from this download to the next upload is clipped
             keep_references(cohort.kept, restrict(cohort.tensors, layout, self.method.shared), clip_norms)
         for hook in self.method.client.parts:
-            hook.received(cohort)
+            hook.received(cohort)  # after the new tensors are assigned
         cohort.state.versions.fill_(download.version)
         state.put(receivers, cohort.state)
 
@@ -584,9 +599,9 @@ class Clients(Users):
             copies, reports = protect_uploads(self.mechanisms, copies, cohort, num_samples, round_number)
         number_format = self.plan.training.uploads
         keeps_rounding_errors = number_format == "int8" and not counts
-        all_users = list(range(len(cohort.rows)))  # by place in the cohort
+        all_positions = list(range(len(cohort.rows)))  # of users in the cohort
         # ``cohort.kept`` has the rounding errors of the previous upload; those of this one replace them.
-        sent = compress_with_feedback(copies, number_format, cohort.kept, all_users, store_residuals=not counts)
+        sent = compress_with_feedback(copies, number_format, cohort.kept, all_positions, store_residuals=not counts)
         if keeps_rounding_errors:
             state.put(cohort.rows, cohort.state)  # with the new rounding errors, without changes of moments
         reports_of_method = {name: t.clone() for name, t in self._reports(cohort, users).items()}
@@ -693,10 +708,10 @@ class Clients(Users):
         """
         if not self.shares:
             return [0] * len(self.scored)
-        sums = self.plan.sums
-        if sums is not None:
+        secure_sums = self.plan.sums
+        if secure_sums is not None:
             num_entries = self.model.layout.count(self.method.shared)
-            return [sums.sent_bytes(self.name(row), num_entries) for row in self.scored_rows]
+            return [secure_sums.sent_bytes(self.name(row), num_entries) for row in self.scored_rows]
         bytes_by_trainer: dict[int, int] = {}
         for trainers in cohorts(self.scored_trainers, self.users_per_message):
             any_losses = {LOSS: torch.zeros(len(trainers))}  # the size depends neither on their values nor on the round
@@ -755,7 +770,7 @@ def train(clients: Clients, participants: Sequence[int], round_number: int, tick
 def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: int, tick: Tick) -> LocalRound:
     """Take the local steps of all participants, as :func:`train` does, without converting out-of-memory errors.
 
-    If a participant has several copies of its model, all are trained; the result has the loss of the last one.
+    If a participant has several copies of its model, all are trained; the result has the loss of the last copy.
 
     Args:
         clients: All clients.
@@ -770,7 +785,7 @@ def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: 
     steps_taken: dict[int, int] = {}
     # Some methods compare each copy with the first copy of the same user, as it was before this round.
     first_copies = clients.state.rows_of(participants) if method.client.looks_across else None
-    place_of_participant = {participant: place for place, participant in enumerate(participants)}
+    index_of_participant = {participant: index for index, participant in enumerate(participants)}
 
     rows_of_cohorts = _split_into_cohorts(clients, participants)
     num_cohorts_of: Counter[int] = Counter()  # by participant, as its copies may be in several cohorts
@@ -781,11 +796,11 @@ def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: 
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
         clients.state.prefetch(next_rows)
         if first_copies is not None:
-            cohort.first_copies = first_copies[[place_of_participant[owner] for owner in cohort.owners]]
+            cohort.first_copies = first_copies[[index_of_participant[owner] for owner in cohort.owners]]
         planned_steps, time_limits = _plan_local_steps(clients, cohort.owners, steps_taken, num_cohorts_of)
         losses_of_steps, num_steps = _take_local_steps(clients, cohort, planned_steps, time_limits, tick)
-        reason_by_place = find_nonfinite_users(losses_of_steps, cohort.state.rows, round_number)
-        _drop_diverged(clients, cohort, reason_by_place)
+        reason_by_position = find_nonfinite_users(losses_of_steps, cohort.state.rows, round_number)
+        _drop_diverged(clients, cohort, reason_by_position)
         for hook in method.client.parts:
             hook.end(cohort)
         clients.apply_masks(cohort)
@@ -793,14 +808,14 @@ def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: 
         mean_losses = losses_of_steps.sum(0) / num_steps
         steps_taken.update(zip(cohort.owners, num_steps.tolist(), strict=True))
         losses.update(zip(cohort.owners, mean_losses.tolist(), strict=True))
-        for place, reason in reason_by_place.items():
-            rejected[cohort.owners[place]] = reason
+        for position, reason in reason_by_position.items():
+            rejected[cohort.owners[position]] = reason
 
     if any(hook.resizes for hook in method.client.parts):
         clients.update_masks()
     if not clients.is_fine_tuning:  # users do not report the steps of fine-tuning
         clients.steps_taken.update(steps_taken)
-    tokens_of_one_copy = 0  # of each participant's model
+    tokens_of_one_copy = 0  # if each participant had one copy of its model
     for participant in participants:
         tokens_of_one_copy += _amount_of_steps(clients.batch_source, participant, steps_taken[participant])
     return LocalRound(
@@ -849,12 +864,12 @@ def _plan_local_steps(
             time_limits.append(math.inf)
         else:
             planned_steps.append(clients.batch_source.steps(owner))
-            time_limits.append(clients.time_limit(owner) / num_cohorts_of[owner])
+            time_limits.append(clients.time_limit(owner) / num_cohorts_of[owner])  # cohorts train one after another
     return torch.tensor(planned_steps), torch.tensor(time_limits)
 
 
 def _amount_of_steps(batch_source: BatchSource, trainer: int, steps: int) -> int:
-    """Return the number of tokens or samples that a trainer has used in a round.
+    """Return the number of tokens or samples that a trainer has trained on in a round.
 
     If it took fewer steps than planned, this is the same share of the planned amount, rounded: an estimate if batches
     have different sizes.
@@ -909,25 +924,25 @@ def _take_local_steps(
     return torch.stack(losses), steps
 
 
-def _drop_diverged(clients: Clients, cohort: Cohort, reason_by_place: dict[int, str]) -> None:
+def _drop_diverged(clients: Clients, cohort: Cohort, reason_by_position: dict[int, str]) -> None:
     """Undo the round of users whose losses or tensors are not finite; raise if the method does not drop such users.
 
     Args:
         clients: All clients.
-        cohort: The cohort; dropped users get their parameters of the start of the round and empty moments.
-        reason_by_place: For each user whose values are not finite, the reason, by place in the cohort.
+        cohort: The cohort; dropped users get their parameters of the start of the round, and their moments become 0.
+        reason_by_position: For each user whose values are not finite, the reason, by position in the cohort.
 
     Raises:
         DivergenceError: The method does not drop such users.
     """
     state = cohort.state
-    for place, reason in reason_by_place.items():
+    for position, reason in reason_by_position.items():
         if cohort.round_start is None or not clients.method.client.drops_nonfinite:
-            suspect_optimizers = clients.steps.suspect_optimizers(cohort.rows[place], state.rows[place])
-            raise diverged(cohort.names[place], reason, suspect_optimizers)
-        state.rows[place] = cohort.round_start[place]
+            suspect_optimizers = clients.steps.suspect_optimizers(cohort.rows[position], state.rows[position])
+            raise diverged(cohort.names[position], reason, suspect_optimizers)
+        state.rows[position] = cohort.round_start[position]
         for moments_or_count in (state.first, state.second, state.iterations, state.router_steps):
-            moments_or_count[place] = 0
+            moments_or_count[position] = 0
 
 
 @contextmanager

@@ -132,7 +132,15 @@ Losses = Callable[[Any], Float[Tensor, "users models batch ..."]]
 
 @dataclass(frozen=True)
 class TrainSweep:
-    """Cached batches that represent the training data of a cohort, for several evaluations of models."""
+    """Cached batches that represent the training data of some users, to evaluate several models on them.
+
+    Attributes:
+        batch_source: Source of the batches.
+        users: Numbers of the trainers.
+        round_number: The round, counted from 0.
+        pass_size: Number of users and sequences in one pass.
+        device: Device of the models.
+    """
 
     batch_source: BatchSource
     users: Sequence[int]
@@ -177,7 +185,7 @@ class TrainSweep:
         loss = torch.cat(self.losses_by_batch(losses), 2)  # (users, models, samples)
         q = (prior.log().unsqueeze(2) - loss).softmax(1)
         is_sample = torch.cat([drawn != PAD for drawn in self._batches], 1)  # (users, samples); False at padding
-        num_samples = is_sample.sum(1).tolist()  # of each user
+        num_samples = is_sample.sum(1).tolist()  # of each user, whose samples come before its padding
         return [q_of_user[:, :num] for q_of_user, num in zip(q, num_samples, strict=True)]
 
     def means(self, losses: Losses) -> Float[Tensor, "users models"]:
@@ -192,7 +200,7 @@ class TrainSweep:
         counts_of_batches = [self.batch_source.loss_counts(drawn).cpu() for drawn in self._batches]
         total_loss = torch.stack(sums_of_batches).sum(0)
         total_count = torch.stack(counts_of_batches).sum(0)
-        return total_loss / total_count.to(total_loss).unsqueeze(1)
+        return total_loss / total_count.to(total_loss).unsqueeze(1)  # (users, models) / (users, 1)
 
 
 @dataclass(kw_only=True)
@@ -213,7 +221,7 @@ class Cohort(CohortTensors):
 
     @property
     def copy(self) -> Int[Tensor, " users"]:
-        """Copy of its user that each row holds, counted from 0."""
+        """Number of the copy that each row is of its user's model, counted from 0; methods may train several copies."""
         return torch.tensor(self.rows, device=self.state.rows.device) // len(self.trainers)
 
     @property
@@ -276,11 +284,11 @@ class Cohort(CohortTensors):
                 "use training_losses for the losses of downloaded models"
             )
         losses = self.state.rows.new_zeros(len(self.rows), mixture.clusters)
-        for places, owners in self._with_data():
-            tensors = self.steps.tensors(self.state.rows[places])
+        for positions, owners in self._with_data():
+            tensors = self.steps.tensors(self.state.rows[positions])
             sweep = self._train_sweep(owners)
             mean_losses = sweep.means(self._component_loss_function(tensors, owners))
-            losses[places] = mean_losses.to(losses)
+            losses[positions] = mean_losses.to(losses)
         return losses
 
     @torch.no_grad()
@@ -317,14 +325,14 @@ class Cohort(CohortTensors):
         any_tensor = next(iter(models.values()))
         num_models = any_tensor.shape[1]
         losses = torch.zeros(len(self.rows), num_models, dtype=self.state.rows.dtype)
-        for places, owners in self._with_data():
+        for positions, owners in self._with_data():
             sweep = self._train_sweep(owners)
             for number in range(num_models):
-                parameters = self.state.rows[places]  # a copy, in which the model replaces the shared tensors
-                model = {name: t[places, number] for name, t in models.items()}
+                parameters = self.state.rows[positions]  # a copy, in which the model replaces the shared tensors
+                model = {name: t[positions, number] for name, t in models.items()}
                 assign(layout.views(parameters), layout, shared, model)
                 mean_losses = sweep.means(self._loss_function(parameters, owners))  # (users, 1): of this model alone
-                losses[places, number] = mean_losses[:, 0].to(losses)
+                losses[positions, number] = mean_losses[:, 0].to(losses)
         return losses
 
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
@@ -396,23 +404,23 @@ class Cohort(CohortTensors):
         for name, t in self.tensors.items():
             if name.endswith(f".{ROUTER}"):
                 directions[name] = torch.zeros_like(t[:, 0])  # a router is (users, experts, width)
-        for places, owners in self._with_data():
-            tensors = self.steps.tensors(self.state.rows[places])
-            num_windows = self.state.rows.new_zeros(len(places), 1)  # of each user
+        for positions, owners in self._with_data():
+            tensors = self.steps.tensors(self.state.rows[positions])
+            num_windows = self.state.rows.new_zeros(len(positions), 1)  # of each user
             for windows in self._instances(owners, instances):
                 for micro_batch in windows.split(self.steps.pass_size.sequences, dim=1):
                     inputs = self.steps.model.router_inputs(tensors, owners, micro_batch, whole=whole)
                     for name, x in inputs.items():
                         unit_vectors = F.normalize(x.to(directions[name]), dim=-1)
-                        directions[name][places] += unit_vectors.sum(1)
+                        directions[name][positions] += unit_vectors.sum(1)
                 is_window = (windows != PAD).any(-1)  # others fill up the batch
                 num_windows += is_window.sum(1, keepdim=True)
             for sum_of_unit_vectors in directions.values():
-                sum_of_unit_vectors[places] /= num_windows.clamp(min=1)
+                sum_of_unit_vectors[positions] /= num_windows.clamp(min=1)
         return directions
 
     def _instances(self, owners: Sequence[int], count: int) -> Iterator[Int[Tensor, "users batch window"]]:
-        """Yield batches with together ``count`` random training windows of each user; other windows are ``PAD``."""
+        """Yield batches that contain ``count`` random training windows of each user in total, padded with ``PAD``."""
         batch_source = self.steps.batch_source
         # The label gives these batches a random stream that no phase of training uses.
         phase = Phase(roles=frozenset(), label="instances")
@@ -426,7 +434,7 @@ class Cohort(CohortTensors):
             window_number = num_yielded + is_window.cumsum(1)  # counted from 1
             num_yielded = window_number[:, -1:]
             is_excess = window_number > count
-            yield windows.masked_fill(is_excess.unsqueeze(-1), PAD)
+            yield windows.masked_fill(is_excess.unsqueeze(-1), PAD)  # (users, batch, 1): all tokens of a window
 
     def copies(self) -> Float[Tensor, "copies users columns"]:
         """Return a clone of the tensors, split by copy, for methods that keep several models per user.
@@ -438,7 +446,12 @@ class Cohort(CohortTensors):
         return rows.clone().view(num_copies, -1, rows.shape[1])
 
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
-        """Return the mean validation loss in nats of the user at place ``user`` with ``candidate`` as its model."""
+        """Return the mean validation loss in nats of a user with another model than its own.
+
+        Args:
+            candidate: Parameters of the other model.
+            user: Position of the user in the cohort.
+        """
         owner = self.owners[user]
 
         def rows(numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
@@ -451,14 +464,16 @@ class Cohort(CohortTensors):
     # ---------------------------------------------------------------- helpers
 
     def _with_data(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield groups of the users with training data, as many as fit one pass.
+        """Yield groups of users that have training data, with at most as many users as fit into one pass.
 
         Yields:
-            Their places in the cohort, and the numbers of their trainers.
+            Positions of the users of a group in the cohort, and the numbers of their trainers.
         """
-        places_with_data = [place for place, owner in enumerate(self.owners) if len(self.trainers[owner].train)]
-        for places in cohorts(places_with_data, self.steps.pass_size.users):
-            yield places, [self.owners[place] for place in places]
+        positions_with_data = [
+            position for position, owner in enumerate(self.owners) if len(self.trainers[owner].train)
+        ]
+        for positions in cohorts(positions_with_data, self.steps.pass_size.users):
+            yield positions, [self.owners[position] for position in positions]
 
     def _train_sweep(self, owners: Sequence[int]) -> TrainSweep:
         """Return batches that represent the training data of some trainers in this round."""
@@ -473,7 +488,7 @@ class Cohort(CohortTensors):
         def losses_of(batch: Any) -> Float[Tensor, "users models batch ..."]:
             """Return the losses, without the penalty of the model."""
             losses, _penalty = model.losses(tensors, owners, batch)
-            return losses.unsqueeze(1)
+            return losses.unsqueeze(1)  # one model
 
         return losses_of
 

@@ -112,27 +112,29 @@ class CohortTensors(base.Cohort):
         return self.state.ranks
 
     @contextmanager
-    def subset(self, places: Sequence[int]) -> Iterator[CohortTensors]:
-        """Yield a cohort of the users at some places of this cohort; on exit, write their changes back.
+    def subset(self, positions: Sequence[int]) -> Iterator[CohortTensors]:
+        """Yield a cohort of some users of this cohort; on exit, write the changes of their tensors back.
 
         Args:
-            places: Places of the users, such as ``[0, 2]``.
+            positions: Positions of the users in this cohort, such as ``[0, 2]``.
         """
-        all_places = list(range(len(self.rows)))
-        if list(places) == all_places:  # no copy to write back
+        all_positions = list(range(len(self.rows)))
+        if list(positions) == all_positions:  # no copy to write back
             yield self
             return
-        subset = self._subset(places, self.state.take(places))
+        subset = self._subset(positions, self.state.take(positions))
         yield subset
-        self.state.put(places, subset.state)
+        self.state.put(positions, subset.state)
 
-    def copy_of(self, places: Sequence[int]) -> CohortTensors:
-        """Return a copy of the users at some places, without moments, for passes without an optimizer step.
+    def copy_of(self, positions: Sequence[int]) -> CohortTensors:
+        """Return a cohort with copies of the tensors of some users, for passes without an optimizer step.
+
+        It has no optimizer moments.
 
         Args:
-            places: Places of the users in this cohort, such as ``[0, 2]``.
+            positions: Positions of the users in this cohort, such as ``[0, 2]``.
         """
-        index, state = list(places), self.state
+        index, state = list(positions), self.state
         no_moments = state.rows.new_empty(len(index), 0)
         state_without_moments = replace(
             state,
@@ -147,14 +149,14 @@ class CohortTensors(base.Cohort):
         )
         return self._subset(index, state_without_moments)
 
-    def _subset(self, places: Sequence[int], state: State) -> CohortTensors:
-        """Return a cohort of the users at some places of this cohort.
+    def _subset(self, positions: Sequence[int], state: State) -> CohortTensors:
+        """Return a cohort of some users of this cohort.
 
         Args:
-            places: Places of the users, such as ``[0, 2]``.
+            positions: Positions of the users in this cohort, such as ``[0, 2]``.
             state: State of these users.
         """
-        index = list(places)
+        index = list(positions)
         return replace(
             self,
             rows=[self.rows[i] for i in index],
@@ -287,6 +289,8 @@ def update(
 ) -> None:
     """Take one step of SGD or AdamW for every user, in place, after clipping the gradient of each user.
 
+    The steps are those of ``torch.optim``, except that each user has a step count of its own.
+
     Args:
         settings: Settings of the optimizer.
         rate: Learning rate.
@@ -306,7 +310,7 @@ def update(
     if settings.weight_decay:
         rows.mul_(1 - rate * settings.weight_decay)
     beta1, beta2 = settings.betas
-    t = steps.to(rows.dtype).unsqueeze(1)
+    t = steps.to(rows.dtype).unsqueeze(1)  # (users, 1)
     first.lerp_(gradient, 1 - beta1)
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     denominator = (second / (1 - beta2**t)).sqrt_().add_(settings.eps)
@@ -355,13 +359,13 @@ def take_step(
     """Take one step of one optimizer, in place.
 
     Args:
-        trained: Layout of the tensors that it trains.
+        trained: Layout of the tensors that the optimizer trains.
         cohort: The cohort.
-        gradients: Gradients by tensor name; those of ``trained`` are removed.
+        gradients: Gradients by tensor name; those of the tensors in ``trained`` are removed.
         settings: Settings of the optimizer.
         rate: Learning rate.
         step_count: Step count of each user, including this step.
-        frozen_columns: True on entries that do not move.
+        frozen_columns: True on entries that do not change.
     """
     layout, state = cohort.layout, cohort.state
     # SGD without clipping and momentum ("memoryless") can update each tensor on its own. Joining them into one gradient

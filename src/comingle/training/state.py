@@ -18,7 +18,7 @@ from comingle.utils.seeds import generator
 from comingle.utils.trees import Layout, Tree
 
 GRADIENTS = "gradients"
-"""Key in :attr:`State.kept` of the gradients of each column since its last step, which phases leave to others."""
+"""Key in :attr:`State.kept` of gradients that one phase has computed and another phase will use in its next step."""
 
 MOMENTS = frozenset({"first", "second"})
 """Names of the optimizer moments."""
@@ -99,7 +99,7 @@ class State:
         return self._with_tensors(copies)
 
     def without_moments(self) -> State:
-        """Return a state that shares all tensors except the moments, which are empty; for work without steps."""
+        """Return a state with empty moments that shares all other tensors; for work without optimizer steps."""
         return replace(self, first=self.first[:, :0], second=self.second[:, :0])
 
     def rows_of(self, users: Sequence[int]) -> Float[Tensor, "some columns"]:
@@ -223,7 +223,7 @@ def initial_state(
         ranks: LoRA rank of each user.
         seed: Seed of the run.
         moments: Moments that some optimizer uses, such as ``{"first"}``; others are empty.
-        accumulates: Whether to allocate gradients that phases leave to each other.
+        accumulates: Whether to allocate :data:`GRADIENTS`.
         dtype: Dtype of parameters and moments.
         common_values: Initial values that are equal for all users; drawn here if None.
     """
@@ -340,7 +340,8 @@ def _reorder_users(tensors: Tree, names: Collection[str], old_rows: Sequence[int
 
     Args:
         tensors: Tensors by name.
-        names: Names of the tensors with users on the leading dimension; a single row stands for all users.
+        names: Names of the tensors with users on the leading dimension. Those with a single row have the same values
+            for all users and are unchanged.
         old_rows: For each row of the result, its number in ``tensors``.
     """
     reordered: dict[str, Tensor] = {}

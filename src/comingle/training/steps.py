@@ -129,19 +129,19 @@ def find_nonfinite_users(
         round_number: The round, counted from 0.
 
     Returns:
-        A phrase with the reason, by the user's place in the cohort, such as
+        A phrase with the reason, by the user's position in the cohort, such as
         ``{2: "training loss is nan in round 1, local step 3"}``.
     """
-    reason_by_place: dict[int, str] = {}
-    for step, place in (~losses.isfinite()).nonzero().tolist():
-        if place not in reason_by_place:  # report the first step only
-            loss = losses[step, place].item()
-            reason_by_place[place] = f"training loss is {loss} in round {round_number + 1}, local step {step + 1}"
+    reason_by_position: dict[int, str] = {}
+    for step, position in (~losses.isfinite()).nonzero().tolist():
+        if position not in reason_by_position:  # report the first step only
+            loss = losses[step, position].item()
+            reason_by_position[position] = f"training loss is {loss} in round {round_number + 1}, local step {step + 1}"
     # The last step may break tensors without a loss that shows it. A sum is finite only if all entries are.
-    for place in (~rows.sum(1).isfinite()).nonzero().flatten().tolist():
-        if place not in reason_by_place:
-            reason_by_place[place] = f"not all tensors are finite after round {round_number + 1}"
-    return reason_by_place
+    for position in (~rows.sum(1).isfinite()).nonzero().flatten().tolist():
+        if position not in reason_by_position:
+            reason_by_position[position] = f"not all tensors are finite after round {round_number + 1}"
+    return reason_by_position
 
 
 Pass = Callable[[Float[Tensor, " users"]], tuple[Float[Tensor, " users"], Tree]]
@@ -295,7 +295,7 @@ class PrivateSteps:
         pass_size: PassSize,
         cohort: CohortTensors,
         phase: Phase,
-        place: Sequence[int],
+        step_and_repeat: Sequence[int],
         noised_users: Sequence[int],
         plain: tuple[Float[Tensor, " users"], Tree] | None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
@@ -307,8 +307,8 @@ class PrivateSteps:
             pass_size: Number of sequences in one pass.
             cohort: The cohort.
             phase: Phase of the step.
-            place: Local step in the round and repeat of the phase within the step, such as ``(3, 0)``.
-            noised_users: Places in the cohort of the users whose shared gradients are noised.
+            step_and_repeat: Local step in the round and repeat of the phase within the step, such as ``(3, 0)``.
+            noised_users: Positions in the cohort of the users whose shared gradients are noised.
             plain: Losses and gradients without noise, for everything that is not noised; None if the phase trains only
                 shared tensors.
 
@@ -323,7 +323,9 @@ class PrivateSteps:
             return losses, plain_gradients
         all_noised = len(noised_users) == num_users
         noised_cohort = cohort if all_noised else cohort.copy_of(noised_users)
-        noised_losses, noised_gradients = self.gradients(model, batch_source, pass_size, noised_cohort, phase, place)
+        noised_losses, noised_gradients = self.gradients(
+            model, batch_source, pass_size, noised_cohort, phase, step_and_repeat
+        )
         if plain is None:
             losses[list(noised_users)] = noised_losses
         merged = self.merge(model.layout, phase, plain_gradients, noised_gradients, noised_users, num_users)
@@ -336,7 +338,7 @@ class PrivateSteps:
         pass_size: PassSize,
         cohort: CohortTensors,
         phase: Phase,
-        place: Sequence[int],
+        step_and_repeat: Sequence[int],
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Return mean losses of the drawn examples, and noised gradients of the shared entries.
 
@@ -349,7 +351,7 @@ class PrivateSteps:
             pass_size: Number of sequences in one pass.
             cohort: Users of the step.
             phase: Phase of the step.
-            place: Local step in the round and repeat of the phase within the step, such as ``(3, 0)``.
+            step_and_repeat: Local step in the round and repeat of the phase within the step, such as ``(3, 0)``.
 
         Returns:
             Losses, and gradients ``(users, ...)`` of only the shared entries of each tensor.
@@ -361,7 +363,7 @@ class PrivateSteps:
             # A round that is repeated after an interruption may have other tensors. With the same noise, the difference
             # of their gradients would be revealed; so the key contains a digest of the tensors.
             tensors_digest = digest({n: t[i] for n, t in shared.items()})
-            streams.append((name, round_number, phase.purpose, *place, tensors_digest))
+            streams.append((name, round_number, phase.purpose, *step_and_repeat, tensors_digest))
 
         roles_of_pass = layout.roles - self.local_roles(layout)
         tensors = restrict(model.tensors(rows), layout, roles_of_pass)
@@ -378,7 +380,7 @@ class PrivateSteps:
             clipped_sums=sum_clipped,
         )
         # Dropout has one random stream for the whole pass, seeded by the secret key.
-        with model.randomness(self.mechanism.key, cohort.names[0], round_number, *place):
+        with model.randomness(self.mechanism.key, cohort.names[0], round_number, *step_and_repeat):
             mean_losses, gradients = self.mechanism.client_gradients(step)
         return mean_losses.float(), {name: t.to(rows.dtype) for name, t in gradients.items()}
 
@@ -400,7 +402,7 @@ class PrivateSteps:
             model: The model.
             batch_source: Source of examples.
             tensors: Tensors of the users.
-            leaves: Names of the tensors to differentiate.
+            leaves: Names of the tensors to differentiate, which are trained with noise.
             cohort: Users of the step.
             indices: Indices of the examples of each user, padded with ``PAD``.
             bound: Clip norm of the gradient of one example.
@@ -472,7 +474,7 @@ class PrivateSteps:
             plain: Gradients ``(users, *shape)`` without noise, of tensors with local entries.
             noised: Gradients of the shared entries of each tensor, such as those of the generalists
                 ``(noised users, generalists, ...)``.
-            noised_users: Places in the cohort of the users with noised gradients, such as ``[0, 2]``.
+            noised_users: Positions in the cohort of the users with noised gradients, such as ``[0, 2]``.
             users: Number of users in the cohort.
         """
         merged = Tree()
@@ -584,7 +586,7 @@ class Steps:
         return self.plan.training.rounds * self.local_steps
 
     def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
-        """Return the named tensors ``(users, *shape)`` in the dtype of the model."""
+        """Return the tensors of rows by name, ``(users, *shape)``, in the dtype of the model."""
         return self.model.tensors(rows)
 
     # ---------------------------------------------------------------- iterations
@@ -594,7 +596,8 @@ class Steps:
     ) -> Float[Tensor, " users"]:
         """Take one local step of a cohort: each phase that is due, for the users that are active.
 
-        A phase may be due only in some rounds (every ``turns`` rounds) and every ``every`` local steps of a user.
+        A phase with ``turns=2`` and ``turn=0`` is due in rounds 0, 2, 4, so that two phases can alternate. Within a
+        round, a phase with ``every=3`` is due after every third local step of a user.
 
         Args:
             cohort: The cohort, updated in place.
@@ -609,7 +612,7 @@ class Steps:
         is_active = active.tolist()
         steps_in_run = (cohort.state.iterations + 1).tolist()  # of each user, with this one
         for phase in phases:
-            if cohort.round_number % phase.turns != phase.turn:  # another phase has this round
+            if cohort.round_number % phase.turns != phase.turn:  # not due in this round
                 continue
             due_users = [i for i, steps in enumerate(steps_in_run) if is_active[i] and steps % phase.every == 0]
             if not due_users:
@@ -643,12 +646,12 @@ class Steps:
                     losses, gradients = self._private_gradients(cohort, phase, step, repeat)
                 else:
                     losses, gradients = self._batch_gradients(cohort, phase, step, repeat)
-                for place in (~losses.isfinite()).nonzero().flatten().tolist():
+                for position in (~losses.isfinite()).nonzero().flatten().tolist():
                     # Caches the result, before the step below makes all parameters NaN.
-                    self.suspect_optimizers(cohort.rows[place], cohort.state.rows[place])
+                    self.suspect_optimizers(cohort.rows[position], cohort.state.rows[position])
                 for hook in self.plan.method.client.parts:
                     hook.correct(cohort, gradients)
-                accumulate(cohort, phase, gradients)
+                accumulate(cohort, phase, gradients)  # only for methods whose phases share gradients
                 self.descend(phase, cohort, gradients, step_in_run, frozen_columns)
             summed_losses += losses
         return summed_losses / phase.steps
@@ -688,8 +691,8 @@ class Steps:
         private = self.private
         assert private is not None
         # Row ``copy * trainers + i`` is a copy of trainer i.
-        places_of_first_copies = [place for place, row in enumerate(cohort.rows) if row < self.trainers]
-        has_further_copies = len(places_of_first_copies) < len(cohort.rows)  # all their gradients are plain
+        positions_of_first_copies = [position for position, row in enumerate(cohort.rows) if row < self.trainers]
+        has_further_copies = len(positions_of_first_copies) < len(cohort.rows)  # all their gradients are plain
         plain_names = private.plain_names(phase, self.model.layout, everything=has_further_copies)
         plain = None
         if plain_names:
@@ -700,8 +703,8 @@ class Steps:
             self.pass_size,
             cohort,
             phase,
-            place=(step, repeat),
-            noised_users=places_of_first_copies,
+            step_and_repeat=(step, repeat),
+            noised_users=positions_of_first_copies,
             plain=plain,
         )
 
@@ -722,12 +725,14 @@ class Steps:
             self.suspects_by_row[row] = find_suspects(self.model.layout, values, roles_by_optimizer)
         return self.suspects_by_row[row]
 
-    def _router_noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users *layers clusters"] | None:
+    def _router_noise(
+        self, names: Sequence[str], *stream_key: str | int
+    ) -> Float[Tensor, "users *layers clusters"] | None:
         """Return noise for the router logits, from one random stream per user; None if the mixture has no noise.
 
         Args:
             names: Names of the users.
-            place: Round, purpose of the phase, step and repeat, which complete the key of a stream.
+            *stream_key: Round, purpose of the phase, step and repeat, which identify a random stream of a user.
         """
         mixture = self.plan.method.placement.mixture
         if mixture is None or not mixture.noise:
@@ -735,7 +740,7 @@ class Steps:
         (router_slot,) = [slot for slot in self.model.layout.slots if slot.name == CLIENT_ROUTER]
         noise_of_users = []
         for name in names:
-            stream = generator(self.plan.seed, name, "router noise", *place)
+            stream = generator(self.plan.seed, name, "router noise", *stream_key)
             noise_of_users.append(torch.randn(router_slot.shape, generator=stream))
         return mixture.noise * torch.stack(noise_of_users).to(self.model.device, self.model.dtype)
 
@@ -753,8 +758,8 @@ class Steps:
             phase: The phase.
             cohort: The cohort.
             gradients: Gradients by tensor name; emptied.
-            iteration: Local step within the run, for learning rates.
-            frozen_columns: True on entries that do not move.
+            iteration: Number of the local step within the run, counted from 0, for learning rates.
+            frozen_columns: True on entries that do not change; None if all may.
         """
         for optimizer, roles in phase.optimizers:
             if optimizer == "router":
@@ -782,7 +787,8 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Return mean losses ``(users,)``, and the gradients that a phase computes, by tensor name.
 
-        Gradients have the dtype of the parameters (at least float32), or of the model if used directly in a step.
+        Gradients have the dtype of the parameters (at least float32). If nothing is done with them before the optimizer
+        step, they may have the dtype of the model instead.
 
         Args:
             cohort: The cohort; running statistics of its nets are updated.
@@ -831,7 +837,7 @@ class Steps:
         leaf_names = reached_names if names is None else [name for name in reached_names if name in names]
         tensors = self._tensors_of_pass(rows, noise, leaf_names)
         leaves = [tensors[name] for name in leaf_names]
-        model = self.model.without(phase.without) if phase.without else self.model
+        model = self.model.without(phase.without) if phase.without else self.model  # such as a router
         # Gradients get the dtype of the parameters, at least float32, if they are added up over micro-batches, changed
         # by a hook or merged with noised gradients. Otherwise they go straight into a step, in the dtype of the pass.
         is_micro_batched = drawn.shape[1] > self.pass_size.sequences
@@ -840,19 +846,7 @@ class Steps:
         for micro_batch in self.batches.move(drawn, rows.device).split(self.pass_size.sequences, dim=1):
             num_losses = self.batch_source.loss_counts(micro_batch)  # of each user, without padding
             share = num_losses.to(rows.dtype) / num_targets.to(rows)  # of the micro-batch in the batch of each user
-            batch: Any = self.batch_source.read(phase.stream, owners, micro_batch)
-            mixture_weights = {} if cohort.sample_weights is None else {"shares": cohort.weights_of(micro_batch)}
-            used_tensors = tensors
-            if phase.without:  # in each micro-batch, as a backward pass frees the graph of the result
-                used_tensors = restrict(tensors, layout, layout.roles - phase.without)
-            losses, balance_penalty = model.losses(used_tensors, owners, batch, train=True, **mixture_weights)
-            means = losses.flatten(1).sum(1) / num_losses.clamp(min=1)  # of each user, over the micro-batch
-            objective = means + self.plan.training.balance_weight * balance_penalty
-            for hook in self.plan.method.client.parts:
-                penalty_of_hook = hook.penalty(tensors, cohort.ranks)
-                objective = objective + require_one_penalty_per_user(
-                    self.plan.method.name, hook, penalty_of_hook, len(owners)
-                )
+            means, objective = self._losses_and_objective(model, cohort, phase, tensors, micro_batch)
             factors = share if scales is None else share * scales.to(share)
             new_gradients = torch.autograd.grad((objective * factors).sum(), leaves, materialize_grads=True)
             preconditioned = self._preconditioned(tensors, dict(zip(leaf_names, new_gradients, strict=True)))
@@ -863,6 +857,41 @@ class Steps:
         keep_statistics(layout, rows, tensors)
         self.batches.prefetch()
         return mean_losses.cpu(), gradients
+
+    def _losses_and_objective(
+        self,
+        model: Model,
+        cohort: CohortTensors,
+        phase: Phase,
+        tensors: Tree,
+        micro_batch: Int[Tensor, "users batch ..."],
+    ) -> tuple[Float[Tensor, " users"], Float[Tensor, " users"]]:
+        """Run the forward pass of a micro-batch; return each user's mean loss, and its objective for the backward pass.
+
+        The objective is the mean loss plus the load-balancing penalty of routers and the penalties of client hooks.
+
+        Args:
+            model: The model, without the roles that the phase leaves out.
+            cohort: The cohort.
+            phase: The phase.
+            tensors: Tensors of the users by name, with those that the phase leaves out.
+            micro_batch: Some windows or samples of each user.
+        """
+        layout, num_losses = cohort.layout, self.batch_source.loss_counts(micro_batch)
+        batch: Any = self.batch_source.read(phase.stream, cohort.owners, micro_batch)
+        mixture_weights = {} if cohort.sample_weights is None else {"shares": cohort.weights_of(micro_batch)}
+        used_tensors = tensors
+        if phase.without:  # in each micro-batch, as a backward pass frees the graph of the result
+            used_tensors = restrict(tensors, layout, layout.roles - phase.without)
+        losses, balance_penalty = model.losses(used_tensors, cohort.owners, batch, train=True, **mixture_weights)
+        means = losses.flatten(1).sum(1) / num_losses.clamp(min=1)  # of each user, over the micro-batch
+        objective = means + self.plan.training.balance_weight * balance_penalty
+        for hook in self.plan.method.client.parts:
+            penalty_of_hook = hook.penalty(tensors, cohort.ranks)
+            objective = objective + require_one_penalty_per_user(
+                self.plan.method.name, hook, penalty_of_hook, len(cohort.owners)
+            )
+        return means, objective
 
     def _tensors_of_pass(
         self,
@@ -912,7 +941,7 @@ class Steps:
         Args:
             cohort: The cohort; running statistics of batch norm are updated in place.
             drawn: A batch of each user, padded to the largest size.
-            phase: The phase, which decides of which tensors gradients are computed.
+            phase: The phase. Gradients are computed for the roles ``phase.reached``.
             noise: Noise that is added to router logits.
 
         Returns:
@@ -926,12 +955,12 @@ class Steps:
             gradients[slot.name] = rows.new_empty(num_users, *slot.shape)
         batch_sizes = self.batch_source.loss_counts(drawn)  # of each user, without padding
         for size in batch_sizes.unique().tolist():
-            places = (batch_sizes == size).nonzero().flatten()  # of the users with this batch size
-            group = cohort.copy_of(places.tolist())
-            group_batches = drawn[places, :size]  # without padding
-            group_noise = None if noise is None else noise[places]
-            losses[places], group_gradients = self.gradient(group, group_batches, phase, group_noise)
-            rows[places] = group.state.rows  # with updated running statistics
+            positions = (batch_sizes == size).nonzero().flatten()  # of the users with this batch size
+            group = cohort.copy_of(positions.tolist())
+            group_batches = drawn[positions, :size]  # without padding
+            group_noise = None if noise is None else noise[positions]
+            losses[positions], group_gradients = self.gradient(group, group_batches, phase, group_noise)
+            rows[positions] = group.state.rows  # with updated running statistics
             for name, gradient in group_gradients.items():
-                gradients[name][places] = gradient
+                gradients[name][positions] = gradient
         return losses, gradients
