@@ -202,9 +202,9 @@ class BatchSource(Batches, BatchShapes):
     def trained_amount(self, trainer: int) -> int:
         """Return the number of losses (tokens or samples) in the local steps of one round of a trainer."""
 
-    def scoring_cost(self, part: AnySplit) -> int:
+    def scoring_cost(self, split: AnySplit) -> int:
         """Return the cost of scoring a split, in the unit of :meth:`trained_amount`: by default its length."""
-        return len(part)
+        return len(split)
 
     @abstractmethod
     def score(

@@ -265,7 +265,7 @@ def entropy(mixture: Float[Tensor, "users clusters"]) -> Float[Tensor, " users"]
 def mismatch(
     mixture: Float[Tensor, "users clusters"], truth: Tensor, weights: Float[Tensor, " users"]
 ) -> Float[Tensor, " clusters"]:
-    """Return the distance of each learned component from the nearest true cluster, in the weights of their users.
+    """Return how far each learned component is from the nearest true cluster, comparing how they weight the users.
 
     The distance is ``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` over users k (FLoRAL, section 4), from 0 to 2.
     Components have no fixed order, so each is compared with the nearest true cluster.
@@ -279,6 +279,7 @@ def mismatch(
     true_mixture = torch.nn.functional.one_hot(truth, num_clusters).to(mixture)
     p = aggregation_weights(true_mixture, weights)  # p(k|c): weight of user k in the mean of true cluster c
     p_hat = aggregation_weights(mixture, weights)  # the same for learned component c
+    # (users, components, 1) - (users, 1, true clusters), added up over users.
     distances = (p_hat.unsqueeze(2) - p.unsqueeze(1)).abs().sum(0)  # (components, true clusters)
     return distances.min(1).values
 
@@ -289,19 +290,19 @@ def users_report(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
     return {"users": users, "routing": experts_event(clients, scores), "mixtures": mixtures_of_users(clients)}
 
 
-def merged(parts: Sequence[Mapping[str, Any]]) -> JsonObject:
+def merged(mappings: Sequence[Mapping[str, Any]]) -> JsonObject:
     """Merge nested mappings of several processes, in the order of the processes.
 
-    Of other values under the same key, that of the first process is kept.
+    If several mappings have another value than a mapping under the same key, the first value is taken.
 
     >>> merged([{"users": {"ann": 1.0}, "unit": "tokens"}, {"users": {"bob": 2.0}, "unit": "tokens"}])
     {'users': {'ann': 1.0, 'bob': 2.0}, 'unit': 'tokens'}
     """
-    if len(parts) == 1:
-        return dict(parts[0])
+    if len(mappings) == 1:
+        return dict(mappings[0])
     values_by_key: dict[str, list[Any]] = {}
-    for part in parts:
-        for key, value in part.items():
+    for mapping in mappings:
+        for key, value in mapping.items():
             values_by_key.setdefault(key, []).append(value)
     result: JsonObject = {}
     for key, values in values_by_key.items():
@@ -511,7 +512,7 @@ def summarise(
         clock: Time, tokens and bytes of the run.
         users: Metrics of the users of all processes; those of this process if None.
     """
-    # This process may have no evaluated users; then the measure is read from the metrics of others.
+    # If this process has no evaluated users, the measure is read from the metrics of users of other processes.
     measure = measure_of(scores) if scores else measure_among(users or {})
     if users is None:
         users = users_metrics(clients, scores)

@@ -195,6 +195,7 @@ class EventLog:
 
 
 def _open_unlinked(path: str, flags: int) -> int:
+    """Open a file like :func:`os.open`, but raise an error if the path is a symbolic link."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 

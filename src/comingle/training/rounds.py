@@ -168,6 +168,7 @@ def _remedy(metrics: JsonMapping) -> str:
 
 
 def _result(record: JsonMapping, name: str, measure: str) -> float | None:
+    """Return a user's test result in an evaluation event or in metrics; None if it was not finite."""
     return record["users"][name][f"test_{measure}"]
 
 
@@ -182,6 +183,7 @@ def _is_worse(before: float | None, after: float | None, measure: str) -> bool:
 
 
 def _finite(value: float | None) -> float | None:
+    """Return the value; None if it is infinite, NaN or None."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -335,17 +337,12 @@ def run_rounds(
         if plan.evaluates == "local":
             scores = evaluate(plan.done)
         if plan.exchanges:
-            failure = backend.aggregate()
-            if failure:
-                observe({"event": "no_sum", "round": plan.done, "reason": failure})
-            rule_result = backend.server.mechanisms.rule_result  # of a robust aggregation rule
-            if rule_result is not None:
-                observe(rule_result.as_event(plan.done))
-        # Remote backends report no rounds without an exchange, in which nothing more is spent.
+            _aggregate(backend, plan.done, observe)
+        # Log the spent privacy budget. A round without an exchange spends none, and remote backends do not log it.
         if account is not None and (plan.exchanges or not backend.remote):
             observe({"event": "privacy", "round": plan.done, **account.spent})
         if plan.evaluates == "exchanged":
-            scores = evaluate(plan.done, finishes=plan.ends)  # stale users download first
+            scores = evaluate(plan.done, finishes=plan.ends)  # users without the newest tensors download them first
         if plan.saves:
             checkpoint(plan.done, clock)
 
@@ -358,6 +355,22 @@ def run_rounds(
     if was_resumed or not backend.remote:  # the messages were counted before, or were not sent over a network
         clock.upload_bytes, clock.download_bytes = bytes_before
     return scores
+
+
+def _aggregate(backend: Backend[S], done: int, observe: Observer) -> None:
+    """Aggregate the uploads of a round; log a failed secure sum, and the judgement of a robust aggregation rule.
+
+    Args:
+        backend: The users and their server.
+        done: The round, counted from 1.
+        observe: Called with the events.
+    """
+    failure = backend.aggregate()
+    if failure:
+        observe({"event": "no_sum", "round": done, "reason": failure})
+    rule_result = backend.server.mechanisms.rule_result  # None without such a rule
+    if rule_result is not None:
+        observe(rule_result.as_event(done))
 
 
 def plan_round(run: RunPlan, shares: bool, round_number: int) -> RoundPlan:

@@ -133,7 +133,8 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
     @property
     def adaptive(self) -> bool:
         """True if users download a clip norm and report whether their updates were within it."""
-        return any(CLIP_NORM in mechanism.download(1) for mechanism in self)
+        num_users = 1  # any number: all downloads have the same entries
+        return any(CLIP_NORM in mechanism.download(num_users) for mechanism in self)
 
     @property
     def account(self) -> Account | None:
@@ -419,7 +420,12 @@ class ServerHalf(ServerState):
         self.version = done
 
     def skip_round(self, done: int, received: Sequence[int] = ()) -> None:
-        """End round ``done`` without aggregation; the model is unchanged, even if uploads were received."""
+        """End a round without aggregation, so that the model is unchanged.
+
+        Args:
+            done: The round, counted from 1.
+            received: Numbers of the users whose uploads have arrived and are not used.
+        """
         self.version = done
         for mechanism in self.mechanisms:
             mechanism.skip_round(received)

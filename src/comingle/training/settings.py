@@ -86,7 +86,7 @@ class RunPlan:
         return self.training.rounds * self.training.most_local_steps
 
     def local_steps_of(self, user: str) -> int:
-        """Return the number of local steps of a trainer, by name, in a round; for text."""
+        """Return the number of local steps of a trainer, by name, in a round; other data than text has epochs."""
         return _value_of(self.training.local_steps, user)
 
     def batch_size_of(self, user: str) -> int:
@@ -266,6 +266,7 @@ def untrained_entry(plan: RunPlan, local_steps: int) -> dict[str, list[str]]:
 
 
 def _names_of(phase: Phase) -> str:
+    """Return the roles that a phase trains, such as ``"generalist, specialist"``."""
     return ", ".join(sorted(phase.roles))
 
 

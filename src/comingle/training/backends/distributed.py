@@ -307,13 +307,15 @@ class Sharded(InProcess):
         self.ranks.run_in_first(partial(super()._require_losses, report))
 
     def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
-        """Return test scores and validation losses of the users of this process."""
+        """Return test scores and validation losses of the users of this process; a failure ends all processes."""
         return self.ranks.run_in_all(partial(super()._score, done))
 
     def _make_final_models(self) -> None:
+        """Run the ``finish`` hooks for the users of this process; a failure ends all processes."""
         self.ranks.run_in_all(super()._make_final_models)
 
     def _score_final_models(self) -> Sequence[AnyScore]:
+        """Return the test scores of the final models of this process's users; a failure ends all processes."""
         return self.ranks.run_in_all(super()._score_final_models)
 
     # ---------------------------------------------------------------- the run folder
@@ -333,6 +335,7 @@ class Sharded(InProcess):
         return has_checkpoint
 
     def _load_or_create_key(self, folder: Path | None, *, resume: bool) -> str:
+        """Return the key of the privacy noise, which the first process reads or creates, in every process."""
         return self.ranks.run_in_first(partial(super()._load_or_create_key, folder, resume=resume))
 
     def write_record(self, path: Path, content: Mapping[str, object]) -> None:
@@ -347,7 +350,7 @@ class Sharded(InProcess):
         Raises:
             RunError: The disk of a process cannot be written to; older checkpoints stay.
         """
-        clients, server, ranks = self.clients, self.server, self.ranks
+        server, ranks = self.server, self.ranks
         progress = replace(progress, shards=self.shards)
 
         def make_draft() -> tuple[str, str]:
@@ -358,23 +361,8 @@ class Sharded(InProcess):
             return str(final), str(draft)
 
         final, draft = (Path(path) for path in ranks.run_in_first(make_draft))
-
-        def write_own_users() -> str:
-            """Write the users of this process; return a line with the checksum of each of its files."""
-
-            def write_rows() -> list[str]:
-                """Write users that are in memory, and return the name of the file."""
-                file = shard_file(ranks.rank, len(progress.shards))
-                no_server: Tree = {}  # the server's state is a file of its own
-                write_tensors(draft / file, named_tensors(clients.model.layout, clients.state, no_server))
-                return [file]
-
-            with convert_write_errors(final, None):
-                files = clients.state.save(draft, list_checkpoints(folder), write_rows)
-                return "".join(checksum_line(draft / name).decode() for name in files)
-
         try:
-            checksums_by_rank = ranks.gather(write_own_users)
+            checksums_by_rank = ranks.gather(lambda: self._write_own_users(draft, final))
         except BaseException:
             if self.is_first_process:  # after all processes have stopped writing
                 shutil.rmtree(draft, ignore_errors=True)
@@ -391,7 +379,28 @@ class Sharded(InProcess):
         ranks.run_in_first(write_server_and_rename)
         ranks.run_in_first(partial(prune_checkpoints, folder, keep))
 
+    def _write_own_users(self, draft: Path, final: Path) -> str:
+        """Write the users of this process into a checkpoint; return a line with the checksum of each of its files.
+
+        Args:
+            draft: Folder to write to; not deleted after an error, as other processes may still write to it.
+            final: Final folder of the checkpoint, ``RUN/checkpoints/round-NNNN``.
+        """
+        clients, run = self.clients, final.parent.parent
+
+        def write_rows() -> list[str]:
+            """Write users that are in memory, and return the name of the file."""
+            file = shard_file(self.ranks.rank, len(self.shards))
+            no_server: Tree = {}  # the server's state is a file of its own
+            write_tensors(draft / file, named_tensors(clients.model.layout, clients.state, no_server))
+            return [file]
+
+        with convert_write_errors(final, None):
+            files = clients.state.save(draft, list_checkpoints(run), write_rows)
+            return "".join(checksum_line(draft / name).decode() for name in files)
+
     def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
+        """Return the newest checkpoint and its progress; if it cannot be used, all processes end."""
         return self.ranks.run_in_all(partial(super()._find_checkpoint, folder, fingerprint))
 
     def _load_state(self, checkpoint: Path, progress: Progress) -> Tree:

@@ -304,8 +304,6 @@ class Kind(ABC):
         """
         return RunData(kind=self, base=base, users=as_users(users), unread=True)
 
-    # ---------------------------------------------------------------- looked at
-
     # ---------------------------------------------------------------- counted without data
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
@@ -317,7 +315,12 @@ class Kind(ABC):
         return tuple(recipe.data.names)
 
     def with_num_users(self, recipe: Recipe, users: int) -> Recipe:
-        """Return the recipe with ``users`` users, if costs depend only on their number."""
+        """Return the recipe with another number of users, to count the costs of nets; by default unchanged.
+
+        Args:
+            recipe: The recipe.
+            users: Number of users.
+        """
         return recipe
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
@@ -368,7 +371,7 @@ def users_and_trainers(
     if not method.placement.pooled:
         return users, users
     if run_data.unread:
-        lazy_everyone = lazy_user(kind.user, "everyone", lambda: kind.pooled(users))
+        lazy_everyone = lazy_user(kind.user, "everyone", lambda: kind.pooled(users))  # reads the users on first access
         return users, as_users([lazy_everyone])
     return users, as_users([kind.pooled(users)])
 
@@ -408,7 +411,7 @@ def lazy_user(user_type: type, name: str, read: Callable[[], Any], *, cluster: i
     return user
 
 
-_LAST = "text"
+_TRIED_LAST = "text"
 """Kind that is tried last, because paths and tables may belong to a more specific kind."""
 
 
@@ -469,7 +472,7 @@ def _candidate_kinds(chosen: str | None) -> Iterator[tuple[str, Kind]]:
     if chosen is not None:
         yield chosen, load_object(KINDS[chosen].implementation)
         return
-    for name in (*sorted(KINDS.keys() - {_LAST}), _LAST):
+    for name in (*sorted(KINDS.keys() - {_TRIED_LAST}), _TRIED_LAST):
         with suppress(PluginError):  # a kind of a plug-in that cannot be loaded
             yield name, load_object(KINDS[name].implementation)
 
@@ -519,6 +522,7 @@ NETS = "net:"
 """Prefix of nets in the ``base`` of a recipe, as in "net:mlp"."""
 
 ADAPTOR_SETS = "adaptor sets"
+"""Name of the components of a mixture of adaptors, for the error if they do not fit into memory."""
 
 _FOR_NETS = "nets are for users with samples (data.kind: samples)"
 
@@ -679,6 +683,7 @@ def _check_lora_settings_unused(recipe: Recipe, method: Method) -> None:
 
 
 def __getattr__(name: str) -> Any:
+    """Return :class:`RunData` under its former name ``Materials``, with a warning."""
     if name != "Materials":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn("comingle.training.kinds.base.Materials is now RunData", DeprecationWarning, stacklevel=2)

@@ -85,6 +85,7 @@ class AnswerBatchSource(PassBatchSource):
         return len(self._set(trainer, stream))
 
     def _set(self, trainer: int, stream: Stream) -> Answers:
+        """Return the training or validation conversations of a trainer."""
         owner = self.trainers[trainer]
         return owner.valid if stream == "valid" else owner.train
 
@@ -157,18 +158,18 @@ class AnswerBatchSource(PassBatchSource):
         targets = drawn[..., 1:]
         return (targets >= 0).flatten(1).sum(1)  # hidden tokens and padding are negative
 
-    def scoring_cost(self, part: Answers) -> int:
+    def scoring_cost(self, split: Answers) -> int:
         """Return the cost of scoring a split; computing the losses of one conversation costs 1.
 
         If responses are generated too, a conversation costs 2. This is a lower bound, since generating a response takes
         at least as long as computing its losses.
 
         Args:
-            part: The split; its ``measures`` determine whether responses are generated.
+            split: The split; its ``measures`` determine whether responses are generated.
         """
-        generates_responses = any(name in JUDGES for name in part.measures)  # to compare them with the true ones
+        generates_responses = any(name in JUDGES for name in split.measures)  # to compare them with the true ones
         cost_per_conversation = 2 if generates_responses else 1
-        return len(part) * cost_per_conversation
+        return len(split) * cost_per_conversation
 
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
@@ -245,7 +246,7 @@ class AnswerBatchSource(PassBatchSource):
         """
         prompts_per_slot, slots = _generation_shape(sets, pass_size)
         responses_by_set = [[""] * len(answers.references) for answers in sets]
-        # Little padding: a slot has prompts of similar length, and a pass has slots of similar length.
+        # Sort prompts by length: with similar lengths in a slot, and in the slots of a pass, there is little padding.
         jobs = []
         for set_number, answers in enumerate(sets):
             numbers_by_length = answers.prompt_tokens.argsort(stable=True)
@@ -354,6 +355,7 @@ def _longest_unpadded(windows: Int[Tensor, "*batch window"]) -> int:
 
 
 def _trim(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, "n width"]:
+    """Return windows without the columns at their end that are padding in all of them."""
     return windows[:, : _longest_unpadded(windows)]
 
 
@@ -368,7 +370,7 @@ ABSENT_NOTE = f"{NOTE} Their number is unknown, so a round is counted as one bat
 """Note on costs if the number of conversations is unknown."""
 
 
-TAKEN = (
+ACCEPTED_CONVERSATIONS = (
     "rows with messages, with prompt and response, or with the columns that data.prompt and data.response name "
     "(a list, a datasets.Dataset), or {train, valid, test} of these"
 )
@@ -459,7 +461,7 @@ class AnswersKind(LanguageKind):
 class ConversationsKind(AnswersKind):
     """Conversations as messages, or as prompts with responses."""
 
-    name, accepted_data = "conversations", TAKEN
+    name, accepted_data = "conversations", ACCEPTED_CONVERSATIONS
 
     def reader(self, request: DataRequest) -> ConversationReader:
         """Return a reader of rows with messages: files, datasets, or data that a program passes."""

@@ -168,7 +168,7 @@ class SampleBatchSource(PassBatchSource):
         """
         assert self.augment is not None
         random = generator(self.plan.seed, self.trainers[trainer].name, self._round, "augment", *numbers.tolist())
-        augmented = self.augment([trainer], inputs.unsqueeze(0), random)  # (1, batch, ...)
+        augmented = self.augment([trainer], inputs.unsqueeze(0), random)  # one trainer: (1, batch, ...)
         return augmented[0]
 
     def loss_counts(self, drawn: Int[Tensor, "users batch"]) -> Int64[Tensor, " users"]:
@@ -230,7 +230,13 @@ class SampleBatchSource(PassBatchSource):
         return batch_source
 
     def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int64[Tensor, "users count"]:
-        """Return a batch that repeats the first sample."""
+        """Return a batch to count costs with; it repeats the first sample of each user.
+
+        Args:
+            users: Number of users.
+            count: Number of samples of each user.
+            fake: Not used; a batch has sample numbers, which cost little.
+        """
         return torch.zeros(users, count, dtype=torch.int64)
 
     def blank_inputs(
@@ -247,7 +253,7 @@ class SampleBatchSource(PassBatchSource):
         return fake(torch.empty(users, count, *inputs.shape[1:], dtype=inputs.dtype, device="meta"))
 
     def scored_at_once(self, users: Sequence[AnyUser], pass_size: PassSize) -> int:
-        """Return the size of the largest test set, up to a limit."""
+        """Return the number of samples of a user in one scoring pass: all of the largest test set, up to a limit."""
         return min(SCORED_PER_SLOT, max(len(user.test) for user in users))
 
     def _bank(self, sets: Sequence[Samples]) -> SampleBank:

@@ -53,6 +53,7 @@ from comingle.utils.records import expand_home
 from comingle.utils.trees import CLIENT_ROUTER, Tree
 
 SCORED_AT_ONCE = 512
+"""Number of samples in one forward pass of :meth:`PersonalNet.evaluate`."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -142,7 +143,7 @@ class PersonalNet(Personal):
 
         def forward(_rows: Sequence[int], inputs: Tensor) -> Tensor:
             """Return the outputs for ``(1, batch, ...)`` inputs, after checking that targets are classes of the net."""
-            outputs = self.predict(inputs[0])
+            outputs = self.predict(inputs[0])  # (batch, outputs) of the single user
             predicts_classes = self.loss.classes and self.loss.paired
             if predicts_classes and len(targets):
                 lowest, highest, last_class = int(targets.min()), int(targets.max()), outputs.shape[-1] - 1
@@ -158,7 +159,7 @@ class PersonalNet(Personal):
 
         Args:
             samples: The samples.
-            where: Place of the samples, for errors.
+            where: Words that begin error messages, such as ``"user 'ann': samples"``.
 
         Raises:
             DataError: Targets are real numbers, but the net was trained on classes.

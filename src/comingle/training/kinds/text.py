@@ -60,7 +60,7 @@ class TextBatchSource(BatchSource):
         self.trainers, self.plan, self.batch_size = as_users(trainers), plan, batch_size
         self.begin = begin
         """Begin-of-text token with which each window starts; None if the base model has none."""
-        width = plan.training.context + 1  # inputs and, one place later, their targets
+        width = plan.training.context + 1  # inputs, and their targets, which are shifted by one token
         batch_bytes = 8 * batch_size * width  # int64
         require_bytes(f"training.batch_size: {batch_size:,} windows of {width:,} tokens", batch_bytes)
         self._cached_windows: dict[int, Int[Tensor, "windows window"]] = {}

@@ -72,7 +72,7 @@ _OWN_FILE = 0
 
 
 MAX_PENDING_WRITES = 2
-"""Largest number of cohorts with pending writes."""
+"""Largest number of pending writes, each of which has the records of a cohort in memory."""
 
 
 class OnDisk(State):
@@ -179,7 +179,7 @@ class OnDisk(State):
         self._prefetched = (rows, reads)
 
     def without_moments(self) -> State:
-        """Return a view of this store that neither reads nor writes moments."""
+        """Return a view of this store that neither reads nor writes moments, for work without optimizer steps."""
         return _WithoutMoments(self)
 
     def copy(self, *, compact: bool = False) -> OnDisk:
@@ -288,7 +288,8 @@ class OnDisk(State):
         Args:
             group: Group of tensors to read, "params" or "moments".
             rows: Numbers of the rows in this process.
-            places: Place of the record of each row, as in tables; -1 for none. By default those in the current table.
+            places: Place of the record of each row, ``k * PLACES_PER_FILE + p`` for record p of file k, or -1 for no
+                record. By default the places in the current table.
 
         Returns:
             A future of the records ``(records, bytes)``.
@@ -320,7 +321,9 @@ class OnDisk(State):
         return self._worker.submit(read)
 
     def _write(self, group: str, rows: list[int], tensors: Mapping[str, Tensor]) -> None:
-        """Write the records of rows asynchronously, and enter their places in the table.
+        """Write the records of rows asynchronously, and enter their new places in the table.
+
+        A record that a checkpoint or the best round refers to is not overwritten: the row moves to another place.
 
         Args:
             group: Group of tensors to write, "params" or "moments".
@@ -338,10 +341,14 @@ class OnDisk(State):
         places[rows] = file_number * PLACES_PER_FILE + np.array(new_places_in_file, dtype=np.int64)
         records = self._layouts[group].pack(self._shard.ids[rows].tolist(), tensors)
         self._worker.write(file, new_places_in_file, records)
-        self._wait_for_writes(MAX_PENDING_WRITES)
+        self._wait_for_writes(MAX_PENDING_WRITES)  # more would need too much memory
 
     def _wait_for_writes(self, most: int) -> None:
-        """Wait until at most ``most`` cohorts have pending writes."""
+        """Wait until at most ``most`` calls of :meth:`_write` are pending.
+
+        Raises:
+            RunError: The disk cannot be written to.
+        """
         with disk_errors(self._run):
             self._worker.wait(most)
 
@@ -383,7 +390,7 @@ class OnDisk(State):
                 is_only_read = self._write_numbers.get(group) != number
                 if may_have_checkpoints or is_only_read:  # checkpoints may need any record, until :meth:`save`
                     file.protect_records()
-                else:  # protects the records of the current and the best round
+                else:  # frees all records except those of the current and the best round, which it protects
                     file.free_all_except(_restrict_to_file(self._places_in_use(group), number))
 
     def restored_best(self) -> State:
@@ -394,7 +401,14 @@ class OnDisk(State):
         return store
 
     def _places_in_use(self, group: str) -> list[np.ndarray]:
-        """Return the places of all rows in the current table and, if there is one, in that of the best round."""
+        """Return the place of each row's record in the current table and, if there is one, in that of the best round.
+
+        Args:
+            group: Group of tensors, "params" or "moments".
+
+        Returns:
+            One or two arrays of the tables themselves, not copies.
+        """
         places = [self._table.places[group]]
         if self._best is not None:
             places.append(self._best.places[group])
@@ -629,13 +643,14 @@ class OnDisk(State):
         If a run is resumed with another number of processes, users may move to a process that lacks their records.
         """
         for group in self._groups:
-            tables = self._places_in_use(group)  # place of each row, in the current round and in the best one
+            # Place of each row, in the current round and in the best one: the arrays of the tables, updated below.
+            places_by_table = self._places_in_use(group)
             own_file = self._files[group][_OWN_FILE]
             assert own_file is not None
             row_by_place: dict[int, int] = {}  # each record once, also if both tables have its place
-            for table in tables:
-                for row in _rows_elsewhere(table):
-                    row_by_place[int(table[row])] = row
+            for places in places_by_table:
+                for row in _rows_elsewhere(places):
+                    row_by_place[int(places[row])] = row
             new_places: dict[int, int] = {}
             for batch in batched(row_by_place.items(), _COPIED_AT_ONCE):
                 old_places_of_batch = [place for place, _row in batch]
@@ -645,20 +660,29 @@ class OnDisk(State):
                 new_places_of_batch = [own_file.place_to_write(no_place) for _ in batch]
                 self._worker.submit(own_file.write, new_places_of_batch, records).result()
                 new_places.update(zip(old_places_of_batch, new_places_of_batch, strict=True))
-            for table in tables:
-                for row in _rows_elsewhere(table):
-                    table[row] = new_places[int(table[row])]
+            for places in places_by_table:
+                for row in _rows_elsewhere(places):
+                    places[row] = new_places[int(places[row])]
             del self._files[group][1:]  # no table refers to the other files any more
 
 
 def _restrict_to_file(places: Sequence[np.ndarray], file_number: int) -> list[np.ndarray]:
-    """Return those of the places that are in one file, counted within the file."""
-    return [places_in_file(one, file_number, PLACES_PER_FILE) for one in places]
+    """Return those of the places that are in one file, counted within the file.
+
+    Args:
+        places: Arrays of places ``k * PLACES_PER_FILE + p`` for record p of file k; -1 for no record.
+        file_number: Number k of the file.
+    """
+    return [places_in_file(places_of_table, file_number, PLACES_PER_FILE) for places_of_table in places]
 
 
-def _rows_elsewhere(table: np.ndarray) -> list[int]:
-    """Return the rows whose record is in a file of another process: not in file 0, which has the lowest places."""
-    return np.flatnonzero(table >= PLACES_PER_FILE).tolist()
+def _rows_elsewhere(places: np.ndarray) -> list[int]:
+    """Return the rows whose record is in a file of another process: not in file 0, which has the lowest places.
+
+    Args:
+        places: Place of the record of each row, ``k * PLACES_PER_FILE + p`` for record p of file k.
+    """
+    return np.flatnonzero(places >= PLACES_PER_FILE).tolist()
 
 
 class _WithoutMoments(State):
@@ -680,7 +704,10 @@ class _WithoutMoments(State):
 
 
 class DiskStore(Store):
-    """Store in a folder on disk; it is exact except for rounded moments."""
+    """Store that keeps users' tensors and data on disk.
+
+    With ``runtime.store: disk-bf16`` it rounds optimizer moments; otherwise it is exact.
+    """
 
     def begin(self, clients: Users) -> OnDisk:
         """Return the state of all users before the first round; no record is written yet.

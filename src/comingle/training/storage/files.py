@@ -173,7 +173,10 @@ _CACHE_LINE = 64
 
 
 def copy_fields(state: State, template: State) -> None:
-    """Set all fields of a state to those of another one, the template."""
+    """Set all fields of a state to those of another one, the template.
+
+    For subclasses of :class:`State` whose constructor does not call that of the class.
+    """
     for field in fields(State):
         vars(state)[field.name] = getattr(template, field.name)
 
@@ -230,6 +233,7 @@ class Process:
 
     @property
     def _suffix(self) -> str:
+        """Suffix of the names of the process's files; empty for a single process."""
         return f"-{self.number}-of-{self.count}" if self.count > 1 else ""
 
     def records_path(self, run: Path, group: str) -> Path:
@@ -382,7 +386,9 @@ class RecordFile:
     # ---------------------------------------------------------------- places
 
     def place_to_write(self, current: int) -> int:
-        """Return the place to write a row to: its current one, or a free one if a checkpoint or best round needs that.
+        """Return the place (number of the record in the file) to write a row to.
+
+        It is the current place of the row, or a free one if a checkpoint or the best round refers to the current one.
 
         Args:
             current: Current place of the row in this file; -1 for none.
@@ -398,10 +404,10 @@ class RecordFile:
         return place
 
     def free_all_except(self, used: Sequence[Int64[np.ndarray, " _"]]) -> None:
-        """Free all places except the used ones, and protect these from being overwritten.
+        """Free all places for new records, except those in use, whose records are protected from being overwritten.
 
         Args:
-            used: Arrays of places in use, which may overlap.
+            used: Arrays of places (numbers of records in the file) in use; a place may be in several arrays.
         """
         for places in used:
             last_place = int(places.max(initial=-1))
@@ -415,12 +421,16 @@ class RecordFile:
 
     def protect_records(self) -> None:
         """Protect all current records from being overwritten until :meth:`free_all_except` frees them."""
-        self.num_snapshots += 1
+        self.num_snapshots += 1  # :meth:`place_to_write` rewrites only records that are newer than all snapshots
 
     # ---------------------------------------------------------------- checksums
 
     def crcs(self, places: Int64[np.ndarray, " some"]) -> UInt32[np.ndarray, " some"]:
-        """Return the CRC-32 of the records at some places; :data:`UNKNOWN` at place -1, which stands for no record."""
+        """Return the CRC-32 of some records.
+
+        Args:
+            places: Numbers of the records in the file; -1, for no record, gives :data:`UNKNOWN`.
+        """
         last_place = int(places.max(initial=-1))
         self._crcs = _grown(self._crcs, last_place + 1)
         crcs = np.full(len(places), UNKNOWN, dtype=np.uint32)
@@ -434,7 +444,7 @@ class RecordFile:
         """Set the CRC-32 that records must have when they are read; verify at most 1024 of the records now.
 
         Args:
-            places: Places of the records.
+            places: Numbers of the records in the file.
             rows: Numbers of their rows in the whole run.
             crcs: Their CRC-32, from a checkpoint.
 
@@ -456,7 +466,11 @@ class RecordFile:
     # ---------------------------------------------------------------- bytes
 
     def write(self, places: Sequence[int], records: np.ndarray) -> None:
-        """Write records to places, with their CRC-32.
+        """Write records into the file, with their CRC-32.
+
+        Args:
+            places: Numbers that the records get in the file.
+            records: The records ``(records, bytes)``.
 
         Raises:
             OSError: The disk cannot be written to.
@@ -478,8 +492,8 @@ class RecordFile:
         """Read and check records.
 
         Args:
-            places: Places of the records.
-            rows: Numbers of their rows.
+            places: Numbers of the records in the file.
+            rows: Numbers of their rows, which the records must contain.
             into: Buffers to read into.
 
         Raises:
@@ -508,7 +522,7 @@ class StoreThread:
         self._pending: deque[Future[None]] = deque()
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call a function after all that was submitted before."""
+        """Call a function in the thread, after all calls that were submitted before; return a future of its result."""
         return self._pool.submit(work, *args, **kwargs)
 
     def write(self, file: RecordFile, places: Sequence[int], records: np.ndarray) -> None:
@@ -516,8 +530,8 @@ class StoreThread:
 
         Args:
             file: File to write to.
-            places: Places of the records.
-            records: The records.
+            places: Numbers that the records get in the file.
+            records: The records ``(records, bytes)``.
         """
         self._pending.append(self.submit(file.write, places, records))
 
@@ -567,7 +581,13 @@ CrcsOf = Mapping[str, Callable[[Int64[np.ndarray, " some"]], UInt32[np.ndarray, 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Place of the record of each row, by group, -1 without a record; ``versions`` are the last downloads of users."""
+    """Table of where the record of each row is.
+
+    Attributes:
+        places: Place of the record of each row, by group ("params", "moments"). A place is the number of a record in
+            its file; -1 stands for no record.
+        versions: Server version that each row last downloaded.
+    """
 
     places: dict[str, Int64[np.ndarray, " rows"]]
     versions: Int[np.ndarray, " rows"]
@@ -641,7 +661,12 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
 
 
 def places_in_tables(tables: Sequence[dict[str, np.ndarray]], group: str) -> list[np.ndarray]:
-    """Return the columns with places of a group in tables of checkpoints, for the current and the best round."""
+    """Return the places of the records of a group that tables of checkpoints refer to, as one array per column.
+
+    Args:
+        tables: Columns of each table. A table has a column for the current round and may have one for the best round.
+        group: Group of tensors, "params" or "moments".
+    """
     columns = []
     for table in tables:
         for name in (group, BEST + group):
