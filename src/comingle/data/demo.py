@@ -35,7 +35,7 @@ _NO_TEXT_SUFFIXES = (".py", ".pyc", ".js", ".so", ".json")
 
 
 def read_library() -> list[str]:
-    """Return the source files of the standard library's top level."""
+    """Return the source text of each module at the top level of the standard library, such as ``ast.py``."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return _limit_documents(
         {path.name: path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("*.py")}
@@ -122,12 +122,15 @@ def _shuffle_key(name: str) -> bytes:
 
 
 def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
-    """Drop near-duplicate documents, so that most of a test document never also occurs in train.
+    """Drop near-duplicate documents, so that no test document has most of its text in train too.
 
-    A document is dropped if it equals a remaining one. It is also dropped if a beginning or an end of it is mostly a
-    copy: more than half of its shingles (runs of 13 words) occur a second time in the remaining documents or in itself.
-    A split may cut a document in two, and either part may become test data. The shortest documents are tested first,
-    so that the longest of several versions is kept.
+    Documents are tested one after another, the shortest first, so that the longest of several versions is kept. A
+    document is dropped if it equals another one that is not dropped so far. It is also dropped if more than half of the
+    shingles (runs of 13 words) of a beginning or an end of it are repeated, in the documents not dropped so far or in
+    itself. Beginnings and ends count because a split may cut a document in two, and either part may become test data.
+
+    Returns:
+        The documents that are kept, in their order.
     """
     words = [split_words(document) for document in documents]
     texts = [" ".join(words_of_document) for words_of_document in words]
@@ -135,7 +138,7 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
     for words_of_document in words:
         hashes, _document_indices = hash_shingles([words_of_document])
         shingles.append(hashes.tolist())
-    # Counts in the remaining documents.
+    # Number of occurrences of each text and of each shingle in the documents that are not dropped so far.
     num_texts = Counter(texts)
     num_shingles = Counter(chain.from_iterable(shingles))
     kept: list[int] = []

@@ -86,17 +86,18 @@ class DuplicateFilter:
         *,
         held_out: Sequence[str] = (),
     ) -> dict[str, list[T]]:
-        """Return a user's documents by split, each document once; return all unless ``drops`` is set.
+        """Return a user's documents by split without duplicates; return all of them unless ``drops`` is set.
 
-        Documents that differ only in case and white space are duplicates. The dropped documents are counted for
-        :meth:`report`.
+        Documents that differ only in case and white space are duplicates, within a split or across splits. The dropped
+        documents are counted for :meth:`report`.
 
         Args:
             name: Name of the user.
             documents_by_split: Documents by split.
             text_of: Returns the text of a document.
-            held_out: Splits that keep a document that is also in other splits: of ``("test", "valid")``, test keeps a
-                document of all three splits. Other splits follow in the order of ``documents_by_split``.
+            held_out: Splits that have priority over others, in descending order. With ``("test", "valid")``, a document
+                that is in all three splits stays in test only. Splits that are not listed have the lowest priority, in
+                the order of ``documents_by_split``.
         """
         if not self.drops:
             return {split: list(documents) for split, documents in documents_by_split.items()}
@@ -133,7 +134,8 @@ def warn_same_files(sources_by_user: Mapping[str, Iterable[str | None]]) -> None
     """Warn of users who train on the same file or on copies of one, which is usually a mistake in the recipe.
 
     Args:
-        sources_by_user: Paths and names of sources of each user; empty ones and None are ignored.
+        sources_by_user: Train sources of each user, as paths or as names such as ``hub:NAME``; empty ones and None are
+            ignored.
     """
     users_by_source: dict[str, list[str]] = {}
     for user, sources in sources_by_user.items():

@@ -125,7 +125,10 @@ class _BoundedExpansion(io.RawIOBase):
     """
 
     def __init__(self, inner: io.BufferedIOBase, compressed_bytes: int, limit: int):
-        """Bound the number of decompressed bytes by ``limit``, and by 200 times the compressed size or 64 MiB."""
+        """Bound the number of decompressed bytes by ``limit``, and by a limit relative to the compressed size.
+
+        The relative limit is 200 times the compressed size, but at least 64 MiB. The lower of the two limits counts.
+        """
         self._inner = inner
         relative_limit = max(ALWAYS_EXPANDED, MAX_EXPANSION * compressed_bytes)
         if limit < relative_limit:
@@ -171,8 +174,8 @@ SplitLimit = tuple[int | None, float]
 def max_read_bytes(*, train: SplitLimit, valid: SplitLimit = (None, 0.0), test: SplitLimit = (None, 0.0)) -> int | None:
     """Return how many bytes of a source to read so that every split reaches its token limit; None to read all.
 
-    A split that gets a fraction of the source needs ``BYTES_PER_TOKEN * tokens / fraction`` bytes. The result is the
-    maximum over the splits, and at least :data:`MIN_READ_BYTES`.
+    A split that gets a fraction of the source reaches its limit with ``BYTES_PER_TOKEN * max_tokens / fraction`` bytes
+    of the source. The result is the maximum over the splits, and at least :data:`MIN_READ_BYTES`.
 
     Args:
         train: Token limit and fraction of train. Without a limit, everything is read.
@@ -251,9 +254,9 @@ _SPLITS = {
 }
 """Splits by the words that denote them in names of files and folders."""
 _SPLIT_ORDER = ("train", "validation", "test")
-_SHARD = re.compile(r"[-._ ]?\d.*")
+_SHARD_SUFFIX = re.compile(r"[-._ ]?\d.*")
 """Rest of a file's stem after the name of a split, such as ``-00000-of-00002``."""
-_WORDS = re.compile(r"[-._ /0-9]+")
+_WORD_SEPARATORS = re.compile(r"[-._ /0-9]+")
 """Separators of words in a path."""
 _DATA_CARD = "readme.md"
 _METADATA_FILES = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -290,7 +293,7 @@ def list_files(folder: Path) -> list[str]:
         listed.append(Path(str(error.filename)).relative_to(folder).as_posix())
 
     for current, subfolders, files in os.walk(folder, followlinks=True, onerror=list_unreadable):
-        # Of a folder and a link to it, the folder is visited: links come last.
+        # Links come last, so that a folder is visited under its own path and not under that of a link to it.
         links = [name for name in subfolders if os.path.islink(os.path.join(current, name))]
         folders = [name for name in subfolders if name not in links]
         to_visit: list[str] = []
@@ -314,8 +317,9 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
 
     There are two rules for the split of a file:
 
-    1. If every path has the word of a split anywhere, as in ``news_train.csv``, the last such word in a path decides,
-       if one of these is for train. A single ``mental_test.csv`` need not be a test split, so it falls under rule 2.
+    1. The last word in a file's path that denotes a split decides, as in ``news_train.csv``. This rule applies only if
+       every path has such a word and at least one file is of train: a single ``mental_test.csv`` need not be a test
+       split.
     2. Otherwise, the beginning of a file's name or the name of one of its folders denotes the split, as in
        ``train.jsonl``, ``test-00000-of-00002.parquet`` or ``validation/a.csv``. Other files belong to "train".
 
@@ -363,7 +367,7 @@ def _split_by_beginning(name: str) -> str | None:
     for word, split in _SPLITS.items():
         if stem == word:
             return split
-        if stem.startswith(word) and _SHARD.fullmatch(stem.removeprefix(word)):  # such as -00000-of-00002
+        if stem.startswith(word) and _SHARD_SUFFIX.fullmatch(stem.removeprefix(word)):  # such as -00000-of-00002
             return split
     for folder in reversed(folders):
         if folder in _SPLITS:
@@ -377,7 +381,7 @@ def _split_by_last_word(name: str) -> str | None:
     Args:
         name: Relative path, such as ``news_train.csv``, which has the words "news", "train" and "csv".
     """
-    words = _WORDS.split(name.lower())
+    words = _WORD_SEPARATORS.split(name.lower())
     for word in reversed(words):
         if word in _SPLITS:
             return _SPLITS[word]
@@ -461,12 +465,12 @@ def read_text_folder(folder: Path, *, max_bytes: int | None = None) -> list[str]
     """
     documents: list[str] = []
     not_text: list[str] = []
-    row_files: list[str] = []
+    rows_or_notebooks: list[str] = []
     num_read = 0  # bytes
     for name in list_files(folder):
         path = folder / name
         if has_row_suffix(path) or path.suffix.lower() in _NOTEBOOKS:
-            row_files.append(name)
+            rows_or_notebooks.append(name)
             continue
         if max_bytes is not None and num_read >= max_bytes:
             warn_longer(folder, max_bytes)
@@ -485,8 +489,9 @@ def read_text_folder(folder: Path, *, max_bytes: int | None = None) -> list[str]
     warnings: list[str] = []
     if not_text:
         warnings.append(f"skipped {len(not_text)} files that are not UTF-8 text, first: {not_text[0]}")
-    if row_files:
-        warnings.append(f"skipped {len(row_files)} files of rows or notebooks, first: {row_files[0]}")
+    if rows_or_notebooks:
+        skipped = f"skipped {len(rows_or_notebooks)} files of rows or notebooks"
+        warnings.append(f"{skipped}, first: {rows_or_notebooks[0]}")
     if warnings:
         _LOG.warning("%s: %s", folder, "; ".join(warnings))
     return documents
@@ -514,13 +519,13 @@ def join_paragraphs(paragraphs: Iterable[str]) -> list[str]:
 
 
 def _read_head(file: io.BufferedIOBase, max_bytes: int | None) -> tuple[str, bool]:
-    """Return the text of a file, and whether the file is longer.
+    """Return the text of a file's first ``max_bytes`` bytes, and whether the file has more bytes.
 
-    Of a file with more than ``max_bytes`` bytes, the text ends at the last line end before that number of bytes.
+    If it has more, the text ends at the last line end within these bytes.
 
     Args:
         file: The file, at its beginning.
-        max_bytes: Largest number of bytes of the text; None for all.
+        max_bytes: Largest number of bytes to decode; None for all.
 
     Raises:
         _NotText: The content is not UTF-8 text.

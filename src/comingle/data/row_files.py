@@ -78,7 +78,11 @@ class BadRows:
 
     @contextmanager
     def catch(self, where: str) -> Iterator[None]:
-        """Collect a ``ValueError`` raised in the block as the problem of the row at ``where``."""
+        """Record a ``ValueError`` that the block raises as the problem of a row, and continue after the block.
+
+        Args:
+            where: Place of the row, such as ``chats.jsonl: line 3``.
+        """
         try:
             yield
         except BadRowsError:  # also a ValueError, but not the problem of this row alone
@@ -93,7 +97,7 @@ class BadRows:
         its end.
 
         Args:
-            where: Place of the row.
+            where: Place of the row, such as ``chats.jsonl: line 3``.
             problem: Why the row cannot be used.
 
         Raises:
@@ -109,7 +113,7 @@ class BadRows:
         """Count a row that is used but unusual, for a warning.
 
         Args:
-            where: Place of the row.
+            where: Place of the row, such as ``chats.jsonl: line 3``.
             text: Text of the remark. Each text is logged once, with the number of its rows and the first place.
         """
         num_rows, first_place = self.remarks.get(text, (0, where))
@@ -247,7 +251,7 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, extr
 
 
 def _json_reader(path: Path) -> ReadRows:
-    """Return a function for ``Table.read`` that reads a JSON file."""
+    """Return a function for ``Table.read`` that reads a JSON file; it reads all columns."""
 
     def read(bad_rows: BadRows, _columns_to_read: Sequence[str] | None) -> PlacedRows:
         return read_json(path, bad_rows)
@@ -314,12 +318,7 @@ def read_json(path: Path, bad_rows: BadRows) -> PlacedRows:
     """
     try:
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as file:
-            # The first line may be a list of many gigabytes, so only a chunk of it is read at first.
-            line_number, line = 1, file.readline(_CHUNK_CHARACTERS)
-            while line and not line.strip():  # skip blank lines, which may be longer than a chunk
-                if line.endswith("\n"):
-                    line_number += 1
-                line = file.readline(_CHUNK_CHARACTERS)
+            line_number, line = _read_chunk_of_first_line(file)
             is_list = line.lstrip().startswith("[")
             if is_list:
                 yield from _stream_objects(file, line, line_number, path, bad_rows)
@@ -331,18 +330,47 @@ def read_json(path: Path, bad_rows: BadRows) -> PlacedRows:
             if object_spans_lines:
                 yield from _stream_objects(file, line, line_number, path, bad_rows)
                 return
-            while line:  # JSON lines
-                if line.strip():
-                    try:
-                        row = _parse_object(line)
-                    except ValueError as error:
-                        bad_rows.add(f"{path}: line {line_number}", str(error))
-                    else:
-                        yield f"line {line_number}", row
-                line_number += 1
-                line = _read_line(file, path, line_number)
+            yield from _read_json_lines(file, line, line_number, path, bad_rows)
     except (*UNREADABLE, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text with JSON: {error}") from None
+
+
+def _read_chunk_of_first_line(file: io.TextIOWrapper) -> tuple[int, str]:
+    """Return the number and the beginning of the first line that is not blank; the beginning is empty if all are blank.
+
+    Only a chunk of the line is read, since it may be a list of many gigabytes.
+    """
+    line_number, chunk = 1, file.readline(_CHUNK_CHARACTERS)
+    while chunk and not chunk.strip():  # a blank line, which may be longer than a chunk
+        if chunk.endswith("\n"):
+            line_number += 1
+        chunk = file.readline(_CHUNK_CHARACTERS)
+    return line_number, chunk
+
+
+def _read_json_lines(file: io.TextIOWrapper, line: str, line_number: int, path: Path, bad_rows: BadRows) -> PlacedRows:
+    """Yield the objects of a file of JSON lines; skip blank lines.
+
+    Args:
+        file: The file, from which ``line`` has been read.
+        line: The first line.
+        line_number: Number of the first line.
+        path: Path of the file, for messages.
+        bad_rows: Collects lines that are not JSON objects.
+
+    Raises:
+        DataError: A line is longer than a row may be.
+    """
+    while line:
+        if line.strip():
+            try:
+                row = _parse_object(line)
+            except ValueError as error:
+                bad_rows.add(f"{path}: line {line_number}", str(error))
+            else:
+                yield f"line {line_number}", row
+        line_number += 1
+        line = _read_line(file, path, line_number)
 
 
 def _read_line(file: io.TextIOWrapper, path: Path, line_number: int) -> str:
@@ -529,9 +557,10 @@ _LONGEST_LITERAL = len("-Infinity") + 1
 
 
 def read_csv(path: Path, sep: str, bad_rows: BadRows) -> PlacedRows:
-    """Yield the rows of a file whose first line names the columns; of columns with equal names the first counts.
+    """Yield the rows of a file whose first line names the columns.
 
-    Missing fields at the end of a row are empty. A row with more fields than columns is a bad row.
+    If several columns have the same name, the first of them counts. Missing fields at the end of a row are empty. A row
+    with more fields than columns is a bad row.
 
     Args:
         path: The file.

@@ -97,7 +97,8 @@ def check_sources(data: DataSection) -> None:
             is_url = source is not None and "://" in source
             if source is None or is_named(source) or is_url:
                 continue
-            # A source of conversations may also be a name on the hub without "hub:", or a pattern: data/*.jsonl.
+            # A source of conversations that is no file may be a name on the hub without "hub:", or a pattern such as
+            # data/*.jsonl, which reading checks later.
             is_pattern = any(character in source for character in "*?[")
             may_not_be_path = data.kind == "conversations" and (not looks_like_path(source) or is_pattern)
             path = expand_home(source)
@@ -245,8 +246,8 @@ def _within_limits(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of one table that are within the limits on users and documents.
 
-    Ends early once all selected users have ``max_documents``, unless rows name their splits: later rows may then be of
-    other splits.
+    Ends once all selected users have ``max_documents``, so that a stream is not read to its end. If rows name their
+    splits, all rows are read, since later rows may be of other splits.
 
     Args:
         counts: Numbers of documents kept so far, by user and split; updated. Shared by the tables of a source.

@@ -238,18 +238,7 @@ class Mixture:
         user_names = self._user_names
         sorted_users = sorted(range(len(user_names)), key=user_names.__getitem__)  # user numbers, sorted by name
         for split in HELD_OUT:
-            size_by_name = dict(zip(user_names, self._sizes[split], strict=True))
-            quota = mixture_quota(size_by_name, split)  # characters that each user contributes
-            if quota == 0:
-                continue
-            shares = self.make_lists(split)
-            for contributor in sorted_users:
-                documents = self._unmixed_documents(contributor, split)
-                name, num_mixtures = user_names[contributor], len(sorted_users)
-                for share in cut_shares(documents, quota, num_mixtures, split, self.seed, name):
-                    shares.add(share)
-            shares.finish()
-            self._shares[split] = shares
+            self._cut_split(split, sorted_users)
         position_of_user = {user: position for position, user in enumerate(sorted_users)}
         for user, name in enumerate(user_names):
             mixed: dict[str, tuple[str, ...]] = {}
@@ -257,9 +246,34 @@ class Mixture:
                 mixed[split] = self._mixture_of(shares, position_of_user[user], sorted_users)
             yield UserText(name=name, train=tuple(self._unmixed_documents(user, "train")), **mixed)
 
+    def _cut_split(self, split: str, sorted_users: Sequence[int]) -> None:
+        """Cut every user's documents of a split into one share per mixture, and store the shares in ``_shares[split]``.
+
+        If no user has documents in the split, nothing is stored, and the users of :meth:`texts` have none in it.
+
+        Args:
+            split: Name of the split, "valid" or "test".
+            sorted_users: Numbers of the users, sorted by name.
+
+        Raises:
+            DataError: A user has no documents in the split, and others have.
+        """
+        size_by_name = dict(zip(self._user_names, self._sizes[split], strict=True))
+        quota = mixture_quota(size_by_name, split)  # characters that each user contributes
+        if quota == 0:
+            return
+        shares = self.make_lists(split)
+        for contributor in sorted_users:
+            documents = self._unmixed_documents(contributor, split)
+            name, num_mixtures = self._user_names[contributor], len(sorted_users)
+            for share in cut_shares(documents, quota, num_mixtures, split, self.seed, name):
+                shares.add(share)
+        shares.finish()
+        self._shares[split] = shares
+
     def _unmixed_documents(self, user: int, split: str) -> Sequence[str]:
         """Return the documents of a user, given by number, in a split, before they are mixed."""
-        splits = ("train", "valid", "test")
+        splits = ("train", "valid", "test")  # each user has added one list per split, in this order
         return self._unmixed[len(splits) * user + splits.index(split)]
 
     def _mixture_of(self, shares: DocumentLists, position: int, sorted_users: Sequence[int]) -> tuple[str, ...]:

@@ -162,7 +162,8 @@ def field_of(row: Row, column: str) -> object:
 def has_column(row: Row, column: str) -> bool:
     """Return whether a row has a column, or for ``meta.set`` the field ``set`` in a column ``meta``.
 
-    The value may be None. A row with None in ``meta`` counts as having every field of it.
+    The value of the column or field may be None. If ``meta`` itself is None, the row counts as having each of its
+    fields, since other rows may have them.
     """
     if column in row:
         return True
@@ -340,6 +341,9 @@ def open_splits(
 ) -> Iterator[list[tuple[str, Rows | Table]]]:
     """Load the splits of a source with ``datasets`` for the duration of the context; local files of rows become tables.
 
+    Yields pairs of a split's name and rows. They can be read within the context only, since they may be in a temporary
+    folder.
+
     Args:
         source: Name of a data set, or a file or folder of rows.
         name: Configuration of the data set.
@@ -436,6 +440,7 @@ def _tables_of_builder(builder: Any) -> list[tuple[str, Table]] | None:
     """
     config = builder.config
     default_config = type(config)()
+    # Attributes that say what to read, not how.
     no_options = ("name", "version", "data_dir", "data_files", "description")
     options: dict[str, Any] = {}  # those that are not the default
     for key, value in vars(config).items():
