@@ -113,9 +113,10 @@ def _answers_from_arrays(name: str, arrays: Arrays) -> UserAnswers:
 
 
 def _totals_of_answers(user: UserAnswers) -> Mapping[str, int]:
-    """Return a user's width of train windows, and its tokens without padding: ``{"most_width": 128, "tokens": 5000}``.
+    """Return the width of a user's train windows in tokens, and the number of its train tokens without padding.
 
-    A population (``UserForm.counts``) has the largest of its users' widths, and the sum of their tokens.
+    The result, such as ``{"most_width": 128, "tokens": 5000}``, enters the totals of a population
+    (``UserForm.counts``): the maximum of the widths, and the sum of the tokens.
     """
     is_token = user.train.windows != PAD
     return {"most_width": user.train.windows.shape[1], "tokens": int(is_token.sum())}
@@ -331,9 +332,8 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
     """
     about = read_about(folder)
     user_form = _form_named(about.get("type"))
-    is_known_type = user_form is not None
     try:
-        if is_known_type:
+        if user_form is not None:  # an unknown type is refused below, and its file may have no checksums
             checksums = about["sums"]  # by file name
             changed = [name for name, checksum in checksums.items() if _checksum(folder / name) != checksum]
             if changed:
@@ -463,7 +463,7 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
                         shortage = reader.shortage(user)
                     if shortage is not None:
                         small_users.add(user.name, shortage)
-                    elif small_users.count == 0:  # else an error follows, which needs only the small users
+                    elif small_users.count == 0:  # otherwise an error is certain, so no user is written any more
                         reader.inspect(unencoded, user)
                         writer.add(user)
                     del unencoded, user  # free memory before the next user is read

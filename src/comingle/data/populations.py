@@ -301,7 +301,7 @@ class UserCollection(Sequence[User]):
     @property
     @abstractmethod
     def largest_users(self) -> Sequence[int]:
-        """Numbers of users that include one with the most training data."""
+        """User numbers among which is a user with the most training data; they bound the steps of a round."""
 
     @abstractmethod
     def select(self, numbers: Sequence[int]) -> UserCollection[User]:
@@ -321,7 +321,7 @@ class UserList(tuple[User, ...], UserCollection[User]):
 
     @property
     def largest_users(self) -> Sequence[int]:
-        """Numbers of all users."""
+        """Numbers of all users, since their sizes can be compared in memory."""
         return range(len(self))
 
     def select(self, numbers: Sequence[int]) -> UserList[User]:
@@ -351,7 +351,7 @@ class LazyPopulation(UserCollection[User]):
             names: Names of all users.
             make: Function that creates a user from its number.
             digest: Digest that identifies the users' data.
-            largest: Number of a user with the most training data; ignored if ``sizes`` is given.
+            largest: User number of a user with the most training data; ignored if ``sizes`` is given.
             cache_size: Number of most recently used users that are cached.
             sizes: Amount of train, valid and test data of each user; None if unknown.
             about: Totals over all users, by name.
@@ -370,7 +370,7 @@ class LazyPopulation(UserCollection[User]):
 
     @property
     def largest_users(self) -> Sequence[int]:
-        """Number of the user with the most training data."""
+        """User number of the user with the most training data, as a list of one."""
         return [self.largest]
 
     def select(self, numbers: Sequence[int]) -> UserCollection[User]:
@@ -427,13 +427,13 @@ class UserNumbers:
         self._names = names
 
     def __call__(self, names: Sequence[str]) -> list[int]:
-        """Return the numbers of these names."""
+        """Return the user number of each name; unknown names are an error."""
         if isinstance(self._names, IndexedNames):
             return [self._names.index(name) for name in names]
         return [self._by_name[name] for name in names]
 
     def existing(self, names: Sequence[str]) -> list[int]:
-        """Return the numbers of those of these names that exist; skip the others."""
+        """Return the user numbers of the names that belong to a user; skip unknown names."""
         known = self._names if isinstance(self._names, IndexedNames) else self._by_name
         return self([name for name in names if name in known])
 

@@ -304,10 +304,10 @@ def read_each(
     noun: str,
     report: Callable[[], None],
 ) -> Generator[Read, None, None]:
-    """Yield the data of each user, then raise one error that lists all users without data.
+    """Yield the data of each user; after the last one, raise one error that lists all users without data.
 
-    Until then, users without data are yielded as empty users. With ``skips`` the caller skips them, so there is an
-    error only if no user has data.
+    Users without data are yielded as empty users. With ``skips`` the caller skips them, so there is an error only if no
+    user has data.
 
     Args:
         readers: Name of each user, and the function that reads its data.
@@ -367,7 +367,10 @@ class SmallUserFilter(Generic[User]):
         """Warning about skipped users, set by :meth:`raise_if_all_skipped`."""
 
     def shortage(self, user: User) -> object:
-        """Return what a user has too little of (see :func:`describe_shortage`); None if the user has enough data."""
+        """Return what a user has too little of (see :func:`describe_shortage`); None if the user has enough data.
+
+        The base class treats all users as having enough.
+        """
         return None
 
     def admit(self, user: User) -> bool:
@@ -496,11 +499,18 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         return {}, self.skip_warnings
 
     def common(self, users: Sequence[User], facts: Mapping[str, Any]) -> object:
-        """Return what users have in common besides the base model; ``facts`` is the first result of :meth:`summary`."""
+        """Return data that all users share besides the base model, such as a task with its loss.
+
+        The base class returns None.
+
+        Args:
+            users: All users of the run.
+            facts: Facts about all users, the first result of :meth:`summary`.
+        """
         return None
 
     def text(self, unencoded: Read) -> UserText | None:
-        """Return the documents of a user; None if the data is not text."""
+        """Return a user's documents as plain text, to compare the splits; None if the data is not text."""
         return None
 
     def stream(self, unencoded_users: Iterable[Read]) -> Iterator[tuple[Read, User]]:
