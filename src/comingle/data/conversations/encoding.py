@@ -85,7 +85,7 @@ class Answers:
         return torch.where(row < 0, hide(row), row)
 
     def only(self, kept: Bool[Tensor, " n"]) -> Answers:
-        """Return the conversations for which ``kept`` is True, with their responses."""
+        """Return the conversations for which ``kept`` is True, with their responses; rows are numbered anew."""
         new_rows = kept.cumsum(0) - 1  # [0, 0, 1] for [True, False, True]: row 2 becomes row 1
         is_kept_response = kept[self.owners]
         references = tuple(compress(self.references, is_kept_response.tolist()))
@@ -365,6 +365,7 @@ class Encoder:
         where, messages = placed
         with self.bad_rows.catch(f"user {name!r}: {where}"):  # an error of the template makes a bad row
             encoded = self.template.encode_turns(messages)
+            # None: the template rewrites a response without loss as the conversation grows, so it cannot be located.
             has_unknown_masks = any(conversation.masked is None for conversation in encoded)
             rewrites_turns = len(encoded) > 1 or has_unknown_masks
             if self.data.loss_on == "all" and rewrites_turns:  # an earlier turn would have a loss several times
@@ -467,7 +468,7 @@ def _left_out_phrase(user: object) -> str:
 
 
 def check_nonempty(users: Sequence[UserAnswers]) -> None:
-    """Check that every user has a conversation in at least one split; one error lists all users that have none.
+    """Check that every user has a conversation in at least one split; one error lists all users without any.
 
     Raises:
         DataError: Users have no conversations, such as when all are longer than the context.
@@ -535,7 +536,7 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
         return self.encoder.encode(unencoded)
 
     def shortage(self, user: UserAnswers | UserConversations) -> str | None:
-        """Return the splits without conversations."""
+        """Return a phrase that names the needed splits without conversations; None if there is no such split."""
         return find_shortages([user], needs_validation=self.validates).get(user.name)
 
     def refuse(self, small_users: FirstUsers) -> DataError:

@@ -360,9 +360,9 @@ def _first_value(record: Mapping[str, object], keys: Sequence[str]) -> object:
 
 
 def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
-    """Return whether no key of a message, such as ``weight: 0``, excludes it from the loss.
+    """Return False if a key such as ``weight: 0`` excludes a response from the loss; otherwise True.
 
-    Such a key excludes only responses; True for other messages.
+    For messages that are no responses, the result is always True.
 
     Args:
         record: The message as read.

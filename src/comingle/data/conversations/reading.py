@@ -336,7 +336,7 @@ def _conversations(
 
 
 def _comparable_text(conversation: PlacedConversation) -> str:
-    """Return the messages of a conversation as JSON, in which white space is normalised; equal for duplicates.
+    """Return the messages of a conversation as JSON with normalised white space, which is equal for duplicates.
 
     Args:
         conversation: Place in its source, which is ignored, and messages.
@@ -440,7 +440,10 @@ def _dataset_readers(
 
 
 def _placeholder(value: object) -> dict[str, str]:
-    """Return ``{"": "date"}`` for a date, to be stored in its place; JSON has no dates, and no message needs them."""
+    """Return a substitute for a value that JSON cannot store, with its type: ``{"": "date"}`` for a date.
+
+    The value itself is not needed, since messages consist of types that JSON has.
+    """
     return {"": type(value).__name__}
 
 

@@ -97,7 +97,7 @@ class AnswerScore:
         samples: Number of conversations.
         names: Measures to report, as far as they are available.
         judged: Means over the generated responses, by the names of :data:`JUDGES`; empty if none were generated.
-        expert_scores: As in :class:`comingle.models.scoring.Score`.
+        expert_scores: For each layer, each expert's mean gate over the response tokens; empty without routers.
     """
 
     loss_nats: float

@@ -119,7 +119,7 @@ def find_splits(folder: Path, key: str) -> dict[str, Path]:
             continue
         if split in folder_by_split:
             both = f"{folder_by_split[split].name} and {subfolder.name}"
-            raise DataError(f"{folder}: {both} both name the {split} split; {_one_by_one(key)}")
+            raise DataError(f"{folder}: {both} both name the {split} split; {_advice_to_name_splits(key)}")
         folder_by_split[split] = subfolder
     has_held_out = "valid" in folder_by_split or "test" in folder_by_split
     if "train" not in folder_by_split or not has_held_out:
@@ -129,7 +129,8 @@ def find_splits(folder: Path, key: str) -> dict[str, Path]:
     return {split: folder_by_split[split] for split in SPLITS if split in folder_by_split}
 
 
-def _one_by_one(key: str) -> str:
+def _advice_to_name_splits(key: str) -> str:
+    """Return the advice to name the folder of each split in the recipe, under this key."""
     return f"give {key} as {{train: FOLDER, test: FOLDER}}"
 
 
@@ -231,7 +232,7 @@ def _check_depth(folder: Path, images_by_subfolder: dict[Path, list[Path]], key:
     if len(deep_folders) == 1:
         advice = f"give {key} as {deep_folders[0]}"
     elif any(split_named(name) for name in [*names, *inner_names]):
-        advice = _one_by_one(key)
+        advice = _advice_to_name_splits(key)
     else:
         advice = "put each class's images into one folder"
     verb = "holds" if len(names) == 1 else "hold"

@@ -346,7 +346,7 @@ def as_inputs(x: Tensor, where: str) -> Tensor:
             f"{where}: inputs are {got}, integers of unknown range; allowed: uint8 or uint16 for images, or real "
             "numbers"
         )
-    return real.unsqueeze(1) if real.dim() == 1 else real
+    return real.unsqueeze(1) if real.dim() == 1 else real  # (n,) becomes (n, 1): one feature per sample
 
 
 _WHITE_BY_DTYPE = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
@@ -356,9 +356,9 @@ _WHITE_BY_DTYPE = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
 def as_images(pixels: Tensor) -> Tensor:
     """Return images ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as floats ``(n, c, h, w)`` in [0, 1].
 
-    Pixels are divided by the largest value of their dtype. Of four axes, the last has the channels if its length is 1,
-    3 or 4, as in ``(n, 32, 32, 3)``. But if the second axis has length 1, 3 or the same length, it has the channels, as
-    in ``(n, 3, 4, 4)``.
+    Pixels are divided by the largest value of their dtype. With four axes, the second or the last has the channels. It
+    is the last axis if its length is 1, 3 or 4, as in ``(n, 32, 32, 3)``, unless the second axis has length 1, 3 or the
+    length of the last, as in ``(n, 3, 4, 4)``.
     """
     if pixels.dim() == 3:
         pixels = pixels.unsqueeze(1)  # one channel

@@ -30,7 +30,7 @@ def score_samples(
     Args:
         forward: Models of all users, in evaluation mode.
         bank: Test samples of all users.
-        rows: Numbers of the users to score, which are their rows in the bank and the models.
+        rows: Numbers of the users to score; a user's number is its row in the bank and in the batched models.
         loss: Loss of outputs and targets.
         batch: Largest number of samples in a slot.
         slots: Largest number of jobs in a forward pass; the number of users by default.
@@ -135,7 +135,7 @@ def _sample_indices(group: Sequence[_Job]) -> Int64[Tensor, "slots batch"]:
             samples from ``first`` on.
     """
     longest_count = group[0].count
-    first = torch.tensor([job.first for job in group])[:, None]
+    first = torch.tensor([job.first for job in group])[:, None]  # one row per job
     count = torch.tensor([job.count for job in group])[:, None]
     offsets = torch.arange(longest_count)
     return torch.where(offsets < count, first + offsets, PAD)

@@ -332,7 +332,8 @@ def split_sources(
     """
     max_train, max_valid, max_test = (limits[key] for key in LIMITS)
     valid_fraction = split.valid if "valid" not in readers else 0.0
-    # The source of train may be divided into train and valid. The others are a split each, passed as `train`.
+    # The source of train may be divided into train and valid. Each other source is a single split, which
+    # `max_read_bytes` treats as a train split that gets the whole source.
     max_bytes = {
         "train": max_read_bytes(train=(max_train, 1 - valid_fraction), valid=(max_valid, valid_fraction)),
         "valid": max_read_bytes(train=(max_valid, 1.0)),
@@ -505,7 +506,7 @@ def _read_documents_at(bad_rows: BadRows, name: str, path: str, max_bytes: int |
     except (NoTextError, BadRowsError):
         raise
     except DataError as error:
-        # A program may have passed a text of many pages as the path, which the message would repeat.
+        # A program may have passed a text of many pages in place of a path, and the message repeats it: cut it.
         reason = str(error)[:300]
         raise DataError(f"user {name!r}: {reason}; to pass the text itself, give a list of documents") from None
 
@@ -696,7 +697,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
     def key(self) -> list[object]:
         """Return the settings of the base class, and "begins" if a begin-of-text token is put in front of each window.
 
-        Users then need one token less.
+        A user's stream may then be one token shorter, so other users have enough text.
         """
         settings = super().key()
         if self.base.begin is not None:
@@ -732,7 +733,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
         return tokenise_user(self.data, unencoded, self.tokenizer)
 
     def shortage(self, user: UserData) -> Shortage | None:
-        """Return the first stream that is too short."""
+        """Return the first token stream (train, valid or test) that is too short; None if all are long enough."""
         begins = self.base.begin is not None
         return find_shortage(user, context=self.context, needs_validation=self.validates, begins=begins)
 
@@ -787,9 +788,9 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
 
 
 def check_local_text(data: TextSection) -> tuple[bool, str]:
-    """Return whether the recipe lists its users and all their files are here, and a note if some files are missing.
+    """Return whether all users' text is in files on this machine, and a note if some files are missing.
 
-    Demo users and hub names are not files, so for these the result is False without a note.
+    Demo users, hub names and data sets are not such files: for these the result is False without a note.
     """
     sources = _paths_of_users(data)
     if not sources or any(is_named(source) for source in sources):
@@ -847,7 +848,7 @@ def _paths_of_users(data: DocumentsSection) -> list[str]:
 
 
 def local_tokenizer(base: str) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a base model, without downloading anything.
+    """Return the tokenizer of a base model if the model is on this machine, without downloading anything.
 
     Args:
         base: Name of the base: "random:..." for random weights, a folder, or a name on the Hub.

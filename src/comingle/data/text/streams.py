@@ -22,11 +22,11 @@ _BATCH_DOCUMENTS = 256
 def tokenise(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int | None = None
 ) -> Int32[Tensor, " tokens"]:
-    """Return the documents as one token stream, each followed by the tokenizer's end-of-sequence token.
+    """Return the documents as one token stream, each followed by a separator token.
 
-    If the tokenizer has no end-of-sequence token, its begin-of-sequence token separates the documents; without either,
-    documents are concatenated directly. No other special tokens are added. Special tokens that are spelt out in a
-    document are tokenised as plain text, so that this token occurs only between documents.
+    The separator is the tokenizer's end-of-text token, or else its begin-of-text token; without either, documents are
+    concatenated directly. No other special tokens are added. Special tokens that are spelt out in a document are
+    tokenised as plain text, so that the separator never occurs inside a document.
 
     Args:
         documents: Documents in order.
@@ -50,7 +50,7 @@ def tokenise(
 def _tokenise_batches(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Int32[Tensor, " tokens"]]:
-    """Yield the tokens of 256 documents at a time, each document followed by the tokenizer's end-of-text token."""
+    """Yield the tokens of 256 documents at a time, each document followed by the separator (:func:`tokenise`)."""
     separator: Any = tokenizer.eos_token_id
     if separator is None:  # a begin-of-text token separates documents just as well
         separator = tokenizer.bos_token_id
@@ -94,8 +94,8 @@ class Shortage:
     """Description of too little data of a user.
 
     Args:
-        what: Split and number of tokens.
-        advice: Purpose of the data and what to do, as the end of a sentence.
+        what: The short split, such as "train has 10 tokens but needs at least 33".
+        advice: Purpose of the data and what to do, as the end of a sentence that begins with ``what``.
     """
 
     what: str
