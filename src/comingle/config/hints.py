@@ -469,7 +469,7 @@ def _keys_in(location: Sequence[str | int], accepted: Mapping[str, str]) -> list
 
 
 def _got_suffix(problem: ErrorDetails) -> str:
-    """Return the text ``; got VALUE`` for a scalar that was not valid; empty for lists and mappings."""
+    """Return the end of a message, ``; got VALUE``, for a scalar that was not valid; empty for lists and mappings."""
     value = problem.get("input")
     if isinstance(value, dict | list | BaseModel):
         return ""

@@ -221,21 +221,7 @@ class Recipe(Section):
         if self.aggregation.is_mean:
             excluded["aggregation"] = True
         content = self.model_dump(mode="json", exclude=excluded)
-
-        # Keys that older versions did not have are left out at the values that correspond to those versions.
-        evaluation, data, training = content.get("evaluation", {}), content["data"], content["training"]
-        if "users" in evaluation and evaluation["users"] is None:
-            del evaluation["users"]
-        for key, default in _LATER_DATA_KEYS.items():
-            if key in data and data[key] == default:
-                del data[key]
-        if self.quantise == "none":
-            del content["quantise"]
-        if training["max_seconds_per_round"] is None:
-            del training["max_seconds_per_round"]
-        if training["normalise_steps"] is False:
-            del training["normalise_steps"]
-
+        _drop_later_keys(content)
         sections = {**content, "method": content["method"]["settings"]}
         for dotted_key in VALUES_OF_USERS:  # such as "training.batch_size"
             section_name, _dot, key = dotted_key.partition(".")
@@ -275,7 +261,7 @@ class Recipe(Section):
         return self.with_changes(lists) if lists else self
 
     def _by_name(self, value: object) -> object:
-        """Convert a list with a value per named user to a mapping by name; return other values unchanged."""
+        """Convert a list with a value for each user in the recipe to a mapping by name; return others unchanged."""
         names = self.data.names
         if isinstance(value, list) and len(value) == len(names):
             return dict(zip(names, value, strict=True))
@@ -327,6 +313,26 @@ class Recipe(Section):
         excluded = {"base"} if uses_model_of_data else None
         content = self.model_dump(mode="json", exclude=excluded)
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+
+
+def _drop_later_keys(content: dict[str, Any]) -> None:
+    """Delete keys that older versions did not have, where their values are those with which older versions ran.
+
+    Args:
+        content: Content of a recipe, as sections by key; changed in place.
+    """
+    evaluation, data, training = content.get("evaluation", {}), content["data"], content["training"]
+    if "users" in evaluation and evaluation["users"] is None:
+        del evaluation["users"]
+    for key, older_value in _LATER_DATA_KEYS.items():
+        if key in data and data[key] == older_value:
+            del data[key]
+    if content["quantise"] == "none":
+        del content["quantise"]
+    if training["max_seconds_per_round"] is None:
+        del training["max_seconds_per_round"]
+    if training["normalise_steps"] is False:
+        del training["normalise_steps"]
 
 
 _RATE_OF_NETS, _RATE_OF_EXPERTS = "training.learning_rate", "training.experts.learning_rate"

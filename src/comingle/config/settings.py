@@ -394,8 +394,9 @@ class Gating(Protocol):
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Any]:
         """Return the number of rows of a router's matrix ``(rows, width)``, and the function that draws initial values.
 
-        Rows belong to the last experts: 2 rows for experts 0, 1 and 2 belong to 1 and 2. A user has only the rows of
-        its own experts. With more rows than experts, each user has all rows.
+        With at most as many rows as experts, each row belongs to an expert, and a user has only the rows of its own
+        experts. With fewer rows, the first experts have none: of 3 experts, 2 rows belong to experts 1 and 2. With more
+        rows than experts, rows do not belong to experts, and each user has all of them.
 
         Args:
             experts: Number of experts.
@@ -407,7 +408,10 @@ class Gating(Protocol):
     def __call__(self, router: Any, products: Any, x: Any) -> Any:
         """Return gates ``(users, n, experts)`` that sum to one.
 
-        ``x`` is ``(users, n, width)``; ``products`` are its products with all rows of the router.
+        Args:
+            router: The router module.
+            products: Product of each input with each row of the router's matrix, ``(users, n, rows)``.
+            x: Inputs of the router for n tokens of each user, ``(users, n, width)``.
         """
 
 
@@ -712,11 +716,12 @@ class AggregationSection(Section):
         return self.rule == "mean"
 
     def hostile_among(self, users: int) -> int:
-        """Return the number of uploads that are assumed to be hostile: their share, rounded up."""
-        return math.ceil(self.hostile * users - 1e-9)
+        """Return how many of ``users`` uploads are assumed to be hostile: the share ``hostile``, rounded up."""
+        rounding_error = 1e-9  # a product such as 3.0000000001 is 3, not to be rounded up to 4
+        return math.ceil(self.hostile * users - rounding_error)
 
     def enough(self, users: int) -> bool:
-        """Return whether the rule's guarantee holds for this number of uploads."""
+        """Return whether the rule's guarantee holds for a round with one upload from each of ``users`` users."""
         return users >= self.least_uploads(self.hostile_among(users))
 
     def least_uploads(self, hostile: int) -> int:
@@ -727,7 +732,7 @@ class AggregationSection(Section):
         and a norm bound that is the median. "mean" and a fixed norm bound have no guarantee that depends on the number.
 
         Args:
-            hostile: Number of hostile uploads h among them.
+            hostile: Number h of hostile uploads in the round.
         """
         has_fixed_bound = self.rule == "norm-bound" and self.bound != "median"
         if self.rule == "mean" or has_fixed_bound:
