@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from comingle.reports import figures
 from comingle.reports.canvas import (
-    SMALLEST,
+    MIN_FONT_PIXELS,
     draw,
     expert_class,
     expert_colour,
@@ -346,7 +346,7 @@ def test_a_picture_is_never_so_narrow_that_its_letters_are_small(entries: Any) -
         root = ET.fromstring(svg(figure, "f", "l", {}))
         width = float(str(root.get("viewBox")).split()[2])
         least = float(str(root.get("style")).partition("min-width:")[2].partition("px")[0])
-        assert least * 9 / width >= SMALLEST
+        assert least * 9 / width >= MIN_FONT_PIXELS
     assert least < 350  # a panel has room on a phone
 
 

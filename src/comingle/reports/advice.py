@@ -2,8 +2,7 @@
 
 All values are changes against ``local`` with the same seed, with an interval of the mean over seeds (Student's t).
 Intervals are simultaneous: all intervals of users together hold with 95%, and so do those of the means over users. If
-an interval contains 0, no advice follows from it; nor does any if accuracies
-change equally with all seeds.
+an interval contains 0, no advice follows from it; nor does any if accuracies change equally with all seeds.
 """
 
 from __future__ import annotations
@@ -68,7 +67,8 @@ class Advice:
         """Return one record for each user of each method and of each smaller group, for a data frame.
 
         The keys are ``method``, ``together`` (names of the group; None for all users), ``user``, ``change`` (mean over
-        seeds), the ends ``low`` and ``high`` of its interval (None with one seed, and if seeds tie), and ``verdict``.
+        seeds), the ends ``low`` and ``high`` of its interval, and ``verdict``. The ends are None with one seed, and if
+        accuracies change equally with all seeds.
         """
         records = []
         for method, gains_by_user in self.methods.items():
@@ -104,9 +104,9 @@ def advise_on(
     first = next(iter(local.values()))
     users = list(first["users"])
     measure = measure_of(dict(first))
-    # All intervals of users hold together with 95%, and so do all of means. So their numbers set their widths.
+    # All intervals of users hold together with 95%, and so do all of means: the more of them, the wider each one.
     num_user_intervals = len(users) * len(methods) + sum(len(names) for names in groups)
-    num_mean_intervals = len(methods) + len(methods) - 1  # against ``local``, and of the others against the best
+    num_mean_intervals = len(methods) + len(methods) - 1  # each against local, and each but the best against the best
 
     gains_by_method = {}
     mean_gains = {}
@@ -171,25 +171,25 @@ def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str,
     return gains
 
 
-def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals: int) -> Gain:
-    """Return a method's mean change over users against other runs, paired by seed.
+def _mean_gain(name: str, runs: Runs, baseline_runs: Runs, measure: str, num_intervals: int) -> Gain:
+    """Return a method's mean change over users against a baseline, paired by seed.
 
     Users whose change is not finite are left out.
 
     Args:
         name: The method, for the field ``user`` of the gain.
         runs: Its runs by seed.
-        others: Runs to compare with, by seed.
+        baseline_runs: Runs of the method to compare with, by seed.
         measure: Name of the measure of the results, such as "perplexity".
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
     key = f"test_{measure}"
     mean_differences = []  # one per seed
-    for seed, other_run in others.items():
+    for seed, baseline_run in baseline_runs.items():
         differences = []  # one per user
-        for user, other_results in other_run["users"].items():
+        for user, baseline_results in baseline_run["users"].items():
             result = runs[seed]["users"][user][key]
-            differences.append(additive_difference(result, other_results[key], measure))
+            differences.append(additive_difference(result, baseline_results[key], measure))
         mean_differences.append(fmean(difference for difference in differences if difference is not None))
     return gain_over_seeds(name, measure, mean_differences, num_intervals=num_intervals)
 
@@ -204,7 +204,7 @@ def _best_method(mean_gains: Mapping[str, Gain], measure: str) -> str:
 
 
 def method_to_take(advice: Advice) -> str | None:
-    """Return the method that uploads least among good ones; None if no method is good.
+    """Return the method to recommend: the one that uploads least among good ones; None if no method is good.
 
     A good method is shown to be better than ``local`` on average over users, and not shown to be worse than the method
     with the best mean. Shown means that the confidence interval excludes 0.
@@ -343,7 +343,7 @@ def _gain_text(gain: Gain) -> str:
 
 
 def _interval_text(gain: Gain) -> str:
-    """Return an interval in parentheses; empty with one seed, and if seeds tie."""
+    """Return a gain's interval in parentheses; empty if it has none, as with a single seed."""
     return "" if gain.interval is None else f" ({interval_text(gain.interval, gain.measure)})"
 
 
@@ -359,7 +359,8 @@ def gain_cell(gain: Gain | None) -> str:
 def gain_rows(advice: Advice) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a table of gains against training alone.
 
-    There is a row for each method with all users, then one for each smaller group, which has only gains of users.
+    There is a row for each method with all users, then one for each smaller group, which has only gains of users. The
+    first column, "together", names the method or the group.
     """
     users = list(dict.fromkeys(user for gains in advice.methods.values() for user in gains))
     header = ["together", *users, "mean", "sent / round", "received / round"]

@@ -137,7 +137,7 @@ class Audit(AuditedRun):
 
     Args:
         trials: Number of runs with canaries.
-        rounds: Their number of rounds.
+        rounds: Number of rounds of each of these runs.
         delta: Delta of the privacy accounting.
         confidence: Confidence of the proofs.
         proofs: Bounds on epsilon.
@@ -183,7 +183,15 @@ class Audit(AuditedRun):
 
 
 def exposure(rank: int, references: int) -> float:
-    """Return ``log2(candidates) - log2(rank)`` in bits (Carlini et al. 2019, arXiv:1802.08232, Definition 5)."""
+    """Return how much a canary's rank reveals that a model has memorised it, in bits: ``log2(candidates / rank)``.
+
+    The candidates are the canary and the reference canaries, which were never trained on (Carlini et al. 2019,
+    arXiv:1802.08232, Definition 5).
+
+    Args:
+        rank: Rank of the canary's loss among all candidates; 1 is the lowest loss.
+        references: Number of reference canaries.
+    """
     return math.log2(references + 1) - math.log2(rank)
 
 
@@ -218,7 +226,7 @@ def _proof_sentence(proof: Proof, audit: Audit) -> str:
     """Return the sentence on the epsilon that an attacker's guesses prove, and on what the accountant guarantees.
 
     Args:
-        proof: The bound.
+        proof: The attacker's guesses, and the lower bound on epsilon that they prove.
         audit: Results of all attacks on one run.
     """
     attackers = {"server": "The server", "users": "A recipient of the shared model"}
@@ -430,7 +438,7 @@ def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def _found_text(found: float | None) -> str:
-    """Return the share of members found at 1% false positives as text; None if there are too few other examples."""
+    """Return the share of members found at 1% false positives as text; None stands for too few others."""
     return "fewer than 100 others" if found is None else f"{found:.2f}"
 
 
@@ -566,7 +574,7 @@ def check_targets(folder: Path, *, force: bool) -> None:
 
 
 def write_audit(folder: Path, audit: Audit) -> None:
-    """Write the page as Markdown and the results as JSON."""
+    """Write an audit's page, ``audit.md``, and its results, ``audit.json``, to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "audit.json", audit.as_dict())
     write_text(folder / "audit.md", markdown(audit))

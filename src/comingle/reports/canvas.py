@@ -78,7 +78,7 @@ class Style:
 def styles(methods: Sequence[str]) -> list[Style]:
     """Return a style for each method; pretrained, local and fedavg look the same in every report.
 
-    Other methods get the remaining colours in turn, with another line style after each turn.
+    Other methods cycle through the remaining colours. Each further cycle has another line style.
     """
     free_indices = [index for index in range(len(_METHOD_COLOURS)) if index not in _FIXED_COLOURS.values()]
     chosen: list[Style] = []
@@ -88,8 +88,8 @@ def styles(methods: Sequence[str]) -> list[Style]:
         if method in _FIXED_COLOURS and not has_occurred:
             colour_index, line = _FIXED_COLOURS[method], "-"
         else:
-            turn, place = divmod(num_others, len(free_indices))
-            colour_index, line = free_indices[place], _LINE_STYLES[turn % len(_LINE_STYLES)]
+            cycle, index_in_cycle = divmod(num_others, len(free_indices))
+            colour_index, line = free_indices[index_in_cycle], _LINE_STYLES[cycle % len(_LINE_STYLES)]
             num_others += 1
         marker = _MARKERS[colour_index % len(_MARKERS)]
         if method == "pretrained":  # a horizontal line, not a curve
@@ -116,7 +116,7 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 
 def expert_css() -> list[tuple[str, Colour]]:
-    """Return the class name (g1, g2, s1 ...) and the background colour of each expert."""
+    """Return the CSS class and the background colour of each expert: ``g1``, ``g2`` (generalists), ``s1`` and so on."""
     classes = []
     for role, colours in _EXPERT_COLOURS.items():
         for number, colour in enumerate(colours, 1):
@@ -125,7 +125,7 @@ def expert_css() -> list[tuple[str, Colour]]:
 
 
 def expert_class(name: str) -> str:
-    """Return the class name of an expert in :func:`expert_css`."""
+    """Return an expert's CSS class in :func:`expert_css`: "s2" for "specialist 2"."""
     role, number = expert_kind(name)
     return f"{role[0]}{number % len(_EXPERT_COLOURS[role]) + 1}"
 
@@ -174,7 +174,7 @@ def draw(rows: int, columns: int, size: tuple[float, float], paint: Callable[[Fi
     return figure
 
 
-SMALLEST = 10
+MIN_FONT_PIXELS = 10
 """Smallest font size on the page, in pixels. Figures that would need smaller letters scroll in their frame."""
 
 Key = tuple[Line2D | Patch, str]
@@ -188,7 +188,7 @@ class Panels:
     A file has all panels in one picture. The page has one picture per panel, side by side as far as they fit.
 
     Args:
-        painters: Functions that fill the panels; None leaves a place empty.
+        painters: Functions that fill the panels; None leaves a panel empty.
         columns: Number of columns in a file.
         size: Width and height of a panel, in inches.
         sheet: A header and rows with the numbers of the figure.
@@ -233,7 +233,7 @@ class Panels:
         return draw(num_rows, self.columns, self.size, paint)
 
     def parts(self) -> list[Figure]:
-        """Return a picture for each panel, with axis labels but without the legend; empty places are left out."""
+        """Return a picture for each panel, with axis labels but without the legend; empty panels are left out."""
         return [self._part(paint_panel) for paint_panel in self.painters if paint_panel is not None]
 
     def _part(self, paint_panel: Callable[[Axes], None]) -> Figure:
@@ -294,7 +294,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> str:
     """Return a figure as inline SVG for a page.
 
-    The SVG does not shrink below the width at which all letters have at least :data:`SMALLEST` pixels.
+    The SVG does not shrink below the width at which all letters have at least :data:`MIN_FONT_PIXELS` pixels.
 
     Args:
         figure: The figure.
@@ -314,8 +314,8 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
     width, height = _size_in_points(text, "width"), _size_in_points(text, "height")
     font_sizes = [float(size) for size in re.findall(r"<text[^>]*font(?:-size)?:[^;\">]*?([\d.]+)px", text)]
     # At a width of W pixels, letters of size s have s * W / width pixels.
-    min_width = width * SMALLEST / min(font_sizes) if font_sizes else 0.0
-    max_width = max(min_width, width * 1.45)
+    min_width = width * MIN_FONT_PIXELS / min(font_sizes) if font_sizes else 0.0
+    max_width = max(min_width, width * 1.45)  # pixels per point, so that letters of 9 points have 13 pixels
     style = f"min-width:{math.ceil(min_width)}px;max-width:{max_width:.0f}px"
     role = f'role="img" aria-label="{label}"' if label else 'aria-hidden="true"'
     opening = f'<svg {role} viewBox="0 0 {width} {height}" style="{style}"'
@@ -347,9 +347,10 @@ def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str], 
 
 
 def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Label each point at one of four places, the first where the label covers no other label and no point.
+    """Label each point at one of four positions, the first where the label covers no other label and no point.
 
-    The places are right above, right below, left above and left below. If none is free, the label is right above.
+    The positions are, in order, above right, below right, above left and below left. If none is free, the label is
+    above right.
 
     Args:
         figure: The figure.
@@ -362,13 +363,14 @@ def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float
     for data_x, data_y, _ in points:
         x_pixels, y_pixels = axis.transData.transform((data_x, data_y))
         positions.append((float(x_pixels) * units_per_pixel, float(y_pixels) * units_per_pixel))
-    taken_boxes = [(x - 4, y - 4, x + 4, y + 4) for x, y in positions]  # left, bottom, right, top
+    # Left, bottom, right and top of each occupied area; at first those of the marks, which are 8 points wide.
+    taken_boxes = [(x - 4, y - 4, x + 4, y + 4) for x, y in positions]
     for (x, y), (data_x, data_y, text) in zip(positions, points, strict=True):
         width, height = 5.6 * len(text), 10  # 5.6 is the mean width of a letter
-        right_above, right_below = (8.0, 5.0), (8.0, -13.0)
-        left_above, left_below = (-8.0 - width, 5.0), (-8.0 - width, -13.0)
-        chosen_offset = right_above
-        for offset in (right_above, right_below, left_above, left_below):
+        above_right, below_right = (8.0, 5.0), (8.0, -13.0)
+        above_left, below_left = (-8.0 - width, 5.0), (-8.0 - width, -13.0)
+        chosen_offset = above_right
+        for offset in (above_right, below_right, above_left, below_left):
             box = _label_box(x, y, offset, width, height)
             if not any(_overlaps(box, taken) for taken in taken_boxes):
                 chosen_offset = offset

@@ -85,7 +85,7 @@ class Estimate:
 
 
 def one_way(values: Sequence[float]) -> Estimate:
-    """Return the mean of at least two independent values.
+    """Return the mean of at least two independent values with its standard error.
 
     The error is ``s / sqrt(n)``, with ``n - 1`` degrees of freedom.
     """
@@ -151,11 +151,12 @@ def _possible_change(difference: float, measure: str) -> float:
 
 
 def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
-    """Return the mean over users and seeds, both random effects: ``value = mean + user + seed + rest``.
+    """Return the mean over users and seeds, both random effects: ``value = mean + user + seed + residual``.
 
     Its variance over U users and S seeds is ``MS / (U S)``. MS is the largest of ``MS_users``, ``MS_seeds`` and
-    ``MS_users + MS_seeds - MS_rest``, from the mean squares of a two-way analysis of variance. The degrees of freedom
-    of the sum are Satterthwaite's (Biometrics Bulletin 2, 1946).
+    ``MS_users + MS_seeds - MS_residual``, from the mean squares of a two-way analysis of variance. So the variance is
+    at least that of users alone or of seeds alone. If the sum is the largest, its degrees of freedom are
+    Satterthwaite's (Biometrics Bulletin 2, 1946).
 
     Args:
         values: One value per user and seed, for at least two seeds.
@@ -164,19 +165,19 @@ def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
     if num_users == 1:
         return one_way(values[0].tolist())
     mean, mean_by_user, mean_by_seed = values.mean(), values.mean(1), values.mean(0)
-    rest = values - mean_by_user[:, None] - mean_by_seed + mean
+    residuals = values - mean_by_user[:, None] - mean_by_seed + mean
     freedom_users, freedom_seeds = num_users - 1, num_seeds - 1
-    freedom_rest = freedom_users * freedom_seeds
+    freedom_residual = freedom_users * freedom_seeds
     ms_users = num_seeds * mean_by_user.var(ddof=1)
     ms_seeds = num_users * mean_by_seed.var(ddof=1)
-    ms_rest = (rest**2).sum() / freedom_rest
+    ms_residual = (residuals**2).sum() / freedom_residual
 
     users_candidate, seeds_candidate = (ms_users, float(freedom_users)), (ms_seeds, float(freedom_seeds))
     ms, freedom = max(users_candidate, seeds_candidate)  # the one with the larger mean square
-    ms_sum = ms_users + ms_seeds - ms_rest
+    ms_sum = ms_users + ms_seeds - ms_residual
     if ms_sum > ms:
         ms = ms_sum
-        terms = [ms_users**2 / freedom_users, ms_seeds**2 / freedom_seeds, ms_rest**2 / freedom_rest]
+        terms = [ms_users**2 / freedom_users, ms_seeds**2 / freedom_seeds, ms_residual**2 / freedom_residual]
         freedom = ms_sum**2 / sum(terms)
     return Estimate(mean=float(mean), error=math.sqrt(ms / values.size), freedom=float(freedom))
 
@@ -781,7 +782,11 @@ def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
 
 
 def users_of(runs: Iterable[JsonMapping]) -> list[tuple[str, Collection[str]]]:
-    """Return the argument of :func:`require_same_users` for metrics."""
+    """Return a name for messages and the users of each run, for :func:`require_same_users`.
+
+    Args:
+        runs: ``metrics.json`` of each run.
+    """
     return [(f"{run['method']}, seed {run['seed']}", run["users"]) for run in runs]
 
 

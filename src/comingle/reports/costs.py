@@ -201,7 +201,7 @@ def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
 def memory_verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
     """Yield for each method a line on whether it fits into the memory of this machine, and the answer as a boolean.
 
-    With ``runtime.memory`` there is one line, on its limit.
+    If the recipe sets ``runtime.memory``, yield a single line instead, on whether some settings fit within its limit.
     """
     if "memory" in plan:
         limit = f"{_megabytes_number(plan['memory']['limit_bytes'])} MB"
@@ -384,7 +384,7 @@ def _overhead_cells(user: UserCostRecord, flops: FlopsRecord, has_naive_column: 
     return [overhead, naive_overhead]
 
 
-_COMPILED = ", without compilation (runtime.compile: false); compiled code needs less"
+_NOTE_ON_COMPILATION = ", without compilation (runtime.compile: false); compiled code needs less"
 
 
 def _memory_table(plan: PlanRecord) -> Table:
@@ -404,7 +404,7 @@ def _memory_table(plan: PlanRecord) -> Table:
     table = _captioned_table(
         "Peak memory in MB",
         "Process: Python and its libraries, measured on this machine; unknown for a GPU.\n"
-        f"Activations: memory of one pass without gradients{_COMPILED if is_text else ''}."
+        f"Activations: memory of one pass without gradients{_NOTE_ON_COMPILATION if is_text else ''}."
         "\nMessages: uploads of a round while they are made, which is not during a pass; the larger one counts."
         "\nAllocator: estimate of its fragmentation on a CPU, not a bound; unknown for a GPU.",
     )
@@ -495,12 +495,12 @@ def _signed_percent(value: float) -> str:
 
 
 def _mega_flops(flops: float) -> str:
-    """Return FLOPs as text in MFLOPs, small ones in kFLOPs."""
+    """Return FLOPs as text in MFLOPs, or in kFLOPs if less than 50,000, which would be printed as 0.0 MFLOPs."""
     return f"{flops / 1e6:,.1f} MFLOPs" if flops >= 5e4 or not flops else f"{flops / 1e3:,.2f} kFLOPs"
 
 
 def _tera_flops(flops: float) -> str:
-    """Return FLOPs as text in TFLOPs, small ones as by :func:`_mega_flops`."""
+    """Return FLOPs as text in TFLOPs, or by :func:`_mega_flops` if so few that "0.000 TFLOPs" would be printed."""
     return f"{flops / 1e12:,.3f} TFLOPs" if flops >= 5e8 or not flops else _mega_flops(flops)
 
 
@@ -509,23 +509,23 @@ def _scaled_flops(flops: float) -> str:
     return _mega_flops(flops) if flops < 1e11 else f"{flops / 1e12:,.2f} TFLOPs"
 
 
-def _bytes_text(count: float) -> str:
-    """Return bytes as text in MB, small ones in kB."""
-    return megabytes(count) if count >= 1e5 or not count else f"{count / 1e3:,.2f} kB"
+def _bytes_text(num_bytes: float) -> str:
+    """Return bytes as text in MB, or in kB if fewer than 100,000."""
+    return megabytes(num_bytes) if num_bytes >= 1e5 or not num_bytes else f"{num_bytes / 1e3:,.2f} kB"
 
 
-def _megabytes_number(count: float) -> str:
-    """Return bytes in megabytes without unit, with more digits for small ones."""
-    return f"{count / 1e6:,.1f}" if count >= 1e6 or not count else f"{count / 1e6:.3f}"
+def _megabytes_number(num_bytes: float) -> str:
+    """Return bytes in megabytes without unit: one decimal, or three below one megabyte."""
+    return f"{num_bytes / 1e6:,.1f}" if num_bytes >= 1e6 or not num_bytes else f"{num_bytes / 1e6:.3f}"
 
 
-def _precise_megabytes(count: float) -> str:
-    """Return bytes as text in MB with three digits."""
-    return f"{count / 1e6:,.3f} MB"
+def _precise_megabytes(num_bytes: float) -> str:
+    """Return bytes as text in MB with three decimals."""
+    return f"{num_bytes / 1e6:,.3f} MB"
 
 
-def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:,.2f} GB"
+def _gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB"
 
 
 _TIME_PARTS = ("compute", "server", "network", "disk")

@@ -161,14 +161,8 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
         entries: Entries by which users are ranked; empty for ``entry`` alone.
     """
     most_experts = max(len(expert_curves(entry, user)) for user in entry.first.users)
-    most_users = max(2, MAX_PANELS // most_experts)
-    titles = choose_users(entries or [entry], most_users)
-    experts_by_user = _experts_by_user(entry, titles)
-    all_scores_are_private = not experts_by_user  # of the best and the worst users
-    if all_scores_are_private:  # take any users with scores
-        users_with_scores = list(entry.first.evaluations[-1].scores)[:most_users]
-        titles = {user: user for user in users_with_scores}
-        experts_by_user = {user: expert_curves(entry, user) for user in users_with_scores}
+    max_users = max(2, MAX_PANELS // most_experts)
+    titles, experts_by_user = _experts_with_heatmaps(entry, entries or [entry], max_users)
     round_by_iterations = {}
     for run in entry.runs:
         for evaluation in run.evaluations:
@@ -199,8 +193,29 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     )
 
 
+def _experts_with_heatmaps(
+    entry: Entry, entries: Sequence[Entry], max_users: int
+) -> tuple[dict[str, str], dict[str, list[ExpertCurves]]]:
+    """Return the titles and the experts of the users that have heat maps: the best and the worst, as far as they fit.
+
+    If all of these users keep their scores private, other users that report scores take their place.
+
+    Args:
+        entry: The entry whose scores are shown.
+        entries: Entries by which users are ranked.
+        max_users: Largest number of users.
+    """
+    titles = choose_users(entries, max_users)
+    experts_by_user = _experts_by_user(entry, titles)
+    if experts_by_user:
+        return titles, experts_by_user
+    users_with_scores = list(entry.first.evaluations[-1].scores)[:max_users]
+    titles = {user: user for user in users_with_scores}
+    return titles, {user: expert_curves(entry, user) for user in users_with_scores}
+
+
 def _experts_by_user(entry: Entry, users: Iterable[str]) -> dict[str, list[ExpertCurves]]:
-    """Return the experts of each user; users without routers are left out."""
+    """Return the experts of each user; users without scores are left out."""
     experts_by_user = {user: expert_curves(entry, user) for user in users}
     return {user: experts for user, experts in experts_by_user.items() if experts}
 
@@ -304,7 +319,7 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
 
 
 def _verdict_keys(shown_gains: Sequence[Gain]) -> list[Key]:
-    """Return legend entries for pale and hatched bars, each only if the figure has such bars."""
+    """Return the legend entries that explain pale and hatched bars, each only if the figure has such bars."""
     keys: list[Key] = []
     if any(gain.verdict == "level" for gain in shown_gains):
         pale = Patch(facecolor=INK.light, alpha=LEVEL_OPACITY, linewidth=0)
@@ -374,7 +389,7 @@ def _paint_users(
         gain_by_user = {gain.user: gain for gain in gains}
         offset = (number + 0.5) * bar_height - group_height / 2
         _paint_bars(axis, list(titles), gain_by_user, style_by_label[entry.label], offset, bar_height)
-    axis.axvline(_place_of_no_change(measure), color=INK.light, linewidth=1)
+    axis.axvline(_position_of_no_change(measure), color=INK.light, linewidth=1)
     if measure == "loss":  # changes are factors: on a logarithmic axis ×0.5 and ×2 have bars of equal length
         axis.set_xscale("log")
     all_gains = [gain for _, gains in gains_by_entry for gain in gains]
@@ -407,7 +422,7 @@ def _paint_bars(
     gains = [gain_by_user[user] for user in users if user in gain_by_user]
     ends = [_to_axis(gain.measure, gain.change.mean) for gain in gains]
     for centre, end, gain in zip(centres, ends, gains, strict=True):
-        start = _place_of_no_change(gain.measure)
+        start = _position_of_no_change(gain.measure)
         drawn_height = height * 0.92  # leaves a gap between bars
         (bar,) = axis.barh(
             centre, end - start, drawn_height, left=start, color=style.colour.light, edgecolor=PAPER.light, linewidth=0
@@ -424,8 +439,8 @@ def _paint_bars(
         axis.errorbar(ends, centres, xerr=whiskers, fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2)
 
 
-def _place_of_no_change(measure: str) -> float:
-    """Return the place of no change on the axis: 1 for losses, whose changes are shown as factors, else 0."""
+def _position_of_no_change(measure: str) -> float:
+    """Return the position of no change on the axis: 1 for losses, whose changes are shown as factors, else 0."""
     return 1.0 if measure == "loss" else 0.0
 
 
@@ -466,9 +481,9 @@ def _format_factors(axis: Axis, low: float, high: float) -> None:
     """Format the ticks of a logarithmic axis as factors, such as "×2".
 
     Args:
-        axis: The axis.
-        low: Its lower limit.
-        high: Its upper limit.
+        axis: The x axis or the y axis of a panel.
+        low: Its lower limit, a factor.
+        high: Its upper limit, a factor.
     """
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"×{value:,.12g}"))
     minor_labels_overlap = high > 30 * low
@@ -480,8 +495,8 @@ def _format_factors(axis: Axis, low: float, high: float) -> None:
 
 def _factor_tick(value: float, _: object) -> str:
     """Return the label of a minor tick as a factor, empty for most ticks."""
-    ticks = sparse_tick(value, "loss")
-    return f"×{ticks}" if ticks else ""
+    text = sparse_tick(value, "loss")
+    return f"×{text}" if text else ""
 
 
 # -------------------------------------------------------------------- populations
@@ -545,7 +560,7 @@ def _paint_distribution(
         changes = [_to_axis(gain.measure, gain.change.mean) for gain in gains]
         style = style_by_label[entry.label]
         axis.ecdf(np.sort(changes), color=style.colour.light, linestyle=style.line)
-    axis.axvline(_place_of_no_change(measure), color=INK.light, linewidth=1)
+    axis.axvline(_position_of_no_change(measure), color=INK.light, linewidth=1)
     axis.set_title("distribution over users")
     axis.set_ylabel("share of users, %")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}"))
@@ -562,8 +577,8 @@ def _paint_against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], styl
     Args:
         axis: The axes.
         entry: Runs of one method with the same recipe and different seeds.
-        gains: Gains of its users.
-        style: Its style.
+        gains: Change of each of its users against the baseline.
+        style: Colour and marker of the points.
         baseline: The baseline, whose first run records the amounts.
     """
     first_run = baseline.first
@@ -576,7 +591,7 @@ def _paint_against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], styl
     axis.plot(
         amounts, changes, linestyle="", marker=style.marker or "o", markersize=3.5, alpha=0.6, color=style.colour.light
     )
-    axis.axhline(_place_of_no_change(first_run.measure), color=INK.light, linewidth=1)
+    axis.axhline(_position_of_no_change(first_run.measure), color=INK.light, linewidth=1)
     axis.set_title(f"{short(entry.label)} and amount of data")
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -629,7 +644,7 @@ class Mixtures:
 
     @property
     def learned(self) -> bool:
-        """Whether any user mixes several sets. With optimal routing each user has one set from the start."""
+        """Whether any user mixes several components; with optimal routing each has one component from the start."""
         return bool((self.weights.max(-1) < 1).any())
 
     @cached_property
@@ -792,6 +807,7 @@ def _mark_clusters(axis: Axes, mixtures: Mixtures, *, has_labels: bool) -> None:
         row_labels = list(mixtures.users)
     else:
         row_labels = [f"cluster {cluster}" for cluster in mixtures.clusters]  # the same for users of one cluster
+    # First row of each cluster. Without clusters every row has its own label, and so is a start.
     starts = [row for row, label in enumerate(row_labels) if row == 0 or row_labels[row - 1] != label]
     if mixtures.clusters is not None:
         for start in starts[1:]:
@@ -969,8 +985,12 @@ def set_log_axis(axis: Axes, values: Sequence[float], measure: str, margin: floa
 
 def _without_start(curve: Curve) -> Curve:
     """Return a curve without the evaluation before training."""
-    kept = [i for i, x in enumerate(curve.iterations) if x > 0]
-    return Curve(iterations=tuple(curve.iterations[i] for i in kept), values=tuple(curve.values[i] for i in kept))
+    points = [
+        (iterations, value)
+        for iterations, value in zip(curve.iterations, curve.values, strict=True)
+        if iterations > 0  # local steps before the evaluation
+    ]
+    return Curve(iterations=tuple(x for x, _ in points), values=tuple(value for _, value in points))
 
 
 def _paint_curve(axis: Axes, curve: Curve, style: Style, *, has_log_axis: bool) -> None:

@@ -69,9 +69,7 @@ def is_unequal(count: int, median: int | None) -> bool:
 
 
 def parameter_count_note(counts: Sequence[int]) -> str:
-    """Return the note that explains the mark † of methods with unequal numbers of trained parameters.
-
-    It is empty if no method is marked.
+    """Return the note that explains the mark † of methods with unequal numbers of trained parameters, or "".
 
     Args:
         counts: Number of trained parameters of each method.
@@ -107,7 +105,10 @@ def tick(value: float, measure: str) -> str:
 
 
 def sparse_tick(value: float, measure: str) -> str:
-    """Return the tick label of 2 and 5 times powers of ten, and an empty label for others."""
+    """Return the label of a minor tick of a logarithmic axis, empty except for 2 and 5 times a power of ten.
+
+    Labels of all minor ticks would overlap.
+    """
     leading_digit = round(value / 10 ** math.floor(math.log10(value)))
     return tick(value, measure) if leading_digit in (2, 5) else ""
 
@@ -184,7 +185,7 @@ def clip_points(change: float, measure: str) -> float:
 
 
 def is_worse(difference: float, measure: str) -> bool:
-    """Return whether a change is for the worse."""
+    """Return whether a change, or a difference between a result and the baseline's, is for the worse."""
     return difference < 0 if MEASURES[measure] == "higher" else difference > 0
 
 
@@ -226,7 +227,10 @@ def factor_text(factor: float) -> str:
 
 
 def change_text(difference: float, measure: str) -> str:
-    """Return a change as text, with its unit; never "-0.0"."""
+    """Return a change in the unit of :func:`change` as text: "-9.7%", "+1.2 points", or for losses "×0.8".
+
+    A change that rounds to 0 is "+0.0", never "-0.0".
+    """
     if measure == "loss":
         return factor_text(10**difference)
     unit = "\u00a0points" if measure in _POINTS else "%"
@@ -271,7 +275,7 @@ def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
         baseline: Name of the baseline.
         short: Leave out which direction is better.
     """
-    unit = "multiple" if measure == "loss" else _POINTS.get(measure, "%")  # a dictionary of units in points
+    unit = "multiple" if measure == "loss" else _POINTS.get(measure, "%")  # such as "percentage points"
     if short:
         return f"change against {baseline}, {unit}"
     lower_is_better = MEASURES[measure] == "lower"

@@ -114,7 +114,7 @@ class TokenView:
 
 
 def pack_gates(gates: np.ndarray) -> str:
-    """Return gates in thousandths as little-endian 16-bit integers in base64."""
+    """Encode gates compactly for the page's script: thousandths as little-endian 16-bit integers in base64."""
     thousandths = np.rint(gates.astype(np.float64) * 1000).astype("<u2")
     return base64.b64encode(thousandths.tobytes()).decode("ascii")
 
@@ -200,10 +200,10 @@ def _token_cell(view: TokenView, text_index: int, user_index: int, layer: int, t
 
     Args:
         view: Tokens of some texts, and their gates under the models of some users.
-        text_index: Index of the text.
-        user_index: Index of the user.
-        layer: The layer.
-        title: Title of the cell.
+        text_index: Index of the text in ``view.texts``.
+        user_index: Index of the user in ``view.users``.
+        layer: Index of the layer whose gates the cell has.
+        title: Heading above the text, such as "text: a, model: ann".
     """
     gates = view.gates[text_index][user_index][layer]
     tokens, experts = view.texts[text_index].tokens, view.experts[user_index]
@@ -263,8 +263,8 @@ def _paint_tokens(axis: Axes, cell: _TokenCell, num_lines: int) -> None:
 
     Args:
         axis: The axes, on which a letter is 1 wide and a line 1 high.
-        cell: The cell.
-        num_lines: Number of lines of the axes.
+        cell: The text's tokens and their gates.
+        num_lines: Height of the axes in lines of text.
     """
     axis.set_axis_off()
     axis.set_xlim(0, COLUMNS)
@@ -463,7 +463,7 @@ def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
 
     Args:
         view: Tokens of some texts, and their gates under the models of some users.
-        layer: The layer.
+        layer: Index of the layer whose gates are written.
     """
     rows: list[list[object]] = [["text", "model", "layer", "token_number", "token", "expert", "probability"]]
     for text, gates_of_users in zip(view.texts, view.gates, strict=True):
@@ -907,7 +907,7 @@ def _names_markup(names: list[str], *, worst_first: bool) -> Markup:
 
 
 def _learned_mixtures(entry: Entry) -> list[Mixtures]:
-    """Return the mixtures of an entry's runs that have learned ones."""
+    """Return the client-level mixtures of an entry's runs, without runs in which no user mixes several components."""
     mixtures_of_runs = [read_mixtures(run.folder) for run in entry.runs]
     return [mixtures for mixtures in mixtures_of_runs if mixtures is not None and mixtures.learned]
 

@@ -306,11 +306,11 @@ def _unit(users: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def _amounts(users: dict[str, JsonObject], key: str) -> dict[str, int]:
-    """Return each user's value of a key such as "train_tokens"; empty if a user lacks the key.
+    """Return each user's amount of training data; empty if it is not recorded for all users.
 
     Args:
-        users: Each user's numbers in a start event.
-        key: The key.
+        users: Each user's numbers in a start event, such as ``{"ann": {"train_tokens": 900}}``.
+        key: The key, such as "train_tokens".
     """
     if not all(key in numbers for numbers in users.values()):
         return {}
@@ -403,24 +403,32 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
         return labels
 
     differing_keys = _differing_keys([_settings_of(run, full_privacy=False) for run in runs])
-    keys_of_all_methods = {key for key in differing_keys if not key.startswith("method.")}
-    labels = []
-    for run in runs:
-        runs_of_method = [other for other in runs if other.method == run.method]
-        all_are_private = all(other.recipe.get("privacy") for other in runs_of_method)
-        # If only some are private, every privacy setting differs between them, so compare the mechanisms only.
-        settings_of_runs = [_settings_of(other, full_privacy=all_are_private) for other in runs_of_method]
-        keys = keys_of_all_methods | _differing_keys(settings_of_runs)
-        if "privacy.mechanism" in keys:
-            keys.discard("privacy")  # which is the mechanism, too
-        settings = _settings_of(run, full_privacy=False)  # has "privacy"
-        settings.update(_settings_of(run, full_privacy=all_are_private))  # can add "privacy.mechanism" and others
-        texts = []
-        for key in sorted(keys):
-            short_key = key.rpartition(".")[2]
-            texts.append(f"{short_key} {_setting_text(settings.get(key))}")
-        labels.append(f"{run.method} ({', '.join(texts)})" if texts else run.method)
-    return labels
+    keys_in_all_labels = {key for key in differing_keys if not key.startswith("method.")}
+    return [_label_with_settings(run, runs, keys_in_all_labels) for run in runs]
+
+
+def _label_with_settings(run: RunRecord, runs: Sequence[RunRecord], keys_in_all_labels: set[str]) -> str:
+    """Return a run's method and the settings that distinguish the run, such as "fedprox (mu 0.1, rank 8)".
+
+    Args:
+        run: The run.
+        runs: All runs that get a label. The label has each setting in which runs of the same method differ.
+        keys_in_all_labels: Recipe keys of further settings in the label, such as ``{"training.rounds"}``.
+    """
+    runs_of_method = [other for other in runs if other.method == run.method]
+    all_are_private = all(other.recipe.get("privacy") for other in runs_of_method)
+    # If only some are private, every privacy setting differs between them, so compare the mechanisms only.
+    settings_of_runs = [_settings_of(other, full_privacy=all_are_private) for other in runs_of_method]
+    keys = keys_in_all_labels | _differing_keys(settings_of_runs)
+    if "privacy.mechanism" in keys:
+        keys.discard("privacy")  # which is the mechanism, too
+    settings = _settings_of(run, full_privacy=False)  # has "privacy"
+    settings.update(_settings_of(run, full_privacy=all_are_private))  # can add "privacy.mechanism" and others
+    texts = []
+    for key in sorted(keys):
+        short_key = key.rpartition(".")[2]
+        texts.append(f"{short_key} {_setting_text(settings.get(key))}")
+    return f"{run.method} ({', '.join(texts)})" if texts else run.method
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
@@ -721,7 +729,7 @@ def gains(entry: Entry, baseline: Entry) -> list[Gain]:
 
     Args:
         entry: Runs of one method with the same recipe and different seeds.
-        baseline: Runs that they are compared with, each with the run of its seed.
+        baseline: Runs of the baseline. Each run of ``entry`` is compared with the run that has the same seed.
     """
     measure = entry.first.measure
     gains_of_users = []
@@ -741,7 +749,7 @@ def gains(entry: Entry, baseline: Entry) -> list[Gain]:
 
 
 def baselines(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries of ``local``, then those of ``fedavg``."""
+    """Return the entries that others are compared with: those of ``local``, then those of ``fedavg``."""
     return [entry for method in BASELINES for entry in entries if entry.method == method]
 
 

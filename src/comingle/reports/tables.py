@@ -179,7 +179,7 @@ def _add_users(table: Table, metrics: JsonObject, names: Sequence[str]) -> None:
     Args:
         table: The table, changed in place.
         metrics: Content of the run's ``metrics.json``.
-        names: Names of the users.
+        names: The users that get a row, in order.
     """
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
     results_of_users = [metrics["users"][name] for name in names]
@@ -240,6 +240,7 @@ def render_curve(events: list[JsonObject]) -> Table:
 
 def _named_geometric_mean(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
     """Return the geometric mean over users by its name in tables; empty for measures other than perplexity."""
+    # geometric() has one value for perplexities, and none for other measures.
     return dict(zip(["geometric mean"], geometric(users, measure).values(), strict=False))
 
 
@@ -570,7 +571,7 @@ def _number_or_dash(value: float | None) -> str:
 
 
 def _size_text(count: int) -> str:
-    """Return a byte count as text in its own unit."""
+    """Return a byte count as text, in bytes below 10,000, else in megabytes."""
     unit, name = byte_unit(count)
     return f"{count / unit:,.1f} {name}" if unit > 1 else f"{count} B"
 
@@ -1020,7 +1021,7 @@ def latex_verdicts(comparison: BaselineComparison, label: str, *, prefix: str = 
     Args:
         comparison: The comparison with a baseline.
         label: Label of the table, such as "tab:compare-demo-verdicts".
-        prefix: Beginning of the caption, before a colon; empty for none.
+        prefix: Text that precedes the caption, such as a name of the comparison; a colon follows it. Empty for none.
     """
     header, rows = comparisons.verdict_rows(comparison)
     latex_header = [escape_latex(name) for name in header]
