@@ -17,7 +17,8 @@ def _check_shadows(context: object, option: object, num_runs: int) -> int:
     Args:
         context: Not used; click passes it.
         option: Not used; click passes it.
-        num_runs: The number; 0 for no reference runs.
+        num_runs: Number of reference runs, whose models membership inference needs; 0 for no membership inference with
+            reference models.
 
     Raises:
         RecipeError: The number is not 0, but less than membership inference needs.

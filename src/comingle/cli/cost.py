@@ -106,7 +106,7 @@ def cluster_of(
             "latency": latency,
             "disk": disk,
         }
-        defaults = (None, LINK, LATENCY)  # of the options above
+        defaults = (None, LINK, LATENCY)  # an option with another value was given
         given_options = [name for name, value in options.items() if value not in defaults]
         if given_options:
             raise RecipeError(f"--{given_options[0]}: is used only with --machines N")
@@ -221,7 +221,7 @@ def cost(
     from comingle.reports.costs import PlanRecord, TimesRecord, memory_verdicts, render_plan, render_times
 
     names = split_names(",".join(method)) if method else []  # empty for the recipe's method
-    for_all = method_settings(sets, names or [loaded_recipe.method.name])  # for every method that has KEY
+    for_all = method_settings(sets, names or [loaded_recipe.method.name])  # --set method.KEY=VALUE
     if users is not None:  # --users replaces the participants of a server's file
         participants = ()
     with status("counting"):

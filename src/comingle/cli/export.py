@@ -65,10 +65,10 @@ def export(
         if quiet:
             continue
         description = exported.form  # a sentence on the format
-        losses_by_approximation = exported.lost  # scores with and without it; empty for exact formats
+        scores_before_and_after = exported.lost  # of an approximation; empty for exact formats
         console.print(f"{name}: {target}", highlight=False, markup=False, soft_wrap=True)
         console.print(f"  {description}", highlight=False, markup=False)
-        for key, value in losses_by_approximation.items():
+        for key, value in scores_before_and_after.items():
             console.print(f"  {key.replace('_', ' ')}: {value:.4g}", highlight=False, markup=False)
 
 

@@ -97,7 +97,8 @@ def show_participants(folder: Path, *, all_users: bool, quiet: bool) -> Iterator
         yield
 
 
-_SHOWN = 80
+_MAX_CHARACTERS = 80
+"""Length to which :func:`shorten` shortens a text."""
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, or a run folder.")]
 Sets = Annotated[
@@ -143,8 +144,8 @@ def finite(context: object, option: Any, value: float | None) -> float | None:
 
     Args:
         context: Not used; click passes it.
-        option: The option.
-        value: Its value; None if it is not given.
+        option: The option, which the message names.
+        value: The option's value; None if it is not given.
 
     Raises:
         RecipeError: The value is infinite or NaN.
@@ -238,8 +239,8 @@ def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str,
 
 
 def shorten(text: str) -> str:
-    """Shorten a text to 80 characters, for messages."""
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    """Shorten a text to its first 80 characters and "...", for messages."""
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> Recipe:

@@ -284,7 +284,7 @@ class _Session:
             raise RecipeError(f"no command {command!r}; /help lists them.{hint}")
 
     def _switch(self, name: str) -> None:
-        """Continue the conversation with another user's model.
+        """Continue the conversation with another user's model; the command ``/user``.
 
         Raises:
             RecipeError: The name is empty.
@@ -297,6 +297,7 @@ class _Session:
         self._print(f"switched to {name}'s model", "dim")
 
     def _clear(self, _: str) -> None:
+        """Start a new conversation; the command ``/clear``, whose argument is not used."""
         self.conversation.clear()
         self._print("new conversation", "dim")
 

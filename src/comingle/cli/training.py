@@ -216,7 +216,7 @@ T = TypeVar("T")
 def warn_overlaps(run_data: RunData) -> None:
     """Warn of users whose validation or test text also occurs in their training text.
 
-    Print a line for each of the first :data:`MAX_LISTED_USERS` such users, and one with the number of the others.
+    Print a line for each of the first :data:`MAX_LISTED_USERS` such users, and one with the number of further ones.
     """
     overlaps = run_data.overlaps()  # one for each such user
     documents = run_data.documents  # the word "documents" or "conversations"
@@ -291,11 +291,12 @@ def _train_with(
     is_first = ranks is None or ranks.place.is_first_process
     num_processes = 1 if ranks is None else ranks.place.size
     # ``run_in_all`` raises an error of one process in all of them; else the others would wait for it forever.
-    run_step = _call if ranks is None else ranks.run_in_all
+    run_step = _run_in_this_process if ranks is None else ranks.run_in_all
     recipe = run_step(lambda: read_recipe(path, sets, seed))
     folder = out or default_folder(path, recipe.method.name, recipe.seed)
     if ranks is not None and ranks.has_opened(folder):  # torchrun has restarted failed processes of this run
         resume, force = True, False
+    # The default of data.add_bos_token has changed; a run that began with the old default keeps it.
     recipe = run_step(partial(with_bos_of_run, folder, recipe, resume=resume))
     notes: list[str] = []  # on settings that the recipe leaves open
     resumed_folder = folder if resume else None
@@ -327,7 +328,8 @@ def _train_with(
     return (folder, run) if is_first else None
 
 
-def _call(work: Callable[[], T]) -> T:
+def _run_in_this_process(work: Callable[[], T]) -> T:
+    """Return the result of ``work``; takes the place of ``Ranks.run_in_all`` if there are no other processes."""
     return work()
 
 
@@ -354,11 +356,11 @@ def choose_rows(
 ) -> list[tuple[str, list[str]]]:
     """Return the rows of a table of users' counts: one per user, or a summary of many users.
 
-    For more than :data:`LISTED_USERS` users, the rows are the minimum, median and maximum of each column, then the
-    users with the smallest and with the largest counts in one column, three of each.
+    For more than :data:`LISTED_USERS` users, the first rows have the minimum, median and maximum of each column. Then
+    follow the three users with the smallest and the three with the largest counts in one column.
 
     Args:
-        counts_by_user: Each user's counts, one per column.
+        counts_by_user: Each user's counts, such as its numbers of documents and tokens, one per column.
         sort_column: Number of the column, from 0, whose counts decide which users are listed.
         all_users: Return a row for each user, however many there are.
 
@@ -382,7 +384,7 @@ def choose_rows(
 
 
 def _summary_ranks(num_users: int) -> dict[str, int]:
-    """Return the ranks of the users in a summary, from 0: ``{"least": 0, "median": 14, "most": 29}`` of 30."""
+    """Return the ranks, from 0, of the counts in a summary: ``{"least": 0, "median": 14, "most": 29}`` of 30 users."""
     return {"least": 0, "median": (num_users - 1) // 2, "most": num_users - 1}
 
 
@@ -390,8 +392,8 @@ def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[Rende
     """Return the parts that ``comingle data`` prints: a table of the users' amounts of data, then excerpts.
 
     Args:
-        recipe: The recipe.
-        run_data: Its data.
+        recipe: The recipe, whose base or net the title names.
+        run_data: The data of the recipe's users.
         all_users: List all users, also more than 24.
     """
     title = f"{recipe.base}: {run_data.kind.name}"
