@@ -217,15 +217,29 @@ def advise_runs(
             title = f"{method}, seed {seed}"
             metrics[method][seed] = _run_and_measure(recipes[method, seed], run_data, reporter, title)
         recipe_for_all_users = recipes[group_method, seed].for_users(run_data.users.names)
-        for user_numbers in groups_of(len(run_data.users)):
-            group_data = select_users(run_data, user_numbers)
-            user_names = tuple(user.name for user in group_data.users)
-            group_recipe = _recipe_of_group(recipe_for_all_users, user_numbers)
-            title = f"{group_method} of {len(user_names)} users, seed {seed}"
-            result = _run_and_measure(group_recipe, group_data, reporter, title)
+        for user_names, result in _run_groups(recipe_for_all_users, run_data, reporter, group_method):
             group_metrics.setdefault(user_names, {})[seed] = result
     metrics_of_local = metrics.pop(LOCAL)
     return advise_on(metrics_of_local, metrics, group_metrics, group_method)
+
+
+def _run_groups(
+    recipe: Recipe, run_data: RunData, reporter: Reporter, method: str
+) -> Iterator[tuple[tuple[str, ...], JsonObject]]:
+    """Train each smaller group of users (:func:`groups_of`); yield the names of its users and the metrics of its run.
+
+    Args:
+        recipe: The recipe of all users, with values by user as lists, such as ``adapters.rank: [8, 4, 8]``.
+        run_data: The base model and the data of all users.
+        reporter: The progress reporter.
+        method: Label of the recipe's method, which is shown with the progress.
+    """
+    for user_numbers in groups_of(len(run_data.users)):
+        group_data = select_users(run_data, user_numbers)
+        user_names = tuple(user.name for user in group_data.users)
+        group_recipe = _recipe_of_group(recipe, user_numbers)
+        title = f"{method} of {len(user_names)} users, seed {recipe.seed}"
+        yield user_names, _run_and_measure(group_recipe, group_data, reporter, title)
 
 
 def _check_methods(recipes: Mapping[str, Recipe]) -> None:

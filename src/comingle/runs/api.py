@@ -315,7 +315,7 @@ def load(
             if federation.clients.method.trains:
                 progress = federation.restore(folder, recipe.fingerprint)
                 _check_round(folder, metrics, progress)  # the checkpoint may be older than the metrics
-                federation.clients.restore_best_round()
+                federation.clients.restore_best_round()  # if the recipe selects the round with the lowest loss
     settings = run_data.kind.settings(run_data)
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)
 

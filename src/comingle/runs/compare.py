@@ -497,7 +497,7 @@ def _label_with_settings(method: Mapping[str, Any]) -> str:
 
 
 def _compact(value: object) -> str:
-    """Return a setting's value for a label: ``true`` for True, without spaces and quotes, such as ``[1,2]``."""
+    """Return a setting's value without spaces and quotes, for a label: ``[1,2]`` for ``[1, 2]``, ``true`` for True."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value).replace(" ", "").replace("'", "")
@@ -686,7 +686,7 @@ def run_recipes_in_processes(
         on_data=on_data,
     )
     groups = split_by_seed(list(recipes), jobs)
-    yield from in_processes(groups, run_group, jobs=jobs, label=_label_of)
+    yield from in_processes(groups, run_group, jobs=jobs, label=_group_name)
 
 
 def split_by_seed(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
@@ -710,7 +710,7 @@ def split_by_seed(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
     return groups
 
 
-def _label_of(keys: Sequence[Key]) -> str:
+def _group_name(keys: Sequence[Key]) -> str:
     """Return the name of a group of runs with the same seed, such as ``"fedavg, local, seed 0"``."""
     methods = ", ".join(method for method, _seed in keys)
     _method, seed = keys[0]

@@ -47,8 +47,8 @@ class Comparison:
     """The ``against`` of :func:`comingle.compare`: the method, or several, with which tables compare the others."""
 
     def __repr__(self) -> str:
-        place = "" if self.folder is None else f", in {self.folder}"
-        lines = [f"Comparison({len(self.metrics)} runs{place})"]
+        folder_text = "" if self.folder is None else f", in {self.folder}"
+        lines = [f"Comparison({len(self.metrics)} runs{folder_text})"]
         for record in self.means():
             lines.append(_summary_line(record))
         return printable("\n".join(lines), keep="\n")

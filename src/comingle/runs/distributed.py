@@ -138,17 +138,17 @@ def divide_users(num_users: int, num_processes: int, cohort_size: int) -> list[r
 
 
 def keep_users(run_data: RunData, here: range) -> RunData:
-    """Return a run's data without the data of the users of other processes; these keep name and cluster.
+    """Return a run's data without the data of other processes' users; only their names and clusters are left.
 
     Args:
         run_data: The data of all users.
-        here: Numbers of the users of this process.
+        here: Numbers of the users of this process, among all users.
     """
     if not run_data.users.in_memory:  # reads a user's data on first access, so there is nothing to drop
         return replace(run_data, here=here, is_shard=True)
 
     def without_data(user: AnyUser) -> AnyUser:
-        """Return a user with the same name and cluster, whose data raises an error when it is read."""
+        """Return a stand-in for another process's user, with name and cluster; reading its data is an error."""
 
         def raise_error() -> Any:
             raise AssertionError(f"user {user.name!r} is in another process")

@@ -60,7 +60,8 @@ def open_folder(
         inputs: The record of what the run read.
         resume: Whether to resume the run in the folder.
         force: Whether to replace what is in the folder.
-        pooled: Whether the method trains one model on all users' data.
+        pooled: Whether the method trains one model on all users' data. The run can then be resumed only with the users
+            in the same order.
 
     Raises:
         RunError: The folder may not be written to (:func:`check_folder`), the run in it has read another base or other

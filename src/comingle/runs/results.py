@@ -44,8 +44,8 @@ class Run:
     """Settings of the kind of data: for samples their shapes, classes, loss and net."""
 
     def __repr__(self) -> str:
-        place = "" if self.folder is None else f", in {self.folder}"
-        return printable(f"Run({describe_metrics(self.metrics)}{place})")
+        folder_text = "" if self.folder is None else f", in {self.folder}"
+        return printable(f"Run({describe_metrics(self.metrics)}{folder_text})")
 
     def _repr_html_(self) -> str:
         """Return the table of users of ``comingle show`` and the learning curve, for a notebook."""
@@ -152,7 +152,7 @@ def records_of(metrics: JsonMapping) -> list[JsonObject]:
 
 
 def table_of(records: Sequence[JsonMapping]) -> pandas.DataFrame:
-    """Return records as rows of a table.
+    """Return records, such as :func:`records_of`, as a pandas table with a row for each.
 
     Raises:
         RunError: Pandas is not installed.

@@ -67,10 +67,9 @@ from comingle.utils.inputs import POPULATION, Inputs, UserInputs
 from comingle.utils.records import JsonObject, finite, read_evaluations, read_metrics, write_text
 from comingle.utils.registry import load_object
 
-_CHOOSE = "comingle.cost.planning:choose_within"
+_CHOOSE_WITHIN_MEMORY = "comingle.cost.planning:choose_within"
 _CHOOSE_SPECIALISTS = "comingle.cost.planning:choose_specialists"
-_FIT = "comingle.cost.planning:fit"
-"""The search for the largest pass that fits; imported by name, because it imports this module."""
+_FIT = "comingle.cost.planning:fit"  # the search for the largest pass that fits into memory
 
 
 def resolve_users_per_step(recipe: Recipe, run_data: RunData) -> Recipe:
@@ -92,27 +91,33 @@ def resolve_users_per_step(recipe: Recipe, run_data: RunData) -> Recipe:
     )
 
 
-_CHOSEN = ("dtype", "native_code", "compile", "gradient_checkpointing", "micro_batch", "users_per_step")
+_KEYS_CHOSEN_FOR_MEMORY = ("dtype", "native_code", "compile", "gradient_checkpointing", "micro_batch", "users_per_step")
 """Keys of ``runtime`` that ``runtime.memory`` may choose; it also chooses ``quantise``."""
 
 
 def lacks_chosen_settings(recipe: Recipe) -> bool:
-    """Return whether ``runtime.memory`` is set, but not all settings to choose for it, such as ``runtime.dtype``."""
+    """Return whether settings, such as ``runtime.dtype``, are still to be chosen so that a run fits ``runtime.memory``.
+
+    A recipe in which they have been chosen sets all of them (:func:`with_chosen_settings`).
+    """
     if recipe.runtime.memory is None:
         return False
-    sets_all_of_runtime = recipe.runtime.model_fields_set.issuperset(_CHOSEN)
+    sets_all_of_runtime = recipe.runtime.model_fields_set.issuperset(_KEYS_CHOSEN_FOR_MEMORY)
     sets_quantise = "quantise" in recipe.model_fields_set
     return not (sets_all_of_runtime and sets_quantise)
 
 
 def with_chosen_settings(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with ``changes``, and with all other keys that ``runtime.memory`` may choose written out.
+    """Return the recipe with the settings chosen for ``runtime.memory``.
+
+    Keys that may be chosen, but keep their values, are set explicitly too. This marks the choice as done
+    (:func:`lacks_chosen_settings`).
 
     Args:
         recipe: The recipe.
         changes: The chosen values by recipe key, such as ``{"runtime.dtype": "bfloat16"}``.
     """
-    values = {f"runtime.{key}": getattr(recipe.runtime, key) for key in _CHOSEN}
+    values = {f"runtime.{key}": getattr(recipe.runtime, key) for key in _KEYS_CHOSEN_FOR_MEMORY}
     values["quantise"] = recipe.quantise
     values.update(changes)
     return recipe.with_changes(values, where="runtime.memory")
@@ -128,12 +133,12 @@ def choose_settings(
 ) -> Recipe:
     """Return the recipe with values for all keys that it leaves to this machine; unchanged without such keys.
 
-    First the number of specialists of each user (``method.specialists: auto``), then the settings to fit into
-    ``runtime.memory``.
+    A recipe may leave open the number of specialists of each user (``method.specialists: auto``), and the settings with
+    which the run fits into ``runtime.memory``. The numbers are chosen first, since memory depends on them.
 
     Args:
         recipe: The recipe.
-        say: Called with a line for each of both, which names the chosen values.
+        say: Called with a line that names the chosen numbers, and with one that names the chosen settings.
         resumed: Folder of the run to resume, which keeps the values of its start; None for a new run.
         processes: Number of processes of the run.
         is_loaded: Whether base and data are loaded already.
@@ -144,7 +149,11 @@ def choose_settings(
     """
 
     def require_own_process(got: str) -> None:
-        """Raise an error unless base and users can be read here, and by this process alone."""
+        """Check that base and users can be read now, and by this process alone.
+
+        Args:
+            got: Beginning of the error's message, such as "method.specialists: got 'auto'".
+        """
         if is_loaded or recipe.data.given or recipe.base == GIVEN:
             raise RecipeError(f"{got}; allowed: with a base and users that the recipe names")
         if processes > 1:
@@ -189,12 +198,12 @@ def _within_memory(recipe: Recipe, earlier_recipe: Recipe | None, say: Callable[
         say: Called with a line that names the chosen settings.
     """
     if earlier_recipe is not None:
-        changes = {f"runtime.{key}": getattr(earlier_recipe.runtime, key) for key in _CHOSEN}
+        changes = {f"runtime.{key}": getattr(earlier_recipe.runtime, key) for key in _KEYS_CHOSEN_FOR_MEMORY}
         changes["quantise"] = earlier_recipe.quantise
         return use_chosen_settings(recipe, changes, "as in the run that is resumed", say)
     limit_bytes = memory_limit(recipe)
     user_names = kind_of(recipe).names_of(recipe)
-    choose_settings_within = load_object(_CHOOSE)  # loaded by name, since its module imports this one
+    choose_settings_within = load_object(_CHOOSE_WITHIN_MEMORY)  # loaded by name, since its module imports this one
     choice = choose_settings_within(recipe, limit_bytes, user_names)
     return use_chosen_settings(recipe, choice.changes, choice.describe(limit_bytes), say)
 
@@ -221,7 +230,7 @@ def memory_limit(recipe: Recipe) -> int:
     device = resolve_device(recipe.runtime.device)
     limit_bytes = free_bytes(device)
     if device.type == "cpu":
-        limit_bytes += private_bytes()  # the process may go on using the memory that it has already
+        limit_bytes += private_bytes()  # memory that this process uses already, and can use for the run
     return limit_bytes
 
 
@@ -707,6 +716,20 @@ def _metrics_of_run(
     return metrics
 
 
+def _amounts_of_all_users(federation: InProcess) -> JsonObject:
+    """Return the amount of data of each user of all processes, by name, for the start event.
+
+    Every process calls this function. Only the first one gets the users of all processes, others get their own.
+    """
+    clients = federation.clients
+
+    def amounts_here() -> JsonObject:
+        """Return the amount of data of each user of this process, by name."""
+        return {user.name: amounts(user, clients.batch_source.unit) for user in clients.scored_users}
+
+    return federation.merge_users(amounts_here)
+
+
 def execute(
     federation: InProcess,
     recipe: Recipe,
@@ -771,11 +794,7 @@ def execute(
     if folder is not None and clients.skipped and is_first_process:
         _write_skipped_users(folder, clients.skipped)
 
-    def amounts_here() -> JsonObject:
-        """Return each user's amount of data in this process, by name."""
-        return {user.name: amounts(user, clients.batch_source.unit) for user in clients.scored_users}
-
-    amounts_of_all = federation.merge_users(amounts_here)  # of the users of all processes
+    amounts_of_all = _amounts_of_all_users(federation)
     # The log of a resumed run already has a start event, unless the log was deleted.
     log_was_lost = log is not None and log.size_bytes == 0
     if log_was_lost or kept_bytes == 0:
