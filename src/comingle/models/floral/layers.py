@@ -332,7 +332,7 @@ class AdaptedLayer(nn.Module, ABC):
 
     @abstractmethod
     def pairs(self, prefix: str) -> Pairs:
-        """Return the layer's adaptors, with ``prefix`` before their names."""
+        """Return the names of the adaptors and of the base's tensors that they change, each with ``prefix`` in front."""
 
     @abstractmethod
     def merge_into_base(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
@@ -505,7 +505,7 @@ class LowRankLayer(AdaptedLayer):
             inner = self.geometry.inner_matrix(self.a)  # (clusters, groups, width, columns)
             outer = self.geometry.outer_matrix(self.b)  # (clusters, groups, rows, width)
             weighted_outer = outer * shares.to(self.b.dtype).view(-1, 1, 1, 1)
-            change = (weighted_outer @ inner).sum(0)
+            change = (weighted_outer @ inner).sum(0)  # over clusters: (groups, rows, columns)
             weight = self.base.get_parameter("weight")
             weight.data.add_(self.geometry.weight_from_matrix(change))
         if self.bias is not None:
@@ -600,20 +600,22 @@ class AdaptedConv(LowRankLayer):
         return inner_kernel, outer_kernel
 
     def broadcastable(self, bias: Float[Tensor, " d_out"]) -> Tensor:
-        """Append an axis of size 1 for each dimension of the image."""
+        """Reshape a bias to ``(d_out, 1)`` or ``(d_out, 1, 1)``, so that it is added at all positions of the output."""
         dims = len(cast(Conv, self.base).kernel_size)
         return bias.view(-1, *[1] * dims)
 
 
 def convolve(base: Conv, x: Tensor, weight: Tensor, applies: tuple[bool, ...]) -> Tensor:
-    """Convolve with the base's stride, padding and dilation in some of the dimensions.
+    """Convolve with one factor of an adaptor, without bias.
+
+    Each kernel dimension belongs to one factor. Only that factor has the base's stride, padding and dilation there.
 
     Args:
-        base: The layer that has stride, padding, dilation and groups.
+        base: The adapted layer, which has stride, padding, dilation and groups.
         x: The input.
-        weight: The kernel.
-        applies: For each dimension whether the base's settings apply, such as (True, False); in the others stride 1, no
-            padding and no dilation.
+        weight: The factor's kernel.
+        applies: For each dimension whether the base's stride, padding and dilation apply, such as (True, False). The
+            other dimensions have stride 1, no padding and no dilation.
     """
     padding: Any = base.padding
     if base.padding_mode != "zeros":
@@ -628,7 +630,10 @@ def convolve(base: Conv, x: Tensor, weight: Tensor, applies: tuple[bool, ...]) -
 
 
 def _select(values: Any, applies: tuple[bool, ...], *, other: int) -> tuple[int, ...]:
-    """Return the value of each dimension in which it applies, and ``other`` for the rest."""
+    """Return the value of each dimension if it applies there, else ``other``.
+
+    For example, values (2, 3) that apply as (True, False) with ``other=1`` become (2, 1).
+    """
     return tuple(value if is_applied else other for value, is_applied in zip(values, applies, strict=True))
 
 
@@ -735,7 +740,10 @@ def _solve(gram: Gram, right: Float[Tensor, "... groups width n"], eps: float) -
 
 
 def _frobenius_norm(gram: Gram) -> Float[Tensor, "... 1 1 1"]:
-    """Return the Frobenius norm of the block-diagonal matrix of all groups."""
+    """Return the Frobenius norm over all groups, as they are the blocks of one block-diagonal matrix.
+
+    The axes of groups and matrices stay, with size 1.
+    """
     return torch.linalg.vector_norm(gram, dim=(-3, -2, -1), keepdim=True)
 
 
@@ -848,8 +856,8 @@ def _truncated_svd(
     The results are padded with zeros if a matrix has fewer singular values.
 
     Args:
-        core: Matrices.
-        width: Number of singular values.
+        core: Matrices to decompose.
+        width: Number of singular values to return.
 
     Returns:
         Left vectors as columns, singular values, and right vectors as rows.

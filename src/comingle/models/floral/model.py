@@ -85,7 +85,9 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
 
 
 def unadapted_leaves(model: nn.Module, adapted: dict[str, nn.Module]) -> tuple[str, ...]:
-    """Return the modules with parameters of their own that get no adaptor, such as "head (Linear)".
+    """Return the modules that hold parameters directly but get no adaptor, such as "head (Linear)".
+
+    A module that has parameters only in its submodules does not count.
 
     Args:
         model: The model.
@@ -120,7 +122,9 @@ def _parameter_owners(model: nn.Module) -> dict[int, dict[int, str]]:
 
 
 def _owners_of_parameters(module: nn.Module, owners: dict[int, dict[int, str]]) -> dict[int, str]:
-    """Return the names of all modules that hold a parameter of ``module``, such as itself, by the modules' ``id``.
+    """Return the names of all modules that hold a parameter of ``module``, by the modules' ``id``.
+
+    They are ``module`` itself and modules that share a parameter with it.
 
     Args:
         module: The module.
@@ -189,7 +193,7 @@ def log_excess(
 
     Args:
         budget: Largest number of an adaptor's parameters, divided by that of its base weight.
-        layers_over_budget: Names of these layers.
+        layers_over_budget: Names of the layers in which rank 1 exceeds the budget.
         num_layers: Number of all low-rank layers.
         clusters: Number of clusters.
         growth: Parameters of all clusters' adaptors divided by those of the base, such as 0.25.
@@ -211,7 +215,7 @@ def log_limited(rank: int, limited: Collection[str], layers: int) -> None:
     Args:
         rank: The rank in the settings.
         limited: Names of the layers that got a smaller rank.
-        layers: Number of low-rank layers.
+        layers: Number of all low-rank layers.
     """
     if not limited:
         return
@@ -376,7 +380,7 @@ def replace_module(root: nn.Module, name: str, module: nn.Module) -> nn.Module:
 def roles(model: FloralModel) -> dict[str, Role]:
     """Return the role of every parameter and every floating-point buffer, by name.
 
-    "statistics" are running means and variances, of the base and of the adaptors.
+    "statistics" are running means and variances, of the base and of the adaptors. Other buffers count as "base".
     """
     adaptor_names: set[str] = set()
     for prefix, layer in model.layers().items():

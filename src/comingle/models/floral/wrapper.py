@@ -72,7 +72,10 @@ class _Plan:
         return gets_low_rank_adaptor or gets_bias_adaptor
 
     def rank_one_geometry(self, module: nn.Module) -> Geometry | None:
-        """Return the shapes of the layer's low-rank adaptor at rank 1, for its size per rank; None without one."""
+        """Return the shapes of the layer's low-rank adaptor at rank 1; None if the layer gets none.
+
+        An adaptor of rank r has r times the parameters of this one.
+        """
         if is_linear(module):
             return linear_geometry(module) if self.lora else None
         if not isinstance(module, CONVS) or self.conv == "none":
@@ -310,7 +313,7 @@ def check_settings(alpha: float, conv: str) -> None:
         conv: How the two factors of a convolution's adaptor divide the kernel, one of ``CONV_FORMS``.
 
     Raises:
-        RecipeError: The scale is not finite, or the form is unknown.
+        RecipeError: ``alpha`` is not a finite number, or ``conv`` is not in ``CONV_FORMS``.
     """
     if not is_number(alpha):
         raise RecipeError(f"floral alpha: got {alpha!r}; allowed: a finite number")
@@ -346,7 +349,10 @@ def _adapt_layers(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -
 
 
 def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
-    """Draw the adaptors' initial values; move the router to their device and dtype; set all modules' training mode.
+    """Draw the adaptors' initial values, and match the new modules to the caller's model.
+
+    The router gets the adaptors' device, and their dtype or float32, whichever is wider. All modules get the training
+    or eval mode of the caller's model.
 
     Args:
         model: The model with adaptors.

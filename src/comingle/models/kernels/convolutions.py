@@ -85,7 +85,9 @@ def accepting_fakes() -> Iterator[None]:
 
 
 def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | None) -> None:
-    """Run the forward or backward pass of a step with native code; for fake tensors only allocate its memory.
+    """Run the forward or backward pass of a step with native code.
+
+    Within :func:`accepting_fakes` only allocate the scratch memory that the pass needs, for an estimate of memory.
 
     Args:
         name: "forward" or "backward".
@@ -202,9 +204,10 @@ class ConvolutionStep:
         return outputs
 
     def run_shared(self, x: Maps) -> tuple[Outputs, Maps]:
-        """Return the step's outputs and ``x``, for other layers that read it.
+        """Return the step's outputs, and ``x`` for another layer that reads it, such as a shortcut.
 
-        The step's backward pass adds their gradient of ``x`` to its own.
+        The step's backward pass gets the other layer's gradient of ``x`` and adds its own, without an extra pass over
+        memory.
         """
         outputs_and_input: tuple[Outputs, Maps] = self._apply(x, added=None, returns_input=True)
         return outputs_and_input
@@ -375,7 +378,8 @@ class _Fused(torch.autograd.Function):
             "forward", native_step, x.dtype, x=x_memory, z=z, y=y, taken=taken, mean=mean, rstd=rstd,
             added=_to_memory_order(added), weight=weight, bias=bias, gamma=gamma, beta=beta,
         )  # fmt: skip
-        # The backward pass sees where the ReLU's output is 0 in `taken`, in y if nothing was added, or else in z.
+        # The backward pass needs to know where the ReLU's output is 0. With pooling `taken` marks these entries;
+        # otherwise they follow from y if nothing was added, or else from z.
         y_suffices = y is not None and added is None
         needs_z = step.relu and taken is None and not y_suffices
         saved_z = z if needs_z else None

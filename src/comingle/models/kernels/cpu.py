@@ -31,9 +31,9 @@ _library: ctypes.CDLL | None = None
 
 
 def enable(cache: Path) -> bool:
-    """Load the native softmax and attention from ``cache`` (compile them if necessary); return whether this succeeded.
+    """Load this module's native code from ``cache`` (compile it if necessary); return whether this succeeded.
 
-    They are used only while the native kernels of :mod:`comingle.models.kernels.expert_mlp` are enabled.
+    Softmax and attention are used only while the kernels of :mod:`comingle.models.kernels.expert_mlp` are enabled.
     """
     global _library
     _library = _library or _load(cache)
@@ -206,6 +206,8 @@ def use_attention(network: PreTrainedModel) -> None:
 def mask(*args: Any, **options: Any) -> Tensor | None:
     """Return the additive mask of transformers' ``eager`` attention, or None if the mask is purely causal.
 
+    :func:`attend` can use native code only without a mask.
+
     Args:
         *args: Arguments with which transformers calls its mask functions, such as sizes and positions.
         **options: Further arguments by name.
@@ -362,6 +364,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 def _(
     q: Tensor, k: Tensor, v: Tensor, softmax_statistics: Tensor, d_out: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty gradients of q, k and v with shapes and layout of the real ones, for torch.compile."""
     return _empty_heads(q), _empty_heads(k), _empty_heads(v)
 
 
@@ -395,7 +398,10 @@ def _contiguous_rows(t: Tensor) -> Tensor:
 
 
 def _empty_heads(t: Tensor) -> Tensor:
-    """Return an empty tensor of the same shape in the memory layout of projections: token by token."""
+    """Return an empty tensor of the same shape ``(batch, heads, n, width)``, stored as ``(batch, n, heads, width)``.
+
+    So the projections before and after attention find all heads of a token side by side in memory.
+    """
     batch, heads, n, width = t.shape
     return t.new_empty(batch, n, heads, width).transpose(1, 2)
 

@@ -406,7 +406,7 @@ def enable(cache: Path) -> bool:
 
 
 def disable() -> None:
-    """Use PyTorch from now on."""
+    """Stop using native code and the second backend: mixtures of experts run in plain PyTorch from now on."""
     global _library, _other_backend
     _library = _other_backend = None
 
@@ -541,7 +541,8 @@ def backward(
 ) -> tuple[list[SharedHidden], First, Float[Tensor, "users n experts"], list[Factor], Factor | None]:
     """Return the gradients of :func:`forward` with respect to ``bases``, ``z``, ``gates``, ``b`` and ``a``.
 
-    With the hidden activations h_j of expert j and its pre-activation pre_j of each first layer::
+    The first layers are those that read the MLP's input: gate and up, or up alone. With the hidden activations h_j of
+    expert j and its pre-activation pre_j of each first layer::
 
         d_h_j     = p_j (d_mixed + s d_gated_j A_j)
         d_pre_j   = d_h_j dh_j/dpre_j
@@ -553,7 +554,7 @@ def backward(
         act: The activation.
         scale: LoRA scale s.
         bases: The base's pre-activations without bias, one per first layer.
-        biases: Their biases.
+        biases: Biases of the first layers.
         z: Products of the input with A of the first layers.
         gates: The experts' probabilities ``p_j``.
         b: B of each first layer.
@@ -655,7 +656,8 @@ class _Rows(ctypes.Structure):
 def fits_rows(x: Float[Tensor, "*batch width"], users: int) -> bool:
     """Return whether the kernels for generation, :func:`linear` and :func:`experts`, are in use and support an input.
 
-    They support few rows without gradients: one row per user, or in float32 one token per text.
+    A row is one token's vector. The kernels support at most 64 rows without gradients: one row per user, or in float32
+    one token per text.
 
     Args:
         x: Input, ``(texts, tokens, width)`` as a rule.
@@ -795,6 +797,7 @@ class RowsLinear(nn.Linear):
     """A frozen linear layer that shares the weights of another and uses the kernel for generation where it fits."""
 
     def __init__(self, like: nn.Linear) -> None:
+        """Share weight and bias with ``like``; the meta device avoids an allocation for a weight of its own."""
         super().__init__(like.in_features, like.out_features, bias=False, device="meta")
         self.weight, self.bias = like.weight, like.bias
 

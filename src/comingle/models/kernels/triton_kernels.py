@@ -242,10 +242,11 @@ def backward(
     ACT: tl.constexpr, NUM_FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the base's pre-activations, of ``z / scale`` and of the gates.
+    """Compute the gradients with respect to the base's pre-activations, ``z`` and the gates.
 
     The gradients of ``z`` and of the gates are sums over hidden columns; each program writes the sum over its chunk of
-    columns, and the caller adds them up.
+    columns, and the caller adds them up. The caller also multiplies the gradient of ``z`` by ``scale``, and adds the
+    gradient of the gates through the last layer's LoRA, ``<d_gated_j, z_last_j>``.
 
     Grid: chunks of hidden columns, blocks of tokens, users.
 
@@ -255,8 +256,9 @@ def backward(
         d_gated: Gradient of ``p_j z_last_j`` with ``z_last_j = scale h_j A_j^T``, ``(users, n, experts * rank)``.
         d_base_0: Output: gradient of ``base_0``.
         d_base_1: Output: gradient of ``base_1``; not written in plain MLPs.
-        d_z: Output: partial sums, ``(chunks, users, n, NUM_FIRST * experts * rank)``.
-        d_gates: Output: partial sums, ``(chunks, users, n, experts)``.
+        d_z: Output: partial sums of the gradient of ``z`` without the factor ``scale``, ``(chunks, users, n,
+            NUM_FIRST * experts * rank)``.
+        d_gates: Output: partial sums of ``<d_mixed, h_j>``, ``(chunks, users, n, experts)``.
     """
     # This program computes a tile: tokens t of one user times hidden columns c.
     chunk = tl.program_id(0)
