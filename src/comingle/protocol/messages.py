@@ -59,7 +59,7 @@ class Download:
             index: Index of the user in ``users``.
         """
         one = slice(index, index + 1)
-        return replace(self, users=self.users[one], tensors=_rows(self.tensors, one), ranks=self.ranks[one])
+        return replace(self, users=self.users[one], tensors=_slice_users(self.tensors, one), ranks=self.ranks[one])
 
     def split(self) -> list[Download]:
         """Return one message per user."""
@@ -95,9 +95,9 @@ class Upload:
         return replace(
             self,
             users=self.users[one],
-            tensors=_rows(self.tensors, one),
+            tensors=_slice_users(self.tensors, one),
             ranks=self.ranks[one],
-            reports=_rows(self.reports, one),
+            reports=_slice_users(self.reports, one),
         )
 
     def split(self) -> list[Upload]:
@@ -105,9 +105,13 @@ class Upload:
         return [self.of_user(index) for index in range(len(self.users))]
 
 
-def no_uploads(done: int) -> Upload:
-    """Return the empty upload of round ``done``, for a round without participants."""
-    return Upload(round=done, users=(), tensors={}, ranks=torch.zeros(0, dtype=torch.int64))
+def no_uploads(round_number: int) -> Upload:
+    """Return an upload of no users, for a round without participants.
+
+    Args:
+        round_number: The round, counted from 1.
+    """
+    return Upload(round=round_number, users=(), tensors={}, ranks=torch.zeros(0, dtype=torch.int64))
 
 
 def validation_report(losses: Mapping[str, float], done: int) -> Upload:
@@ -147,7 +151,7 @@ Message = TypeVar("Message", Upload, Download)
 
 
 def join_uploads(uploads: Sequence[Upload]) -> Upload:
-    """Join the uploads of several users in one round; pad tensors of a smaller rank with zeros."""
+    """Join the uploads of several users in one round; pad LoRA factors of a smaller rank with zeros."""
     first = uploads[0]
     assert all(upload.round == first.round for upload in uploads)
     reports = {name: torch.cat([upload.reports[name] for upload in uploads]) for name in first.reports}
@@ -156,7 +160,7 @@ def join_uploads(uploads: Sequence[Upload]) -> Upload:
 
 
 def join_downloads(downloads: Sequence[Download]) -> Download:
-    """Join the downloads of several users with one version; pad tensors of a smaller rank with zeros."""
+    """Join the downloads of several users, of the same version; pad LoRA factors of a smaller rank with zeros."""
     assert all(download.version == downloads[0].version for download in downloads)
     return _join(downloads)
 
@@ -191,13 +195,15 @@ def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
     return filled
 
 
-def insert_own(downloaded_models: Tree, own_models: Tree, own_places: Sequence[int]) -> Tree:
-    """Insert each user's own model among the models of the other users, which it has downloaded.
+def insert_own(downloaded_models: Tree, own_models: Tree, own_indices: Sequence[int]) -> Tree:
+    """Insert each user's own model among the models of other users that it has downloaded.
+
+    A download leaves out the receiver's own model, which the receiver has already.
 
     Args:
-        downloaded_models: Models of the others, ``(users, others, *shape)``.
-        own_models: The users' own models, ``(users, *shape)``.
-        own_places: Index of each user's own model in the result, from 0 to ``others``.
+        downloaded_models: Models of the other users, ``(users, others, *shape)`` by name.
+        own_models: The users' own models, ``(users, *shape)`` by name.
+        own_indices: Index of each user's own model among all models of the result, from 0 to ``others``.
 
     Returns:
         Tensors ``(users, others + 1, *shape)``.
@@ -205,40 +211,40 @@ def insert_own(downloaded_models: Tree, own_models: Tree, own_places: Sequence[i
     complete: Tree = {}
     for name, downloaded in downloaded_models.items():
         models_by_user = []
-        for user, place in enumerate(own_places):
+        for user, index in enumerate(own_indices):
             own_model = own_models[name][user : user + 1]  # (1, *shape)
-            models_by_user.append(torch.cat([downloaded[user, :place], own_model, downloaded[user, place:]]))
+            models_by_user.append(torch.cat([downloaded[user, :index], own_model, downloaded[user, index:]]))
         complete[name] = torch.stack(models_by_user)
     return complete
 
 
 def _pad_rank(factor: Tensor, rank: int) -> Tensor:
-    """Pad a LoRA factor ``(..., rank, width)`` with zeros to a rank; a larger one stays unchanged."""
-    missing = rank - factor.shape[-2]
-    if missing <= 0:
+    """Pad a LoRA factor ``(..., rank, width)`` with zeros to ``rank``; a factor of at least that rank is unchanged."""
+    num_missing = rank - factor.shape[-2]
+    if num_missing <= 0:
         return factor
-    return torch.nn.functional.pad(factor, (0, 0, 0, missing))
+    return torch.nn.functional.pad(factor, (0, 0, 0, num_missing))
 
 
-def _rows(tree: Tree, rows: slice) -> Tree:
-    """Return some rows of each tensor, as views."""
-    return {name: t[rows] for name, t in tree.items()}
+def _slice_users(tree: Tree, users: slice) -> Tree:
+    """Return the tensors ``(users, ...)`` of some users, as views."""
+    return {name: t[users] for name, t in tree.items()}
 
 
-def _join_padded(parts: Sequence[Tensor]) -> Tensor:
+def _join_padded(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors along users; LoRA factors ``(users, ..., rank, width)`` are padded to the largest rank."""
-    have_equal_shapes = len({part.shape[1:] for part in parts}) == 1
+    have_equal_shapes = len({t.shape[1:] for t in tensors}) == 1  # besides the number of users
     if have_equal_shapes:
-        return torch.cat(list(parts))
-    largest_rank = max(part.shape[-2] for part in parts)
-    return torch.cat([_pad_rank(part, largest_rank) for part in parts])
+        return torch.cat(list(tensors))
+    largest_rank = max(t.shape[-2] for t in tensors)
+    return torch.cat([_pad_rank(t, largest_rank) for t in tensors])
 
 
 SCALE = ".scale"
 RESIDUAL = "residual/"
 """Prefix of the names under which a client keeps the rounding error."""
 
-_LEVELS = 127
+_MAX_LEVEL = 127
 
 
 def compress(tensors: Tree, number_format: Format, residuals: Tree) -> tuple[Tree, Tree]:
@@ -250,11 +256,11 @@ def compress(tensors: Tree, number_format: Format, residuals: Tree) -> tuple[Tre
     Args:
         tensors: ``(..., width)`` by name.
         number_format: The number format of uploads.
-        residuals: The residuals of the previous upload; used by int8 only.
+        residuals: The residuals of the previous upload, by name; used by int8 only.
 
     Returns:
-        The tensors to send (int8: levels, and scales ``(..., 1)`` as ``NAME.scale``) and the new residuals, which are
-        empty for other formats than int8.
+        The tensors to send and the new residuals. int8 sends the levels ``round(x / scale)`` as ``NAME`` and the
+        scales ``(..., 1)`` as ``NAME.scale``; other formats have no residuals.
     """
     no_residuals: Tree = {}
     if number_format == "float32":
@@ -265,9 +271,9 @@ def compress(tensors: Tree, number_format: Format, residuals: Tree) -> tuple[Tre
     new_residuals: Tree = {}
     for name, t in tensors.items():
         x = t + residuals[name]
-        scale = x.abs().amax(-1, keepdim=True) / _LEVELS
+        scale = x.abs().amax(-1, keepdim=True) / _MAX_LEVEL
         nonzero_scale = scale.clamp(min=torch.finfo(x.dtype).tiny)
-        levels = (x / nonzero_scale).round().clamp(-_LEVELS, _LEVELS)
+        levels = (x / nonzero_scale).round().clamp(-_MAX_LEVEL, _MAX_LEVEL)
         sent[name] = levels.to(torch.int8)
         sent[name + SCALE] = scale.float()
         new_residuals[name] = x - _dequantise(sent[name], sent[name + SCALE])
@@ -277,9 +283,9 @@ def compress(tensors: Tree, number_format: Format, residuals: Tree) -> tuple[Tre
 def compress_with_feedback(
     tensors: Tree, number_format: Format, client_state: Tree, users: list[int], *, store_residuals: bool = True
 ) -> Tree:
-    """Compress uploads with error feedback: add the last uploads' residuals (rounding errors), store the new ones.
+    """Compress uploads with error feedback: add the residuals of the previous uploads, and store the new residuals.
 
-    Only int8 has residuals; other formats do not use the client state.
+    A residual is the rounding error of an int8 upload. Other formats have none and do not use the client state.
 
     Args:
         tensors: ``(users, ..., width)`` by name.
@@ -287,7 +293,7 @@ def compress_with_feedback(
         client_state: Tensors that clients keep, with a row for each user; residuals are named ``residual/NAME`` and
             updated in place.
         users: Rows of ``client_state`` to which the tensors belong.
-        store_residuals: Whether to store the new residuals.
+        store_residuals: Store the new residuals. False for an upload that is never sent, only made to count its bytes.
 
     Returns:
         The tensors to send.
@@ -306,7 +312,8 @@ def decompress(tensors: Tree, number_format: Format) -> Tree:
     """Return uploaded tensors in float32, the inverse of :func:`compress` up to rounding.
 
     Args:
-        tensors: Uploaded tensors by name; for int8 levels, with scales ``(..., 1)`` as ``NAME.scale``.
+        tensors: Uploaded tensors by name. For int8 they are the levels ``round(x / scale)`` as ``NAME`` and the scales
+            ``(..., 1)`` as ``NAME.scale``.
         number_format: The number format of uploads.
 
     Raises:

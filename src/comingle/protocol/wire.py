@@ -31,7 +31,7 @@ FORMAT = 1
 
 _MAGIC = b"CMGL"
 _PREFIX = struct.Struct("<4sHIQI")
-_REPORT = "report/"
+_REPORT_PREFIX = "report/"
 _DTYPES = {
     torch.float32: "F32",
     torch.float64: "F64",
@@ -41,8 +41,8 @@ _DTYPES = {
     torch.int32: "I32",
     torch.int8: "I8",
 }
-_WIDTHS = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1}
-_ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I8")
+_BYTES_PER_ENTRY = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1}
+_DTYPE_ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I8")
 """Order of dtypes in a safetensors file; tensors of one dtype are in the order of their names."""
 _LENGTH_BYTES = 8
 """Size of the header length with which a safetensors file begins."""
@@ -134,13 +134,13 @@ def _tensors_to_send(message: Download | Upload) -> Tree:
     tensors = {name: _without_rank_padding(name, t[0], rank) for name, t in message.tensors.items()}
     if isinstance(message, Upload):
         for name, report in message.reports.items():
-            tensors[_REPORT + name] = report[0]
+            tensors[_REPORT_PREFIX + name] = report[0]
         return tensors
     (receiver,) = message.users
     if receiver not in message.senders:
         return tensors
     rows_of_others = [row for row, sender in enumerate(message.senders) if sender != receiver]
-    return {name: t[rows_of_others] for name, t in tensors.items()}
+    return {name: t[rows_of_others] for name, t in tensors.items()}  # a tensor is (senders, *shape)
 
 
 def _without_rank_padding(name: str, t: Tensor, rank: int) -> Tensor:
@@ -195,8 +195,8 @@ def _message_from(header: Mapping[str, Any], tensors: Tree) -> Download | Upload
     message_tensors: Tree = {}
     reports: Tree = {}
     for name, t in tensors.items():
-        if name.startswith(_REPORT):
-            reports[name.removeprefix(_REPORT)] = t.unsqueeze(0)
+        if name.startswith(_REPORT_PREFIX):
+            reports[name.removeprefix(_REPORT_PREFIX)] = t.unsqueeze(0)
         else:
             message_tensors[name] = t.unsqueeze(0)
     return Upload(
@@ -218,12 +218,12 @@ def _safetensors_bytes(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) ->
 
     def by_dtype_and_name(tensor: tuple[str, str, tuple[int, ...]]) -> tuple[int, str]:
         name, dtype, _shape = tensor
-        return _ORDER.index(dtype), name
+        return _DTYPE_ORDER.index(dtype), name
 
     entries: dict[str, object] = {}
     offset = 0
     for name, dtype, shape in sorted(tensors, key=by_dtype_and_name):  # in the order in which safetensors stores them
-        size = math.prod(shape) * _WIDTHS[dtype]
+        size = math.prod(shape) * _BYTES_PER_ENTRY[dtype]
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, offset + size)}
         offset += size
     header_length = len(json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode())

@@ -570,8 +570,8 @@ class Clients(Users):
         if len(download.senders) <= num_downloaded_models:  # no model is left out
             return models
         own_models = restrict(cohort.tensors, self.model.layout, self.method.shared)
-        own_places = [download.senders.index(name) for name in cohort.names]
-        return insert_own(models, own_models, own_places=own_places)
+        own_indices = [download.senders.index(name) for name in cohort.names]
+        return insert_own(models, own_models, own_indices=own_indices)
 
     def upload(self, users: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
         """Return the upload of some users after their local steps, joined in one message.

@@ -25,9 +25,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
-_SHORT, _LONG = 4, 7
-_LISTED = 20
-_COMPARED = 10_000
+_SHORT_NAME, _LONG_NAME = 4, 7  # in characters
+_MAX_LISTED = 20
+_MAX_COMPARED = 10_000
 """Largest number of names with which a misspelt one is compared; more would take minutes."""
 
 
@@ -128,31 +128,31 @@ def require_user(name: str, known: Iterable[str], where: str = "") -> str:
 def list_names(names: Iterable[object]) -> str:
     """Return the first 20 names, and the number of others, on one line: "ann, bob, ... and 80 more"."""
     all_names = [str(name) for name in names]
-    listed = ", ".join(all_names[:_LISTED])
-    num_others = len(all_names) - _LISTED
+    listed = ", ".join(all_names[:_MAX_LISTED])
+    num_others = len(all_names) - _MAX_LISTED
     return f"{listed} and {num_others} more" if num_others > 0 else listed
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
-    """Return a hint for a misspelt or abbreviated name, `` Did you mean 'x'?``; empty if no name is near.
+    """Return a hint for a misspelt or abbreviated name, `` Did you mean 'x'?``; empty if no known name is similar.
 
     Args:
         got: The name that is not known.
         known: The known names.
     """
-    names = list(islice(known, _COMPARED))  # a comparison with very many names would take minutes
+    names = list(islice(known, _MAX_COMPARED))  # a comparison with very many names would take minutes
     # Smallest similarity of a near name, as a share of equal letters. It rises with the length, as long names often
     # have a prefix in common.
-    if len(got) < _SHORT:
+    if len(got) < _SHORT_NAME:
         cutoff = 0.65
-    elif len(got) < _LONG:
+    elif len(got) < _LONG_NAME:
         cutoff = 0.75
     else:
         cutoff = 0.77
     near = difflib.get_close_matches(got, names, n=1, cutoff=cutoff)
     if near:
         return f" Did you mean {near[0]!r}?"
-    is_too_short = len(got) <= _SHORT  # a short prefix would match by chance
+    is_too_short = len(got) <= _SHORT_NAME  # a short prefix would match by chance
     completions = [name for name in names if name.startswith(got)]
     if is_too_short or len(completions) != 1:
         return ""
@@ -164,11 +164,11 @@ def lacks_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     is_of_gpu = type(error).__name__ == "OutOfMemoryError"  # torch.cuda's class
-    is_of_cpu = _ALLOCATION in str(error)
+    is_of_cpu = _CPU_OUT_OF_MEMORY in str(error)
     return is_of_gpu or is_of_cpu
 
 
-_ALLOCATION = "can't allocate memory"  # torch's allocator for CPUs raises a RuntimeError
+_CPU_OUT_OF_MEMORY = "can't allocate memory"  # torch's allocator for CPUs raises a RuntimeError
 
 
 LARGEST = 1e38
@@ -176,7 +176,10 @@ LARGEST = 1e38
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a number in the range of float32; booleans are not."""
+    """Return whether a value is an int or float of at most 1e38 in magnitude, which float32 can hold.
+
+    NaN, infinity and booleans are not numbers in this sense.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 

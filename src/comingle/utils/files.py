@@ -253,7 +253,7 @@ def advise(folder: Path) -> str:
     if folder in checkpoints:
         index = checkpoints.index(folder)
         older, to_remove = checkpoints[:index], checkpoints[index:]
-    else:
+    else:  # the folder has another name, or is gone
         older, to_remove = checkpoints[:-1], [folder]
     while older and _find_damage(older[-1]):
         to_remove.insert(0, older.pop())
@@ -325,7 +325,7 @@ def require_packages(verb: str) -> None:
 
 
 def check_target(path: Path, *, force: bool, option: str = "--out", replace: str = "--force") -> None:
-    """Require that a file can be written.
+    """Check that an output file can be written, before the work that produces its content.
 
     Args:
         path: The file.

@@ -87,7 +87,8 @@ def check_inputs(where: Path, recorded: Inputs, now: Inputs, *, pooled: str = ""
         where: The run folder, for messages.
         recorded: The inputs that the run was started with.
         now: The current inputs.
-        pooled: Name of the run's method if it pools all users' data, as its result then depends on their order.
+        pooled: Name of the run's method if it pools all users' data, as its result then depends on the order of users;
+            empty for other methods.
 
     Raises:
         RunError: The base, the tokenizer or a user's data changed. The message names it.
@@ -96,10 +97,7 @@ def check_inputs(where: Path, recorded: Inputs, now: Inputs, *, pooled: str = ""
     check_users(where, recorded, now)
     for name, user in now.users.items():
         recorded_values = recorded.users[name].given
-        for (
-            key,
-            value,
-        ) in user.given.items():  # settings for which the recipe lists a value per user
+        for key, value in user.given.items():  # settings for which the recipe lists a value per user
             recorded_value = recorded_values.get(key)
             if recorded_value != value:
                 raise RunError(f"{where}: user {name!r}: {key} was {recorded_value} and is {value}; use another --out")

@@ -49,7 +49,7 @@ GEOMETRIC = "geometric_mean_test_perplexity"
 PARTICIPANTS = "participants.json"
 """File in the run folder of a federation with the state of its participants."""
 
-_NAME_MAX, _SHOWN = 255, 200
+_MAX_NAME_BYTES, _MAX_SHOWN = 255, 200
 
 
 def expand_home(path: str | os.PathLike[str]) -> Path:
@@ -130,8 +130,8 @@ def check_name(folder: Path) -> None:
     reason = _refusal_of_name(folder)
     if reason:
         shown = str(folder)
-        if len(shown) > _SHOWN:
-            shown = shown[:_SHOWN] + "..."
+        if len(shown) > _MAX_SHOWN:
+            shown = shown[:_MAX_SHOWN] + "..."
         raise RunError(f"{shown}: cannot be a folder: {reason}")
 
 
@@ -141,7 +141,7 @@ def _refusal_of_name(folder: Path) -> str:
         os.lstat(folder)
     except (FileNotFoundError, NotADirectoryError):
         # If parent folders are missing too, the system has not looked at the length of the last part.
-        is_too_long = any(len(os.fsencode(part)) > _NAME_MAX for part in folder.parts)
+        is_too_long = any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in folder.parts)
         return os.strerror(errno.ENAMETOOLONG) if is_too_long else ""
     except OSError as error:
         return error.strerror or str(error)
@@ -176,7 +176,9 @@ def number(value: float | None, measure: str = "perplexity") -> str:
 
 
 def geometric(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
-    """Return :data:`GEOMETRIC` with the geometric mean over users; an empty mapping unless perplexity is the measure.
+    """Return the geometric mean of the users' test perplexities, as ``{"geometric_mean_test_perplexity": 12.3}``.
+
+    The result is empty for other measures. The mean is None if a perplexity is not finite.
 
     Args:
         users: Results by user name, such as ``{"ann": {"test_perplexity": 12.3}}``.
@@ -392,9 +394,9 @@ def _hint_without_metrics(run: Path) -> str:
 
 
 def read_events(run: Path) -> Iterator[JsonObject]:
-    """Yield the events of a run, in order, without damaged lines.
+    """Yield the events of a run, in order, and skip damaged lines.
 
-    A warning in the log counts these, except for the last line, which a crash may have truncated.
+    Log a warning with the number of damaged lines. A damaged last line does not count, as a crash may truncate it.
     """
     path = run / "events.jsonl"
     if not path.exists():
@@ -418,7 +420,7 @@ def read_events(run: Path) -> Iterator[JsonObject]:
 
 
 def read_evaluations(run: Path) -> Iterator[JsonObject]:
-    """Yield the evaluation events of a run one by one; parses no other line."""
+    """Yield the evaluation events of a run, in order, without parsing the other lines of the event log."""
     path = run / "events.jsonl"
     if not path.exists():
         return

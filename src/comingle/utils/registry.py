@@ -48,7 +48,7 @@ class Plugin:
 
     @property
     def distributions(self) -> str:
-        """The packages that offer it, for example ``halfway 1.0``, joined with "and"."""
+        """The packages that offer this plug-in, with versions, such as "halfway 1.0 and third 0.2"."""
         packages = [f"{point.dist.name} {point.dist.version}" for point in self.points if point.dist]
         return " and ".join(sorted(packages))
 
@@ -83,9 +83,9 @@ def find_plugins(group: str) -> Mapping[str, Plugin]:
     return plugins
 
 
-def load_object(place: str) -> Any:
+def load_object(path: str) -> Any:
     """Import ``package.module:NAME`` and return the object of that name."""
-    module, _, name = place.partition(":")
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 

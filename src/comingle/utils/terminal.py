@@ -32,7 +32,7 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def words(text: object, style: str = "") -> Text:
-    """Return a text on one line for rich, without interpreting markup."""
+    """Return a text for rich that is printed literally and on one line: markup and line breaks have no effect."""
     return Text(printable(text), style=style)
 
 

@@ -298,9 +298,9 @@ def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
             yield lora, a, tree[f"{lora}.b"]
 
 
-def digest_split(part: object) -> str:
-    """Return the digest of a split of a user's data: of a tensor of tokens, or of an object's ``contents``."""
-    contents = getattr(part, "contents", (part,))
+def digest_split(split: object) -> str:
+    """Return the digest of one split of a user's data, which is a tensor of tokens or an object with ``contents``."""
+    contents = getattr(split, "contents", (split,))
     return digest_all(*contents)
 
 

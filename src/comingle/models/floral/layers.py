@@ -332,7 +332,7 @@ class AdaptedLayer(nn.Module, ABC):
 
     @abstractmethod
     def pairs(self, prefix: str) -> Pairs:
-        """Return the names of the adaptors and of the base's tensors that they change, each with ``prefix`` in front."""
+        """Return the names of the adaptors and of the base's tensors that they change, each after ``prefix``."""
 
     @abstractmethod
     def merge_into_base(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
@@ -561,7 +561,8 @@ class AdaptedConv(LowRankLayer):
     def low_rank(self, x: Float[Tensor, "*inputs"], shares: Float[Tensor, " clusters"]) -> Tensor:
         """Return the sum of all clusters' adaptors with two convolutions, first by ``a`` and then by ``b``.
 
-        Each kernel dimension belongs to ``a`` or to ``b``. Only there the base's stride, padding and dilation apply.
+        Each kernel dimension belongs to ``a`` or to ``b``. Each convolution has the base's stride, padding and dilation
+        in the dimensions of its own factor only, so that together they apply once.
 
         Args:
             x: Input of the layer.
@@ -788,10 +789,6 @@ def _centre_factors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the clusters' low-rank changes ``B_c A_c`` into their mean and factors of the differences from the mean.
 
-    With the QR decompositions ``[B_1 .. B_C] = Q_B R_B`` and ``[A_1^T .. A_C^T] = Q_A R_A`` the difference of cluster c
-    is ``Q_B (R_B D_c R_A^T) Q_A^T`` with a diagonal matrix D_c (:func:`_deviations`). So the SVD that truncates it to
-    the factors' width is that of the small matrix ``R_B D_c R_A^T`` (``core``).
-
     Args:
         geometry: Shapes of the factors.
         inner: Inner factors A_c, with the cluster axis before those of :attr:`Geometry.inner_shape`.
@@ -809,20 +806,7 @@ def _centre_factors(
     all_outer = outer_matrices.movedim(-4, -2).flatten(-2)  # (..., groups, rows, clusters * width)
     shares_by_column = shares.to(inner_matrices).repeat_interleave(geometry.width)
     mean = geometry.weight_from_matrix((all_outer * shares_by_column) @ all_inner).to(inner.dtype)
-
-    q_b, r_b = torch.linalg.qr(all_outer)
-    q_a, r_a = torch.linalg.qr(all_inner.mT)
-    d = _deviations(shares.to(q_b), geometry.width)
-    core = (r_b.unsqueeze(-4) * d) @ r_a.mT.unsqueeze(-4)  # R_B D_c R_A^T: (..., clusters, groups, m, n)
-    u, values, v_t = _truncated_svd(core, geometry.width)
-    # A singular value counts as zero if it is below the rounding error of the product of the factors.
-    product_norm = torch.linalg.matrix_norm(r_b) * torch.linalg.matrix_norm(r_a)  # (..., groups)
-    rounding_error = 10 * torch.finfo(dtype).eps * product_norm
-    is_zero = values <= rounding_error[..., None, :, None]  # (..., clusters, groups, width)
-    # Both factors get the square roots of the singular values, so that they have equal norms.
-    root = values.sqrt().masked_fill(is_zero, 0)
-    new_outer = q_b.unsqueeze(-4) @ (u * root.unsqueeze(-2))
-    new_inner = (root.unsqueeze(-1) * v_t) @ q_a.mT.unsqueeze(-4)
+    new_inner, new_outer, is_zero = _factors_of_differences(all_inner, all_outer, shares, geometry.width)
     # Where the new column of the outer factor is zero, the row of the inner factor keeps its old values: if both were
     # zero, neither would get a gradient.
     new_inner = torch.where(is_zero.unsqueeze(-1), inner_matrices, new_inner)
@@ -831,6 +815,44 @@ def _centre_factors(
         geometry.inner_from_matrix(new_inner).to(inner.dtype),
         geometry.outer_from_matrix(new_outer).to(outer.dtype),
     )
+
+
+def _factors_of_differences(
+    all_inner: Float[Tensor, "... groups all_widths columns"],
+    all_outer: Float[Tensor, "... groups rows all_widths"],
+    shares: Float[Tensor, " clusters"],
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return low-rank factors of the difference of each cluster's change from the mean, ``B_c A_c - E_c[B_c A_c]``.
+
+    With the QR decompositions ``[B_1 .. B_C] = Q_B R_B`` and ``[A_1^T .. A_C^T] = Q_A R_A`` the difference of cluster c
+    is ``Q_B (R_B D_c R_A^T) Q_A^T`` with a diagonal matrix D_c (:func:`_deviations`). So the SVD that truncates it to
+    the factors' width is that of the small matrix ``R_B D_c R_A^T`` (``core``).
+
+    Args:
+        all_inner: Inner factors A_c of all clusters, stacked as rows.
+        all_outer: Outer factors B_c of all clusters, side by side.
+        shares: Weight p(c) of each cluster in the mean.
+        width: Width of the factors.
+
+    Returns:
+        The inner factors ``(..., clusters, groups, width, columns)``, the outer factors ``(..., clusters, groups, rows,
+        width)``, and which singular values count as zero ``(..., clusters, groups, width)``.
+    """
+    q_b, r_b = torch.linalg.qr(all_outer)
+    q_a, r_a = torch.linalg.qr(all_inner.mT)
+    d = _deviations(shares.to(q_b), width)
+    core = (r_b.unsqueeze(-4) * d) @ r_a.mT.unsqueeze(-4)  # R_B D_c R_A^T: (..., clusters, groups, m, n)
+    u, values, v_t = _truncated_svd(core, width)
+    # A singular value counts as zero if it is below the rounding error of the product of the factors.
+    product_norm = torch.linalg.matrix_norm(r_b) * torch.linalg.matrix_norm(r_a)  # (..., groups)
+    rounding_error = 10 * torch.finfo(q_b.dtype).eps * product_norm
+    is_zero = values <= rounding_error[..., None, :, None]  # (..., clusters, groups, width)
+    # Both factors get the square roots of the singular values, so that they have equal norms.
+    root = values.sqrt().masked_fill(is_zero, 0)
+    outer = q_b.unsqueeze(-4) @ (u * root.unsqueeze(-2))
+    inner = (root.unsqueeze(-1) * v_t) @ q_a.mT.unsqueeze(-4)
+    return inner, outer, is_zero
 
 
 def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor, "clusters 1 1 columns"]:

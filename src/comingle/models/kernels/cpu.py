@@ -256,14 +256,19 @@ def attend(
     if is_purely_causal and is_plain and scale > 0 and supports_attention(query, key, value):
         output, _statistics = causal_attention(query, key, value, scale)
         return output.transpose(1, 2), None
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    if is_purely_causal and num_queries > 1:  # `eager` needs an explicit mask
-        is_future = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).triu(1)
-        lowest = torch.finfo(query.dtype).min
-        causal_mask = query.new_zeros(()).where(~is_future, lowest)  # (queries, keys)
-        attention_mask = causal_mask[None, None]
+    has_several_queries = query.shape[2] > 1  # a single one may attend to all keys
+    if is_purely_causal and has_several_queries:  # `eager` needs an explicit mask
+        attention_mask = _causal_mask(query, key)
     eager = sys.modules[type(module).__module__].eager_attention_forward
     return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+
+
+def _causal_mask(query: Tensor, key: Tensor) -> Float[Tensor, "1 1 queries keys"]:
+    """Return an additive causal mask: 0, and the dtype's lowest number where a key is later than the query."""
+    is_future = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
+    lowest = torch.finfo(query.dtype).min
+    causal_mask = query.new_zeros(()).where(~is_future, lowest)  # (queries, keys)
+    return causal_mask[None, None]
 
 
 def supports_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:

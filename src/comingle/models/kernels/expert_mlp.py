@@ -155,6 +155,20 @@ def _run_compiler(command: Sequence[str]) -> None:
         raise subprocess.CalledProcessError(exit_code, command)
 
 
+def _check_private(cache: Path) -> bool:
+    """Return whether only this user can write to the cache folder; log a warning otherwise."""
+    descriptor = open_private(cache)
+    if descriptor is not None:
+        os.close(descriptor)
+        return True
+    logger.warning(
+        "%s: owned by another user, a link, or writable by others; compiling native code for this process only; "
+        "set COMINGLE_CACHE to a folder that only you can write to, or remove the others' write permission",
+        cache,
+    )
+    return False
+
+
 def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
     """Compile a library and return a file descriptor of it; cache it if only this user can write to the folder.
 
@@ -168,16 +182,7 @@ def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
         PermissionError: Another user has replaced the compiled file.
     """
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    cache_descriptor = open_private(cache)
-    is_cache_private = cache_descriptor is not None
-    if cache_descriptor is not None:
-        os.close(cache_descriptor)
-    else:
-        logger.warning(
-            "%s: owned by another user, a link, or writable by others; compiling native code for this process only; "
-            "set COMINGLE_CACHE to a folder that only you can write to, or remove the others' write permission",
-            cache,
-        )
+    is_cache_private = _check_private(cache)
     parent = cache if is_cache_private else None  # None: the system's folder for temporary files
     with tempfile.TemporaryDirectory(prefix=f"{name}.partial-", dir=parent) as folder:
         compiled = Path(folder) / "made.so"
