@@ -23,7 +23,13 @@ RUNNING, FINISHED, FAILED, BROKEN = "running", "finished", "failed", "broken"
 
 @dataclass(frozen=True, kw_only=True)
 class AppStatus:
-    """Content of ``app.json``."""
+    """Content of ``app.json``.
+
+    Args:
+        process: The process in which the app runs or has run.
+        state: "running", "finished", "failed" or "broken".
+        line: Why the app has failed, for the operator; empty if it has not.
+    """
 
     process: ProcessId
     state: str = RUNNING
@@ -46,7 +52,7 @@ def read_status(folder: Path) -> AppStatus | None:
 
 
 class StatusWriter:
-    """Writes the status of this process's app, such as running or failed, into the run folder."""
+    """Writes the status of the app in this process, such as running or failed, into the run folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER

@@ -207,7 +207,7 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
 
 
 def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])  # X.509 allows up to 64 characters
 
 
 def _alternative_name(host: str) -> x509.GeneralName:

@@ -409,15 +409,7 @@ class GridChannel:
                 if seconds_left <= 0:
                     break
                 self._nodes.refresh()
-                for name, request in in_flight.items():
-                    if request.done:
-                        continue
-                    reason = self._failure(request)
-                    if reason is not None:
-                        request.done = True
-                        yield name, reason
-                    else:
-                        self._send_if_needed(name, request, seconds_left, replies)
+                yield from self._send_or_give_up(in_flight, seconds_left, replies)
                 try:
                     # Short waits, so that new requests are sent and connections are checked in between.
                     (name, request, node), reply = replies.get(timeout=min(_CHECK_SECONDS, seconds_left))
@@ -460,6 +452,26 @@ class GridChannel:
         for name in current_requests.keys() - in_flight.keys():
             in_flight[name] = _Request(current_requests[name])
         return any(not request.done for request in in_flight.values())
+
+    def _send_or_give_up(
+        self, in_flight: dict[str, _Request], seconds: float, replies: queue.SimpleQueue
+    ) -> Iterator[tuple[str, str]]:
+        """Send requests that their clients do not have yet; yield the user and the reason of those that have failed.
+
+        Args:
+            in_flight: Requests by user; those that have failed are marked as done.
+            seconds: Timeout for the replies.
+            replies: Queue into which the replies are put.
+        """
+        for name, request in in_flight.items():
+            if request.done:
+                continue
+            reason = self._failure(request)
+            if reason is not None:
+                request.done = True
+                yield name, reason
+            else:
+                self._send_if_needed(name, request, seconds, replies)
 
     def _send_if_needed(self, name: str, request: _Request, seconds: float, replies: queue.SimpleQueue) -> None:
         """Send a request to its client's node, unless the node has it already or the client is not connected.

@@ -177,7 +177,10 @@ class FleetClient:
         self.refusal = f"refused: {reason}"
 
     def _exchange(self) -> None:
-        """Run the message loop; restart it after an unexpected failure, later each time."""
+        """Run the message loop; restart it after an unexpected failure, with a longer pause each time, up to 20 s.
+
+        After a ComingleError, or after too many failures, end the loop and set :attr:`refusal`.
+        """
         reason = ""
         for num_failures in range(_MAX_FAILURES):
             try:

@@ -197,6 +197,15 @@ class Service:
     """A child process that runs until stopped; :meth:`keep_running` restarts it with increasing pauses, up to a limit.
 
     A child that ends with status :data:`REFUSED` has printed an error that a user has to fix, and is not restarted.
+
+    Args:
+        name: Name of the child in lines for the user, such as "server".
+        arguments: Returns the command; called at each start.
+        log: File to which the child's output is appended.
+        environment: The child's environment variables.
+        say: Called with each line to show to the user.
+        descriptors: File descriptors that the child inherits.
+        starts: Number of starts; set to 1 once the child has run for two minutes.
     """
 
     name: str
@@ -205,7 +214,6 @@ class Service:
     environment: Mapping[str, str]
     say: Callable[[str], None]
     descriptors: Sequence[int] = ()
-    """File descriptors that the child inherits."""
     starts: int = 0
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     _started: float = 0.0
