@@ -80,11 +80,11 @@ def save_plan(path: Path, plan: Plan) -> None:
 
 
 def split_recipe(recipe: Recipe, network: NetworkSection | None = None) -> tuple[Plan, list[Own]]:
-    """Return the server's plan and each user's own settings, for the users of the recipe or of its data set.
+    """Split a recipe with the data of all users into the server's plan and each user's own settings.
 
     Args:
-        recipe: Recipe with the data of all users.
-        network: Timeouts, and how many clients the server needs; None for the defaults.
+        recipe: Recipe whose section ``data`` has a source for each user, or a data set with all users.
+        network: Section ``network`` of the server's file, such as timeouts; None for the defaults.
 
     Raises:
         RecipeError: The recipe cannot be run with clients on other machines.

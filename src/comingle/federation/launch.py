@@ -20,7 +20,7 @@ from comingle.federation.flower.client import ClientProcess
 from comingle.federation.flower.processes import join_address
 from comingle.federation.flower.server import Certificates, SuperLink, supervise
 from comingle.federation.flower.server_app import encode_names
-from comingle.federation.participant import FILE, Participant, save_participant
+from comingle.federation.participant import FILE, Own, Participant, save_participant
 from comingle.federation.public import public_part
 from comingle.federation.run_folder import Plan, has_ended
 from comingle.federation.server_session import NetworkSection
@@ -61,17 +61,9 @@ def serve(
     if has_ended(folder):
         raise RunError(f"{folder}: this federation has ended; use another --out")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    tls_files, public_keys = None, {}
+    tls_files, public_keys = None, dict[str, Path]()
     if certificates is not None:
-        stored = read_certificates(certificates)
-        tls_files = Certificates(authority=stored.authority, certificate=stored.certificate, key=stored.key)
-        without_key = [name for name in plan.users if name not in stored.users]
-        if without_key:
-            raise RecipeError(
-                f"{certificates}: no key for {', '.join(without_key)}; create the missing ones with "
-                f"`comingle server {file} --make-certificates {certificates}`"
-            )
-        public_keys = {name: stored.users[name] for name in plan.users}
+        tls_files, public_keys = _read_tls_files(certificates, plan.users, file)
     flower_folder = folder / FLOWER  # status and logs of the server process
     flower_folder.mkdir(exist_ok=True)
     with locked(flower_folder):  # Two servers must not share a run folder.
@@ -91,8 +83,30 @@ def serve(
         say(f"listening on {address} for {len(plan.users)} users: {', '.join(plan.users)}")
         if not public_keys:
             say("no keys: any program on this machine can join under an unused name; see --certificates")
-        supervise(link)
+        supervise(link)  # runs the server process until the federation has ended
     return read_metrics(folder)
+
+
+def _read_tls_files(folder: Path, users: Sequence[str], plan_file: Path) -> tuple[Certificates, dict[str, Path]]:
+    """Return the files for TLS in a folder of certificates, and the file with each user's public key.
+
+    Args:
+        folder: Folder of certificates and keys.
+        users: Names of the users, who all need a key.
+        plan_file: The server's file, which the error's message names.
+
+    Raises:
+        RecipeError: A user has no key, or a certificate is missing or not valid.
+    """
+    stored = read_certificates(folder)
+    without_key = [name for name in users if name not in stored.users]
+    if without_key:
+        raise RecipeError(
+            f"{folder}: no key for {', '.join(without_key)}; create the missing ones with "
+            f"`comingle server {plan_file} --make-certificates {folder}`"
+        )
+    tls_files = Certificates(authority=stored.authority, certificate=stored.certificate, key=stored.key)
+    return tls_files, {name: stored.users[name] for name in users}
 
 
 def _wait_for_free_port(host: str, port: int) -> None:
@@ -154,13 +168,7 @@ def federate(
         ComingleError: The recipe needs all users' data in one place, the folder cannot be used, or the server or a
             client fails.
     """
-    if recipe.runtime.memory == AUTO:
-        raise RecipeError("runtime.memory: got 'auto' for clients that share this machine; allowed: a size for each")
-    if chooses_specialists(recipe) and recipe.runtime.memory is None:
-        raise RecipeError(
-            "method.specialists: got 'auto' for clients that share this machine; allowed: with runtime.memory, a size "
-            "for each"
-        )
+    _refuse_auto_memory(recipe)
     recipe = with_bos_of_run(folder, recipe, resume=resume)  # a resumed run keeps its begin-of-text tokens
     plan, settings_of_users = split_recipe(recipe, network)
     recipe_without_data = public_part(recipe, plan.users, plan.settings, base=None).whole_recipe()
@@ -181,15 +189,12 @@ def federate(
         keys=public_keys,
         run_config={"federation": str((folder / PLAN).absolute()), "users": encode_names(plan.users)},
     )
-    threads_per_client = max(1, (os.cpu_count() or 1) // len(settings_of_users))
+    threads_per_client = None  # as the recipe says
+    if not recipe.runtime.threads:  # clients share the cores equally
+        threads_per_client = max(1, (os.cpu_count() or 1) // len(settings_of_users))
     for user_settings in settings_of_users:
-        content = user_settings.model_dump(exclude_defaults=True)
-        if not recipe.runtime.threads:  # clients share the cores equally
-            content["runtime"] = {"threads": threads_per_client}
         name = user_settings.name
-        content["server"] = link.address
-        content["key"] = str(private_keys[name].absolute())
-        save_participant(state_folders[name] / FILE, Participant(**content, state="."))
+        _save_client_file(state_folders[name], user_settings, link.address, private_keys[name], threads_per_client)
     clients = [_client_process(name, state_folder, say) for name, state_folder in state_folders.items()]
 
     def restart_ended_clients() -> None:
@@ -209,6 +214,39 @@ def federate(
     return read_metrics(folder)
 
 
+def _refuse_auto_memory(recipe: Recipe) -> None:
+    """Refuse settings with which each client would use all memory of this machine, which the clients share.
+
+    Raises:
+        RecipeError: The recipe leaves the memory of a client, or a number of specialists that depends on it, to "auto".
+    """
+    if recipe.runtime.memory == AUTO:
+        raise RecipeError("runtime.memory: got 'auto' for clients that share this machine; allowed: a size for each")
+    if chooses_specialists(recipe) and recipe.runtime.memory is None:
+        raise RecipeError(
+            "method.specialists: got 'auto' for clients that share this machine; allowed: with runtime.memory, a size "
+            "for each"
+        )
+
+
+def _save_client_file(state: Path, own: Own, server: str, private_key: Path, threads: int | None) -> None:
+    """Write the file from which a client on this machine reads its settings.
+
+    Args:
+        state: The user's state folder.
+        own: The user's own settings.
+        server: Address of the server, ``HOST:PORT``.
+        private_key: File with the user's private key.
+        threads: Number of CPU threads of the client; None for the number in the recipe.
+    """
+    content = own.model_dump(exclude_defaults=True)
+    if threads is not None:
+        content["runtime"] = {"threads": threads}
+    content["server"] = server
+    content["key"] = str(private_key.absolute())
+    save_participant(state / FILE, Participant(**content, state="."))
+
+
 def _client_process(name: str, state: Path, say: Callable[[str], None]) -> ClientProcess:
     """Return a process that runs ``comingle client`` with the user's file."""
     command = [sys.executable, "-m", "comingle", "client", str(state / FILE)]
@@ -216,7 +254,7 @@ def _client_process(name: str, state: Path, say: Callable[[str], None]) -> Clien
 
 
 def _refusals(clients: Sequence[ClientProcess]) -> str:
-    """Return why the first few users cannot take part, as the end of an error message."""
+    """Return why the first few users cannot take part, as the end of an error message: ``"; REASON; REASON"``."""
     reasons = [f"; {client.refusal}" for client in clients if client.refusal]
     return "".join(reasons[:_MAX_LISTED_REFUSALS])
 

@@ -277,13 +277,7 @@ def _run_rounds(
         checkpoint = list_checkpoints(folder)[-1]
         progress = read_progress(checkpoint)
 
-    events_path = folder / "events.jsonl"
-    bytes_to_keep = 0  # a new run begins with an empty log
-    if rounds_are_done:
-        bytes_to_keep = events_path.stat().st_size
-    elif progress is not None:
-        bytes_to_keep = progress.events_bytes  # without the events of the rounds that are repeated
-    log = EventLog(events_path, keep_bytes=bytes_to_keep)
+    log = _open_event_log(folder, progress, rounds_are_done=rounds_are_done)
     evaluations = Evaluations(read_evaluations(folder) if log.size_bytes else ())
     all_observers = [log, StatusFile(folder, plan.users, context.planned_rounds), evaluations, *observers]
 
@@ -300,7 +294,8 @@ def _run_rounds(
         session.join()
         if progress is None:
             _resolve_eval_interval(session)
-        if progress is None or log.size_bytes == 0:  # the log does not begin with this event yet
+        has_no_start_event = progress is None or log.size_bytes == 0
+        if has_no_start_event:
             started = start_event(context.plan, session.model.name, _amounts(session))
             observe({**started, **_skipped_rows_entry(session), **_specialists_entry(session)})
 
@@ -331,6 +326,23 @@ def _run_rounds(
     finally:
         log.close()
     return metrics
+
+
+def _open_event_log(folder: Path, progress: Progress | None, *, rounds_are_done: bool) -> EventLog:
+    """Open the event log of a new or resumed run, without the events of rounds that the run will repeat.
+
+    Args:
+        folder: The run folder.
+        progress: Progress of the checkpoint from which the run resumes; None if the run starts anew.
+        rounds_are_done: Whether an earlier process has done all rounds, so that none is repeated.
+    """
+    path = folder / "events.jsonl"
+    bytes_to_keep = 0  # a new run begins with an empty log
+    if rounds_are_done:
+        bytes_to_keep = path.stat().st_size
+    elif progress is not None:
+        bytes_to_keep = progress.events_bytes  # length of the log at the checkpoint
+    return EventLog(path, keep_bytes=bytes_to_keep)
 
 
 def _final_metrics(session: ServerSession, folder: Path, metrics: JsonObject, evaluations: Evaluations) -> JsonObject:
@@ -449,9 +461,12 @@ def _evaluate_every(session: ServerSession, rounds: int) -> None:
 
 
 def _amounts(session: ServerSession) -> dict[str, JsonObject]:
-    """Return the amounts of data of clients that report them."""
-    joined = session.joined
-    return {name: dict(joined.get(name, {}).get("amounts", {})) for name in session.public.users}
+    """Return each user's amounts of training and test data; empty for users that do not report them."""
+    amounts_by_user = {}
+    for name in session.public.users:
+        reported = session.joined.get(name, {})
+        amounts_by_user[name] = dict(reported.get("amounts", {}))
+    return amounts_by_user
 
 
 def _skipped_rows_entry(session: ServerSession) -> dict[str, int]:
