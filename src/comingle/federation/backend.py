@@ -131,7 +131,9 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
 def _checked_upload(session: ServerSession, name: str, answer: Answer, number: int) -> Upload | None:
     """Return the upload in a client's answer; None, with a logged reason, if there is none or it fails a check.
 
-    A decompressed copy is checked; the returned upload is as received (``training.uploads``).
+    The upload may be compressed (``training.uploads``). The checks use a decompressed copy. The returned upload is
+    still compressed, as the aggregation expects it.
+
     Args:
         session: The session.
         name: The user.
@@ -199,7 +201,7 @@ def validation_losses(session: ServerSession, answers: Mapping[str, Answer], don
 
 
 def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], round_number: int) -> list[str]:
-    """Compute the sum of a round's uploads by secure aggregation, and aggregate it.
+    """Compute the sum of a round's uploads by secure aggregation, and update the shared model with it.
 
     If too few users answer, the model stays unchanged, and an event ("no_sum") gives the reason.
 
@@ -223,8 +225,8 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
     except NoSumError as error:
         logger.warning("%s", error, extra=AN_EVENT)
         session.observe({"event": "no_sum", "round": round_number, "reason": str(error)})
-        server_may_know_sum = secure_sum.unmask_requested
-        if server_may_know_sum:  # then it costs privacy budget
+        server_may_know_sum = secure_sum.unmask_requested  # some users may have helped to remove its masks
+        if server_may_know_sum:  # then the round costs privacy budget even without a result
             server.mechanisms.charge([server.users.index(user) for user in collector.survivors])
         server.skip_round(round_number)
         return []
@@ -304,7 +306,8 @@ class _SecureSum:
 
     def _add_masked_upload(self, name: str, message: Upload | Download) -> None:
         terms = self.collector.terms
-        masked = secure_client.read_masked(message, name, self._round, terms.entries, terms.word)
+        bits_per_entry = terms.word
+        masked = secure_client.read_masked(message, name, self._round, terms.entries, bits_per_entry)
         self.collector.add_upload(name, masked)
 
     def _store_revealed_shares(self, name: str, message: Upload | Download) -> None:
@@ -412,11 +415,14 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
 
 
 def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
-    """Return the fields of an evaluation event with the weights, such as ``[0.2, 0.8]``, of each user's mixed models.
+    """Return the fields of an evaluation event with the weights with which each user mixes several models.
+
+    With a method whose server mixes the models, the weights are the server's. Otherwise users report them.
 
     Args:
         session: The session.
-        reported: Metrics by user; "mixture" has a user's weights. Lists of a wrong length are skipped.
+        reported: Metrics by user; "mixture" has a user's weight of each model, such as ``[0.2, 0.8]``. Lists of a wrong
+            length are skipped.
 
     Returns:
         The fields; empty if there are no weights.
@@ -426,9 +432,8 @@ def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any
     if server_weights is not None:
         return mixtures_event(session.public.users, server_weights.double().cpu(), method)
     mixture = method.placement.mixture
-    num_models = method.server.server_models  # models that the server sends
-    if mixture is not None:  # users mix models that they train instead
-        num_models = mixture.clusters
+    # Users mix models that they train, one for each cluster, or else models that the server sends.
+    num_models = mixture.clusters if mixture is not None else method.server.server_models
     weights_by_user = {}
     for name, metrics in reported.items():
         weights = metrics.get("mixture", ())
@@ -616,8 +621,8 @@ class NetworkBackend(Backend[ClientReports]):
             The mean in nats.
         """
         lowest_before = self.server.lowest_loss
-        verdicts = self.server.judge(validation_report(losses, done), self._names)
-        for name, verdict in zip(self._names, verdicts.split(), strict=True):
+        verdict_for_all = self.server.judge(validation_report(losses, done), self._names)
+        for name, verdict in zip(self._names, verdict_for_all.split(), strict=True):  # one message for each user
             self.session.clients[name].verdict = verdict  # whether the user's model is the best so far
         is_best_so_far = self.server.lowest_loss < lowest_before
         if is_best_so_far:
@@ -637,7 +642,7 @@ class NetworkBackend(Backend[ClientReports]):
         if self.session.context.plan.evaluation.select != "best":
             return scores
         last_round_is_best = self.session.best_round == rounds
-        if last_round_is_best:
+        if last_round_is_best:  # the metrics are those of the best round already
             self.session.ask(dict.fromkeys(self._names, ("choose",)), rounds)
             return scores
         answers = self.session.ask(dict.fromkeys(self._names, ("choose", "evaluate")), rounds)

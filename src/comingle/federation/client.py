@@ -104,6 +104,7 @@ from comingle.utils.inputs import DATE, INPUTS, SPLITS, Inputs, read_inputs, wri
 from comingle.utils.records import PUBLIC, convert_disk_errors, expand_home, write_json
 
 Received = Download | Upload | None
+"""The server's message for a step of a secure sum; None for the first step, which needs none."""
 
 
 def advertise(store: ClientStore, task: Task, message: Received) -> Upload:
@@ -271,6 +272,7 @@ def _data_of_run(own: Own, public: Public, recipe: Recipe, own_data: RunData) ->
     if common is not None:
         common = replace(common, users=users)
     users_here = (own_index,)  # users whose data is on this machine
+    # `unread=False`: this process has the user's data, and checks it before training.
     return replace(run_data, users=users, common=common, here=users_here, unread=False)
 
 
@@ -359,23 +361,25 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
 
 
 def _lighter_runtime(recipe: Recipe) -> dict[str, Any]:
-    """Return runtime settings with which a language model in a 16-bit format needs less memory on a CPU.
+    """Return runtime settings with which training a language model in a 16-bit format needs less memory on a CPU.
 
-    For example ``{"runtime.native_code": True, "runtime.micro_batch": 2}``, without keys that the recipe sets. They
-    change rounding. In float32, where a client has to compute the same as a simulation, the result is empty.
+    For example ``{"runtime.native_code": True, "runtime.micro_batch": 2}``, without keys that the recipe sets. These
+    settings change rounding. In float32 the result is therefore empty, since a client then has to compute the same
+    numbers as a simulation.
     """
     runtime, device = recipe.runtime, resolve_device(recipe.runtime.device)
     trains_language_model = kind_of(recipe).needs_base
     if not trains_language_model:
         return {}
-    if runtime.memory is not None:  # `_within_memory` then chooses these settings
+    if runtime.memory is not None:  # `_with_choices` then chooses these settings
         return {}
     dtype = resolve_dtype(runtime.dtype, device)
     is_16_bit = dtype.itemsize <= 2
     has_native_code = expert_mlp.fits(device, dtype)  # on a CPU only
     if not is_16_bit or not has_native_code:
         return {}
-    settings = {"native_code": True, "micro_batch": max(1, LIGHT_TOKENS // recipe.training.context)}
+    texts_per_pass = max(1, LIGHT_TOKENS // recipe.training.context)
+    settings = {"native_code": True, "micro_batch": texts_per_pass}
     return {f"runtime.{key}": value for key, value in settings.items() if key not in runtime.model_fields_set}
 
 
@@ -516,7 +520,7 @@ def _raise_unless_expected(own: Own, public: Public) -> None:
 
 
 def _shorten(digest: str) -> str:
-    """Return a digest with the first 8 digits of each part, such as "0123abcd:4567ef01"."""
+    """Return a digest with the first 8 digits of each part, such as "0123abcd:4567ef01"; "none" if it is empty."""
     return ":".join(part[:8] for part in digest.split(":")) or "none"
 
 
@@ -1015,14 +1019,14 @@ class TaskRunner:
 
     def _end(self) -> None:
         save_model(self.store, self.own, rounds=self.task.round)
-        self.store.sessions.end()
+        self.store.sessions.end()  # deletes the secrets of the last secure sum
 
     STEPS: ClassVar[dict[str, Callable[[TaskRunner], None]]] = {
         "receive": _receive,
         "hear": _hear,
         "train": _train,
         "upload": _upload,
-        **{step: lambda work, step=step: work._secure_sum(step) for step in SUM_STEPS},
+        **{step: lambda runner, step=step: runner._secure_sum(step) for step in SUM_STEPS},
         "finish": _finish,
         "evaluate": _evaluate,
         "choose": _choose,

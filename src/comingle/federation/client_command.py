@@ -216,6 +216,7 @@ def _fleet_client(
     """
 
     def load() -> Handle:
+        """Create the client that carries out tasks, and return its function that answers a request."""
         from comingle.models.pretrained import import_lean
 
         import_lean()  # imports transformers without the parts that training does not need, about 100 MB
@@ -291,11 +292,11 @@ class EndCondition:
 
 
 def _check_server(participant: Participant, say: Callable[[str], None]) -> None:
-    """Check the user's settings for the connection, and whether the server answers as they say.
+    """Check the user's settings for the connection, and ask the server whether it uses TLS as they say.
 
     Args:
         participant: The user, with its settings for the connection.
-        say: Called with a line if the server looks wrong, or if a proxy is used.
+        say: Called with a line if another program listens at the address, or if a proxy is used.
 
     Raises:
         RecipeError: The address is missing or wrong, a file does not exist, or only one side uses TLS.

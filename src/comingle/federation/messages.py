@@ -298,7 +298,7 @@ _NotNegative = Annotated[float, Field(ge=0, strict=True)]
 
 def _one_line(text: str) -> str:
     """Return text as one line of at most 400 printable characters, which cannot move a terminal's cursor."""
-    text = text[: 2 * _LONGEST]
+    text = text[: 2 * _LONGEST]  # a hostile client may send megabytes
     printable = "".join(character if character.isprintable() else " " for character in text)
     words = printable.split()
     return " ".join(words)[:_LONGEST]
@@ -351,7 +351,7 @@ class _EvaluationReport(Section):
 
     @field_validator("measure")
     @classmethod
-    def _known(cls, measure: str) -> str:
+    def _check_measure(cls, measure: str) -> str:
         if measure not in MEASURES:
             raise ValueError(f"allowed: {', '.join(MEASURES)}")
         return measure

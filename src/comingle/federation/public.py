@@ -142,8 +142,10 @@ def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, A
     recipe_with_lists = recipe.for_users(users)  # for example with "rank: [8, 4]" in place of {ada: 8, ben: 4}
     public_recipe = without_data(recipe_with_lists)
     data = public_recipe["data"]
+    # The option for begin-of-text tokens is listed only if it is on. In this way, federations of older versions, which
+    # lacked the option, keep their digests.
     data.pop(BOS, None)
-    if getattr(recipe.data, BOS, False):  # only if it is on, so that older federations keep their digests
+    if getattr(recipe.data, BOS, False):
         data[BOS] = True
     data["given"] = True  # stands for sources in clients' files
     public = Public(recipe=public_recipe, users=users, settings=dict(settings))
@@ -214,7 +216,8 @@ def _raise_not_here(name: str) -> Any:
 
 def counts_samples(recipe: Recipe) -> bool:
     """Return whether local steps are passes over a user's data; otherwise the recipe sets their number."""
-    return "training.local_steps" in type(recipe.data).unread
+    keys_without_effect = type(recipe.data).unread  # with this kind of data
+    return "training.local_steps" in keys_without_effect
 
 
 @dataclass(frozen=True, kw_only=True)
