@@ -18,7 +18,7 @@ from comingle.methods.base import Method
 from comingle.models.base import Base, freeze
 from comingle.models.floral.model import FloralModel, roles
 from comingle.models.floral.wrapper import floral
-from comingle.models.folders import check_config, one_line, own_config
+from comingle.models.folders import check_config, drop_kernel_choice, one_line
 from comingle.models.hardware import resolve_attention, resolve_device, resolve_dtype
 from comingle.models.layouts import decoder_layers
 from comingle.models.loading import ALIASES, backbone, is_hub_reachable, lm_head, locate
@@ -100,7 +100,7 @@ def _model_of_config(name: str, dtype: torch.dtype, attention: str | None) -> Pr
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         check_config(folder, config.to_dict())
-        return AutoModelForCausalLM.from_config(own_config(config), dtype=dtype, attn_implementation=attention)
+        return AutoModelForCausalLM.from_config(drop_kernel_choice(config), dtype=dtype, attn_implementation=attention)
     except BaseModelError:
         raise
     except Exception as error:  # transformers raises many types for a broken config.json

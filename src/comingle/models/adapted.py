@@ -62,17 +62,20 @@ class AdapterRouting(TokenRouting):
 
     @torch.no_grad()
     def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
-        """Return one hidden state of each window for each MLP, in a pass without routers: all experts are averaged.
+        """Return the input of each MLP's router for each window, such as to initialise the router with its mean.
+
+        The input is the hidden state at the last token of the window's prompt. Routers are off in this pass: the
+        experts are averaged.
 
         Args:
             tensors: The users' trainable tensors; those of routers are ignored.
             users: Indices of the users.
             batch: Windows of context + 1 tokens.
-            whole: Average over all tokens of a window, instead of taking the state at the end of its prompt.
+            whole: Average the hidden states over all tokens of a window instead.
 
         Returns:
-            One tensor ``(users, batch, width)`` per MLP, by the name of its router's tensor; zero for windows without
-            tokens.
+            One tensor ``(users, batch, width)`` per MLP, by the name of its router's tensor; zeros for windows that
+            are all padding.
         """
         without_routers = {name: t for name, t in tensors.items() if not name.endswith(f".{ROUTER}")}
         self.adapters.bind(without_routers, users)
@@ -157,8 +160,8 @@ class AdaptedModel(AdapterRouting, Model):
             batch: Windows of context + 1 tokens; a negative target has loss 0.
             train: Ignored, as there is no dropout.
             shares: Ignored; for models that mix experts per sample.
-            powers: Factor of each row's logits; None for 1. Only for heads without bias and soft cap, as it multiplies
-                the hidden states.
+            powers: Factor of each user's logits (an inverse temperature); None for 1. Only for heads without bias and
+                soft cap, as it multiplies the hidden states.
 
         Returns:
             The losses, and the penalties (0.0 without load balancing).
@@ -192,9 +195,10 @@ class AdaptedModel(AdapterRouting, Model):
     def losses_in_fixed_order(
         self, tensors: Tree, users: Sequence[int], batch: Windows
     ) -> Float[Tensor, "users batch context"]:
-        """Return the training loss at every position; each is bitwise equal whichever other positions have targets.
+        """Return the training losses, each bitwise independent of which other positions have a target.
 
-        The losses of all positions are computed, and then set to 0 at those without a target.
+        :meth:`losses` computes only positions with a target, so that rounding depends on their number. Here all
+        positions are computed, and the losses of those without a target are then set to 0.
 
         Args:
             tensors: The users' trainable tensors.
@@ -202,8 +206,8 @@ class AdaptedModel(AdapterRouting, Model):
             batch: Windows of context + 1 tokens; ``PAD`` and hidden tokens (:func:`hide`) are no targets.
         """
         unhidden = torch.where(batch < 0, hide(batch), batch)  # hiding twice restores a token
-        all_targets = unhidden.clamp(min=0)  # token 0 instead of PAD
-        losses, _ = self.losses(tensors, users, all_targets, train=True)
+        windows_of_targets = unhidden.clamp(min=0)  # every token is a target; token 0 instead of PAD
+        losses, _ = self.losses(tensors, users, windows_of_targets, train=True)
         has_no_target = batch[..., 1:] < 0
         return losses.masked_fill(has_no_target, 0.0)
 
@@ -299,10 +303,7 @@ def adapt(
     elif compiled and not base.quantised:
         _cache_custom_autograd()
         _reset_compiler(base.model, adapters)
-        for mlp in adapters.experts.values():  # not compiled, as they have fused kernels
-            setattr(mlp, "forward", torch.compiler.disable(mlp.forward))  # noqa: B010 (a method, not a Tensor)
-        for layer in decoder_layers(network):
-            layer.compile()
+        _compile_layers(network, adapters)
     return AdaptedModel(
         name=base.name,
         layout=adapters.layout,
@@ -314,6 +315,19 @@ def adapt(
         head=head,
         adapters=adapters,
     )
+
+
+def _compile_layers(network: PreTrainedModel, adapters: Adapters) -> None:
+    """Compile the decoder layers with torch.compile, in place, except for expert mixtures, which have fused kernels.
+
+    Args:
+        network: The model whose layers carry the adapters.
+        adapters: The adapters, with the expert mixtures of all layers.
+    """
+    for mlp in adapters.experts.values():
+        setattr(mlp, "forward", torch.compiler.disable(mlp.forward))  # noqa: B010 (a method, not a Tensor)
+    for layer in decoder_layers(network):
+        layer.compile()
 
 
 def _cache_custom_autograd() -> None:
@@ -356,9 +370,10 @@ _compiled_for: tuple[weakref.ref[nn.Module], Layout] | None = None
 
 
 def _reset_compiler(model: nn.Module, adapters: Adapters) -> None:
-    """Reset torch.compile unless its last model, in ``_compiled_for``, had the same base and attention adapters.
+    """Reset torch.compile, unless the previously compiled model had the same base and attention adapters.
 
-    PyTorch recompiles a function at most 8 times by default, and then runs it without compiling.
+    Such a model reuses the compiled code. Without a reset, other models would soon reach PyTorch's limit: by default a
+    function is recompiled at most 8 times, and then runs without compiling.
 
     Args:
         model: The base model.
@@ -368,8 +383,8 @@ def _reset_compiler(model: nn.Module, adapters: Adapters) -> None:
     attention_layout = adapters.layout.only({ATTENTION})
     can_share_code = False
     if _compiled_for is not None:
-        last_model, last_attention_layout = _compiled_for
-        can_share_code = last_model() is model and last_attention_layout == attention_layout
+        previous_model, previous_attention_layout = _compiled_for
+        can_share_code = previous_model() is model and previous_attention_layout == attention_layout
     if not can_share_code:
         torch.compiler.reset()
     _compiled_for = (weakref.ref(model), attention_layout)

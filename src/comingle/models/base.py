@@ -68,7 +68,7 @@ class Base:
         return rows_of(self.model)
 
     def require_rows(self, tokens: Int[Tensor, "*any"] | Sequence[int], source: str) -> None:
-        """Raise an error if the embedding has no row for a token, or the output head none for a token to predict.
+        """Raise an error if the embedding has no row for a token to read, or the head no row for a token to predict.
 
         Args:
             tokens: A tensor of tokens to read and predict, in which tokens that are only read are hidden: hide(5) = -7
@@ -82,14 +82,14 @@ class Base:
             tokens = hide(torch.tensor(tokens, dtype=torch.int64))
         if tokens.numel() == 0:
             return
-        smallest, largest = (int(value) for value in torch.aminmax(tokens))
+        smallest, largest_target = (int(value) for value in torch.aminmax(tokens))  # hidden tokens are negative
         largest_hidden = -2 - smallest  # decoded: hide(token) is -2 - token
-        if max(largest, largest_hidden) >= self.rows:
+        if max(largest_target, largest_hidden) >= self.rows:
             inputs = torch.where(tokens < PAD, hide(tokens), tokens)
             first_without_row = int(inputs[inputs >= self.rows][0])
             raise self._missing_row_error("embedding", self.rows, first_without_row, source)
         head_weight: Any = getattr(self.model.get_output_embeddings(), "weight", None)
-        if head_weight is not None and largest >= len(head_weight):
+        if head_weight is not None and largest_target >= len(head_weight):
             first_without_row = int(tokens[tokens >= len(head_weight)][0])
             raise self._missing_row_error("head", len(head_weight), first_without_row, source)
 
@@ -113,7 +113,11 @@ class Base:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the weights: of the files or the random base that they come from, else of those in memory."""
+        """A digest that identifies the weights.
+
+        It is a digest of the weights' files, of the text that defines a random base, or, for a model that was given in
+        memory, of the tensors themselves.
+        """
         if self.origin is None:
             return digest_model(self.model)
         if isinstance(self.origin, Path):
@@ -174,7 +178,11 @@ def with_date(base: Base, run_date: str) -> Base:
 
 
 def digests_of(base: Base | None) -> dict[str, str]:
-    """Return the digests of a base model and its tokenizer by name; empty strings for runs that train nets."""
+    """Return the digests of a base model and of its tokenizer, with the keys "base" and "tokenizer".
+
+    Args:
+        base: The base; None for a run that trains nets from scratch, whose digests are empty.
+    """
     if base is None:
         return {"base": "", "tokenizer": ""}
     return {"base": base.digest, "tokenizer": digest_tokenizer(base.tokenizer)}

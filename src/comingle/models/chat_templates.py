@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 """Indices of the first token and of the one after the last."""
-Place = tuple[int, int, int]
+ResponseOffsets = tuple[int, int, int]
 """Character offsets of a response: its start, its end, and its end including any text that closes the conversation."""
-TokenPlace = tuple[int, int, int]
+LocatedToken = tuple[int, int, int]
 """A token, and the character offsets of its start and end in the text."""
 
 
@@ -92,7 +92,7 @@ _PROBE = "\ue002{}\ue003"
 
 _THINK, _END_THINK = "<think>", "</think>"
 _KEYS_OF_COMINGLE = ("learn", "tools")
-_DIRECTIVES = (*(f"-{key}" for key in "dmHIMSjy"), *"aAbBcdfGHIjmMpSuUVwWxXyYZz")
+_STRFTIME_DIRECTIVES = (*(f"-{key}" for key in "dmHIMSjy"), *"aAbBcdfGHIjmMpSuUVwWxXyYZz")
 
 
 class RewrittenTurnsError(DataError):
@@ -219,8 +219,8 @@ class ChatTemplate:
         if self.date is None:
             return template
         filters = ""
-        for letter in _DIRECTIVES:
-            directive = f"%{letter}"
+        for directive_letters in _STRFTIME_DIRECTIVES:
+            directive = f"%{directive_letters}"
             filters += f" | replace({directive!r}, {self.date.strftime(directive)!r})"
         macro = f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}"
         # Jinja drops a newline after a block tag such as endmacro; the empty expression keeps the template's.
@@ -339,20 +339,20 @@ class ChatTemplate:
             DataError: The template omits a message.
         """
         last_learnt = learnt[-1]
-        text, places, masked_places = self._locate_responses(messages[: last_learnt + 1], learnt)
-        prompt_ends = [response_start for response_start, _, _ in places]
+        text, learnt_offsets, masked_offsets = self._locate_responses(messages[: last_learnt + 1], learnt)
+        prompt_ends = [response_start for response_start, _, _ in learnt_offsets]
         tokens = self._tokenize_as_prompts(text, hidden_texts, prompt_ends)
-        spans = [self._span_of(place, tokens) for place in places]
+        spans = [self._span_of(offsets, tokens) for offsets in learnt_offsets]
         references = []
-        for place, span in zip(places, spans, strict=True):
-            references.append(self._reference_of(place, span, text, tokens, hidden_texts))
+        for offsets, span in zip(learnt_offsets, spans, strict=True):
+            references.append(self._reference_of(offsets, span, text, tokens, hidden_texts))
         masked_spans = None
-        if masked_places is not None:
-            masked_spans = tuple(self._span_of(place, tokens) for place in masked_places)
-        _, stop_of_last = spans[-1]
+        if masked_offsets is not None:
+            masked_spans = tuple(self._span_of(offsets, tokens) for offsets in masked_offsets)
+        _, end_of_last_response = spans[-1]
         ids = [token for token, _start, _end in tokens]
         return Encoded(
-            tokens=tuple(ids[:stop_of_last]),
+            tokens=tuple(ids[:end_of_last_response]),
             responses=tuple(spans),
             references=tuple(references),
             masked=masked_spans,
@@ -361,7 +361,7 @@ class ChatTemplate:
 
     def _tokenize_as_prompts(
         self, text: str, hidden_texts: Sequence[str], prompt_ends: Sequence[int]
-    ) -> list[TokenPlace]:
+    ) -> list[LocatedToken]:
         """Tokenise a rendered text so that each prompt in it has the same tokens as the prompt alone in generation.
 
         A tokenizer may join the end of a prompt and the text after it into one token. There the text is cut.
@@ -379,17 +379,18 @@ class ChatTemplate:
                 cuts.append(prompt_end)
         return self._tokenize(text, hidden_texts, cuts) if cuts else tokens
 
-    def _span_of(self, place: Place, tokens: Sequence[TokenPlace]) -> Span:
-        """Return the indices of a response's tokens, up to its last special token, or all if it has none.
+    def _span_of(self, offsets: ResponseOffsets, tokens: Sequence[LocatedToken]) -> Span:
+        """Return the indices of a response's tokens, up to and including its last special token, which ends it.
 
-        If only the closing text of the conversation has special tokens, the response ends at the last of these.
+        Without a special token in the response, it ends at the last one in the closing text of the conversation, and
+        without that at its last character.
 
         Args:
-            place: Character offsets of the response.
+            offsets: Character offsets of the response: its start, its end, and its end with closing text.
             tokens: Tokens of the conversation, from :meth:`_tokenize`.
         """
-        start_character, end_character, end_with_closing_text = place
-        begin = bisect_right(tokens, start_character, key=_stop_of)
+        start_character, end_character, end_with_closing_text = offsets
+        begin = bisect_right(tokens, start_character, key=_stop_of)  # the first token that ends after the start
         for end_of_search in (end_character, end_with_closing_text):
             end = bisect_right(tokens, end_of_search, key=_stop_of)
             for index in reversed(range(begin, end)):
@@ -399,18 +400,23 @@ class ChatTemplate:
         return begin, bisect_left(tokens, end_character, key=_start_of)
 
     def _reference_of(
-        self, place: Place, span: Span, text: str, tokens: Sequence[TokenPlace], hidden_texts: Sequence[str]
+        self,
+        offsets: ResponseOffsets,
+        span: Span,
+        text: str,
+        tokens: Sequence[LocatedToken],
+        hidden_texts: Sequence[str],
     ) -> str:
         """Return the text of a response without special tokens, to compare generated texts with it.
 
         Args:
-            place: Character offsets of the response: its start, its end, and its end with closing text.
+            offsets: Character offsets of the response: its start, its end, and its end with closing text.
             span: Indices of its tokens, from :meth:`_span_of`.
             text: The rendered conversation.
             tokens: Tokens of the conversation, from :meth:`_tokenize`.
             hidden_texts: Texts of special tokens, in the order of their placeholders in the text.
         """
-        start_character, end_character, _ = place
+        start_character, end_character, _ = offsets
         start, stop = span
         ids = [token for token, _, _ in tokens[start:stop]]
         while ids and ids[-1] in self._special_tokens:
@@ -435,11 +441,11 @@ class ChatTemplate:
             ends.append(last_token)
         return tuple(ends)
 
-    # ------------------------------------------------------------ places of responses
+    # ------------------------------------------------------------ positions of responses
 
     def _locate_responses(
         self, messages: Sequence[Message], learnt: Sequence[int]
-    ) -> tuple[str, list[Place], list[Place] | None]:
+    ) -> tuple[str, list[ResponseOffsets], list[ResponseOffsets] | None]:
         """Render a conversation, and find its responses in the text.
 
         Args:
@@ -447,51 +453,51 @@ class ChatTemplate:
             learnt: Indices of the responses to learn.
 
         Returns:
-            The text, the places of the responses to learn, and the places of the other responses, which are to be
-            masked; None if one of the latter cannot be found.
+            The text, the character offsets of each response to learn, and those of each response without a loss; None
+            in place of the latter if the position of one cannot be determined.
 
         Raises:
             RewrittenTurnsError: The text of an earlier response differs from that in a shorter conversation.
             DataError: The template omits a message.
         """
-        text, last_place = self._render_final(messages)
+        text, last_offsets = self._render_final(messages)
         self._raise_if_omitted(messages[:-1], text)
-        last_start, _, _ = last_place
+        last_start, _, _ = last_offsets
         missing = _missing_part(messages[-1]["content"], text[last_start:], thoughts=True)
         if missing:
             raise _omission_error(messages, len(messages) - 1, missing)
-        places, masked_places, found_all = [], [], True
+        learnt_offsets, masked_offsets, found_all = [], [], True
         for index, message in enumerate(messages[:-1]):
             if message["role"] != ASSISTANT:
                 continue
-            place = self._locate_earlier(messages, index, text)
+            offsets = self._locate_earlier(messages, index, text)
             if index in learnt:
-                if place is None or self._is_rewritten(message, place, text):
+                if offsets is None or self._is_rewritten(message, offsets, text):
                     raise RewrittenTurnsError(
                         "the base's chat template rewrites earlier turns when a conversation continues, so responses "
                         "have no fixed position; give conversations of one turn"
                     )
-                places.append(place)
-            elif place is not None:
-                masked_places.append(place)
+                learnt_offsets.append(offsets)
+            elif offsets is not None:
+                masked_offsets.append(offsets)
             elif index > 0 or not message.get("learn", True):
                 found_all = False  # a first message needs a mask only if it has ``learn: False``
-        return text, [*places, last_place], masked_places if found_all else None
+        return text, [*learnt_offsets, last_offsets], masked_offsets if found_all else None
 
     @staticmethod
-    def _is_rewritten(response: Message, place: Place, text: str) -> bool:
+    def _is_rewritten(response: Message, offsets: ResponseOffsets, text: str) -> bool:
         """Return whether a rendered response lacks a part of the message's content.
 
         Args:
             response: The message.
-            place: Character offsets of the response.
+            offsets: Character offsets of the response.
             text: The rendered conversation.
         """
-        start, end, _ = place
+        start, end, _ = offsets
         return _missing_part(response["content"], text[start:end], thoughts=True) != ""
 
-    def _locate_earlier(self, messages: Sequence[Message], index: int, text: str) -> Place | None:
-        """Return the place of a response that is not the last message in a rendered conversation.
+    def _locate_earlier(self, messages: Sequence[Message], index: int, text: str) -> ResponseOffsets | None:
+        """Return the position in the rendered conversation of a response that is not the last message.
 
         Args:
             messages: The conversation.
@@ -516,7 +522,7 @@ class ChatTemplate:
         end_with_closing_text = end
         return (start, end, end_with_closing_text)
 
-    def _render_final(self, messages: Sequence[Message]) -> tuple[str, Place]:
+    def _render_final(self, messages: Sequence[Message]) -> tuple[str, ResponseOffsets]:
         """Render a conversation for training: the prompt of its last response as in generation, then the response.
 
         Args:
@@ -616,10 +622,11 @@ class ChatTemplate:
     def _omitted_by_role(self, messages: Sequence[Message]) -> frozenset[int]:
         """Return the indices of messages that the template omits whatever their content, such as those of a tool.
 
-        The conversation is rendered with placeholders as contents, and missing placeholders are found. Results are
-        cached by roles, except for conversations with tool calls, on which the result can depend.
+        The conversation is rendered with a placeholder as the content of each message. Messages whose placeholder is
+        missing from the text are omitted. Results are cached by roles, except for conversations with tool calls,
+        because a template may write a message depending on the calls before it.
         """
-        key = tuple((message["role"], bool(message["content"].strip())) for message in messages)  # and if empty
+        key = tuple((message["role"], bool(message["content"].strip())) for message in messages)  # role, has text
         has_calls = any(message.get("tool_calls") for message in messages)
         if not has_calls and key in self._omitted_by_roles:
             return self._omitted_by_roles[key]
@@ -643,9 +650,10 @@ class ChatTemplate:
         return {}
 
     def _format_calls(self, messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
-        """Return the messages with the arguments of tool calls in the template's format: as mappings or as JSON.
+        """Return the messages with the arguments of tool calls in the format that the template expects.
 
-        Both formats are tried; the result has the format in which the template writes the calls of more messages.
+        Some templates expect mappings, others JSON texts. Both are tried, and the result has the format in which the
+        template writes the calls of more messages.
 
         Returns:
             The messages, and the indices of messages with a call whose name or arguments the template omits.
@@ -683,7 +691,11 @@ class ChatTemplate:
 
     @cached_property
     def _hidden_pattern(self) -> re.Pattern[str]:
-        """Pattern of the texts to hide: those of special tokens, and the opening of a placeholder."""
+        """Pattern of the texts that :meth:`_hide_special_tokens` replaces.
+
+        They are the texts of special tokens, and the character that opens a placeholder, so that no message can forge
+        a placeholder.
+        """
         return re.compile("|".join(map(re.escape, [*self._special_tokens.values(), _OPEN])))
 
     def _hide_special_tokens(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
@@ -717,7 +729,7 @@ class ChatTemplate:
             safe_messages.append({**safe_message, "role": message["role"]})
         return safe_messages, hidden_texts
 
-    def _tokenize(self, text: str, hidden_texts: Sequence[str], cuts: Sequence[int] = ()) -> list[TokenPlace]:
+    def _tokenize(self, text: str, hidden_texts: Sequence[str], cuts: Sequence[int] = ()) -> list[LocatedToken]:
         """Tokenise a rendered text in which placeholders stand for spellings of special tokens in messages.
 
         Such a spelling, say "<|im_end|>" in a user's message, becomes tokens of plain text.
@@ -772,12 +784,12 @@ class ChatTemplate:
         return encoded["input_ids"], encoded["offset_mapping"]
 
 
-def _start_of(token: TokenPlace) -> int:
+def _start_of(token: LocatedToken) -> int:
     """Return the character offset of a token's start."""
     return token[1]
 
 
-def _stop_of(token: TokenPlace) -> int:
+def _stop_of(token: LocatedToken) -> int:
     """Return the character offset of a token's end."""
     return token[2]
 
@@ -796,7 +808,12 @@ def _common_prefix(first: str, second: str) -> int:
 
 
 def _restore_special_tokens(text: str, hidden_texts: Sequence[str]) -> str:
-    """Replace placeholders by the texts of special tokens."""
+    """Return a text in which each placeholder is replaced by the text that it stands for.
+
+    Args:
+        text: A rendered text.
+        hidden_texts: Texts of special tokens that placeholders stand for, by the placeholder's number.
+    """
 
     def hidden_text_of(placeholder: re.Match[str]) -> str:
         number = int(placeholder[1])

@@ -26,16 +26,16 @@ from comingle.models.routers import ClientMixture, Powers, mix_losses, mix_proba
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import CLIENT_ROUTER, GENERALIST, ROUTER, SPECIALIST, Init, Layout, Slot, Tree
 
-Wide = Float[Tensor, "rows heads places width"]
-"""Rows are (user, model, text), the text varying fastest."""
+RowsPerComponent = Float[Tensor, "rows heads tokens width"]
+"""Keys or values with one row per (user, component, text), the text varying fastest."""
 
-Folded = Float[Tensor, "texts all_heads places width"]
-"""Rows are (user, text); a row has the heads of all models."""
+RowsPerText = Float[Tensor, "texts all_heads tokens width"]
+"""Keys or values with one row per (user, text), which has the heads of all components of the user."""
 
 
 @functools.cache
 def cache_name(network: type[PreTrainedModel]) -> str:
-    """Return the name of the key-value cache in a network's ``forward``.
+    """Return the name of the argument of a network's ``forward`` that takes the key-value cache.
 
     It is ``past_key_values``, and ``cache`` from transformers 5.24 on.
     """
@@ -43,27 +43,30 @@ def cache_name(network: type[PreTrainedModel]) -> str:
 
 
 class FoldedCache(Cache):
-    """A key-value cache with a row per text, for a network whose input has a row per text and model.
+    """A key-value cache with a row per text, for a network whose input has a row per text and component.
+
+    Callers handle the wrapped cache like that of an ordinary model, with one row per text: its head axis holds the
+    heads of all components.
 
     Args:
-        cache: The cache, with rows as in ``Folded``.
+        cache: The wrapped cache, with rows as in ``RowsPerText``.
         users: The number of users.
-        models: The number of models of each user.
+        components: The number of components of each user's mixture.
     """
 
-    def __init__(self, cache: Cache, users: int, models: int) -> None:
+    def __init__(self, cache: Cache, users: int, components: int) -> None:
         super().__init__(layers=cache.layers)
-        self.cache, self.users, self.models = cache, users, models
+        self.cache, self.users, self.components = cache, users, components
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values of a layer to the cache, and return all keys and values of that layer.
 
-        A row of the cache holds the heads of all models.
+        A row of the wrapped cache holds the heads of all components.
 
         Args:
-            key_states: New keys, ``(users * models * texts, heads, tokens, width)``.
+            key_states: New keys, ``(users * components * texts, heads, tokens, width)``.
             value_states: New values, of the same shape up to the width.
             layer_idx: Index of the layer.
             *args: Passed on to the cache.
@@ -73,16 +76,16 @@ class FoldedCache(Cache):
         keys, values = self.cache.update(new_keys, new_values, layer_idx, *args, **kwargs)
         return self._unfold(keys), self._unfold(values)
 
-    def _fold(self, states: Wide) -> Folded:
-        """Return states with the model axis moved from rows to heads: ``(users * texts, models * heads, ...)``."""
-        states = states.unflatten(0, (self.users, self.models, -1))  # (users, models, texts, heads, ...)
-        states = states.transpose(1, 2)  # (users, texts, models, heads, ...)
+    def _fold(self, states: RowsPerComponent) -> RowsPerText:
+        """Move the component axis of states from rows to heads: ``(users * texts, components * heads, ...)``."""
+        states = states.unflatten(0, (self.users, self.components, -1))  # (users, components, texts, heads, ...)
+        states = states.transpose(1, 2)  # (users, texts, components, heads, ...)
         return states.flatten(2, 3).flatten(0, 1)
 
-    def _unfold(self, states: Folded) -> Wide:
-        """Return states with the model axis moved from heads to rows: ``(users * models * texts, heads, ...)``."""
-        states = states.unflatten(0, (self.users, -1)).unflatten(2, (self.models, -1))  # (users, texts, models, ...)
-        states = states.transpose(1, 2)  # (users, models, texts, heads, ...)
+    def _unfold(self, states: RowsPerText) -> RowsPerComponent:
+        """Move the component axis of states from heads to rows: ``(users * components * texts, heads, ...)``."""
+        states = states.unflatten(0, (self.users, -1))  # (users, texts, components * heads, ...)
+        states = states.unflatten(2, (self.components, -1)).transpose(1, 2)  # (users, components, texts, heads, ...)
         return states.flatten(0, 2)
 
 
@@ -301,7 +304,7 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
 
         cache = options.pop(cache_key, None)
         options[cache_key] = None if cache is None else FoldedCache(cache, users, components)
-        for key in PER_TEXT:  # arguments with a row for each text, or a single row for all
+        for key in PER_TEXT_INPUTS:  # arguments with a row for each text, or a single row for all
             value = options.get(key)
             if isinstance(value, Tensor) and len(value) == texts:
                 options[key] = repeat_per_component(value)
@@ -318,7 +321,7 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
     setattr(network, "forward", mixed_forward)  # noqa: B010 (a method, not a Tensor)
 
 
-PER_TEXT = ("attention_mask", "position_ids")
+PER_TEXT_INPUTS = ("attention_mask", "position_ids")
 """Inputs of a causal language model that have one row per text, besides the tokens."""
 
 

@@ -115,8 +115,11 @@ def require_memory(what: str, parameters: int, dtype: torch.dtype, device: torch
     )
 
 
-def own_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Remove a configuration's choice of kernels in place, as transformers would run code that it names on the hub."""
+def drop_kernel_choice(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Remove a configuration's choice of kernels in place, and return the configuration.
+
+    The choice may name a repository on the hub, from which transformers would download and run code.
+    """
     config._attn_implementation = None
     config._experts_implementation = None
     return config
@@ -223,13 +226,14 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = own_config(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        config = drop_kernel_choice(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
         mapped = _map_model(folder, config, dtype=dtype, attention=attention)
         if mapped is not None:
             return mapped
+        # The files do not match the model name by name: let transformers convert the names, or report an error.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=own_config(config),  # again, as _map_model has set its choice of kernels
+            config=drop_kernel_choice(config),  # again, as _map_model has set its choice of kernels
             dtype=dtype,
             attn_implementation=attention,
             use_safetensors=True,
@@ -250,9 +254,9 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
 def _map_model(
     folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | None
 ) -> PreTrainedModel | None:
-    """Return a model whose weights are mapped from its files into memory, which processes share.
+    """Return a model with memory-mapped weights, so that all processes that load a folder share their memory.
 
-    Weights in another dtype than ``dtype`` are converted copies.
+    Weights that the files hold in another dtype than ``dtype`` are converted copies.
 
     Args:
         folder: A folder in the Hugging Face layout.
@@ -319,7 +323,7 @@ def _assign_tensors(model: PreTrainedModel, tensors: dict[str, torch.Tensor], fo
 
 
 def _map_quantised(folder: Path, bits: Bits, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel | None:
-    """Return a quantised model whose weights are mapped from a file in the cache, which is written at the first call.
+    """Return a quantised model with weights memory-mapped from a file in the cache, which the first call writes.
 
     Args:
         folder: A folder in the Hugging Face layout.
@@ -335,7 +339,7 @@ def _map_quantised(folder: Path, bits: Bits, *, dtype: torch.dtype, attention: s
 
     if dtype == torch.float16:  # as in _map_model
         return None
-    config = own_config(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+    config = drop_kernel_choice(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     model = _model_without_values(config, dtype=dtype, attention=attention)
     transposed = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
     quantise_shapes(model, bits, torch.device("cpu"))
@@ -398,8 +402,8 @@ def _all_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 def _map_tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the tensors of the weight files by name, floating-point ones in ``dtype``.
 
-    For bfloat16, converted GGUF files are written to the cache in bfloat16 once, so that they need not be converted in
-    memory.
+    GGUF files are cached as float32. The first call in bfloat16 writes a bfloat16 copy to the cache, which all calls
+    map into memory instead of converting the weights in memory each time.
     """
     is_from_gguf = folder.parent == gguf_cache()
     if dtype == torch.bfloat16 and is_from_gguf:

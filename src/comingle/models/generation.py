@@ -109,8 +109,8 @@ _IGNORED_KEYS = {"transformers_version", "bos_token_id", "pad_token_id"}
 def read_sampling(config: object | None = None, **given: object) -> Sampling:
     """Return validated settings from a transformers ``GenerationConfig`` and from keyword arguments, which override it.
 
-    Without ``do_sample`` a ``temperature`` above 0 switches sampling on. ``top_p`` is 0.95 unless a config or an
-    argument sets it.
+    Without ``do_sample`` a ``temperature`` above 0 switches sampling on. Without a config the default of ``top_p`` is
+    0.95.
 
     Args:
         config: A ``GenerationConfig``; None for none.
