@@ -14,7 +14,7 @@ from comingle.models.kernels import triton_kernels
 WIDE = {"gates", "last", "d_z", "d_gates", "d_b_0", "d_b_1", "d_a"}
 NUMBERS = {"n": "i32", "hidden": "i32", "span": "i32", "scale": "fp32", "z_user": "i64", "z_row": "i32"}
 SIZES: dict[str, Any] = {"ACT": 1, "FIRST": 2, "BIASED_0": True, "BIASED_1": True, "EXPERTS": 2, "RANK": 8, "WIDE": 16}
-SIZES |= {"TOKENS": gpu.TOKENS, "COLUMNS": gpu.COLUMNS, "PRECISION": "tf32"}
+SIZES |= {"TOKENS": gpu.TILE_TOKENS, "COLUMNS": gpu.TILE_COLUMNS, "PRECISION": "tf32"}
 
 
 def kind_of(parameter: Any) -> str:

@@ -73,8 +73,8 @@ def test_sizes_that_fill_no_tile(users: int, n: int, hidden: int, dtype: torch.d
 
 
 def test_sums_over_several_ranges_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "SPAN", gpu.TOKENS)
-    check(problem(n=3 * gpu.TOKENS + 5, hidden=20), torch.float32)
+    monkeypatch.setattr(gpu, "SPAN_TOKENS", gpu.TILE_TOKENS)
+    check(problem(n=3 * gpu.TILE_TOKENS + 5, hidden=20), torch.float32)
 
 
 @pytest.mark.parametrize("train", [(True, True, False), (False, True, False), (True, False, True)])

@@ -35,9 +35,11 @@ from comingle.utils.records import logger
 from comingle.utils.trees import Context, Tree
 
 MAX_RANK = 32
-TOKENS, COLUMNS, SPAN = 32, 64, 2048
-"""Size of a tile, and the number of tokens over which one program sums gradients of factors."""
-MIN_INNER = 16
+TILE_TOKENS, TILE_COLUMNS = 32, 64
+"""Tokens and hidden columns of a tile, the part of an MLP's hidden layer that one Triton program computes."""
+SPAN_TOKENS = 2048
+"""Number of tokens over which one Triton program sums gradients of LoRA factors."""
+MIN_INNER_DIMENSION = 16
 """The smallest inner dimension of a Triton product."""
 
 
@@ -117,15 +119,16 @@ class TritonBackend:
         """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
-        num_chunks = math.ceil(hidden / COLUMNS)  # of hidden columns
-        num_tiles = math.ceil(n / TOKENS)
+        num_column_tiles = math.ceil(hidden / TILE_COLUMNS)
+        num_token_tiles = math.ceil(n / TILE_TOKENS)
         mixed = torch.empty_like(bases[0])
-        partial_sums = a.new_empty(num_chunks, users, n, experts * rank, dtype=torch.float32)  # A_j h_j of each chunk
+        # A_j h_j of each column tile, which are added up below.
+        partial_sums = a.new_empty(num_column_tiles, users, n, experts * rank, dtype=torch.float32)
         tensors = _leading_arguments(bases, biases, z, gates, b, a)
         constants = _compile_time_arguments(act, biases, a)
         user_stride, token_stride, _ = z.stride()
         with torch.cuda.device_of(mixed):  # Triton launches on the current device
-            self.programs.forward[num_chunks, num_tiles, users](
+            self.programs.forward[num_column_tiles, num_token_tiles, users](
                 *tensors, mixed, partial_sums, n, hidden, scale, user_stride, token_stride, **constants
             )
         z_last = partial_sums.sum(0).mul_(scale)
@@ -168,8 +171,8 @@ class TritonBackend:
         """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
-        num_chunks = math.ceil(hidden / COLUMNS)  # of hidden columns
-        num_tiles = math.ceil(n / TOKENS)
+        num_column_tiles = math.ceil(hidden / TILE_COLUMNS)
+        num_token_tiles = math.ceil(n / TILE_TOKENS)
         d_mixed, d_gated = d_mixed.contiguous(), d_gated.contiguous()
         tensors = (*_leading_arguments(bases, biases, z, gates, b, a), d_mixed, d_gated)
         user_stride, token_stride, _ = z.stride()
@@ -177,10 +180,11 @@ class TritonBackend:
         constants = _compile_time_arguments(act, biases, a)
 
         d_bases = [torch.empty_like(base) for base in bases]
-        d_z_sums = a.new_empty(num_chunks, users, n, len(b) * experts * rank, dtype=torch.float32)
-        d_gates_sums = a.new_empty(num_chunks, *gates.shape, dtype=torch.float32)
+        # Each program writes the partial sum of its tile or span; the partial sums are added up below.
+        d_z_sums = a.new_empty(num_column_tiles, users, n, len(b) * experts * rank, dtype=torch.float32)
+        d_gates_sums = a.new_empty(num_column_tiles, *gates.shape, dtype=torch.float32)
         with torch.cuda.device_of(d_mixed):
-            self.programs.backward[num_chunks, num_tiles, users](
+            self.programs.backward[num_column_tiles, num_token_tiles, users](
                 *tensors, d_bases[0], d_bases[-1], d_z_sums, d_gates_sums, *sizes, **constants
             )
         d_z = d_z_sums.sum(0).mul_(scale).to(z.dtype)
@@ -190,12 +194,12 @@ class TritonBackend:
         if not wants_factors:
             return d_bases, d_z, d_gates, [], None
 
-        num_spans = math.ceil(n / SPAN)  # of tokens
-        d_b_sums = [a.new_empty(num_spans, *a.shape, dtype=torch.float32) for _ in b]
-        d_a_sums = a.new_empty(num_spans, *a.shape, dtype=torch.float32)
+        num_token_spans = math.ceil(n / SPAN_TOKENS)
+        d_b_sums = [a.new_empty(num_token_spans, *a.shape, dtype=torch.float32) for _ in b]
+        d_a_sums = a.new_empty(num_token_spans, *a.shape, dtype=torch.float32)
         with torch.cuda.device_of(d_mixed):
-            self.programs.backward_factors[num_chunks, num_spans, users * experts](
-                *tensors, d_b_sums[0], d_b_sums[-1], d_a_sums, *sizes, SPAN, **constants
+            self.programs.backward_factors[num_column_tiles, num_token_spans, users * experts](
+                *tensors, d_b_sums[0], d_b_sums[-1], d_a_sums, *sizes, SPAN_TOKENS, **constants
             )
         d_b = [sums.sum(0).to(a.dtype) for sums in d_b_sums]
         d_a = d_a_sums.sum(0).to(a.dtype)
@@ -243,9 +247,9 @@ def _compile_time_arguments(
         "BIASED_1": biases[-1] is not None,
         "EXPERTS": experts,
         "RANK": rank,
-        "PADDED_RANK": max(MIN_INNER, next_power_of_two),
-        "TOKENS": TOKENS,
-        "COLUMNS": COLUMNS,
+        "PADDED_RANK": max(MIN_INNER_DIMENSION, next_power_of_two),
+        "TOKENS": TILE_TOKENS,
+        "COLUMNS": TILE_COLUMNS,
         "PRECISION": "ieee" if a.dtype == torch.float32 else "tf32",  # of products in float32
     }
 
@@ -278,10 +282,11 @@ class RecordedModel(AdaptedModel):
     def states(self, tensors: Tree, present: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return the last hidden states and the load-balancing penalty, in training by replaying CUDA graphs.
 
-        The first pass with inputs of new shapes is captured, up to ``MAX_RECORDINGS`` times.
+        The first pass with inputs of new shapes is captured, up to ``MAX_RECORDINGS`` times. All other passes run as
+        in :class:`AdaptedModel`.
 
         Args:
-            tensors: The users' tensors.
+            tensors: The users' tensors, from :meth:`Adapters.prepare`.
             present: The experts that each user has.
             inputs: Token ids ``(users, batch, context)``.
         """
@@ -290,7 +295,7 @@ class RecordedModel(AdaptedModel):
         estimates_memory = isinstance(inputs, FakeTensor)
         if not is_training or records_gates or estimates_memory:
             return super().states(tensors, present, inputs)
-        # All recordings share memory, which the backward pass of the last replay may still need.
+        # All recordings share memory, which the backward pass of the previous replay may still need.
         if any(recording is not None and recording.busy for recording in self.recordings.values()):
             return super().states(tensors, present, inputs)
         arguments = (*tensors.values(), present, inputs)
@@ -364,7 +369,7 @@ class Recording:
 
     @property
     def busy(self) -> bool:
-        """Whether the last replay of the forward pass still awaits its backward pass, which needs the static memory."""
+        """Whether the latest forward replay still awaits its backward pass, which needs the static memory."""
         if self.last_replay is None:
             return False
         last_replay = self.last_replay()  # None if autograd no longer needs it

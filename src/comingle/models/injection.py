@@ -521,14 +521,14 @@ class LoraTarget(NamedTuple):
 
 
 def check_ranks(ranks: Int[Tensor, " users"], targets: Sequence[LoraTarget]) -> None:
-    """Warn about a LoRA rank above the full rank of a weight, ``min(d_in, d_out)``.
+    """Warn if the largest LoRA rank exceeds the full rank ``min(d_in, d_out)`` of a weight; reject absurd ranks.
 
     Args:
         ranks: LoRA rank of each user.
         targets: The linear layers that get a LoRA.
 
     Raises:
-        RecipeError: A rank exceeds ``d_in + d_out`` of every weight, a loose limit on mistyped ranks.
+        RecipeError: A rank exceeds ``d_in + d_out`` of every weight. The limit is loose: it catches mistyped ranks.
     """
     largest_rank = int(ranks.max())
     user = int(ranks.argmax())
@@ -607,9 +607,10 @@ def _raise_unless_one_input(original: nn.Module, family: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCounts:
-    """Number of experts per MLP: ``generalists`` of all users, ``specialists`` of each user, such as ``(1, 3, 0)``.
+    """Number of experts of each user in every MLP.
 
-    Generalists come first on the expert axis. Users with fewer specialists than others are padded.
+    All users have ``generalists`` generalists; user u has ``specialists[u]`` specialists, such as ``(1, 3, 0)`` for
+    three users. Generalists come first on the expert axis. Users with fewer specialists than others are padded.
     """
 
     generalists: int
@@ -714,7 +715,7 @@ class Adapters:
             a_up, _ = mlp.factors["up"]
             mlp.router.keys = a_up  # for gates that compare a token with each expert's A
             mlp.router.present = present
-            mlp.router.penalty = None  # forget that of the last pass
+            mlp.router.penalty = None  # clear the penalty of the previous pass
 
     def _rescale_factors(self, tensors: Tree, users: Sequence[int]) -> Tree:
         """Return the tensors with each user's A multiplied by the user's LoRA scale divided by the modules' scale.
@@ -777,9 +778,12 @@ class Adapters:
     def _router_row_mask(self, num_rows: int) -> Bool[Tensor, "users rows"]:
         """Return True where a user has a row of a router's weight; a user with a single expert has none.
 
+        If the weight has at most one row per expert, its rows belong to the last experts: with 3 experts, 3 rows belong
+        to all of them and 2 rows to the last two. A user lacks the rows of experts that it lacks. With more rows than
+        experts, as some methods define them, a row belongs to no single expert.
+
         Args:
-            num_rows: Number of rows. Of 3 experts, 3 rows belong to all, 2 rows to the last two; more than 3 rows do
-                not belong to single experts.
+            num_rows: Number of rows of the router's weight.
         """
         has_router = self.present.sum(1, keepdim=True) > 1  # (users, 1)
         num_experts = self.present.shape[1]
@@ -854,25 +858,15 @@ def inject(
         _replace_mlp(layer, targets, mlp)
         experts[f"layers.{i}.mlp"] = mlp
 
-    lora_targets = [LoraTarget(name, lora.linear, (largest_rank,), (ATTENTION,)) for name, lora in attention.items()]
-    for name, mlp in experts.items():
-        for key, linear in [*mlp.first.items(), ("down", mlp.last)]:
-            leading = (counts.width, largest_rank)
-            lora_targets.append(LoraTarget(f"{name}.{key}", linear, leading, counts.roles))
+    lora_targets = _lora_targets(attention, experts, counts, largest_rank)
     check_ranks(ranks, lora_targets)
-
     # All A, then all B, then all routers, so that the columns that a phase trains are contiguous.
     slots = [*map(_a_slot, lora_targets), *map(_b_slot, lora_targets)]
     if routed and counts.width > 1:
         slots += [_router_slot(name, mlp, counts.width, largest_rank) for name, mlp in experts.items()]
     if residual is not None:
-        linears = []
-        for target in lora_targets:
-            num_experts = 0 if target.roles == (ATTENTION,) else counts.width  # 0: without an expert axis
-            linears.append((target.name, target.linear, num_experts))
-        slots += residual_slots(linears, residual)
+        slots += _residual_slots(lora_targets, counts.width, residual)
     slots = [replace(slot, part=_slot_part(slot.name, experts)) for slot in slots]
-
     scales = settings.alpha / ranks.double().sqrt()
     return Adapters(
         layout=Layout(slots=tuple(slots)),
@@ -885,6 +879,40 @@ def inject(
     )
 
 
+def _lora_targets(
+    attention: dict[str, LoraLinear], experts: dict[str, RoutedMLP], counts: ExpertCounts, rank: int
+) -> list[LoraTarget]:
+    """Return the linears that get a LoRA: those of attention, then those of MLPs.
+
+    Args:
+        attention: The attention modules by name.
+        experts: The expert mixtures by name.
+        counts: How many experts each user has.
+        rank: Largest LoRA rank of a user.
+    """
+    lora_targets = [LoraTarget(name, lora.linear, (rank,), (ATTENTION,)) for name, lora in attention.items()]
+    for name, mlp in experts.items():
+        for key, linear in [*mlp.first.items(), ("down", mlp.last)]:
+            leading = (counts.width, rank)
+            lora_targets.append(LoraTarget(f"{name}.{key}", linear, leading, counts.roles))
+    return lora_targets
+
+
+def _residual_slots(lora_targets: Sequence[LoraTarget], experts: int, rank: int) -> list[Slot]:
+    """Return the descriptions of the residuals' factors, which a server changes and users never train.
+
+    Args:
+        lora_targets: The linears that get a LoRA and a residual.
+        experts: Size of the expert axis in MLPs.
+        rank: Rank of the residuals; 0 for the full rank of the largest weight.
+    """
+    linears = []
+    for target in lora_targets:
+        num_experts = 0 if target.roles == (ATTENTION,) else experts  # 0: without an expert axis
+        linears.append((target.name, target.linear, num_experts))
+    return residual_slots(linears, rank)
+
+
 def _create_routed_mlp(
     layer: nn.Module, targets: TargetsSection, act: str, scale: float, settings: AdaptersSection, counts: ExpertCounts
 ) -> RoutedMLP:
@@ -892,8 +920,8 @@ def _create_routed_mlp(
 
     Args:
         layer: The decoder layer.
-        targets: Names of its linears.
-        act: Name of its activation.
+        targets: Names of the linears in a decoder layer.
+        act: Name of the MLP's activation.
         scale: LoRA scale.
         settings: Experts per token, load balancing and form of the mixture.
         counts: How many experts each user has.
@@ -909,7 +937,14 @@ def _create_routed_mlp(
 
 
 def _slot_part(name: str, experts: dict[str, RoutedMLP]) -> str:
-    """Return "head" for tensors of the last MLP, such as "layers.11.mlp.up.a", else "body"."""
+    """Return the part of the model that recipes can name for a tensor, as in "specialist.head".
+
+    It is "head" for tensors of the last MLP, such as "layers.11.mlp.up.a", else "body".
+
+    Args:
+        name: Name of the tensor.
+        experts: The expert mixtures by name, in the order of the layers.
+    """
     *_, last_mlp = experts
     return "head" if name.startswith(f"{last_mlp}.") else "body"
 

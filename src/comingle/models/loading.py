@@ -34,7 +34,7 @@ from comingle.models.hardware import DTYPES, fast_bf16, resolve_attention, resol
 from comingle.models.kernels import cpu
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.quantised import Bits
-from comingle.models.quantised import quantise as pack
+from comingle.models.quantised import quantise as quantise_linears
 from comingle.models.random_bases import (
     FAMILIES,
     RANDOM_BASE_PREFIX,
@@ -319,7 +319,7 @@ def lm_head(base: Base) -> Head:
     head = _read_head(base.model)
     if head.weight.is_meta:  # without values there are no logits
         return head
-    text = torch.arange(4, device=base.device) + 5  # the first tokens are often special ones
+    text = torch.arange(4, device=base.device) + 5  # tokens 5 to 8, as the first ones are often special
     tokens = torch.stack([text, text])
     tokens[1, -1] += 1  # the texts differ only in their last token
     with torch.no_grad():
@@ -442,13 +442,13 @@ def load_base(
     implementation = resolve_attention(attention, torch_device)
     bits: Bits | None = None if quantise == "none" else quantise
     if bits is not None and torch_device.type == "cpu":
-        cpu.enable(cache_folder() / "native")  # to unpack weights
+        cpu.enable(cache_folder() / "native")  # native code that unpacks weights
     with quiet_transformers():
         if name.startswith(RANDOM_BASE_PREFIX):
             _raise_unless_fits_memory(name)
             model = random_base(name, dtype=torch_dtype, attention=implementation, seed=seed)
             if bits is not None:
-                pack(model, bits, torch_device)
+                quantise_linears(model, bits, torch_device)
             tokenizer = byte_tokenizer()
             display_name, origin = name, f"{name} seed {seed}"
         else:
@@ -538,7 +538,7 @@ def given_base(
         device=first_parameter.device,
         attention=attention,
     )
-    _raise_unless_placed(base, dtype=dtype, device=device)
+    _raise_unless_as_requested(base, dtype=dtype, device=device)
     implementation = resolve_attention(attention, base.device)
     if implementation is not None:
         shared.set_attn_implementation(implementation)
@@ -572,7 +572,7 @@ def _raise_unless_supported(model: object) -> None:
         raise BaseModelError(f"base: {class_name} is on {', '.join(sorted(devices))}; load it onto one device")
 
 
-def _raise_unless_placed(base: Base, *, dtype: str, device: str) -> None:
+def _raise_unless_as_requested(base: Base, *, dtype: str, device: str) -> None:
     """Raise an error if a given model has another dtype or device than the recipe requests.
 
     Args:

@@ -159,13 +159,13 @@ IN, OUT = "residual_in", "residual_out"
 
 
 def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> list[Slot]:
-    """Return the slots of the residuals' factors I, then of their factors O.
+    """Return the slots (name, shape and role of a tensor) of all residuals' factors I, then of all factors O.
 
     A residual is a frozen change ``O^T I`` of a linear's weight, which the server adds beside the LoRA.
 
     Args:
         linears: ``(name, module, experts)`` of each linear; ``experts`` is 0 without an expert axis.
-        rank: Rank of the residuals; 0 for the full rank of the largest weight.
+        rank: Rank of the residuals; 0 for the largest full rank of a weight, ``min(d_in, d_out)``.
     """
     weight_shapes = [weight_shape(module) for _name, module, _experts in linears]
     if rank == 0:
@@ -182,15 +182,15 @@ def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> 
 def factors_of(
     tensors: Tree, name: str, scale: float
 ) -> tuple[Float[Tensor, "users ... rank d_in"], Float[Tensor, "users ... rank d_out"]]:
-    """Return the LoRA factors A and B of a linear, with the factors I and O of its residual as further ranks.
+    """Return the factors A and B of a linear's LoRA; a residual's factors I and O are appended along the rank axis.
 
-    The residual ``O^T I`` is a frozen change of the weight. I is divided by the scale, as the caller multiplies
-    ``B^T A`` by it.
+    The residual ``O^T I`` is a frozen change of the weight. So ``scale * B^T A`` with the returned factors is the sum
+    of the LoRA's change and the residual. I is divided by the scale, because the scale does not apply to residuals.
 
     Args:
         tensors: The users' tensors by name.
         name: Name of the linear.
-        scale: LoRA scale.
+        scale: LoRA scale, by which the caller multiplies the product of the factors.
     """
     a, b = tensors[f"{name}.a"], tensors[f"{name}.b"]
     has_residual = f"{name}.{IN}" in tensors

@@ -129,14 +129,15 @@ class TokenRouting:
     def router_inputs(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, whole: bool = False
     ) -> Tree:
-        """Return one hidden state of each window for each router, in a pass without routers: all experts are averaged.
+        """Return each router's input for each window: the hidden state at the last token of the window's prompt.
+
+        Routers are off in this pass: the experts are averaged. Requires token-level routers.
 
         Args:
             tensors: Tensors of ``users``; those of the routers are not used.
             users: Indices of the users, in the order of the rows of ``tensors``.
             batch: Windows of tokens.
-            whole: Average the states over all tokens of a window, instead of taking the state at the prompt's last
-                token.
+            whole: Average the hidden states over all tokens of a window instead.
 
         Returns:
             ``(users, batch, width)`` by the names of the routers' tensors; zeros for windows of padding.
@@ -170,7 +171,7 @@ class ClientMixing:
         raise NotImplementedError(f"{self.name}: no client-level mixture")
 
     def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
-        """Return gradients that a mixture of adaptors may have preconditioned; by default they are unchanged.
+        """Return the gradients, preconditioned in mixtures of adaptors; by default they are unchanged.
 
         Args:
             tensors: The users' tensors by name, at which the gradients were taken.
@@ -179,17 +180,20 @@ class ClientMixing:
         return gradients
 
     def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
-        """Move the mean of the components' adaptors into the base; return the tensors unchanged if there are none.
+        """Return tensors with the mean of the components' adaptors moved into the base; by default they are unchanged.
 
         Args:
-            tensors: Tensors by name.
+            tensors: Tensors of base and adaptors by name.
             shares: Weight of each component in the mean.
         """
         return tensors
 
     @property
     def other_initial_rows(self) -> Float[Tensor, "others columns"] | None:
-        """Further initial models for the server, one per row; None if they are drawn like the users' own."""
+        """Initial models of a server that keeps several, without the first, one per row.
+
+        None if the server draws them from the layout, as it draws the first.
+        """
         return None
 
 
@@ -236,7 +240,7 @@ class Model(TokenRouting, ClientMixing, ABC):
         return {name: t.to(self.dtype) for name, t in self.layout.views(rows).items()}
 
     def randomness(self, *key: object) -> AbstractContextManager[None]:
-        """Seed the random numbers of a forward pass in training with the key; by default a pass draws none."""
+        """Return a context that seeds a training pass's random numbers by ``key``; by default a pass draws none."""
         return nullcontext()
 
     @abstractmethod
@@ -256,7 +260,7 @@ class Model(TokenRouting, ClientMixing, ABC):
     def losses_in_fixed_order(
         self, tensors: Tree, users: Sequence[int], batch: Any
     ) -> Float[Tensor, "users batch ..."]:
-        """Return the training losses; each is bitwise equal whichever other tokens have targets.
+        """Return the training losses, each bitwise independent of which other tokens have targets.
 
         Args:
             tensors: Tensors of ``users``.

@@ -90,7 +90,7 @@ def _build_net(name: str, input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def builder_arguments(build: Callable[..., object], input_shape: Shape, outputs: int) -> tuple[Any, ...]:
-    """Return the arguments for a function that makes a net: ``()`` if it can be called so, else shape and outputs.
+    """Return the arguments for a function that makes a net: none if it requires none, else shape and outputs.
 
     Args:
         build: The function, or a class of modules.

@@ -1,4 +1,4 @@
-"""Classes of transformers for annotations, without the slow import, and that import without what is not needed."""
+"""Classes of transformers for annotations, without importing it, and an import of it that takes less memory."""
 
 from __future__ import annotations
 

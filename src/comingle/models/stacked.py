@@ -315,7 +315,10 @@ class StackedModel(Model):
 
     @property
     def other_initial_rows(self) -> Float[Tensor, "others columns"]:
-        """Further initial models for the server, one per row, initialised differently from the users' own."""
+        """Initial models of a server that keeps several, without the first, one per row.
+
+        Each is a net with other initial values; all users start from the first model.
+        """
         return torch.zeros(0, self.layout.columns) if self.others is None else self.others
 
     def only(self, users: Sequence[int]) -> StackedModel:
