@@ -93,7 +93,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, d_losses: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         """Return the gradient of ``hidden``; head and targets have none."""
-        (gradients,) = ctx.saved_tensors  # of each loss
+        (gradients,) = ctx.saved_tensors  # (n, width), of each position's loss
         d_hidden = gradients * d_losses.unsqueeze(1).to(gradients.dtype)
         return d_hidden, None, None
 

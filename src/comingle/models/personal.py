@@ -31,6 +31,7 @@ from comingle.utils.registry import load_object
 from comingle.utils.trees import Tree
 
 WIDE = torch.float32
+"""The narrowest dtype in which changes of weights are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,8 @@ class Change:
 
     def only_expert(self, expert: int) -> Change:
         """Return the change of a single expert, with the share that it has in the sum."""
-        kept = slice(expert, expert + 1)
-        return replace(self, a=self.a[kept], b=self.b[kept], shares=self.shares[kept])
+        selected = slice(expert, expert + 1)  # not an index, so that the expert axis remains
+        return replace(self, a=self.a[selected], b=self.b[selected], shares=self.shares[selected])
 
     def reweighted(self, weights: Float[Tensor, " experts"]) -> Change:
         """Return the change with each expert's share multiplied by its weight."""
@@ -263,7 +264,15 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """Result of an export. ``lost`` holds perplexities on the user's validation data if the form is approximate."""
+    """Result of an export.
+
+    Args:
+        folder: The written folder.
+        format: Name of the format, such as "transformers".
+        form: A sentence that describes what the files represent.
+        lost: If the exported model is approximate, perplexities on the user's validation data, with and without the
+            approximation; else empty.
+    """
 
     folder: Path
     format: str
@@ -293,7 +302,7 @@ def chat_template_of(base: Base, model_info: ModelInfo | None) -> ChatTemplate |
 
 
 def chat_ends(base: Base) -> tuple[int, ...]:
-    """Return the tokens that end a response: of the chat template, then of the base's generation settings.
+    """Return the tokens that end a response: those of the chat template, then those of the base's generation settings.
 
     Raises:
         DataError: The base's template rejects a conversation of one turn, its tokenizer has no end-of-text token, or
@@ -327,6 +336,8 @@ def turn_end(base: Base, model_info: ModelInfo | None) -> int | None:
 
 def generation_of(base: Base, model_info: ModelInfo | None) -> GenerationConfig:
     """Return the generation settings of an exported model, with the same end tokens as the user's model.
+
+    The end tokens are those of the base's settings, then the one that ends a response in the chat template.
 
     Args:
         base: The base model.
@@ -474,13 +485,13 @@ class PersonalModel(Personal):
 
         Use it in the context only: all users share the modules, and another user's adapters may be bound later.
         """
-        if isinstance(self.model, AdaptedModel):  # one set of adapters per user
+        if isinstance(self.model, AdaptedModel):  # adapters, whose experts are mixed within the MLPs
             self.model.adapters.bind(self.tensors, [self.row])
             yield self.model.network
         elif isinstance(self.model, EnsembleModel):  # a mixture of several models' predictions
             with self.model.mixed_network(self.tensors, [self.row]) as network:
                 yield network
-        else:  # a mixture of several sets of adaptors
+        else:  # several sets of adaptors, which are mixed in the weights
             (mixture,) = self.model.shares(self.tensors)
             with self._floral_model.mixing(mixture):
                 yield cast(PreTrainedModel, self._floral_model.model)
@@ -692,8 +703,8 @@ class PersonalModel(Personal):
         """Return the number of input tokens per window for scoring a text: ``context``, or fewer for a shorter text.
 
         Args:
-            context: Tokens per window.
-            tokens: Tokens of the text.
+            context: Largest number of input tokens per window.
+            tokens: Number of tokens of the text.
 
         Raises:
             RecipeError: ``context`` is not an integer from 1, or the window exceeds the base's number of positions.

@@ -155,13 +155,14 @@ class Router(nn.Module):
 
     @property
     def has_penalty(self) -> bool:
-        """Whether tokens have a load-balancing penalty that is not constant."""
+        """Whether the load-balancing penalty must be computed: there is one, and it depends on the router."""
         experts = self.present.shape[-1]
         if self.balance == "none":
             return False
         if self.top_k < experts:
             return True
-        # Every token chooses all experts, so only the "generalist" penalty can vary, with 2 or more specialists.
+        # Every token chooses all experts, so all f_j are 1. Then the "uniform" penalty is constant. So is "generalist"
+        # with two experts, which have equal weights.
         return self.balance == "generalist" and experts > 2
 
 
@@ -180,11 +181,11 @@ class ClientMixture:
 
     - "weights": one pass with mixed weights (FLoRAL's FML).
     - "outputs": the components' outputs (an ensemble).
-    - "losses": the components' losses (MFL); each component descends on its own loss, and pi weighs it in the
-      aggregation.
+    - "losses": the components' losses (MFL); each component descends on its own loss, and the server weighs the
+      user's component by pi when it aggregates.
     - "samples": the losses of each sample, in shares whose mean is pi (FedEM).
     - "predictions": the components' probabilities; each component trains on its own loss as if it were alone. The
-      placement says how many components are shared and how many are local.
+      method's placement says how many components are shared and how many are local.
 
     Args:
         clusters: Number C of components.
@@ -279,7 +280,7 @@ def mix_losses(
 
 
 def merge_models(tensors: Tree, shares: Float[Tensor, "users clusters"]) -> Tree:
-    """Return ``sum_c pi_c w_c`` of whole models (FLoRAL's FML), running statistics included.
+    """Return each user's merged model ``sum_c pi_c w_c`` (FLoRAL's FML); running statistics are merged too.
 
     Args:
         tensors: Tensors w ``(users, clusters, ...)`` by name, and the router, which is left out.

@@ -226,7 +226,12 @@ def perplexity_of(mean_loss: float) -> float:
 
 @dataclass(frozen=True)
 class _ScoringJob:
-    """A part of a set of windows, which one slot of a pass processes; ``set_index`` is the index of the set."""
+    """One batch of a set of windows; a slot of a forward pass processes it with the set's model.
+
+    Args:
+        set_index: Index of the set among all sets to score.
+        windows: The batch.
+    """
 
     set_index: int
     windows: Int[Tensor, "batch window"]
@@ -257,17 +262,17 @@ def score_streams(
         gates: Function that returns the routers' gates in the last pass, to average them; None without routers.
         begin: Begin-of-text token, if the base has one.
     """
-    parts_of_streams = []
+    batches_by_stream = []
     for stream in streams:
         windows = evaluation_windows(stream, context=context, begin=begin)
-        parts_of_streams.append(windows.split(batch))
-    return score_windows(losses, parts_of_streams, models, slots=slots, gates=gates)
+        batches_by_stream.append(windows.split(batch))
+    return score_windows(losses, batches_by_stream, models, slots=slots, gates=gates)
 
 
 @torch.no_grad()
 def score_windows(
     losses: Losses,
-    parts: Sequence[Sequence[Int[Tensor, "_ _"]]],
+    batches_by_set: Sequence[Sequence[Int[Tensor, "_ _"]]],
     models: Sequence[int],
     *,
     slots: int,
@@ -275,22 +280,24 @@ def score_windows(
 ) -> list[Score]:
     """Return the sum of losses on each of several sets of windows, such as the users' test sets.
 
-    A set is split into parts; one forward pass processes up to ``slots`` parts, from one set or several.
+    A forward pass has up to ``slots`` slots. Each slot processes one batch of a set with the set's model, so that a
+    pass may score batches of several sets.
 
     Args:
         losses: Function that runs a pass and returns the loss of each token.
-        parts: For each set a list of parts, each a tensor of windows.
+        batches_by_set: For each set its batches, each a tensor ``(batch, window)`` of windows.
         models: For each set the index of the model to score it with, the first argument of ``losses``.
-        slots: Largest number of parts in a pass.
+        slots: Largest number of batches in a pass.
         gates: Function that returns the routers' gates in the last pass, to average them; None without routers.
     """
-    loss_sums = [0.0] * len(parts)  # of each set
-    target_counts = [0] * len(parts)
-    gate_sums: list[Tensor | float] = [0.0] * len(parts)
+    num_sets = len(batches_by_set)
+    loss_sums = [0.0] * num_sets  # of each set
+    target_counts = [0] * num_sets
+    gate_sums: list[Tensor | float] = [0.0] * num_sets
     jobs = []
-    for set_index, parts_of_set in enumerate(parts):
-        jobs += [_ScoringJob(set_index, windows) for windows in parts_of_set if len(windows)]
-    # Widest windows first, then most windows, so that the parts of a pass need little padding.
+    for set_index, batches in enumerate(batches_by_set):
+        jobs += [_ScoringJob(set_index, windows) for windows in batches if len(windows)]
+    # Widest windows first, then most windows, so that the batches of a pass need little padding.
     jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))
     for start in range(0, len(jobs), slots):
         jobs_of_pass = jobs[start : start + slots]
@@ -309,25 +316,25 @@ def score_windows(
     return scores
 
 
-def _stack_padded(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots batch window"]:
-    """Stack parts of different sizes, padded with ``PAD``.
+def _stack_padded(batches: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots batch window"]:
+    """Stack batches of different sizes, padded with ``PAD``.
 
     Args:
-        parts: Windows of each slot.
+        batches: The windows ``(batch, window)`` of each slot.
     """
-    most_windows = max(len(part) for part in parts)
-    largest_width = max(part.shape[1] for part in parts)
-    stacked = torch.full((len(parts), most_windows, largest_width), PAD, dtype=torch.int64)
-    for slot, part in enumerate(parts):
-        num_windows, width = part.shape
-        stacked[slot, :num_windows, :width] = part
+    most_windows = max(len(batch) for batch in batches)
+    largest_width = max(batch.shape[1] for batch in batches)
+    stacked = torch.full((len(batches), most_windows, largest_width), PAD, dtype=torch.int64)
+    for slot, batch in enumerate(batches):
+        num_windows, width = batch.shape
+        stacked[slot, :num_windows, :width] = batch
     return stacked
 
 
 def _sum_gates(
     gates: Float[Tensor, "layers slots n experts"], windows: Int[Tensor, "slots batch window"]
 ) -> list[Float[Tensor, "layers experts"]]:
-    """Return for each slot, a place for windows of one model, the sum of its gates over positions with a target.
+    """Return each slot's sum of gates over positions with a target; a slot holds windows that one model reads.
 
     Args:
         gates: Gates of one forward pass, with ``n = batch * context`` positions per slot.
@@ -340,7 +347,7 @@ def _sum_gates(
 
 
 def _mean_gates(total: Tensor | float, tokens: int) -> tuple[tuple[float, ...], ...]:
-    """Return each layer's mean gates over ``tokens`` tokens; empty if no gates were summed.
+    """Return each layer's mean gate of each expert over ``tokens`` tokens; empty if no gates were summed.
 
     Args:
         total: Sums of gates ``(layers, experts)``; the number 0.0 if none were summed.
@@ -363,14 +370,15 @@ Targets are class numbers ``(n,)`` or real numbers ``(n, d)``.
 class Loss:
     """A loss and its name.
 
-    With ``classes``, outputs are logits and targets are class numbers, so accuracy is defined.
+    If ``classes`` is true, outputs are logits and targets are class numbers, so accuracy is defined. Otherwise targets
+    are real numbers.
     """
 
     name: str
     function: LossFunction
     classes: bool
     paired: bool = False
-    """Whether outputs correspond to classes, or to the numbers of a target."""
+    """Whether a net needs one output per class, or one per number of a target; unknown for a user's own function."""
 
     def __call__(self, outputs: Float[Tensor, "*batch outputs"], targets: Tensor) -> Float[Tensor, "*batch"]:
         """Return the loss of every sample.

@@ -90,8 +90,9 @@ class _FusedNorm(torch.autograd.Function):
         _, x_axis, *setting_axes = in_dims
         users = info.batch_size
         has_user_axis = x_axis is not None
+        # (batch, users, channels, ...)
         x = x.movedim(x_axis, 1) if has_user_axis else x.unsqueeze(1).expand(-1, users, *x.shape[1:])
-        joined = [x.flatten(1, 2)]  # (batch, users, channels, ...) -> (batch, users * channels, ...)
+        joined = [x.flatten(1, 2)]  # arguments of the norm over all users' channels, (batch, users * channels, ...)
         if norm is F.group_norm:
             num_groups, *settings = settings
             _, *setting_axes = setting_axes
@@ -131,19 +132,22 @@ def _linear_over_users(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return y.view(*x.shape[:-1], -1)
 
 
-_FOLDED: Mapping[Any, Callable[..., Tensor]] = {F.linear: _linear_over_users}
+_FOLDED_FUNCTIONS: Mapping[Any, Callable[..., Tensor]] = {F.linear: _linear_over_users}
 """Functions of torch, and their forms for parameters with a user axis."""
 
 
-FOLDING = (nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
-"""Modules that process samples independently of each other; :data:`_FOLDED` replaces those with parameters."""
+SAMPLEWISE_MODULES = (nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
+"""Modules of torch that process samples independently of each other and work in :class:`Folded`.
+
+Linears are the only ones with parameters; :data:`_FOLDED_FUNCTIONS` replaces their function.
+"""
 
 
 def can_fold(net: nn.Module) -> bool:
     """Return whether a net supports :class:`Folded`, which runs the samples of all users as one batch."""
     for module in net.modules():
         joins_samples = getattr(module, "start_dim", 1) != 1  # a ``Flatten`` from axis 0
-        if type(module) not in FOLDING or joins_samples:
+        if type(module) not in SAMPLEWISE_MODULES or joins_samples:
             return False
     return True
 
@@ -154,7 +158,7 @@ class Folded(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> object:
-        """Call a function of torch, or its form in :data:`_FOLDED` for parameters with a user axis.
+        """Call a function of torch, or its form in :data:`_FOLDED_FUNCTIONS` for parameters with a user axis.
 
         Args:
             func: The function.
@@ -162,7 +166,7 @@ class Folded(TorchFunctionMode):
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
         """
-        folded = _FOLDED.get(func, func)
+        folded = _FOLDED_FUNCTIONS.get(func, func)
         return folded(*args, **(kwargs or {}))
 
 
@@ -247,12 +251,12 @@ def _channels_last(weight: Tensor) -> Tensor:
     return weight.flatten(0, -4).contiguous(memory_format=torch.channels_last).view(weight.shape)
 
 
-_BY_SAMPLE = (*FOLDING, nn.Dropout, nn.AdaptiveAvgPool2d, nn.AvgPool2d, nn.MaxPool2d)
-"""Modules that process samples independently of each other."""
+_CONVERTIBLE_MODULES = (*SAMPLEWISE_MODULES, nn.Dropout, nn.AdaptiveAvgPool2d, nn.AvgPool2d, nn.MaxPool2d)
+"""Modules of torch that :class:`Chained` leaves as they are, as they process samples independently of each other."""
 
 
-_POINTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Identity)
-"""Modules that work on plain samples and on maps alike."""
+_POINTWISE_MODULES = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Identity)
+"""Modules that work elementwise, so that they accept the plain layout of samples and the layout of native code."""
 
 
 class UnknownLayerError(Exception):
@@ -399,7 +403,7 @@ class Chained:
         if type(net) is nn.Sequential:
             return self._convert_sequential(net)
         joins_samples = getattr(net, "start_dim", 1) != 1  # a ``Flatten`` from axis 0
-        if type(net) in _BY_SAMPLE and not joins_samples:
+        if type(net) in _CONVERTIBLE_MODULES and not joins_samples:
             return net
         if not getattr(net, "by_sample", False):
             raise UnknownLayerError
@@ -445,7 +449,7 @@ class Chained:
 
     def _step_of_module(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """Return a module as a step, which accepts samples in the plain layout and in that of native code."""
-        if isinstance(module, (Chain, Sum, *_POINTWISE)):  # accepts both layouts
+        if isinstance(module, (Chain, Sum, *_POINTWISE_MODULES)):  # accepts both layouts
             return module
 
         def run_on_plain_samples(x: Tensor) -> Tensor:

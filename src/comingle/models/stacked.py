@@ -53,8 +53,8 @@ from comingle.utils.trees import (
     Tree,
 )
 
-# Roles of the parts of a `GatedPair`.
-_ROLES = {"shared": GENERALIST, "own": SPECIALIST, "head": SPECIALIST, "gate": ROUTER}
+# Roles of the submodules of a `GatedPair`.
+_ROLE_BY_SUBMODULE = {"shared": GENERALIST, "own": SPECIALIST, "head": SPECIALIST, "gate": ROUTER}
 
 
 class GatedPair(nn.Module):
@@ -87,7 +87,7 @@ def gated_pair(shared: nn.Module, local: nn.Module, *, inputs: int, seed: int) -
     Args:
         shared: Net whose feature extractor is shared; its head is dropped.
         local: Net whose feature extractor and head are local.
-        inputs: Entries of a sample.
+        inputs: Number of entries of a flattened sample.
         seed: Seed of the gate.
 
     Raises:
@@ -129,7 +129,7 @@ def assign_role(slot: Slot) -> Slot:
     submodule, _, _ = slot.name.partition(".")
     if slot.roles == (STATISTICS,):
         return replace(slot, factor=submodule)
-    return replace(slot, roles=(_ROLES[submodule],))
+    return replace(slot, roles=(_ROLE_BY_SUBMODULE[submodule],))
 
 
 _ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
@@ -290,7 +290,7 @@ class StackedModel(Model):
         device: Device of the tensors.
         dtype: Dtype of the computations.
         mixture: How components are mixed; None without components.
-        others: Further initial models for the server.
+        others: Initial models of a server that keeps several, without the first, which is the users' initial model.
         loss: Loss of outputs and targets.
         compiled: Allow a native form of the net.
         batchwise: A sample's output in training depends on its batch.
@@ -382,8 +382,12 @@ class StackedModel(Model):
     ) -> tuple[Float[Tensor, "users batch ..."], float]:
         """Return the loss of every sample, 0 for padding, and 0.0 as the load-balancing penalty.
 
-        For a mixture of losses, the value is ``sum_c pi_c f_c`` with the loss f_c of component c. Its gradient is that
-        of ``sum_c f_c`` (FLoRAL, eq. 4), as pi_c weighs the component in the aggregation.
+        With the loss f_c of component c, the value depends on the level at which the mixture is mixed:
+
+        - "losses": ``sum_c pi_c f_c``, but the gradient is that of ``sum_c f_c`` (FLoRAL, eq. 4), because the server
+          weighs component c by pi_c when it aggregates.
+        - "samples": ``sum_c shares_c f_c`` with shares per sample.
+        - Otherwise the loss of the user's mixed or only model.
 
         Args:
             tensors: The users' tensors; in training their running statistics change.
@@ -512,7 +516,7 @@ class StackedModel(Model):
         if self.mixture.of != "models":
             return self._adaptor_set_outputs(tensors, inputs, train)
         models = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
-        # For one user: tensors have a leading axis of components, inputs have none.
+        # Within the vmap over users: tensors have a leading axis of components, inputs have none.
         call_components = vmap(self._call_user, in_dims=(0, None), randomness="different")
         return self._run_users(train, call_components, models, inputs)
 
@@ -737,7 +741,7 @@ class MixedLanguageModel(StackedModel):
     def predict(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
     ) -> Float[Tensor, "users batch context"]:
-        """Return the losses with adaptors mixed in the weights, whatever level the mixture has in training."""
+        """Return the losses in nats with adaptors mixed in the weights, even if training mixes another way."""
         return self._model_losses(tensors, batch, train=False)
 
     @torch.no_grad()
