@@ -26,6 +26,7 @@ from cases import ON_TEXT as ALL_ON_TEXT
 from tests.federation.direct import federated
 
 from comingle.config import parse_recipe
+from comingle.federation.conditions import DeviceConditions
 from comingle.runs import api, given
 from comingle.training.client import Clients
 from comingle.utils.files import list_checkpoints
@@ -119,6 +120,7 @@ def test_text_with_time_limits(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     """A second passes between two local steps; the server normalises by the numbers of steps that users report."""
     seconds = count()
     monkeypatch.setattr(Clients, "clock", lambda clients: float(next(seconds)))
+    monkeypatch.setattr(DeviceConditions, "training_clock", lambda conditions: float(next(seconds)))
     limits = {"dan": None, "ann": 2, "cem": 1, "bob": 3}
     own = {"training.rounds": 2, "training.max_seconds_per_round": limits, "training.normalise_steps": True}
     channel = assert_equal(text_recipe(tmp_path, method(name), **own), tmp_path)

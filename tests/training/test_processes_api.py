@@ -29,7 +29,9 @@ options = {
 }
 for seed in (0, 1):
     run = comingle.run(options, users=texts, method="fedavg", seed=seed, out=f"{sys.argv[1]}/{seed}")
-    print(seed, *sorted(run.metrics["users"]), run.user("cem").name, flush=True)
+    words = [str(seed), *sorted(run.metrics["users"]), run.user("cem").name]
+    sys.stdout.write(" ".join(words) + "\\n")  # in one piece, as the other process writes to the same pipe
+    sys.stdout.flush()
 """
 
 
