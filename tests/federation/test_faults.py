@@ -209,7 +209,8 @@ def test_users_who_come_late_are_late_or_never_come_back(tmp_path: Path) -> None
     assert rounds[-1] == {"ann", "bob", "cem"}
     assert_as_in_one_process(federation, tmp_path, recipe, ["ann", "bob", "cem"])
     assert federation.reasons("bob")[0].endswith(" 40 s")
-    assert federation.reasons("dan")[0].endswith(" 40 s")
+    # Flower gives up a client without heartbeats, by its clock before or after the end of the round.
+    assert federation.reasons("dan")[0].endswith((" 40 s", "connection lost"))
     assert not federation.reasons("ann")
     assert any(line.endswith(REVERTED_NOTICE) for line in federation.told("bob"))
     reason = other.refusal.removeprefix("ann's client: ")
