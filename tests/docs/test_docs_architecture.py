@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -31,6 +32,18 @@ def test_every_module_that_the_page_names_exists() -> None:
     paths = [path for path in re.findall(r"`([\w/]+(?:/|\.py))`", PAGE) if not path.startswith(("docs/", "tests/"))]
     assert len(paths) > 30
     assert [path for path in paths if not (SOURCE / path).exists()] == []
+
+
+def test_every_function_that_the_page_names_exists() -> None:
+    places = re.findall(r"`([\w/]+\.py): (\w+)`", PAGE)
+    assert len(places) > 20
+    missing = []
+    for path, name in places:
+        tree = ast.parse((SOURCE / path).read_text(encoding="utf-8"))
+        defined = {getattr(node, "name", None) for node in ast.walk(tree)}
+        if name not in defined:
+            missing.append(f"{path}: {name}")
+    assert missing == []
 
 
 def test_every_package_is_in_the_table_and_in_the_picture(drawing: Any) -> None:
