@@ -253,7 +253,7 @@ def advise(folder: Path) -> str:
     if folder in checkpoints:
         index = checkpoints.index(folder)
         older, to_remove = checkpoints[:index], checkpoints[index:]
-    else:  # the folder has another name, or is gone
+    else:  # it has another name or is gone; the newest checkpoint is not trusted either
         older, to_remove = checkpoints[:-1], [folder]
     while older and _find_damage(older[-1]):
         to_remove.insert(0, older.pop())
@@ -286,6 +286,7 @@ def _find_damage(folder: Path, name: str | None = None) -> str:
     has_compared_all = name is None
     if not has_compared_all or recorded == b"".join(lines):
         return ""
+    # All files match, but SHA256SUMS differs: it lists more files, or is incomplete.
     lines_without_file = [line for line in recorded.splitlines(keepends=True) if line not in lines]
     if not lines_without_file:
         return f"{SUMS} is truncated"

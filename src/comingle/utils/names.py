@@ -80,7 +80,7 @@ def parse_hub_name(text: str) -> HubName:
     """Parse a name such as ``hub:wikimedia/wikipedia?config=20231101.de&split=train&documents=4000``.
 
     Raises:
-        DataError: The name is missing, a key is unknown, or ``documents`` is not a whole number from 1.
+        DataError: The name or a value is empty, a key is unknown, or ``documents`` is not a whole number from 1.
     """
     name, _, query = text.removeprefix(HUB_PREFIX).partition("?")
     values = dict(parse_qsl(query, keep_blank_values=True))

@@ -358,7 +358,10 @@ def is_server(run: Path) -> bool:
 
 
 def resume_command(run: Path) -> str:
-    """Return the action that resumes a run, for messages: a command in backquotes, or "restarting the federation"."""
+    """Return the action that resumes a run, for messages: a command in backquotes, or "restarting the federation".
+
+    No command resumes a federated run: it resumes when its server and clients are started again.
+    """
     if is_server(run) or (run / PUBLIC).exists():
         return "restarting the federation"
     return f"`comingle run --resume {shlex.quote(str(run))}`"

@@ -16,6 +16,9 @@ def derive(*parts: str | int) -> int:
     """Return a seed in ``[0, 2**63)``: the first 63 bits of SHA-256 of the parts as a JSON list.
 
     JSON distinguishes types and boundaries: ``("a", "b")``, ``("ab",)``, ``("1",)`` and ``(1,)`` give four seeds.
+
+    Args:
+        *parts: The run's seed, the user, the round and the purpose of the stream, for example.
     """
     digest = hashlib.sha256(json.dumps(parts).encode("ascii")).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -538,7 +538,7 @@ class AdaptedLinear(LowRankLayer):
         assert self.b is not None
         clusters, rank = self.a.shape[:2]
         all_a = self.a.flatten(0, 1)  # (clusters * rank, d_in)
-        z = F.linear(x, all_a).unflatten(-1, (clusters, rank))
+        z = F.linear(x, all_a).unflatten(-1, (clusters, rank))  # (*batch, clusters, rank)
         z = z * shares.to(z.dtype).unsqueeze(-1)
         all_b = self.b.transpose(0, 1).flatten(1)  # (clusters, d_out, rank) -> (d_out, clusters * rank)
         return F.linear(z.flatten(-2), all_b)

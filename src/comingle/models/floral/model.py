@@ -68,7 +68,7 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
     for name, module in model.named_modules(remove_duplicate=False):
         if is_adaptable(module) and wanted(module) and id(module) not in heads:
             candidates[name] = module
-    _check_names(candidates)
+    _check_registered_once(candidates)
     owners = _parameter_owners(model)
     candidate_ids = {id(module) for module in candidates.values()}
     layers: dict[str, nn.Module] = {}
@@ -102,8 +102,8 @@ def unadapted_leaves(model: nn.Module, adapted: dict[str, nn.Module]) -> tuple[s
     return tuple(leaves)
 
 
-def _check_names(layers: dict[str, nn.Module]) -> None:
-    """Raise a :class:`RecipeError` if a layer occurs under two names."""
+def _check_registered_once(layers: dict[str, nn.Module]) -> None:
+    """Raise a :class:`RecipeError` if a layer is registered in the model under two names."""
     first_names: dict[int, str] = {}  # by the id of the layer
     for name, module in layers.items():
         first = first_names.setdefault(id(module), name)
@@ -209,19 +209,19 @@ def log_excess(
     )  # fmt: skip
 
 
-def log_limited(rank: int, limited: Collection[str], layers: int) -> None:
+def log_limited(rank: int, limited: Collection[str], num_layers: int) -> None:
     """Log a warning if the weights of some layers are too small for the rank.
 
     Args:
         rank: The rank in the settings.
         limited: Names of the layers that got a smaller rank.
-        layers: Number of all low-rank layers.
+        num_layers: Number of all low-rank layers.
     """
     if not limited:
         return
     logger.warning(
         "floral: rank %d exceeds the full rank of %d of %d low-rank layers (%s); using the full rank in these",
-        rank, len(limited), layers, shorten(limited),
+        rank, len(limited), num_layers, shorten(limited),
     )  # fmt: skip
 
 
@@ -272,7 +272,8 @@ class FloralModel(nn.Module):
 
         Args:
             *args: Arguments of the model.
-            mixture: Weights of the clusters, of shape (clusters,) or that of the router's logits; None: the router's.
+            mixture: Weights of the clusters, of shape (clusters,) or that of the router's logits; None: those of an
+                enclosing :meth:`mixing`, or else the router's.
             **kwargs: Keyword arguments of the model.
 
         Raises:
@@ -291,7 +292,8 @@ class FloralModel(nn.Module):
         Such calls are those of ``model.generate``, or of a backward pass with gradient checkpointing.
 
         Args:
-            mixture: Weights of the clusters, of shape (clusters,) or that of the router's logits; None: the router's.
+            mixture: Weights of the clusters, of shape (clusters,) or that of the router's logits; None: those of an
+                enclosing :meth:`mixing`, or else the router's.
 
         Raises:
             RecipeError: The mixture has another shape.

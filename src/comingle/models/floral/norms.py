@@ -71,7 +71,7 @@ class AdaptedNorm(AdaptedLayer):
         return _instance_norm(cast(_InstanceNorm, base), x, gamma, beta)
 
     def initialisers(self) -> dict[str, Init]:
-        """Return zero initialisers by name."""
+        """Return the initialiser of each adaptor by name: all start at zero."""
         return dict.fromkeys(self._adaptor_names(), init_zero)
 
     def pairs(self, prefix: str) -> Pairs:

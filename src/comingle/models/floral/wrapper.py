@@ -290,7 +290,7 @@ def _replace_router_by_layerwise(model: FloralModel) -> None:
     """Replace the model's router by one with a softmax per layer, with new logits."""
     layers = list(model.layers().values())
     for index, layer in enumerate(layers):
-        layer.layer_index = index
+        layer.layer_index = index  # its row of the mixture
     old = model.router
     new = ClientRouter(model.num_clusters, temperature=old.temperature, noise=old.noise, layers=len(layers))
     model.router = new.to(old.theta).train(old.training)  # the device, dtype and mode of the old router

@@ -132,9 +132,9 @@ def look_up(
     """Unpack quantised weights with native code: return ``values[code] * scale`` for the code of each weight.
 
     Args:
-        packed: Bytes with one or two weights each.
+        packed: Codes of the weights: a byte holds one code of 8 bits or two of 4 bits.
         scales: Factor of each block.
-        values: Possible values of weights, before they are scaled: 256 (8 bits) or 16 (4 bits).
+        values: Value of each code before it is scaled: 256 values (8 bits) or 16 (4 bits).
         count: Number of weights.
         block: Number of consecutive weights that share a scale.
         dtype: Number format of the result.
@@ -214,7 +214,7 @@ def mask(*args: Any, **options: Any) -> Tensor | None:
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    is_purely_causal = sdpa_mask(*args, **options) is None
+    is_purely_causal = sdpa_mask(*args, **options) is None  # transformers skips masks that SDPA does not need
     return None if is_purely_causal else eager_mask(*args, **options)
 
 

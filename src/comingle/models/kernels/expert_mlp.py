@@ -316,12 +316,13 @@ def activate(
         ``(h, slopes, mixed)``.
     """
     dtype = bases[0].dtype
+    # The base's part is the same for all experts: (users, 1, n, hidden) + (users, experts, n, hidden).
     pre_activations = [wide(base).unsqueeze(1) + wide(lora) for base, lora in zip(bases, loras, strict=True)]
     first, *up = pre_activations  # gate and [up], or up and []
     value, derivative = act(first)
     is_gated = len(up) == 1
     h = value * up[0] if is_gated else value
-    mixed = (gates.mT.unsqueeze(-1) * h).sum(1).to(dtype)
+    mixed = (gates.mT.unsqueeze(-1) * h).sum(1).to(dtype)  # over experts
     slopes = []
     if wants_slopes:
         first_slope = derivative * up[0] if is_gated else derivative
@@ -353,8 +354,8 @@ def activate_backward(
     d_mixture = wide(d_mixed).unsqueeze(1)  # (users, 1, n, hidden)
     d_hidden = gates.mT.unsqueeze(-1) * d_mixture + wide(d_h)
     d_pre = [d_hidden * wide(slope) for slope in slopes]
-    d_bases = [d.sum(1).to(h.dtype) for d in d_pre]
-    d_gates = (d_mixture * wide(h)).sum(-1).mT
+    d_bases = [d.sum(1).to(h.dtype) for d in d_pre]  # over experts
+    d_gates = (d_mixture * wide(h)).sum(-1).mT  # (users, n, experts)
     first, *others = d_pre
     d_loras = [d_h.copy_(first)]  # in place, to save memory
     d_loras += [d.to(h.dtype).contiguous() for d in others]
