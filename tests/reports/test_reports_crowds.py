@@ -10,7 +10,13 @@ import pytest
 from rich.console import Console
 
 from comingle.reports.comparisons import compare_runs
-from comingle.reports.formatting import at_share, best_first, is_unequal, median_parameter_count, parameter_count_note
+from comingle.reports.formatting import (
+    best_first,
+    is_unequal,
+    median_parameter_count,
+    parameter_count_note,
+    user_at_quantile,
+)
 from comingle.reports.tables import markdown, render_run, render_with_verdicts
 from comingle.utils.records import read_metrics, write_json
 
@@ -87,8 +93,8 @@ def test_users_are_ordered_by_what_is_better() -> None:
     assert best_first(scores, "perplexity") == ["c", "a", "b"]
     assert best_first(scores, "accuracy") == ["a", "c", "b"]
     names = [str(number) for number in range(11)]
-    assert [at_share(names, share) for share in (0, 0.1, 0.25, 0.5, 1)] == ["0", "1", "3", "5", "10"]
-    assert at_share(["only"], 0.9) == "only"
+    assert [user_at_quantile(names, share) for share in (0, 0.1, 0.25, 0.5, 1)] == ["0", "1", "3", "5", "10"]
+    assert user_at_quantile(["only"], 0.9) == "only"
 
 
 def test_a_comparison_of_many_shows_the_spread_and_everybody_if_asked(tmp_path: Path) -> None:

@@ -273,7 +273,10 @@ def _options(
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what is loaded, and from where."),
     version: bool = typer.Option(False, "--version", help="Show the version.", callback=_show_version, is_eager=True),
 ) -> None:
-    """Set up logging of warnings, and with ``--verbose`` also of comingle's informative messages."""
+    """Set up logging of warnings, and with ``--verbose`` also of comingle's informative messages.
+
+    The callback of ``--version`` has already handled that option.
+    """
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Formatter("%(message)s"))

@@ -64,7 +64,7 @@ def require_flower(*, complete: bool = True) -> None:
 
 
 def line_printer(*, quiet: bool) -> Callable[[str], None]:
-    """Return a function that prints a line with the time of day, or nothing if ``quiet``."""
+    """Return a function that prints a line behind the time of day; if ``quiet``, the function prints nothing."""
 
     def print_line(line: str) -> None:
         if not quiet:

@@ -370,10 +370,12 @@ def _inversion_sentence(inversion: Inversion) -> str:
 
 
 def mean_text(values: Sequence[float], digits: int = 1) -> str:
-    """Return a mean and its 95% interval as text, such as "0.6 (0.5 to 0.7)"; "unknown" without values.
+    """Return a mean and its 95% interval as text, such as "0.6 (0.5 to 0.7)".
+
+    A single value has no interval: "0.6". Without values the text is "unknown".
 
     Args:
-        values: The values.
+        values: Independent values, such as one for each user.
         digits: Number of digits after the decimal point.
     """
     if not values:

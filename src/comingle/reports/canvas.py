@@ -240,6 +240,7 @@ class Panels:
         """Return a picture of one panel with axis labels."""
 
         def paint(_: Figure, axes: list[Axes]) -> None:
+            """Paint the panel on the only axes of the picture, and label them."""
             (axis,) = axes
             axis.set_xlabel(self.x_label)
             axis.set_ylabel(self.y_label)

@@ -908,6 +908,7 @@ def runs_in_table(folder: Path) -> list[tuple[str, int]]:
 
 
 def _rows_in_table(folder: Path) -> list[JsonObject]:
+    """Return the rows of a comparison's ``table.json``, one for each method; empty without a readable table."""
     try:
         return [{**row} for row in read_comparison(folder)["methods"] if "method" in row]
     except (RunError, TypeError, KeyError):

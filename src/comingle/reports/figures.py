@@ -456,7 +456,9 @@ def _to_axis(measure: str, change: float) -> float:
 
 
 def _limit_axis(axis: Axes, gains: Sequence[Gain], measure: str) -> None:
-    """Set limits that show all bars and short whiskers: for bars from -2 to 4, whiskers are cut at -8 and 10.
+    """Set limits that show all bars, and whiskers up to the range of the bars beyond them; longer whiskers are cut.
+
+    For bars from -2 to 4, whose range is 6, whiskers are cut at -8 and 10.
 
     Args:
         axis: The axes.
@@ -996,7 +998,8 @@ def _without_start(curve: Curve) -> Curve:
 def _paint_curve(axis: Axes, curve: Curve, style: Style, *, has_log_axis: bool) -> None:
     """Draw a curve with a band of one standard deviation over seeds.
 
-    The band is as high below the mean as above it, also on a logarithmic axis: from mean² / top to top.
+    The band is drawn as high below the mean as above it. Its top is ``mean + deviation``; its bottom is
+    ``mean - deviation``, or ``mean^2 / top`` on a logarithmic axis.
 
     Args:
         axis: The axes.

@@ -45,9 +45,9 @@ def best_first(scores: Mapping[str, float | None], measure: str) -> list[str]:
     return sorted(scores, key=sort_key)
 
 
-def at_share(best_to_worst: Sequence[str], share: float) -> str:
+def user_at_quantile(best_to_worst: Sequence[str], quantile: float) -> str:
     """Return the user at a quantile, from the best (0) to the worst (1), rounded to the nearest user."""
-    return best_to_worst[math.floor(share * (len(best_to_worst) - 1) + 0.5)]
+    return best_to_worst[math.floor(quantile * (len(best_to_worst) - 1) + 0.5)]
 
 
 def median_parameter_count(counts: Sequence[int]) -> int | None:

@@ -287,6 +287,7 @@ def visible(token: str) -> str:
 
 
 def _visible_character(character: str) -> str:
+    """Return a sign for a character that cannot be printed: "⏎" for a line break, "·" for others."""
     if character == "\n":
         return "⏎"
     return character if character.isprintable() else "·"
@@ -373,7 +374,7 @@ def _changed_inputs(runs: Sequence[RunRecord]) -> list[str]:
     first_run_by_sources: dict[str, tuple[RunRecord, Inputs]] = {}
     for run in runs:
         try:
-            inputs = read_inputs(run.folder)
+            inputs = read_inputs(run.folder)  # digests of the base and of each user's data
         except RunError:  # a run of an older version, which recorded no digests
             continue
         data_settings = [
@@ -676,7 +677,7 @@ def _heading(entries: Sequence[Entry]) -> str:
 
 
 def _palette(entries: Sequence[Entry]) -> list[Colour]:
-    """Return the distinct colours in the figures of these entries."""
+    """Return the distinct colours in the figures of these entries; the page defines a CSS variable for each."""
     methods = [entry.method for entry in entries]
     colours = [INK, MUTED, LINE, PAPER]
     colours += [style.colour for style in styles(methods)]

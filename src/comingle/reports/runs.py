@@ -145,7 +145,7 @@ class RunRecord:
         validated = [evaluation for evaluation in self.evaluations if evaluation.valid_loss is not None]
         if not validated:
             return self.evaluations[-1]
-        return min(validated, key=lambda evaluation: evaluation.valid_loss or 0.0)
+        return min(validated, key=lambda evaluation: evaluation.valid_loss or 0.0)  # "or": for type checkers
 
     @property
     def measure(self) -> str:
@@ -300,7 +300,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _unit(users: Mapping[str, Mapping[str, object]]) -> str:
-    """Return the unit of the users' data in a start event."""
+    """Return the unit of the users' data in a start event: "tokens" or "samples"."""
     numbers_of_first_user = next(iter(users.values()), {})
     return "samples" if "train_samples" in numbers_of_first_user else "tokens"
 
@@ -336,7 +336,7 @@ def _evaluation_of(event: JsonObject, local_steps: int) -> Evaluation:
     """Return the record of an evaluation event.
 
     Args:
-        event: The event.
+        event: An event "evaluation" of ``events.jsonl``.
         local_steps: Local steps in a round, for events of older runs, which lack "iterations".
     """
     return Evaluation(
@@ -404,10 +404,10 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
 
     differing_keys = _differing_keys([_settings_of(run, full_privacy=False) for run in runs])
     keys_in_all_labels = {key for key in differing_keys if not key.startswith("method.")}
-    return [_label_with_settings(run, runs, keys_in_all_labels) for run in runs]
+    return [_distinguishing_label(run, runs, keys_in_all_labels) for run in runs]
 
 
-def _label_with_settings(run: RunRecord, runs: Sequence[RunRecord], keys_in_all_labels: set[str]) -> str:
+def _distinguishing_label(run: RunRecord, runs: Sequence[RunRecord], keys_in_all_labels: set[str]) -> str:
     """Return a run's method and the settings that distinguish the run, such as "fedprox (mu 0.1, rank 8)".
 
     Args:

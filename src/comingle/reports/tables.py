@@ -30,7 +30,6 @@ from comingle.reports.formatting import (
     MOST_ROWS,
     QUANTILES,
     Table,
-    at_share,
     best_first,
     best_of,
     byte_unit,
@@ -39,6 +38,7 @@ from comingle.reports.formatting import (
     median_parameter_count,
     parameter_count_note,
     unit_and_direction,
+    user_at_quantile,
 )
 from comingle.reports.runs import Cost, Entry, Spread
 from comingle.utils.errors import RecipeError, list_names
@@ -204,9 +204,9 @@ def _add_summary(table: Table, metrics: JsonObject, measure: str) -> None:
     table.add_row(words(f"best {FEW} of {len(best_to_worst)} (--all shows all users)", "dim"))
     _add_users(table, metrics, best_to_worst[:FEW])
     table.add_row(words("from best to worst", "dim"))
-    for label, share in QUANTILES.items():
-        user_at_quantile = at_share(best_to_worst, share)
-        table.add_row(label, number(score_by_user[user_at_quantile], measure))
+    for label, quantile in QUANTILES.items():
+        user = user_at_quantile(best_to_worst, quantile)
+        table.add_row(label, number(score_by_user[user], measure))
     table.add_row(words(f"worst {FEW}", "dim"))
     _add_users(table, metrics, best_to_worst[-FEW:])
 
@@ -419,6 +419,7 @@ def upload_weights(entry: Entry) -> list[UploadWeights]:
     summaries = []
     for user, weights in weights_by_user.items():
         summaries.append(UploadWeights(user=user, uploads=len(weights), left_out=weights.count(0), mean=fmean(weights)))
+    # With equal means, the user whose uploads were left out more often comes first.
     return sorted(summaries, key=lambda summary: (summary.mean, -summary.left_out))
 
 
@@ -659,13 +660,13 @@ def score_columns(table: ComparisonTable) -> list[tuple[str, list[CellSpread]]]:
         for name in user_names:
             columns.append((printable(name), [row["users"][name] for row in rows]))
     else:
-        ranked_users = []  # of each method, from the best to the worst
+        ranked_users = []  # for each method, its users from the best to the worst
         for row in rows:
             ranked_users.append(best_first({name: result["mean"] for name, result in row["users"].items()}, measure))
-        for heading, share in _SHARE_BY_HEADING.items():
+        for heading, quantile in _QUANTILE_BY_HEADING.items():
             cells = []
             for row, best_to_worst in zip(rows, ranked_users, strict=True):
-                cells.append(row["users"][at_share(best_to_worst, share)])
+                cells.append(row["users"][user_at_quantile(best_to_worst, quantile)])
             columns.append((heading, cells))
     for heading, key in zip(_MEAN_HEADINGS, (f"mean_test_{measure}", GEOMETRIC), strict=True):
         if all(key in row for row in rows):  # only perplexities have a geometric mean
@@ -674,7 +675,9 @@ def score_columns(table: ComparisonTable) -> list[tuple[str, list[CellSpread]]]:
 
 
 def cost_columns(table: ComparisonTable) -> list[tuple[str, list[str]]]:
-    """Return the heading and the cells of each column of costs: trained parameters, bytes per upload, seconds.
+    """Return the heading and the cells of each column of costs: trained parameters, upload per round, seconds.
+
+    The upload is the mean over users and all rounds. Seconds are the duration of a run.
 
     A dagger marks numbers of trained parameters that differ from the median by more than 10%.
     """
@@ -719,7 +722,7 @@ def _marked_methods(table: ComparisonTable) -> list[str]:
     return [row["method"] + (" ‡" if row.get("untrained") else "") for row in table["methods"]]
 
 
-_SHARE_BY_HEADING = {"best": 0.0, "median": 0.5, "worst": 1.0}
+_QUANTILE_BY_HEADING = {"best": 0.0, "median": 0.5, "worst": 1.0}
 """Columns of results if there are many users, with the quantile of each from the best user to the worst."""
 
 
@@ -937,7 +940,9 @@ def latex_number(text: str) -> str:
 
 def latex_label(name: str, suffix: str = "") -> str:
     """Return the label of a LaTeX table, ``tab:NAME`` or ``tab:NAME-SUFFIX``, without characters special to LaTeX."""
-    return "tab:" + re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(filter(None, [name, suffix]))).strip("-")
+    parts = [part for part in (name, suffix) if part]
+    allowed = re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(parts))
+    return f"tab:{allowed.strip('-')}"
 
 
 def latex(
