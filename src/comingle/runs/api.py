@@ -91,8 +91,8 @@ def changes_for_users(recipe: Recipe, select: SelectUsers) -> dict[str, Any]:
     If the recipe lists the participants of its rounds by name, all of these users participate in every round instead.
 
     Args:
-        recipe: A recipe of more users, with a value for each, such as ``adapters.rank: [8, 4, 8]``. Of a mapping by
-            user name, ``select`` gets the list of values.
+        recipe: A recipe of several users, with a value for each, such as ``adapters.rank: [8, 4, 8]``. If a setting is
+            a mapping by user name, ``select`` gets the list of the mapping's values.
         select: Returns the values of the remaining users from such a list, for example ``[8, 8]``.
     """
     values_by_key = recipe.values_of_users()
@@ -110,7 +110,7 @@ def reopen_data(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, gi
     Args:
         folder: The run folder.
         recipe: The recipe.
-        inputs: The record of what the run read.
+        inputs: The record of the base and the users that the run has read, with their digests.
         method: The method of the recipe.
         given: Objects that a program passes instead of names and paths in the recipe.
 

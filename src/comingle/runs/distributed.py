@@ -319,6 +319,7 @@ def _check_alike(federation: Sharded) -> None:
     used_by_process = ranks.gather(lambda: f"{model.device.type} in {dtype}")  # such as "cuda in bfloat16"
 
     def compare_with_process_0() -> None:
+        """Raise an error if a process uses another device or dtype than process 0."""
         for rank, used in enumerate(used_by_process):
             if used != used_by_process[0]:
                 raise RecipeError(

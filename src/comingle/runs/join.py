@@ -310,23 +310,23 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
     test_data = [clients.users[newcomer_number].test]
     shared_scores = clients.scorer.score(_shared_models(clients), test_data, [newcomer_number])
     measure = measure_of(shared_scores)
-    shared = measured(shared_scores[0])  # test results by key
+    shared_result = measured(shared_scores[0])  # test results by key, such as "test_perplexity"
     train_key = f"train_{clients.batch_source.unit}"  # tokens or samples that training used
-    rows = {"shared": shared | {train_key: 0}}  # of the table of results
+    result_by_model = {"shared": shared_result | {train_key: 0}}
     # With `finetunes` the newcomer is scored after one more local round, so the baselines get one more round too.
     num_extra_rounds = 1 if clients.method.client.finetunes else 0
     for method in ("pretrained", "local"):
-        rows[method] = _train_baseline(new_user, run_data, method, num_rounds + num_extra_rounds, reporter)
+        result_by_model[method] = _train_baseline(new_user, run_data, method, num_rounds + num_extra_rounds, reporter)
     finished_run = _run_newcomer(federation, new_user, run_data, folder, reporter)
     amount_per_extra_round = clients.batch_source.trained_amount(newcomer_number)
     amount_trained = _amount_trained(finished_run, clients) + num_extra_rounds * amount_per_extra_round
     user_metrics = finished_run.metrics["users"][new_user.name]
-    rows["joined"] = {key: user_metrics[key] for key in user_metrics if key in shared}
-    rows["joined"][train_key] = amount_trained
-    ordered_rows = {name: rows[name] for name in ("pretrained", "local", "shared", "joined")}
-    joined = Joined(run=finished_run, name=new_user.name, measure=measure, rows=ordered_rows)
+    joined_result = {key: value for key, value in user_metrics.items() if key in shared_result}
+    result_by_model["joined"] = joined_result | {train_key: amount_trained}
+    rows = {model: result_by_model[model] for model in ("pretrained", "local", "shared", "joined")}  # in this order
+    joined = Joined(run=finished_run, name=new_user.name, measure=measure, rows=rows)
     if folder is not None:
-        write_json(folder / JOINED, {"user": new_user.name, "measure": measure, "rows": ordered_rows})
+        write_json(folder / JOINED, {"user": new_user.name, "measure": measure, "rows": rows})
     return joined
 
 
@@ -343,7 +343,7 @@ def _shared_models(clients: Clients) -> Models:
     mixture_logits = clients.model.layout.views(rows)[CLIENT_ROUTER]  # users x models: downloaded ones, then local ones
     num_downloaded, num_models = placement.generalists, mixture.clusters
     mixture_logits[:, num_downloaded:num_models] = ZERO_SHARE_LOGIT  # the softmax of this logit is exactly 0
-    return replace(models, rows=lambda numbers: rows[list(numbers)])
+    return replace(models, rows=lambda user_numbers: rows[list(user_numbers)])
 
 
 def _check_alike(run: Run, new_user: Newcomer, run_data: RunData) -> None:
@@ -420,6 +420,7 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
 
 def _amount_trained(run: Run, clients: Clients) -> int:
     """Return the number of tokens or samples in all local steps of a run; a method's copies of a user count once."""
+    # The key "tokens" counts samples if the users have samples.
     amount = sum(event["tokens"] for event in run.events if event["event"] == "round")
     return amount // clients.method.placement.copies
 

@@ -168,7 +168,9 @@ class RunProgress:
             self.result = f"test {_test_result(event)}"
 
     def _count_steps(self, advance: int) -> None:
-        """Count the cohort steps of an event; before the first one, count the rounds that a resumed run skips.
+        """Count the cohort steps of an event; at the first one, count also those of the rounds before the checkpoint.
+
+        Only a resumed run has such rounds, which this process does not train.
 
         Args:
             advance: The number of cohort steps since the last event.

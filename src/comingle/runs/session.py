@@ -384,6 +384,7 @@ def prepare(
     kind = kind_of(recipe)
 
     def load_run_base() -> Base:
+        """Return the base model, whose chat template writes the date of the run's start if it writes a date."""
         if base is None:
             return given.load_base(recipe)
         return with_date(base, given.date)
@@ -600,7 +601,7 @@ def run_in(
         if federation.is_first_process:
             run_observers = observers(federation.clients)
         settings = run_data.kind.settings(run_data)
-        num_classes = None  # of nets trained with cross-entropy
+        num_classes = None  # of nets trained with cross-entropy, for a warning if their results are at chance
         if settings.get("loss") == CROSS_ENTROPY.name:
             num_classes = settings["classes"]
         if folder is None:
@@ -711,6 +712,7 @@ def _metrics_of_run(
         metrics.update(sample_entry(clients, metrics_of_users, metrics["measure"]))
     evaluations.add_valid_losses(metrics)
     metrics.update(outcome_warnings(clients.method, evaluations, metrics, num_classes=num_classes))
+    # Roles, such as the router, that were never trained because the run has too few local steps.
     metrics.update(untrained_entry(clients.plan, clients.steps.local_steps))
     metrics.update(_settings_entry(recipe))
     return metrics
@@ -728,6 +730,25 @@ def _amounts_of_all_users(federation: InProcess) -> JsonObject:
         return {user.name: amounts(user, clients.batch_source.unit) for user in clients.scored_users}
 
     return federation.merge_users(amounts_here)
+
+
+def _restore(federation: InProcess, recipe: Recipe, folder: Path | None, *, resume: bool) -> tuple[int, Clock, int]:
+    """Restore the newest checkpoint in the run folder, if the run is resumed and there is one.
+
+    Args:
+        federation: The federation.
+        recipe: The recipe, whose fingerprint the checkpoint must have.
+        folder: The run folder, which is open; None if the run has none.
+        resume: Whether to resume from the newest checkpoint in the folder.
+
+    Returns:
+        The number of rounds that are done; time, tokens and bytes of these rounds; and the length in bytes of
+        ``events.jsonl`` at the checkpoint, since a resumed run repeats later events. Without a checkpoint all are 0.
+    """
+    if folder is None or not federation.open_folder(folder, resume=resume):
+        return 0, Clock(), 0
+    progress = federation.restore(folder, recipe.fingerprint)
+    return progress.round, progress.clock, progress.events_bytes
 
 
 def execute(
@@ -763,14 +784,7 @@ def execute(
     federation.keep_key(folder, resume=resume)  # set the key from which privacy noise is drawn; store it in the folder
     if is_first_process:
         federation.server.warn_of_noise(clients.plan)
-    clock = Clock()
-    rounds_done = 0
-    kept_bytes = 0  # of events.jsonl: the events before the checkpoint; a resumed run repeats the later ones
-    if folder is not None and federation.open_folder(folder, resume=resume):  # there is a checkpoint to resume from
-        progress = federation.restore(folder, recipe.fingerprint)
-        rounds_done = progress.round
-        kept_bytes = progress.events_bytes
-        clock = progress.clock
+    rounds_done, clock, kept_bytes = _restore(federation, recipe, folder, resume=resume)
     log: EventLog | None = None
     trackers: list[Tracker] = []
     if folder is not None and is_first_process:

@@ -120,29 +120,24 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     """
     import torch
 
-    from comingle.data.conversations.encoding import Answers
     from comingle.reports.page import Text, TokenView
 
-    clients = run.federation.clients
     models = [generating_model(run, name) for name in users]
-    streams: list[tuple[str, str | None, Any]] = []  # name of the text, user whose test text it is, token ids
+    tokenised_texts: list[tuple[str, str | None, Any]] = []  # name of the text, user whose test text it is, token ids
     if texts:
         tokenizer = models[0].model.base.tokenizer  # all users have the same base model
         assert tokenizer is not None
         for name, text in texts:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            streams.append((name, None, torch.tensor(ids[:length], dtype=torch.int64)))
+            tokenised_texts.append((name, None, torch.tensor(ids[:length], dtype=torch.int64)))
     else:
-        user_by_name = {user.name: user for user in clients.users}
         for name in dict.fromkeys(users):  # each once
-            test_set = user_by_name[name].test
-            ids = test_set.tokens(0) if isinstance(test_set, Answers) else test_set  # of the first conversation
-            streams.append((name, name, ids[:length]))
-    context = clients.plan.training.context
+            tokenised_texts.append((name, name, _test_tokens(run, name)[:length]))
+    context = run.federation.clients.plan.training.context
     shown_texts: list[Text] = []
     gates_of_texts: list[tuple[np.ndarray, ...]] = []
     experts_of_users: tuple[tuple[str, ...], ...] = ()
-    for name, owner, ids in streams:
+    for name, owner, ids in tokenised_texts:
         routings = [model.route(ids, context=context) for model in models]
         tokens = routings[0].tokens  # the same for all users
         shown_texts.append(Text(name=name, owner=owner, tokens=tokens))
@@ -156,6 +151,15 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
         gates=tuple(gates_of_texts),
         in_distribution=run.recipe.data.in_distribution,
     )
+
+
+def _test_tokens(run: Run, name: str) -> Any:
+    """Return the token ids of a user's test text, or of the first conversation in its test set."""
+    from comingle.data.conversations.encoding import Answers
+
+    user_by_name = {user.name: user for user in run.federation.clients.users}
+    test_set = user_by_name[name].test
+    return test_set.tokens(0) if isinstance(test_set, Answers) else test_set
 
 
 def generating_model(run: Run, name: str) -> PersonalModel:
