@@ -269,6 +269,14 @@ class PassBatchSource(BatchSource):
     """Whether all batches have one shape, so that a batch does not depend on the other users of its step."""
 
     def __init__(self, trainers: Sequence[AnyUser], plan: RunPlan, batch_size: int, *, smallest_batch: int = 1):
+        """Store the trainers and how to batch their samples.
+
+        Args:
+            trainers: Owners of the samples.
+            plan: Plan of the run.
+            batch_size: Largest number of samples of a trainer in one batch.
+            smallest_batch: A last batch of fewer samples is not trained on.
+        """
         self.trainers, self.plan = as_users(trainers), plan
         self.batch_size, self.smallest_batch = batch_size, smallest_batch
         self._shuffled: dict[tuple[int, Stream, str], _ShuffledEpochs] = {}  # by trainer, split and purpose
@@ -416,6 +424,7 @@ class Prefetcher(Batches):
     """
 
     def __init__(self, batch_source: BatchSource, device: torch.device):
+        """Make a prefetcher of the batches of ``batch_source``, which copies them to a CUDA device."""
         self.batch_source, self.device = batch_source, device
         self.stream = torch.cuda.Stream(device)
         self.current: Batch | None = None

@@ -415,7 +415,7 @@ class Users(UsersAndTrainers):
         return any(hook.resizes for hook in self.method.client.parts)
 
     def apply_masks(self, cohort: Cohort) -> None:
-        """Zero the padding of a cohort after its local steps, if its users' ranks may have changed.
+        """Zero the padding of a cohort (entries beyond the rank of a user) after its local steps, if ranks may change.
 
         Does nothing for tensors in memory, whose padding :meth:`update_masks` zeros.
         """
@@ -799,12 +799,7 @@ def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: 
             cohort.first_copies = first_copies[[index_of_participant[owner] for owner in cohort.owners]]
         planned_steps, time_limits = _plan_local_steps(clients, cohort.owners, steps_taken, num_cohorts_of)
         losses_of_steps, num_steps = _take_local_steps(clients, cohort, planned_steps, time_limits, tick)
-        reason_by_position = find_nonfinite_users(losses_of_steps, cohort.state.rows, round_number)
-        _drop_diverged(clients, cohort, reason_by_position)
-        for hook in method.client.parts:
-            hook.end(cohort)
-        clients.apply_masks(cohort)
-        clients.state.put(rows, cohort.state)
+        reason_by_position = _end_local_steps(clients, cohort, losses_of_steps)
         mean_losses = losses_of_steps.sum(0) / num_steps
         steps_taken.update(zip(cohort.owners, num_steps.tolist(), strict=True))
         losses.update(zip(cohort.owners, mean_losses.tolist(), strict=True))
@@ -815,14 +810,11 @@ def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: 
         clients.update_masks()
     if not clients.is_fine_tuning:  # users do not report the steps of fine-tuning
         clients.steps_taken.update(steps_taken)
-    tokens_of_one_copy = 0  # if each participant had one copy of its model
-    for participant in participants:
-        tokens_of_one_copy += _amount_of_steps(clients.batch_source, participant, steps_taken[participant])
     return LocalRound(
         losses={participant: loss for participant, loss in losses.items() if participant not in rejected},
         rejected=rejected,
         steps=steps_taken,
-        tokens=method.placement.copies * tokens_of_one_copy,
+        tokens=_amount_of_round(clients, participants, steps_taken),
         seconds=time.perf_counter() - started,
     )
 
@@ -866,6 +858,20 @@ def _plan_local_steps(
             planned_steps.append(clients.batch_source.steps(owner))
             time_limits.append(clients.time_limit(owner) / num_cohorts_of[owner])  # cohorts train one after another
     return torch.tensor(planned_steps), torch.tensor(time_limits)
+
+
+def _amount_of_round(clients: Clients, participants: Sequence[int], steps_taken: Mapping[int, int]) -> int:
+    """Return the number of tokens or samples that participants have trained on, once for each copy of their models.
+
+    Args:
+        clients: All clients.
+        participants: Numbers of the participants.
+        steps_taken: Number of local steps of each participant.
+    """
+    amount_per_copy = 0
+    for participant in participants:
+        amount_per_copy += _amount_of_steps(clients.batch_source, participant, steps_taken[participant])
+    return clients.method.placement.copies * amount_per_copy
 
 
 def _amount_of_steps(batch_source: BatchSource, trainer: int, steps: int) -> int:
@@ -922,6 +928,29 @@ def _take_local_steps(
         losses.append(clients.steps.take_local_step(cohort, clients.phases, step, is_active))
         tick()
     return torch.stack(losses), steps
+
+
+def _end_local_steps(clients: Clients, cohort: Cohort, losses: Float[Tensor, "steps users"]) -> dict[int, str]:
+    """Drop users who diverged, run the ``end`` hooks of the method, and store the tensors of the cohort.
+
+    Args:
+        clients: All clients.
+        cohort: The cohort after its local steps.
+        losses: Training losses in nats.
+
+    Returns:
+        The reason for each dropped user, by position in the cohort.
+
+    Raises:
+        DivergenceError: A user diverged, and the method does not drop such users.
+    """
+    reason_by_position = find_nonfinite_users(losses, cohort.state.rows, cohort.round_number)
+    _drop_diverged(clients, cohort, reason_by_position)
+    for hook in clients.method.client.parts:
+        hook.end(cohort)
+    clients.apply_masks(cohort)
+    clients.state.put(cohort.rows, cohort.state)
+    return reason_by_position
 
 
 def _drop_diverged(clients: Clients, cohort: Cohort, reason_by_position: dict[int, str]) -> None:

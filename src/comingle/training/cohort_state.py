@@ -90,7 +90,7 @@ class CohortTensors(base.Cohort):
 
     @property
     def exchanged(self) -> Tree:
-        """Tensors of the first copies of users at the start of the round, by name.
+        """Tensors of the first copy of each user's model, the one that it shares, at the start of the round, by name.
 
         They are kept only if a client hook sets ``looks_across = True``.
 

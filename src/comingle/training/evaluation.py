@@ -293,7 +293,7 @@ def users_report(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
 def merged(mappings: Sequence[Mapping[str, Any]]) -> JsonObject:
     """Merge nested mappings of several processes, in the order of the processes.
 
-    If several mappings have another value than a mapping under the same key, the first value is taken.
+    A key whose values are not mappings gets the value of the first process that has it.
 
     >>> merged([{"users": {"ann": 1.0}, "unit": "tokens"}, {"users": {"bob": 2.0}, "unit": "tokens"}])
     {'users': {'ann': 1.0, 'bob': 2.0}, 'unit': 'tokens'}
@@ -341,7 +341,7 @@ def sample_entry(clients: Clients, users: Mapping[str, JsonMapping], measure: st
     Args:
         clients: Clients of the run.
         users: Scores of the evaluated users, by name.
-        measure: Name of the measure.
+        measure: Name of the measure that models are compared by, such as "loss".
 
     Returns:
         Entry "sample" of an evaluation event, such as ``{"users": 50, "of": 1000, "interval": [2.1, 2.3]}``; empty if
@@ -447,7 +447,7 @@ def start_event(plan: RunPlan, base: str, users: Mapping[str, JsonMapping]) -> J
 def end_event(metrics: JsonMapping) -> JsonObject:
     """Return the last event of a run, with the means that methods are compared by."""
     event: JsonObject = {"event": "end"}
-    for key in (f"mean_test_{metrics['measure']}", GEOMETRIC):
+    for key in (f"mean_test_{metrics['measure']}", GEOMETRIC):  # the geometric mean exists for some measures only
         if key in metrics:
             event[key] = metrics[key]
     return event
@@ -548,8 +548,8 @@ def metrics_of(
         clock: Time, tokens and bytes of the run.
         rounds: Number of rounds that are done.
         selected: Round that the final models come from.
-        measure: Name of the measure.
-        unit: Unit in which data is counted.
+        measure: Name of the measure that models are compared by, such as "loss".
+        unit: Unit in which data is counted, "tokens" or "samples".
     """
     planned_rounds = plan.training.rounds if plan.method.trains else 0
     ended_early = rounds < planned_rounds

@@ -93,6 +93,7 @@ class QuantileTracker:
     """A tracker that records quantiles over users; for runs with more than :data:`MAX_SERIES` users."""
 
     def __init__(self, tracker: Tracker):
+        """Record quantiles of each event with ``tracker``."""
         self._tracker = tracker
         self.close = tracker.close
 
@@ -162,6 +163,12 @@ class EventLog:
     """
 
     def __init__(self, path: Path, *, keep_bytes: int = 0):
+        """Open the log, and delete all events after the first ``keep_bytes`` bytes.
+
+        Args:
+            path: The log; made if it does not exist.
+            keep_bytes: Size in bytes that a checkpoint recorded, to resume a run from it; 0 for a new run.
+        """
         self._file = open(path, "a+b", buffering=0, opener=_open_unlinked)  # noqa: SIM115
         self._file.seek(0)
         self.size_bytes = _whole_lines_bytes(path, self._file.read(keep_bytes), keep_bytes)
@@ -285,6 +292,7 @@ class WeightsAndBiases:
     """Tracker of Weights & Biases; needs the extra ``wandb``."""
 
     def __init__(self, run: TrackedRun):
+        """Start a run of Weights & Biases with the recipe as its configuration."""
         wandb = importlib.import_module("wandb")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -312,6 +320,7 @@ class MLflow:
     """Tracker of MLflow that stores the recipe as ``recipe.yaml``; needs the extra ``mlflow``."""
 
     def __init__(self, run: TrackedRun):
+        """Start a run of MLflow in its experiment, which is made if it does not exist, and store the recipe."""
         mlflow = importlib.import_module("mlflow")
         self._client = mlflow.MlflowClient()
         experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)

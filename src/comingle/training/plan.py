@@ -142,8 +142,8 @@ def aggregation_of(recipe: Recipe) -> AggregationSection | None:
 def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     """Return a plan with a noise multiplier: the given one, or the smallest with which all rounds keep to epsilon.
 
-    With privacy of single examples each user has a multiplier of its own, which is computed once its number of examples
-    is known; then the returned plan only has the names of the users.
+    With privacy of single examples each user has a multiplier of its own, which is computed later, as it depends on the
+    user's number of examples. Here the plan only gets the names of the users.
 
     Args:
         plan: The plan.

@@ -294,55 +294,21 @@ def run_rounds(
     clock = clock or Clock()
     clock.started = time.perf_counter()
     run, num_rounds = backend.start(observe, clock)  # the plan of the run, and the number of rounds after which it ends
-    method, account, shares = run.method, backend.server.mechanisms.account, backend.server.shares
-    evaluates_exchanged = evaluates_aggregated(run)  # and not the users' own models before aggregation
-    planned_rounds = run.training.rounds if method.trains else 0
+    planned_rounds = run.training.rounds if run.method.trains else 0
     was_stopped = num_rounds < planned_rounds  # the privacy budget was spent before the run was resumed
+    shares = backend.server.shares
     scores: S | None = None
-
-    def evaluate(done: int, *, receives: bool = True, finishes: bool = False, silent: bool = False) -> S | None:
-        """Evaluate, log the event, and return the new scores, or the previous ones if no user was scored.
-
-        Args:
-            done: Number of rounds that are done.
-            receives: Whether users first download the newest shared tensors.
-            finishes: Whether users first make their final models.
-            silent: Do not log the event, as it was logged before the run was interrupted.
-        """
-        new_scores, event = backend.evaluate(done, receives=receives, finishes=finishes, silent=silent)
-        if event and not silent:
-            observe(event)
-        return scores if new_scores is None else new_scores
-
     if num_rounds and not was_resumed and run.evaluation.first:
-        scores = evaluate(0)  # the pretrained model, the first point of curves
+        scores = _evaluate(backend, 0, observe, scores)  # the pretrained model, the first point of curves
     for round_number in range(first_round, num_rounds):
         plan = plan_round(run, shares, round_number)
         participants = backend.select_participants(plan)
-        if participants is None:
-            logger.warning(
-                "%s: the privacy budget is spent after round %d of %d", method.name, round_number, run.training.rounds
-            )
-            # The run ends here, with the models of the previous round, which may have been scored.
-            were_scored = round_number % run.period == 0
-            makes_final_models = evaluates_exchanged and bool(method.client.finishing)
-            if makes_final_models or not were_scored or backend.remote:  # a remote backend evaluates in any case
-                scores = None  # ``evaluate`` must not return those of earlier models
-                scores = evaluate(round_number, receives=evaluates_exchanged, finishes=evaluates_exchanged)
+        if participants is None:  # the privacy budget is spent
+            scores = _end_early(backend, run, round_number, observe, scores)
             num_rounds = round_number
             checkpoint(round_number, clock)
             break
-        result = backend.train(plan, participants)  # downloads, local steps and uploads of participants
-        log_round(result, plan.done, observe, clock)
-        if plan.evaluates == "local":
-            scores = evaluate(plan.done)
-        if plan.exchanges:
-            _aggregate(backend, plan.done, observe)
-        # Log the spent privacy budget. A round without an exchange spends none, and remote backends do not log it.
-        if account is not None and (plan.exchanges or not backend.remote):
-            observe({"event": "privacy", "round": plan.done, **account.spent})
-        if plan.evaluates == "exchanged":
-            scores = evaluate(plan.done, finishes=plan.ends)  # users without the newest tensors download them first
+        scores = _run_round(backend, plan, participants, observe, clock, scores)
         if plan.saves:
             checkpoint(plan.done, clock)
 
@@ -351,10 +317,94 @@ def run_rounds(
         return scores
     # A run without rounds is evaluated once here. A run that was resumed after its last round has logged its event.
     bytes_before = clock.upload_bytes, clock.download_bytes
-    scores = evaluate(num_rounds, receives=evaluates_exchanged or not was_stopped, silent=was_resumed)
+    receives = evaluates_aggregated(run) or not was_stopped
+    scores = _evaluate(backend, num_rounds, observe, scores, receives=receives, silent=was_resumed)
     if was_resumed or not backend.remote:  # the messages were counted before, or were not sent over a network
         clock.upload_bytes, clock.download_bytes = bytes_before
     return scores
+
+
+def _run_round(
+    backend: Backend[S],
+    plan: RoundPlan,
+    participants: Sequence[int],
+    observe: Observer,
+    clock: Clock,
+    scores: S | None,
+) -> S | None:
+    """Run one round: train, aggregate, evaluate and log; return the newest scores.
+
+    Args:
+        backend: The users and their server.
+        plan: Plan of the round.
+        participants: Numbers of the participants.
+        observe: Called with every event of the round.
+        clock: Clock of the run.
+        scores: Scores of the previous evaluation, which are returned if this round has none.
+    """
+    result = backend.train(plan, participants)  # downloads, local steps and uploads of participants
+    log_round(result, plan.done, observe, clock)
+    if plan.evaluates == "local":
+        scores = _evaluate(backend, plan.done, observe, scores)
+    if plan.exchanges:
+        _aggregate(backend, plan.done, observe)
+    # Log the spent privacy budget. A round without an exchange spends none, and remote backends do not log it.
+    account = backend.server.mechanisms.account
+    if account is not None and (plan.exchanges or not backend.remote):
+        observe({"event": "privacy", "round": plan.done, **account.spent})
+    if plan.evaluates == "exchanged":
+        # Users without the newest tensors download them first.
+        scores = _evaluate(backend, plan.done, observe, scores, finishes=plan.ends)
+    return scores
+
+
+def _end_early(backend: Backend[S], run: RunPlan, done: int, observe: Observer, scores: S | None) -> S | None:
+    """Warn that the privacy budget is spent, and return the scores of the models with which the run ends.
+
+    They are the models of the previous round. They are evaluated now, unless the previous round has scored them.
+
+    Args:
+        backend: The users and their server.
+        run: Plan of the run.
+        done: Number of rounds that are done.
+        observe: Called with the evaluation event.
+        scores: Scores of the previous evaluation.
+    """
+    method = run.method
+    logger.warning("%s: the privacy budget is spent after round %d of %d", method.name, done, run.training.rounds)
+    were_scored = done % run.period == 0
+    evaluates_exchanged = evaluates_aggregated(run)  # and not the users' own models before aggregation
+    makes_final_models = evaluates_exchanged and bool(method.client.finishing)
+    if were_scored and not makes_final_models and not backend.remote:  # a remote backend evaluates in any case
+        return scores
+    return _evaluate(backend, done, observe, None, receives=evaluates_exchanged, finishes=evaluates_exchanged)
+
+
+def _evaluate(
+    backend: Backend[S],
+    done: int,
+    observe: Observer,
+    previous_scores: S | None,
+    *,
+    receives: bool = True,
+    finishes: bool = False,
+    silent: bool = False,
+) -> S | None:
+    """Evaluate, log the event, and return the new scores, or the previous ones if no user was scored.
+
+    Args:
+        backend: The users and their server.
+        done: Number of rounds that are done.
+        observe: Called with the event.
+        previous_scores: Scores of the previous evaluation; None if they are of other models.
+        receives: Whether users first download the newest shared tensors.
+        finishes: Whether users first make their final models.
+        silent: Do not log the event, as it was logged before the run was interrupted.
+    """
+    new_scores, event = backend.evaluate(done, receives=receives, finishes=finishes, silent=silent)
+    if event and not silent:
+        observe(event)
+    return previous_scores if new_scores is None else new_scores
 
 
 def _aggregate(backend: Backend[S], done: int, observe: Observer) -> None:

@@ -506,7 +506,7 @@ def normalise_steps(received: Received, starts: Tree) -> Received:
         return received
     tau_eff = (p * tau).sum()
     factors = tau_eff / tau
-    x = without_padding(starts, received.ranks)  # a user of a smaller rank began without the rest
+    x = without_padding(starts, received.ranks)  # zero where a user of a smaller rank has no parameter
     normalised: Tree = {}
     for name, x_i in received.tensors.items():
         is_statistics = any(role.partition(".")[0] == STATISTICS for role in received.roles.get(name, ()))
@@ -549,20 +549,11 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
         RecipeError: The server merges or sends whole models and ranks differ between users, or it forwards uploads
             between peers and uploads are compressed.
     """
-    method, number_format = plan.method, plan.training.uploads
+    method = plan.method
     mechanisms = Mechanisms(server_mechanisms(plan, users))
     for mechanism in mechanisms:
         mechanism.check_server(method, model.layout, len(users))
-    if method.server.peer_to_peer and number_format != "float32":
-        raise RecipeError(
-            f"training.uploads: got {number_format!r} for {method.name}, whose users mix uploads; allowed: float32"
-        )
-    needs_equal_ranks = method.server.first_download or method.server.one_rank
-    has_padding = not bool(model.mask().all())  # of users with a smaller rank than others
-    if needs_equal_ranks and has_padding:
-        raise RecipeError(
-            f"method {method.name}: adapters.rank differs between users; the server's models have one rank"
-        )
+    _check_uploads_and_ranks(model, plan)
     server = ServerHalf(
         method=method,
         layout=model.layout,
@@ -570,7 +561,7 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
         scales=_one_per_user(model.scales, len(users)),
         ranks=_one_per_user(model.ranks, len(users)),
         weighted=plan.training.weighting != "uniform" and plan.privacy is None,
-        uploads=number_format,
+        uploads=plan.training.uploads,
         clustered=tensors_of_components(model, method),
         centred=model.centre,
         mechanisms=mechanisms,
@@ -592,6 +583,29 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
     return server
 
 
+def _check_uploads_and_ranks(model: Model, plan: RunPlan) -> None:
+    """Check that the server of the method supports the number format of uploads and the LoRA ranks of users.
+
+    Args:
+        model: The model that all users train.
+        plan: Plan of the run.
+
+    Raises:
+        RecipeError: See :func:`start_server`.
+    """
+    method, number_format = plan.method, plan.training.uploads
+    if method.server.peer_to_peer and number_format != "float32":
+        raise RecipeError(
+            f"training.uploads: got {number_format!r} for {method.name}, whose users mix uploads; allowed: float32"
+        )
+    needs_equal_ranks = method.server.first_download or method.server.one_rank
+    has_padding = not bool(model.mask().all())  # of users with a smaller rank than others
+    if needs_equal_ranks and has_padding:
+        raise RecipeError(
+            f"method {method.name}: adapters.rank differs between users; the server's models have one rank"
+        )
+
+
 def _one_per_user(values: Tensor, users: int) -> Tensor:
     """Return one value per user; a single value is repeated."""
     return values.cpu().expand(users).clone()
@@ -603,7 +617,7 @@ def _initial_models(model: Model, method: Method, seed: int) -> Float[Tensor, "m
     Users start from the first one.
     """
     num_models, layout = method.server.server_models, model.layout
-    first_model = draw(layout, seed, "server").unsqueeze(0)
+    first_model = draw(layout, seed, "server").unsqueeze(0)  # (1, columns)
     if model.other_initial_rows is not None:  # those of nets come from the net's own initialisation
         other_models = [model.other_initial_rows]
     else:

@@ -578,7 +578,7 @@ class Sharded(InProcess):
         joined = self._gather_uploads(replace(own_upload, tensors={}))  # losses and ranks of all users, without tensors
 
         def list_users() -> list[str]:
-            assert joined is not None
+            assert joined is not None  # None in the other processes, which do not call this
             return list(joined.users)
 
         users = self.ranks.run_in_first(list_users)

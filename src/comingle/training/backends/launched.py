@@ -48,7 +48,7 @@ class Place:
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return the place of this process among several; None if it is alone.
+    """Return the rank of this process and the number of processes, as a launcher has set them; None if it is alone.
 
     Raises:
         RunError: The launcher has set impossible values.

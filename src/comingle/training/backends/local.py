@@ -295,7 +295,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             scores: The scores after these rounds.
         """
         self.clients.restore_best_round()
-        if self.clients.chosen_round == rounds:
+        if self.clients.chosen_round == rounds:  # the models were scored after the last round
             return scores
         return self._score_final_models()
 

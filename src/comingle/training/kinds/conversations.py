@@ -145,7 +145,7 @@ class AnswerBatchSource(PassBatchSource):
         for trainer, numbers_of_trainer in zip(trainers, numbers, strict=True):
             is_missing = numbers_of_trainer == PAD
             windows = self._set(trainer, stream).windows[numbers_of_trainer.clamp(min=0)]
-            windows_by_trainer.append(windows.masked_fill(is_missing.unsqueeze(1), PAD))
+            windows_by_trainer.append(windows.masked_fill(is_missing.unsqueeze(1), PAD))  # all tokens of a window
         all_windows = torch.stack(widen(windows_by_trainer))
         smallest_width = max(2, _longest_unpadded(all_windows))  # at least one input and one target
         width = self.plan.training.context if self.fixed_shape or full_width else smallest_width

@@ -15,7 +15,7 @@ from torch.func import vmap
 
 from comingle.config import Recipe
 from comingle.config.settings import values_in
-from comingle.data.populations import as_users
+from comingle.data.populations import UserCollection, as_users
 from comingle.data.samples.reading import Augment, MakeNet, Population
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, bank_of, check, pool_samples
 from comingle.data.samples.scoring import score_samples
@@ -491,7 +491,6 @@ def build_nets(
         DataError: The samples of users cannot share a net.
     """
     plan = with_full_participation(plan)  # the one trainer of pooled data takes part in every round
-    is_pooled = plan.method.placement.pooled
     local_population = population
     if local_numbers is not None:
         local_population = replace(population, users=population.users.select(local_numbers))
@@ -502,14 +501,9 @@ def build_nets(
     if local_numbers is not None:
         model = model.only(local_numbers)
 
-    if not is_pooled:
-        trainers = users
-    elif reads_later:
-        trainers = as_users([lazy_user(UserSamples, "everyone", lambda: pool_samples(users))])
-    else:
-        trainers = as_users([pool_samples(users)])
+    trainers = _net_trainers(users, plan.method, reads_later=reads_later)
     # Augmentation may have settings for each user, but none for the one trainer of pooled data.
-    augment = None if is_pooled else local_population.augmentation
+    augment = None if plan.method.placement.pooled else local_population.augmentation
     largest_batch = batch_size(plan, len(users))
     smallest_batch = _smallest_batch(model, plan, largest_batch)
 
@@ -530,6 +524,23 @@ def build_nets(
         return Clients(model, plan, trainers=trainers, users=users, batch_source=make_batch_source, reads=False)
     batch_source = make_batch_source()
     return Clients(model, plan, trainers=trainers, users=users, batch_source=batch_source, reads=checks_validation_data)
+
+
+def _net_trainers(
+    users: UserCollection[UserSamples], method: Method, *, reads_later: bool
+) -> UserCollection[UserSamples]:
+    """Return the owners of the nets that are trained: the users, or a single trainer with the samples of all users.
+
+    Args:
+        users: The users on this machine.
+        method: Method of the run, which may pool the data of all users.
+        reads_later: Whether samples are read on first use, and not now.
+    """
+    if not method.placement.pooled:
+        return users
+    if reads_later:
+        return as_users([lazy_user(UserSamples, "everyone", lambda: pool_samples(users))])
+    return as_users([pool_samples(users)])
 
 
 def net_model(recipe: Recipe, population: Population, method: Method) -> StackedModel:
@@ -577,7 +588,7 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
         dtype=dtype,
         loss=population.measure,
         compiled=bool(compiled),
-        batchwise=changes_buffers,
+        batchwise=changes_buffers,  # such as batch norm, in which the samples of a batch affect each other
     )
 
 

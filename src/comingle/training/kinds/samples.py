@@ -149,7 +149,7 @@ class PersonalNet(Personal):
                 lowest, highest, last_class = int(targets.min()), int(targets.max()), outputs.shape[-1] - 1
                 if lowest < 0 or highest > last_class:
                     raise DataError(f"{where}: targets go from {lowest} to {highest}; allowed: 0 to {last_class}")
-            return outputs.unsqueeze(0)
+            return outputs.unsqueeze(0)  # the single user
 
         scores = score_samples(forward, bank, [0], loss=self.loss, batch=SCORED_AT_ONCE, slots=1)
         return scores[0]

@@ -57,6 +57,7 @@ class TextBatchSource(BatchSource):
     def __init__(
         self, trainers: Sequence[UserData], plan: RunPlan, batch_size: int, *, begin: int | None = None
     ) -> None:
+        """Store the trainers and how to draw windows; raise an error if a batch would not fit into memory."""
         self.trainers, self.plan, self.batch_size = as_users(trainers), plan, batch_size
         self.begin = begin
         """Begin-of-text token with which each window starts; None if the base model has none."""

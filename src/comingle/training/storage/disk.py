@@ -170,7 +170,7 @@ class OnDisk(State):
         return self._read_rows(list(users), ["params"]).rows
 
     def prefetch(self, users: Sequence[int]) -> None:
-        """Start to read the rows of some users; drop what was prefetched before."""
+        """Start to read the rows that :meth:`take` will need next; drop those that were prefetched before."""
         rows = list(users)
         if not rows:
             self._prefetched = None

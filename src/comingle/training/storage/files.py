@@ -91,6 +91,7 @@ class RecordLayout:
             tensors: Tensors of the rows ``(rows, *shape)``, by name.
         """
         records = np.zeros((len(rows), self.bytes), dtype=np.uint8)
+        # Bytes 0 to 7 are left for the CRC-32.
         records[:, 8:HEAD] = np.array(rows, dtype=np.int64).view(np.uint8).reshape(-1, 8)
         start = HEAD
         for field in self.fields:
