@@ -65,7 +65,8 @@ def evaluation_interval(plan: RunPlan, amounts: Sequence[int], users: int) -> in
 
     Args:
         plan: Plan of the run.
-        amounts: See :func:`data_amounts`.
+        amounts: Number of evaluated trainers, tokens or samples that they train on per round, and tokens or samples
+            that one evaluation scores, from :func:`data_amounts`.
         users: Number of all users.
     """
     interval, _num_evaluations, _num_affordable = _plan_evaluations(plan, amounts, users)
@@ -81,13 +82,14 @@ def warn_of_share(plan: RunPlan, amounts: Sequence[int], users: int, *, seconds:
 
     Args:
         plan: Plan of the run.
-        amounts: As in :func:`evaluation_interval`.
+        amounts: Amounts of data from :func:`data_amounts`, from which the time of training and evaluation is estimated.
         users: Number of all users.
         seconds: Time of one evaluation; infinite if it is unknown.
     """
     _interval, num_evaluations, num_affordable = _plan_evaluations(plan, amounts, users)
     if num_evaluations <= num_affordable or seconds * num_evaluations < LEAST_WARNED_SECONDS:
         return
+    # ``num_affordable`` evaluations would take the share that is allowed.
     percent = float(100 * num_evaluations * EVALUATION_SHARE / num_affordable)
     advice = f"lower {plan.test_limit}" if plan.test_limit else "use less test data"
     if plan.evaluation.first:

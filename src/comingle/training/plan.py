@@ -165,10 +165,10 @@ def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
 
 
 def planned_releases(plan: RunPlan, users: Sequence[str]) -> int:
-    """Return how often a run releases something about one user: the largest number of rounds that count for a user.
+    """Return how many uploads of one user the privacy noise must cover: the largest number over all users.
 
-    If participants are drawn in secret, every round with an exchange counts, as the accountant allows for the sampling.
-    Otherwise only the rounds count in which the user takes part.
+    If participants are drawn in secret, every round with an exchange counts for every user, as the accountant allows
+    for the sampling. Otherwise only the rounds in which a user takes part count for it.
 
     Args:
         plan: The plan; its privacy section is not None.

@@ -310,9 +310,9 @@ def reorder(state: State, old_names: Sequence[str], new_names: Sequence[str]) ->
     """
     if list(old_names) == list(new_names):
         return state
-    old_places = UserNumbers(old_names)(new_names)  # [2, 0, 1] if the last user comes first now
+    old_numbers = UserNumbers(old_names)(new_names)  # [2, 0, 1] if the last user comes first now
     num_copies = len(state.rows) // len(old_names)  # of each user's tensors
-    old_rows = [copy * len(old_names) + place for copy in range(num_copies) for place in old_places]
+    old_rows = [copy * len(old_names) + number for copy in range(num_copies) for number in old_numbers]
     tensors = state.tensors()
     has_users = tensors.keys()  # names of tensors with users on the leading dimension; in ``best``, "round" has none
     reordered_tensors = _reorder_users(tensors, has_users, old_rows)
@@ -331,8 +331,8 @@ def reorder_kept(kept: Tree, old_names: Sequence[str], new_names: Sequence[str],
     """
     if old_names is new_names:  # the same object: millions of names are not compared
         return kept
-    old_places = UserNumbers(old_names)(new_names)  # [2, 0, 1] if the last user comes first now
-    return _reorder_users(kept, by_user, old_places)
+    old_numbers = UserNumbers(old_names)(new_names)  # [2, 0, 1] if the last user comes first now
+    return _reorder_users(kept, by_user, old_numbers)
 
 
 def _reorder_users(tensors: Tree, names: Collection[str], old_rows: Sequence[int]) -> dict[str, Tensor]:

@@ -326,6 +326,8 @@ class Kind(ABC):
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
         """Convert recipes of several methods to text recipes of the same cost, to count costs in tokens.
 
+        By default the recipes are returned unchanged.
+
         Args:
             recipes: Recipes with the same data.
             users: Number of users, if it is given; then their data need not be readable.

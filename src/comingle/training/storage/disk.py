@@ -279,7 +279,7 @@ class OnDisk(State):
             with disk_errors(self._run):
                 return read.result()
         except RunError:
-            self._wait_for_writes(most=0)  # an earlier write may have failed: its error says more
+            self._wait_for_writes(most=0)  # raises the error of an earlier write, if that failed: it says more
             raise
 
     def _start_read(self, group: str, rows: list[int], places: Sequence[int] | None = None) -> Future[np.ndarray]:

@@ -121,7 +121,7 @@ UNKNOWN = 0
 
 def write_crc(record: np.ndarray) -> int:
     """Write the CRC-32 of a record into its first 8 bytes and return it."""
-    crc = zlib.crc32(record[8:].data)
+    crc = zlib.crc32(record[8:].data)  # of all bytes after the CRC-32 itself
     record[:8] = np.array([crc], dtype=np.int64).view(np.uint8)
     return crc
 
