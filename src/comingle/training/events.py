@@ -262,6 +262,7 @@ class TensorBoard:
     """Tracker that writes TensorBoard event files; needs the extra ``reports``."""
 
     def __init__(self, folder: Path):
+        """Make a writer of event files in a folder; raise an ``ImportError`` if the package is missing."""
         # The writer of torch needs only the tensorboard package.
         self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
 

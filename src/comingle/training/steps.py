@@ -546,6 +546,7 @@ class Steps:
     """Optimizers that may have made a row non-finite in this round, by row."""
 
     def __post_init__(self) -> None:
+        """Check that the model has all roles that the method needs."""
         check_needs(self.plan.method, self.model.name, self.model.layout)
 
     @cached_property

@@ -388,7 +388,8 @@ class _LazyUser:
 
     _read: Callable[[], Any]
 
-    def __getattr__(self, name: str) -> Any:  # called only for attributes that are not set yet
+    def __getattr__(self, name: str) -> Any:
+        """Read all splits and return one of them; Python calls this only for attributes that are not set yet."""
         splits = ("train", "valid", "test")
         if name not in splits:
             raise AttributeError(name)

@@ -210,6 +210,13 @@ class MixtureOfModels(nn.Module):
     shares: Float[Tensor, " clusters"]
 
     def __init__(self, models: Sequence[nn.Module], shares: Float[Tensor, " clusters"], *, probabilities: bool = False):
+        """Store the models and their weights.
+
+        Args:
+            models: Models of the components.
+            shares: Weight of each model.
+            probabilities: Whether to mix class probabilities instead of outputs.
+        """
         super().__init__()
         self.models, self.probabilities = nn.ModuleList(models), probabilities
         self.register_buffer("shares", shares.clone())

@@ -691,6 +691,7 @@ class _WithoutMoments(State):
     in_memory = False
 
     def __init__(self, store: OnDisk):
+        """Make a view whose tensors have the shapes of the store's, except moments, which have no columns."""
         copy_fields(self, replace(store._template, first=store.first[:, :0], second=store.second[:, :0]))
         self._store = store
 

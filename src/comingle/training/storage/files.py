@@ -519,6 +519,7 @@ class StoreThread:
     """Thread that reads and writes records in order, and its pending writes."""
 
     def __init__(self) -> None:
+        """Make the thread, which starts with the first submitted call."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="comingle-store")
         self._pending: deque[Future[None]] = deque()
 
