@@ -15,8 +15,8 @@ from comingle.methods.fedmerge import (
     inner_products,
     logit_gradient,
     mix,
-    soup_gradient,
-    start_soup,
+    models_gradient,
+    state_from_models,
     weight_gradient,
 )
 from comingle.utils.errors import RecipeError
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_objective(weights: Tensor, softmax: bool) ->
     inner = inner_products(fixed, updates, list(fixed))
     found = logit_gradient(shares, inner, weights) if softmax else weight_gradient(inner, weights)
     torch.testing.assert_close(found, wanted[0], **TIGHT)
-    moved = soup_gradient(weights.unsqueeze(1) * shares, updates)
+    moved = models_gradient(weights.unsqueeze(1) * shares, updates)
     for name, expected in zip(models, wanted[1:], strict=True):
         torch.testing.assert_close(moved[name], expected, **TIGHT)
 
@@ -113,7 +113,7 @@ def test_the_search_gives_up_as_the_public_code_does() -> None:
 def moved_by(shares: list[list[float]], weights: list[float], updates: list[float]) -> list[float]:
     """How far each of the server's numbers moves, with column normalisation and rate 1: ``-sum_i q_ij g_i``."""
     found = column_shares(torch.tensor(shares), torch.tensor(weights))
-    gradient = soup_gradient(found, {"w": torch.tensor(updates).unsqueeze(1)})["w"]
+    gradient = models_gradient(found, {"w": torch.tensor(updates).unsqueeze(1)})["w"]
     return (-gradient.flatten()).tolist()
 
 
@@ -126,7 +126,7 @@ def test_a_model_that_nobody_present_uses_stays() -> None:
 def test_a_column_below_zero_moves_as_eq_5_does_but_for_its_length() -> None:
     """Eq. 5 by hand: -(.5 * -.4 * 1 + .5 * -.3 * 1) = +.35, which normalised is +1; a sum with signs gives -1."""
     shares, weights = [[-0.4], [-0.3]], [0.5, 0.5]
-    eq_5 = soup_gradient(torch.tensor(weights).unsqueeze(1) * torch.tensor(shares), {"w": torch.ones(2, 1)})["w"]
+    eq_5 = models_gradient(torch.tensor(weights).unsqueeze(1) * torch.tensor(shares), {"w": torch.ones(2, 1)})["w"]
     assert -float(eq_5) == pytest.approx(0.35)
     assert moved_by(shares, weights, [1.0, 1.0]) == pytest.approx([1.0])
 
@@ -140,7 +140,7 @@ def test_column_normalised_shares_replace_a_model_by_its_users() -> None:
     """With rate 1 a model moves by a mean of its users' updates: one user, one model, and the model is the upload."""
     updates = {"w": some(1, 4)}
     shares = column_shares(torch.ones(1, 1), torch.ones(1))
-    torch.testing.assert_close(soup_gradient(shares, updates)["w"], updates["w"])
+    torch.testing.assert_close(models_gradient(shares, updates)["w"], updates["w"])
     total = column_shares(some(USERS, MODELS).softmax(1), torch.full((USERS,), 0.2)).sum(0)
     torch.testing.assert_close(total, torch.ones(MODELS, dtype=torch.float64))
 
@@ -154,9 +154,9 @@ def test_the_head_is_the_last_layer_without_statistics() -> None:
 
 def test_identical_models_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"method\.models: .* 3 models"):
-        start_soup({"w": torch.ones(3, 2)})
-    start_soup({"w": torch.ones(1, 2)})
-    start_soup({"a": torch.eye(3), "b": torch.zeros(3, 2)})
+        state_from_models({"w": torch.ones(3, 2)})
+    state_from_models({"w": torch.ones(1, 2)})
+    state_from_models({"a": torch.eye(3), "b": torch.zeros(3, 2)})
 
 
 def test_identical_models_have_no_gradient_for_their_weights() -> None:
@@ -193,7 +193,7 @@ def test_a_merged_model_moves_by_a_whole_mean_of_the_updates_however_many_models
     shares = some(USERS, models, seed=7).softmax(1)
     moves = column_shares(shares, weights)
     updates = {"head.weight": some(USERS, 2, 4, seed=8)}
-    moved = mix(soup_gradient(moves, updates), shares)["head.weight"]
+    moved = mix(models_gradient(moves, updates), shares)["head.weight"]
     mixing = shares @ moves.T
     assert (mixing >= 0).all()
     torch.testing.assert_close(mixing.sum(1), torch.ones(USERS, dtype=torch.float64), **TIGHT)
@@ -207,6 +207,6 @@ def test_the_first_step_of_a_merged_model_is_the_mean_update_for_any_number_of_m
     """Weights are equal at first, so every model, and every merge of them, moves by ``sum_k p_k g_k``, as in FedAvg."""
     shares = torch.zeros(USERS, models, dtype=torch.float64).softmax(1)
     updates = {"head.weight": some(USERS, 2, 4, seed=8)}
-    moved = mix(soup_gradient(column_shares(shares, weights), updates), shares)["head.weight"]
+    moved = mix(models_gradient(column_shares(shares, weights), updates), shares)["head.weight"]
     mean = torch.einsum("k,koh->oh", weights, updates["head.weight"])
     torch.testing.assert_close(moved, mean.expand_as(moved), **TIGHT)

@@ -15,9 +15,9 @@ from torch import Tensor
 from comingle.methods import make
 from comingle.methods.base import Phase
 from comingle.methods.fedamole import (
+    ASSIGNED,
     EMBEDDINGS,
     EXPERTS,
-    PLACES,
     TOKENS,
     AssignmentServer,
     PairGating,
@@ -197,7 +197,7 @@ class Hand:
         self.shared = {n.removeprefix("model."): t.clone() for n, t in kept.items() if n.startswith("model.")}
         self.experts = {n.removeprefix(EXPERTS): t.clone() for n, t in kept.items() if n.startswith(EXPERTS)}
         self.rank = next(iter(self.experts.values())).shape[1]
-        held = kept[PLACES].tolist()
+        held = kept[ASSIGNED].tolist()
         self.held = [[[e for e in of if e < ALL] for of in user] for user in held]
         self.tokens = [list(kept[TOKENS][user].clone()) for user in USERS]
         self.embedded = [list(kept[EMBEDDINGS][layer].clone()) for layer in range(2)]
@@ -282,7 +282,7 @@ def test_who_joins_has_the_experts_that_fit_best_and_moves_nothing(tiny: Any) ->
     fit = torch.einsum("ler,lr->le", kept[EMBEDDINGS], kept[TOKENS][0])
     for layer in range(2):
         best = sorted(range(ALL), key=lambda e, of=fit[layer]: -float(of[e]))[:MOST]
-        assert kept[PLACES][0, layer].tolist() == sorted(best)
+        assert kept[ASSIGNED][0, layer].tolist() == sorted(best)
 
 
 # ---------------------------------------------------------------- models in use

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from comingle.methods.base import joint
-from comingle.methods.fedmerge import MERGING, soup_of
+from comingle.methods.fedmerge import MERGING_WEIGHTS, server_models_in
 from comingle.methods.server import model_of
 from comingle.models.personal import PersonalModel
 from comingle.runs.api import load, run
@@ -122,8 +122,8 @@ def test_merging_weights_move_by_equation_6(trained: Callable[..., Run]) -> None
     federation = trained("fedmerge", **changes)
     joined = join(federation, name="eve", data=texts(9), rounds=1)
     server, clients = joined.run.federation.server, joined.run.federation.clients
-    soup = soup_of(federation.federation.server.kept)
-    for name, t in soup_of(server.kept).items():
+    soup = server_models_in(federation.federation.server.kept)
+    for name, t in server_models_in(server.kept).items():
         assert torch.equal(t, soup[name]), name
     # The gradient of the loss of sum_j softmax(a)_j Theta_j on eve's one batch, with respect to a.
     logits = torch.zeros(5, dtype=torch.float64, requires_grad=True)
@@ -132,7 +132,7 @@ def test_merging_weights_move_by_equation_6(trained: Callable[..., Run]) -> None
     drawn = clients.batch_source.draw([0], phase, 0, 0, 0)
     losses, _ = clients.model.losses(merged, [0], clients.batch_source.read("train", [0], drawn), train=True)
     (gradient,) = torch.autograd.grad(losses.mean(), logits)
-    moved = server.kept[MERGING][0]
+    moved = server.kept[MERGING_WEIGHTS][0]
     torch.testing.assert_close(moved / moved.abs().max(), -gradient / gradient.abs().max())
     assert 0.01 < float(moved.abs().max()) < 0.02
 
@@ -145,7 +145,7 @@ def test_the_best_cluster_is_chosen(trained: Callable[..., Run], words: str) -> 
     clients = joined.run.federation.clients
     layout, losses = clients.model.layout, []
     for number in range(3):
-        rows = torch.cat([t[number].flatten() for t in soup_of(federation.federation.server.kept).values()])
+        rows = torch.cat([t[number].flatten() for t in server_models_in(federation.federation.server.kept).values()])
         tensors = layout.views(rows.unsqueeze(0))
         stream = clients.users[0].train
         windows = stream[: len(stream) // 17 * 17].view(1, -1, 17).long()

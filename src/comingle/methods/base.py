@@ -113,17 +113,23 @@ class CohortState(ABC):
     @property
     @abstractmethod
     def exchanged(self) -> Tree:
-        """Each user's first copy, the shared one, at the start of the round; only for hooks with ``looks_across``."""
+        """Tensors of each user's shared copy, at the start of the round; only for hooks with ``looks_across``.
+
+        With ``Placement.copies`` above 1 a user has several copies of its tensors, of which the first is shared.
+        """
 
     @property
     @abstractmethod
     def copy(self) -> Int[Tensor, " users"]:
-        """Number of each row's copy of its user's tensors, from 0. With several copies all of them are trained."""
+        """Index of the copy that each row of :attr:`tensors` holds: 0 for the shared copy.
+
+        With ``Placement.copies`` above 1 a user has one row for each of its copies, and all copies are trained.
+        """
 
     @property
     @abstractmethod
     def kept(self) -> Tree:
-        """State of the hooks for each user, kept between rounds; may be changed in place."""
+        """State that hooks keep for each user between rounds, by key; may be changed in place."""
 
     @property
     @abstractmethod
@@ -253,7 +259,7 @@ class ClientHook:
     looks_back: ClassVar[bool] = False
     """Whether the hook reads the tensors from the start of the round (:attr:`CohortState.began`)."""
     looks_across: ClassVar[bool] = False
-    """Whether the hook reads the first copy from the start of the round (:attr:`CohortState.exchanged`)."""
+    """Whether the hook reads users' shared copies from the start of the round (:attr:`CohortState.exchanged`)."""
     only_resets_moments: ClassVar[bool] = False
     """Whether :meth:`begin` only resets moments, so that it needs no data."""
     sweeps: ClassVar[bool] = False
@@ -400,7 +406,7 @@ class Client:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a phase leaves gradients to other phases."""
+        """Whether a phase computes gradients that another phase adds to its own (:attr:`Phase.leaves`)."""
         return any(phase.leaves for phase in self.phases)
 
     @property
@@ -432,7 +438,7 @@ class Client:
 
     @property
     def looks_across(self) -> bool:
-        """Whether a hook reads the first copy from the start of the round."""
+        """Whether a hook reads users' shared copies of the tensors from the start of the round."""
         return any(part.looks_across for part in self.parts)
 
     @property
@@ -615,7 +621,7 @@ class Method:
 
     @property
     def sharing(self) -> list[Phase]:
-        """Phases that train shared roles, of which a factor or a part may be shared, such as "attention.a"."""
+        """Phases that train a role that is shared, wholly or in part, such as only its factor "attention.a"."""
         shared_roles = _without_suffixes(self.shared)
         return [phase for phase in self.client.phases if shared_roles & _without_suffixes(phase.roles)]
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.methods.base import MODEL, Client, ClientHook, Cohort, Method, Phase, Placement, joint
-from comingle.methods.fedmerge import mix, soup_of, start_soup
+from comingle.methods.fedmerge import mix, server_models_in, state_from_models
 from comingle.methods.server import Mean, Received, Reported, ServerSetup
 from comingle.methods.settings import Models
 from comingle.models.routers import ClientMixture
@@ -98,7 +98,7 @@ class CandidateModels(Mean):
 
     def start(self, setup: ServerSetup) -> Tree:
         """Return the initial models."""
-        return start_soup(setup.models)
+        return state_from_models(setup.models)
 
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Set each model to the weighted mean over the participants who picked it; models without any stay unchanged.
@@ -107,7 +107,7 @@ class CandidateModels(Mean):
             kept: State of the server, with the models ``(models, *shape)``; changed in place.
             received: The uploads, with the index of the model that each participant picked.
         """
-        models, choice = soup_of(kept), received.reports[CHOICE]
+        models, choice = server_models_in(kept), received.reports[CHOICE]
         has_picked = torch.nn.functional.one_hot(choice, self.models).double()  # (users, models), of 0 and 1
         weights = has_picked * received.weights.unsqueeze(1)
         total_by_model = weights.sum(0)
@@ -118,12 +118,12 @@ class CandidateModels(Mean):
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return all models for each user, expanded without copying."""
-        return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in soup_of(kept).items()}
+        return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in server_models_in(kept).items()}
 
     def starts(self, kept: Tree, received: Received) -> Tree:
         """Return the model that each participant picked, as it was before the participant trained it."""
         choice = received.reports[CHOICE]
-        return {name: models[choice.to(models.device)] for name, models in soup_of(kept).items()}
+        return {name: models[choice.to(models.device)] for name, models in server_models_in(kept).items()}
 
 
 CHOICE = "choice"
@@ -133,7 +133,8 @@ CHOICE = "choice"
 def best_model(losses: Float[Tensor, "users models"], before: Int[Tensor, " users"]) -> Int[Tensor, " users"]:
     """Return the index of the model with the lowest loss for each user.
 
-    If several models have it, a user keeps its previous model if that is one of them, else it gets the first.
+    If several models have the lowest loss, a user keeps its previous model if that is one of them, else it gets the
+    first.
 
     Args:
         losses: Loss of each user under each model.

@@ -43,13 +43,13 @@ def comigs(
         specialists: Local experts in each MLP: one number, a mapping such as ``{ada: 3, ben: 0}``, a list with one for
             each user in the recipe's order, or ``auto``: as many, up to 3, as fit into each device's memory and
             ``training.max_seconds_per_round``.
-        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
-            router and warns.
-        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        router_every: Local steps on experts from one phase on the routers to the next. A run with fewer local steps
+            trains no router and warns.
+        router_steps: Optimiser steps in each phase on the routers, each on a fresh batch.
         router_stream: Text for router steps: ``valid`` or ``train``.
         accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
             CoMiGS's public code; the experts then learn from validation text too.
-        name: Name of the method.
+        name: Name that the returned method has in results.
     """
     phases = alternating(router_stream, router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method(name, phases, generalists, specialists)
@@ -94,9 +94,9 @@ def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10, accumulat
     computed from the router's input, where the public code takes the output of the transformer block.
 
     Args:
-        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
-            router and warns.
-        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        router_every: Local steps on experts from one phase on the routers to the next. A run with fewer local steps
+            trains no router and warns.
+        router_steps: Optimiser steps in each phase on the routers, each on a fresh batch.
         accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
             CoMiGS's public code; the experts then learn from validation text too.
     """
@@ -115,9 +115,9 @@ def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     computed from the router's input, where the public code takes the output of the transformer block.
 
     Args:
-        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
-            router and warns.
-        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        router_every: Local steps on experts from one phase on the routers to the next. A run with fewer local steps
+            trains no router and warns.
+        router_steps: Optimiser steps in each phase on the routers, each on a fresh batch.
         accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
             CoMiGS's public code; the experts then learn from validation text too.
     """
@@ -135,9 +135,9 @@ def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     computed from the router's input, where the public code takes the output of the transformer block.
 
     Args:
-        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
-            router and warns.
-        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        router_every: Local steps on experts from one phase on the routers to the next. A run with fewer local steps
+            trains no router and warns.
+        router_steps: Optimiser steps in each phase on the routers, each on a fresh batch.
         accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
             CoMiGS's public code; the experts then learn from validation text too.
     """
@@ -165,9 +165,9 @@ def comigs_1gxs(
         specialists: Local experts in each MLP: one number, a mapping such as ``{ada: 3, ben: 0}``, a list with one for
             each user in the recipe's order, or ``auto``: as many, up to 3, as fit into each device's memory and
             ``training.max_seconds_per_round``. The paper's ``n_i`` counts the generalist too.
-        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
-            router and warns.
-        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        router_every: Local steps on experts from one phase on the routers to the next. A run with fewer local steps
+            trains no router and warns.
+        router_steps: Optimiser steps in each phase on the routers, each on a fresh batch.
         accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
             CoMiGS's public code; the experts then learn from validation text too.
     """
@@ -185,9 +185,9 @@ def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     computed from the router's input, where the public code takes the output of the transformer block.
 
     Args:
-        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
-            router and warns.
-        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        router_every: Local steps on experts from one phase on the routers to the next. A run with fewer local steps
+            trains no router and warns.
+        router_steps: Optimiser steps in each phase on the routers, each on a fresh batch.
         accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
             CoMiGS's public code; the experts then learn from the routers' batches too.
     """

@@ -242,7 +242,7 @@ class SimilarityGating:
         return experts - 1, init_zero
 
     def __call__(
-        self, router: Router, products: Float[Tensor, "users n others"], x: Float[Tensor, "users n width"]
+        self, router: Router, products: Float[Tensor, "users n directions"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
         """Return the experts' weights ``phi_j x / |x|``, clamped to [0, 1]; the first expert has the rest.
 
@@ -251,13 +251,13 @@ class SimilarityGating:
 
         Args:
             router: The router; ``present`` ``(users, experts)`` is 1 for the experts that a user has, else 0.
-            products: Products ``phi_j x`` for n tokens of each user.
+            products: Products ``phi_j x`` for n tokens of each user and all experts j but the first.
             x: Inputs of the MLP.
         """
         smallest = torch.finfo(products.dtype).tiny  # avoids a division by 0
         length = x.to(products.dtype).norm(dim=-1, keepdim=True).clamp(min=smallest)
         cosines = (products / length).clamp(0, 1)
-        is_present = router.present[:, None, 1:]
+        is_present = router.present[:, None, 1:]  # (users, 1, directions): the first expert has no direction
         weights = cosines * is_present
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
         first_weight = 1 - weights.sum(-1, keepdim=True)

@@ -21,7 +21,7 @@ from comingle.utils.errors import DivergenceError, RecipeError
 from comingle.utils.seeds import generator
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init, Tree
 
-EXPERTS, PLACES, TOKENS, EMBEDDINGS = "experts.", "places", "tokens", "embeddings"
+EXPERTS, ASSIGNED, TOKENS, EMBEDDINGS = "experts.", "places", "tokens", "embeddings"
 EXPERTS_PER_USER = 3
 """Domain experts per user if ``experts`` is 0; the public code has 30 experts for 10 users."""
 MIN_EXPERTS = 2
@@ -55,7 +55,7 @@ class AssignmentServer(Server):
     most: int
     fixed: bool = False
     kind = "stack"
-    by_user = frozenset({PLACES, TOKENS})
+    by_user = frozenset({ASSIGNED, TOKENS})
     one_rank = True
     first_download = True
 
@@ -95,8 +95,8 @@ class AssignmentServer(Server):
             for expert in range(num_experts)
         ]
         kept[EMBEDDINGS] = torch.stack(embeddings_by_expert, dim=1).to(factor)
-        places_by_mlp = [self.assign(fit_scores(kept, mlp, range(num_users))) for mlp in range(num_mlps)]
-        kept[PLACES] = torch.stack(places_by_mlp, dim=1)
+        assigned_by_mlp = [self.assign(fit_scores(kept, mlp, range(num_users))) for mlp in range(num_mlps)]
+        kept[ASSIGNED] = torch.stack(assigned_by_mlp, dim=1)
         return kept
 
     def _check_number_of_choices(self, num_experts: int, num_users: int) -> None:
@@ -124,8 +124,8 @@ class AssignmentServer(Server):
         """Return the shared tensors and each user's domain experts, with zeros for missing experts.
 
         Args:
-            kept: State of the server. ``places`` ``(users, mlps, most)`` has the indices of each user's domain experts,
-                and the number of experts where a user has fewer than ``most``.
+            kept: State of the server. Its key "places" has the indices ``(users, mlps, most)`` of each user's domain
+                experts in the pool, and the pool's size where a user has fewer than ``most``.
             users: Indices of the users.
 
         Returns:
@@ -133,7 +133,7 @@ class AssignmentServer(Server):
         """
         model = model_of(kept)
         mlps = mlps_of(model)
-        places = kept[PLACES][list(users)]
+        assigned = kept[ASSIGNED][list(users)]  # (users, mlps, most), indices into the pool of domain experts
         rank = kept[TOKENS].shape[-1]
         sent = {}
         for name, t in model.items():
@@ -144,12 +144,12 @@ class AssignmentServer(Server):
                 by_user = torch.cat([projection, torch.zeros_like(report_rows)], dim=1)
             elif EXPERTS + name in kept:
                 generalist, missing_expert = shared, torch.zeros_like(t)
-                pool = torch.cat([kept[EXPERTS + name], missing_expert])
+                pool = torch.cat([kept[EXPERTS + name], missing_expert])  # the last index stands for no expert
                 mlp_index = mlps.index(mlp_of(name))
-                by_user = torch.cat([generalist, pool[places[:, mlp_index]]], dim=1)
+                by_user = torch.cat([generalist, pool[assigned[:, mlp_index]]], dim=1)
             else:
                 by_user = shared
-            sent[name] = by_user.unsqueeze(1)
+            sent[name] = by_user.unsqueeze(1)  # one model for each user
         return sent
 
     def aggregate(self, kept: Tree, received: Received) -> None:
@@ -165,21 +165,21 @@ class AssignmentServer(Server):
         users, weights = list(received.users), received.weights
         if not self.fixed:
             self._average_shared_tensors(kept, received)
-        users_to_assign = users if self.fixed else list(range(len(kept[PLACES])))
+        users_to_assign = users if self.fixed else list(range(len(kept[ASSIGNED])))
         rank = kept[TOKENS].shape[-1]
         for mlp_index, mlp in enumerate(mlps_of(model_of(kept))):
             means = unpack_means(received.tensors[f"{mlp}{ROUTER}"], rank, self.most)
             mean_tokens, mean_embeddings = means[:, 0], means[:, 1:]  # of T x, and of A_e x for each expert of the user
             kept[TOKENS][users, mlp_index] = mean_tokens.to(kept[TOKENS])
             if not self.fixed:
-                places = kept[PLACES][users, mlp_index]
-                set_expert_means(kept[EMBEDDINGS][mlp_index], mean_embeddings, places, weights)
+                assigned = kept[ASSIGNED][users, mlp_index]  # until now
+                set_expert_means(kept[EMBEDDINGS][mlp_index], mean_embeddings, assigned, weights)
                 for name, t in received.tensors.items():
                     if mlp_of(name) == mlp and EXPERTS + name in kept:
                         domain_experts = t[:, 1:]
-                        set_expert_means(kept[EXPERTS + name], domain_experts, places, weights)
+                        set_expert_means(kept[EXPERTS + name], domain_experts, assigned, weights)
             scores = fit_scores(kept, mlp_index, users_to_assign)
-            kept[PLACES][users_to_assign, mlp_index] = self.assign(scores)
+            kept[ASSIGNED][users_to_assign, mlp_index] = self.assign(scores)
 
     def _average_shared_tensors(self, kept: Tree, received: Received) -> None:
         """Set the shared tensors, generalists among them, to the weighted means of the uploads, in place.
@@ -326,8 +326,8 @@ def _uploads_by_expert(
     sorted_by_expert = expert_by_upload.argsort(stable=True)  # indices of uploads
     start_of_expert = num_uploads.cumsum(0) - num_uploads  # in ``sorted_by_expert``
     columns = torch.arange(int(num_uploads.max()), device=expert_by_upload.device)
-    places = start_of_expert.unsqueeze(1) + columns
-    indices = sorted_by_expert[places.clamp(max=len(sorted_by_expert) - 1)]
+    positions = start_of_expert.unsqueeze(1) + columns  # in ``sorted_by_expert``, (experts, columns)
+    indices = sorted_by_expert[positions.clamp(max=len(sorted_by_expert) - 1)]
     is_padding = columns >= num_uploads.unsqueeze(1)
     return indices, is_padding
 
@@ -510,7 +510,7 @@ class ReportEmbeddings(ClientHook):
             router = cohort.tensors[name]
             keys = expert_keys(cohort.tensors, name)  # A_e, (users, experts, rank, width)
             rank, width = keys.shape[2:]
-            x = direction.unsqueeze(-1) * math.sqrt(width)
+            x = direction.unsqueeze(-1) * math.sqrt(width)  # (users, width, 1)
             T, report_rows = router[:, :rank], router[:, rank:]
             report = torch.cat([T @ x, keys.flatten(1, 2) @ x], dim=1).squeeze(-1)
             num_unused = report_rows[0].numel() - report.shape[1]  # at the end of the rows, filled with 0

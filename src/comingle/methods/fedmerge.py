@@ -24,14 +24,15 @@ from comingle.utils.errors import RecipeError
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
 
-MERGING = "merging"
+MERGING_WEIGHTS = "merging"
 """Key of the merging weights ``(users, models)``, or of their logits with ``softmax``."""
 
-_SOUP = "soup."
+_MODELS_PREFIX = "soup."
+"""Prefix of the models' tensors in the server's state; part of checkpoints."""
 
 
-def start_soup(models: Tree) -> Tree:
-    """Return a server's state with copies of its initial models, under keys such as "soup.head.weight".
+def state_from_models(models: Tree) -> Tree:
+    """Return the part of a server's state that holds its models, as copies under keys such as "soup.head.weight".
 
     Args:
         models: Initial models, ``(models, *shape)``.
@@ -47,12 +48,12 @@ def start_soup(models: Tree) -> Tree:
             f"method.models: the server's {num_models} models are identical, so merging weights would never change; "
             "give a base with random weights, or models: 1"
         )
-    return {_SOUP + name: t.clone() for name, t in models.items()}
+    return {_MODELS_PREFIX + name: t.clone() for name, t in models.items()}
 
 
-def soup_of(memory: Tree) -> Tree:
-    """Return the models ``(models, *shape)`` in a state; may be changed in place."""
-    return {name.removeprefix(_SOUP): t for name, t in memory.items() if name.startswith(_SOUP)}
+def server_models_in(kept: Tree) -> Tree:
+    """Return the server's models ``(models, *shape)`` from its state, without copying them."""
+    return {name.removeprefix(_MODELS_PREFIX): t for name, t in kept.items() if name.startswith(_MODELS_PREFIX)}
 
 
 MOST_STEPS = 10_000
@@ -82,20 +83,24 @@ def column_shares(
     return torch.where(total_by_model > EMPTY, scaled, 0.0)
 
 
-def soup_gradient(shares: Float[Tensor, "users models"], updates: Tree) -> Tree:
-    """Return ``sum_i shares_ij g_i`` for every model j; with shares ``p_i w_ij`` that is eq. 5."""
+def models_gradient(shares: Float[Tensor, "users models"], updates: Tree) -> Tree:
+    """Return the gradient of each of the server's models j, ``sum_i shares_ij g_i`` over the users' updates g_i.
+
+    With ``shares_ij = p_i w_ij`` it is eq. 5 of FedMerge (Chen et al. 2025, arXiv:2504.06768); p are the aggregation
+    weights and w the merging weights.
+    """
     return mix(updates, shares.T)
 
 
-def inner_products(soup: Tree, updates: Tree, names: Collection[str]) -> Float[Tensor, "users models"]:
+def inner_products(models: Tree, updates: Tree, names: Collection[str]) -> Float[Tensor, "users models"]:
     """Return the inner product ``<Theta_j, g_i>`` of each model with each user's update.
 
     Args:
-        soup: The server's models Theta, ``(models, *shape)``.
+        models: The server's models Theta, ``(models, *shape)``.
         updates: The users' updates g, ``(users, *shape)``.
         names: Tensors over which the product is summed.
     """
-    products_by_tensor = [updates[name].flatten(1) @ soup[name].flatten(1).T for name in names]
+    products_by_tensor = [updates[name].flatten(1) @ models[name].flatten(1).T for name in names]
     return torch.stack(products_by_tensor).sum(0)
 
 
@@ -265,7 +270,7 @@ def keep_largest(updates: Tree, names: Collection[str], share: float) -> Tree:
     Args:
         updates: Updates ``(users, *shape)``.
         names: Tensors to prune and return. With a share of 1, all ``updates`` are returned.
-        share: Share of a user's numbers to keep, over all of ``names`` together.
+        share: Fraction of a user's numbers to keep, over all of ``names`` together.
     """
     if share == 1:
         return updates
@@ -301,7 +306,7 @@ class Merge(Server):
     random: bool = False
     kind = "stack"
     knows_starts = True
-    by_user = frozenset({MERGING})
+    by_user = frozenset({MERGING_WEIGHTS})
     first_download = True
 
     @property
@@ -315,7 +320,7 @@ class Merge(Server):
         Each user has equal weights. With ``chosen``, which needs ``softmax``, a user has weights only for that many
         random models, equal ones or, with ``random``, random ones.
         """
-        equal_value = 0.0 if self.softmax else 1 / self.models  # a logit, or a weight
+        equal_value = 0.0 if self.softmax else 1 / self.models  # equal logits, or equal weights with the sum 1
         any_tensor = next(iter(setup.models.values()))
         weights_or_logits = any_tensor.new_full((len(setup.users), self.models), equal_value)
         if self.chosen:
@@ -328,7 +333,7 @@ class Merge(Server):
                     # The softmax of logarithms of exponential draws is uniform on the simplex.
                     draws = torch.empty(len(chosen)).exponential_(generator=user_generator)
                     logits[chosen] = draws.log().to(logits)
-        return start_soup(setup.models) | {MERGING: weights_or_logits}
+        return state_from_models(setup.models) | {MERGING_WEIGHTS: weights_or_logits}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Move the models and the participants' merging weights by the participants' updates.
@@ -342,9 +347,9 @@ class Merge(Server):
             received: The uploads, with the indices and aggregation weights of the participants.
         """
         users = list(received.users)
-        soup = soup_of(kept)
-        logits = kept[MERGING][users]  # or merging weights; a copy, which is written back below
-        downloaded = mix(soup, self._merging_shares(logits))
+        models = server_models_in(kept)
+        logits = kept[MERGING_WEIGHTS][users]  # or merging weights; a copy, which is written back below
+        downloaded = mix(models, self._merging_shares(logits))
         updates = {name: t.sub_(received.tensors[name]) for name, t in downloaded.items()}  # in place, to save memory
         weights_are_frozen = self.weight_step == 0
         if weights_are_frozen:
@@ -355,17 +360,17 @@ class Merge(Server):
             moves = [self._move_weights, self._move_models]
         for _ in range(self.global_iterations):
             for move in moves:
-                move(soup, logits, updates, received.weights)
-        kept[MERGING][users] = logits
+                move(models, logits, updates, received.weights)
+        kept[MERGING_WEIGHTS][users] = logits
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return each user's merged model."""
-        merged = mix(soup_of(kept), self._merging_shares(kept[MERGING][list(users)]))
-        return {name: t.unsqueeze(1) for name, t in merged.items()}
+        """Return each user's merged model, ``(users, 1, *shape)``: the sum of the models times the user's weights."""
+        merged = mix(server_models_in(kept), self._merging_shares(kept[MERGING_WEIGHTS][list(users)]))
+        return {name: t.unsqueeze(1) for name, t in merged.items()}  # one model for each user
 
     def merging_weights(self, kept: Tree) -> Float[Tensor, "users models"]:
-        """Return the merging weights of all users."""
-        return self._merging_shares(kept[MERGING])
+        """Return each user's weight on each of the server's models."""
+        return self._merging_shares(kept[MERGING_WEIGHTS])
 
     def settled(self) -> Merge:
         """Return a server whose models are fixed; the merging weights of new users still move by eq. 6."""
@@ -377,13 +382,13 @@ class Merge(Server):
             return logits  # these are weights then
         return softmax_mixture(logits, temperature=1.0)
 
-    def _move_models(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
+    def _move_models(self, models: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
         """Subtract ``global_rate`` times ``sum_i p_i w_ij g_i`` from each model j, in place (FedMerge, eq. 5).
 
         With ``column_normalize`` the shares ``p_i w_ij`` of each model are scaled so that their magnitudes sum to 1.
 
         Args:
-            soup: Models ``(models, *shape)``, changed in place.
+            models: The server's models ``(models, *shape)``, changed in place.
             logits: Merging weights w of the participants, or their logits.
             updates: Updates g of the participants, ``(users, *shape)``.
             weights: Aggregation weights p.
@@ -393,10 +398,10 @@ class Merge(Server):
             shares = column_shares(merging_weights, weights)
         else:
             shares = weights.to(merging_weights).unsqueeze(1) * merging_weights  # p_i w_ij
-        for name, gradient in soup_gradient(shares, updates).items():
-            soup[name].sub_(gradient, alpha=self.global_rate)
+        for name, gradient in models_gradient(shares, updates).items():
+            models[name].sub_(gradient, alpha=self.global_rate)
 
-    def _move_weights(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
+    def _move_weights(self, models: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
         """Take a gradient step on the participants' merging weights, or on their logits, in place (FedMerge, eq. 6).
 
         The step's largest entry is just above ``weight_step``. Its gradient is computed from the inner products
@@ -404,14 +409,14 @@ class Merge(Server):
         the largest numbers of each update only.
 
         Args:
-            soup: The server's models Theta, ``(models, *shape)``.
+            models: The server's models Theta, ``(models, *shape)``.
             logits: Merging weights of the participants, or their logits; ``(users, models)``, changed in place.
             updates: Updates g of the participants, ``(users, *shape)``.
             weights: Aggregation weights p.
         """
-        names = names_for_inner_products(soup, self.keys)
+        names = names_for_inner_products(models, self.keys)
         pruned_updates = keep_largest(updates, names, self.share)
-        inner = inner_products(soup, pruned_updates, names).to(logits)
+        inner = inner_products(models, pruned_updates, names).to(logits)
         if self.softmax:
             gradient = logit_gradient(logits.softmax(1), inner, weights)
         else:

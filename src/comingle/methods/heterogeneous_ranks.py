@@ -142,7 +142,7 @@ class TailPenalty(ClientHook):
     gamma: float
 
     def penalty(self, tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
-        """Return the penalty of each user."""
+        """Return each user's penalty: ``weight`` times the norms of its last ranks."""
         return self.weight * tail_norms(tensors, ranks, self.gamma)
 
 

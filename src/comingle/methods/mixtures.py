@@ -108,8 +108,9 @@ class ReportMixture(ClientHook):
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """Weights of the components."""
-        return {"mixture": Reported(shape=(self.mixture.clusters,), like=CLIENT_ROUTER, most=1.0 + 1e-4)}
+        """Specification of the report "mixture", by which the server checks it: a weight for each component."""
+        largest_weight = 1.0 + 1e-4  # 1, with a tolerance for rounding
+        return {"mixture": Reported(shape=(self.mixture.clusters,), like=CLIENT_ROUTER, most=largest_weight)}
 
 
 class Entropic(ClientHook):

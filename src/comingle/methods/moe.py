@@ -37,7 +37,7 @@ def fedavg_moe() -> Method:
 
 
 def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
-    """Train 2 experts and their router in turns, on each user's own data alone.
+    """Train 2 experts and their router alternately, on each user's own data alone.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
     Shared: nothing.  Local: attention, 2 experts per MLP, routers.  Frozen: the base.
@@ -45,9 +45,9 @@ def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumula
     Differs from the paper: none known.
 
     Args:
-        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
-            router and warns.
-        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        router_every: Local steps on experts from one phase on the routers to the next. A run with fewer local steps
+            trains no router and warns.
+        router_steps: Optimiser steps in each phase on the routers, each on a fresh batch.
         accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
             CoMiGS's public code; the experts then learn from the routers' batches too.
     """
@@ -56,7 +56,7 @@ def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumula
 
 
 def fedavg_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
-    """FedAvg of 2 experts, trained in turns with a router that stays local.
+    """FedAvg of 2 experts, trained alternately with a router that stays local.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
     Shared: attention, 2 experts per MLP.  Local: routers.  Frozen: the base.
@@ -64,9 +64,9 @@ def fedavg_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumul
     Differs from the paper: routers stay local, as in the public code; the paper does not say.
 
     Args:
-        router_every: Local steps on experts between two turns of the routers. A run with fewer local steps trains no
-            router and warns.
-        router_steps: Optimiser steps of the routers in a turn, each on a fresh batch.
+        router_every: Local steps on experts from one phase on the routers to the next. A run with fewer local steps
+            trains no router and warns.
+        router_steps: Optimiser steps in each phase on the routers, each on a fresh batch.
         accumulate_gradients: Let the routers' steps also add to the gradients of the experts, and vice versa, as in
             CoMiGS's public code; the experts then learn from the routers' batches too.
     """
