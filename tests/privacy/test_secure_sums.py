@@ -127,7 +127,7 @@ def test_what_is_beyond_the_range_is_cut_and_said(federate: Any, caplog: pytest.
 def test_rounding_is_to_the_nearest_and_never_beyond_the_bound() -> None:
     grid = Grid(bound=2.0, bits=16)
     values = torch.linspace(-2.5, 2.5, 100_001, dtype=torch.float64).unsqueeze(0)
-    placed = grid.place(values)
+    placed = grid.to_integers(values)
     inside = values.abs() <= 2
     assert float((placed.double() * grid.step - values)[inside].abs().max()) <= grid.step / 2 * (1 + 1e-12)
     assert int(placed.max()) == -int(placed.min()) == grid.largest == 2**15 - 1

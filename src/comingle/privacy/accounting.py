@@ -28,7 +28,7 @@ from comingle.utils.errors import RecipeError, list_names
 
 _log = logging.getLogger("comingle")
 
-_SPENT = "%s: one more round would exceed the privacy budget, so they stop training; other users continue"
+_BUDGET_SPENT = "%s: one more round would exceed the privacy budget, so they stop training; other users continue"
 
 Participation = float | tuple[tuple[int, ...], ...]
 """A fraction of the users, or lists of users by round, as in ``Training``."""
@@ -58,7 +58,8 @@ class Release:
 
 def sample_size(participation: float, users: int) -> int:
     """Return the number of participants for a fraction of the users, rounded up, such as 3 for 0.25 of 10 users."""
-    return max(1, math.ceil(participation * users - 1e-9))
+    rounding_error = 1e-9  # more than that of a product such as 0.07 * 100 = 7.000000000000001
+    return max(1, math.ceil(participation * users - rounding_error))
 
 
 def expected_participants(privacy: PrivacySection, participation: Participation, users: int, round_index: int) -> float:
@@ -113,6 +114,7 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
         event = gaussian
 
     def epsilon_with(accountant_type: Callable[..., Any]) -> float:
+        """Return the epsilon that one of dp-accounting's accountants computes."""
         with _without_order_warnings():
             return float(accountant_type(neighboring_relation=relation).compose(event, count).get_epsilon(delta))
 
@@ -140,6 +142,7 @@ def accountant_of(privacy: PrivacySection, release: Release) -> str:
 
 
 _BISECTION_STEPS = 14
+"""Bisections of a factor of 2 between two noise multipliers, which leave a factor of 1.00004."""
 _MAX_MULTIPLIER = 2.0**20
 """Largest noise multiplier that is tried."""
 
@@ -147,7 +150,7 @@ _MAX_MULTIPLIER = 2.0**20
 def least_noise(privacy: PrivacySection, count: int, release_with: Callable[[float], Release]) -> float:
     """Return the smallest noise multiplier with which a whole run stays within the recipe's epsilon.
 
-    It is found by bisection on a logarithmic scale, to a few parts in ten thousand, and rounded up.
+    It is found by bisection on a logarithmic scale, with a relative error below 1/10,000, and never too small.
 
     Args:
         privacy: Section ``privacy`` of the recipe, with epsilon, delta and the accountant.
@@ -163,6 +166,7 @@ def least_noise(privacy: PrivacySection, count: int, release_with: Callable[[flo
         return 1.0
 
     def is_enough(multiplier: float, accountant: str) -> bool:
+        """Return whether the run stays within epsilon with this noise multiplier."""
         return epsilon(release_with(multiplier), count, privacy.delta, accountant) <= target
 
     # Find `high`, which is enough. RDP is fast, and its epsilon is an upper bound for the other accountant's.
@@ -209,7 +213,7 @@ class Work:
 
     @property
     def expected(self) -> float:
-        """Expected number of examples in a batch: the divisor of sums, public whatever is drawn."""
+        """Expected number of examples in a batch. Sums are divided by it, as it is public, unlike the number drawn."""
         return max(1.0, self.rate * self.examples)
 
     @property
@@ -318,13 +322,14 @@ class Account(ABC):
         self.counts[list(users)] += 1
 
     def charge_uploads(self, users: Sequence[int]) -> None:
-        """Count uploads of these users when they arrive."""
+        """Count one release of each of these users, whose uploads have arrived."""
         self.charge(users)
 
     def affordable(self, users: Sequence[int]) -> list[int]:
-        """Return the users whose budget allows one more release; log a warning once about each other user.
+        """Return the users whose budget allows one more release.
 
-        There is no warning if no user is left, as the run then ends.
+        The log warns once about each user whose budget is spent. It does not if none of ``users`` is left, as the run
+        then ends.
         """
         budget = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
         counts = self.counts.tolist()
@@ -332,12 +337,12 @@ class Account(ABC):
         users_to_warn_about = sorted(set(users) - set(within_budget) - self.warned)
         if within_budget and users_to_warn_about:
             self.warned.update(users_to_warn_about)
-            _log.warning(_SPENT, list_names(self.users[user] for user in users_to_warn_about))
+            _log.warning(_BUDGET_SPENT, list_names(self.users[user] for user in users_to_warn_about))
         return within_budget
 
     @property
     def spent(self) -> dict[str, object]:
-        """Epsilon so far (the largest of all users), delta, and ``users`` with each user's epsilon if they differ."""
+        """Epsilon so far (the largest of all users) and delta; if epsilons differ, also each user's, as "users"."""
         epsilons = [self.epsilon_of(user, count) for user, count in enumerate(self.counts.tolist())]
         spent: dict[str, object] = {"epsilon": max(epsilons, default=0.0), "delta": self.privacy.delta}
         if len(set(epsilons)) > 1:
@@ -434,7 +439,8 @@ class UploadAccount(Account):
         """
 
         def epsilon_after(count: int) -> float:
-            return self.epsilon_of(0, count)  # the same for all users
+            """Return the epsilon of ``count`` releases; user 0 stands for all, who have the same."""
+            return self.epsilon_of(0, count)
 
         count = affordable_releases(self.privacy, planned, epsilon_after)
         return {
@@ -522,20 +528,21 @@ class StepAccount(UploadAccount):
     def forecast(self, planned: int) -> dict[str, object]:
         """Return the largest epsilon of a user after a whole run, with the settings behind it, to show before the run.
 
-        ``releases`` and ``planned_releases`` are noisy steps of the user with this epsilon, with and without a budget.
+        ``releases`` and ``planned_releases`` count noisy steps of the user with this epsilon: until its budget is
+        spent, and if no budget stopped it.
 
         Args:
             planned: Not used; :meth:`works` has each user's number of rounds.
         """
         works = list(self.works().values())  # one of each user
-        rounds_of_users: list[int] = []  # until the budget stops the user
-        epsilons: list[float] = []  # of each user, after these rounds
+        rounds_of_users: list[int] = []  # rounds until the user's budget is spent
+        epsilons: list[float] = []  # of each user, after that many rounds
         for work in works:
             epsilon_after = partial(self.own_epsilon, work=work)  # takes a number of rounds
             affordable_rounds = affordable_releases(self.privacy, work.rounds, epsilon_after)
             rounds_of_users.append(affordable_rounds)
             epsilons.append(epsilon_after(affordable_rounds))
-        user = epsilons.index(max(epsilons))
+        user = epsilons.index(max(epsilons))  # the user with the largest epsilon
         work = works[user]
         return {
             "mechanism": self.privacy.mechanism,
@@ -575,7 +582,7 @@ def _import_dp_accounting() -> Any:
     """Return the optional package ``dp_accounting``, which has no types.
 
     Raises:
-        RecipeError: It is not installed.
+        RecipeError: The package is not installed.
     """
     try:
         package = importlib.import_module("dp_accounting")

@@ -85,7 +85,7 @@ class ServerRound:
         round_index: Number of the round, from 0.
         names: Users whose uploads arrived.
         server: Server of the method.
-        kept: Its state.
+        kept: State of the server: tensors by name.
     """
 
     round_index: int
@@ -168,7 +168,7 @@ class PrivacyMechanism:
     account: Account | None = field(init=False, default=None)
     """Account of what has been revealed so far, for mechanisms with noise."""
     rule_result: RuleResult | None = field(init=False, default=None)
-    """Result of the mechanism on the last round's uploads, for its event."""
+    """Result of a robust rule on the most recent round's uploads, for the run's events; None without such a rule."""
 
     # ---------------------------------------------------------------- before a run
 
@@ -188,7 +188,7 @@ class PrivacyMechanism:
             users: Number of users.
 
         Raises:
-            RecipeError: It does not; the message gives the reason.
+            RecipeError: The mechanism does not cover them; the message gives the reason.
         """
 
     def check_rounds(self, sizes: Collection[int], *, same_ranks: bool) -> None:
@@ -223,7 +223,7 @@ class PrivacyMechanism:
         raise NotImplementedError
 
     def client_update(self, update: Update) -> Update:
-        """Return the uploads, clipped, with noise, or masked."""
+        """Return the uploads as they are sent: clipped, with noise or masked, as the mechanism requires."""
         return update
 
     # ---------------------------------------------------------------- on the server
@@ -239,7 +239,7 @@ class PrivacyMechanism:
         return list(selected)
 
     def download(self, users: int) -> Tree:
-        """Return tensors ``(users, 1)`` for users to download with their models."""
+        """Return tensors ``(users, 1)`` that users download with their models, such as an adaptive clip norm."""
         return {}
 
     def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
@@ -325,8 +325,8 @@ def split_clip_norms(tensors: Tree) -> tuple[Tensor | None, Tree]:
     if CLIP_NORM not in tensors:
         return None, tensors
     clip_norms = tensors[CLIP_NORM][:, 0]
-    others = {name: t for name, t in tensors.items() if name != CLIP_NORM}
-    return clip_norms, others
+    without_clip_norms = {name: t for name, t in tensors.items() if name != CLIP_NORM}
+    return clip_norms, without_clip_norms
 
 
 def protect_uploads(

@@ -84,7 +84,7 @@ class DifferentialPrivacy(PrivacyMechanism):
     bound: float = 0.0
 
     account_type: ClassVar[type[Account]] = UploadAccount
-    """Type of the account: it defines what a round reveals."""
+    """Class of the account, which computes the epsilon that a round costs its users."""
 
     def __post_init__(self) -> None:
         self.bound = self.bound or self.privacy.first_bound
@@ -262,7 +262,10 @@ class DifferentialPrivacy(PrivacyMechanism):
         return sorted(smallest_draw_first[:num_participants])
 
     def expected_participants(self, round_index: int) -> float:
-        """Return the expected number of participants of round ``round_index`` (from 0), the divisor of its sum."""
+        """Return the expected number of participants of round ``round_index`` (from 0).
+
+        The round's sum is divided by it, as it is public, unlike the number of users drawn.
+        """
         return expected_participants(self.privacy, self.participation, len(self.users), round_index)
 
     # ---------------------------------------------------------------- state and results
@@ -420,7 +423,7 @@ class Local(DifferentialPrivacy):
     account_type = ReplacingAccount
 
     def why_unsupported(self, method: Method) -> str:
-        """Return an empty string: noise covers each upload by itself."""
+        """Return an empty string: each upload has its own noise, so the mechanism supports every method."""
         return ""
 
     def client_update(self, update: Update) -> Update:
@@ -518,8 +521,9 @@ class Example(DifferentialPrivacy):
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
         """Draw a batch for each user; return each user's mean loss and noisy mean gradients.
 
-        A batch is split into parts of ``step.batch`` examples, whose losses and clipped gradients are added up. The
-        sums are divided by the expected size of the batch, which is public, unlike the actual size.
+        A batch is split into chunks of ``step.batch`` examples, as many as fit into one pass. Their losses and clipped
+        gradients are added up. The sums are divided by the expected size of the batch, which is public, unlike the
+        actual size.
 
         Args:
             step: The users' work, keys of their random streams, and the clipped sums of given examples.
@@ -527,11 +531,11 @@ class Example(DifferentialPrivacy):
         batches = [self.draw_examples(work, *stream) for work, stream in zip(step.works, step.streams, strict=True)]
         gradient_sums: Tree = {}  # (users, *shape)
         loss_sums = torch.zeros(len(batches), dtype=torch.float64)
-        for part in padded(batches, step.batch).split(step.batch, dim=1):  # (users, step.batch) indices of examples
-            part_gradients, part_losses = step.clipped_sums(part, self.privacy.first_bound)
-            for name, t in part_gradients.items():
+        for chunk in padded(batches, step.batch).split(step.batch, dim=1):  # (users, step.batch) indices of examples
+            chunk_gradients, chunk_losses = step.clipped_sums(chunk, self.privacy.first_bound)
+            for name, t in chunk_gradients.items():
                 gradient_sums[name] = gradient_sums.get(name, torch.zeros_like(t)) + t
-            loss_sums += part_losses
+            loss_sums += chunk_losses
         gradients_by_user: list[Tree] = []
         for i, (work, stream) in enumerate(zip(step.works, step.streams, strict=True)):
             sums_of_user = {name: t[i] for name, t in gradient_sums.items()}
@@ -543,19 +547,26 @@ class Example(DifferentialPrivacy):
         return loss_sums / expected_sizes, stacked
 
     def draw_examples(self, work: Work, *stream: str | int) -> Int64[Tensor, " drawn"]:
-        """Return the indices of a user's examples in a batch; each is drawn with probability ``work.rate``."""
+        """Draw a batch: each of a user's examples with probability ``work.rate``; return the indices of those drawn.
+
+        Args:
+            work: Amount of the user's work, with its number of examples.
+            stream: Key of the random stream.
+        """
         draws = uniform(work.examples, self.key, *stream, "examples")
         return torch.from_numpy(np.flatnonzero(draws < work.rate))
 
     def noised(self, gradient_sums: Tree, work: Work, *stream: str | int) -> Tree:
         """Return one user's noisy mean gradients ``(gradient_sums + N(0, (z C)^2)) / work.expected``, float64.
 
+        z is the noise multiplier and C the clip norm.
+
         Args:
             gradient_sums: Sums of the clipped gradients of a batch.
             work: Amount of the user's work; ``work.expected`` is the expected number of examples in a batch.
             stream: Key of the random stream.
         """
-        z = multiplier_of(self.privacy, work)  # noise multiplier
+        z = multiplier_of(self.privacy, work)  # the noise multiplier
         clip_norm = self.privacy.first_bound  # C
         noisy_sums = add_noise(gradient_sums, z * clip_norm, self.key, *stream, "example noise")
         return {name: t / work.expected for name, t in noisy_sums.items()}
@@ -620,8 +631,8 @@ def check_supported(method: Method, recipe: Recipe) -> None:
     mechanisms = make_mechanisms(recipe.privacy, recipe.aggregation)
     # Secure sums come first: they support the fewest methods, so their reason is the most useful.
     secure_sums = [mechanism for mechanism in mechanisms if isinstance(mechanism, SecureSum)]
-    others = [mechanism for mechanism in mechanisms if not isinstance(mechanism, SecureSum)]
-    checks = [partial(mechanism.supports, method, recipe) for mechanism in secure_sums + others]
+    other_mechanisms = [mechanism for mechanism in mechanisms if not isinstance(mechanism, SecureSum)]
+    checks = [partial(mechanism.supports, method, recipe) for mechanism in secure_sums + other_mechanisms]
     run_checks(*checks)  # `supports` raises a RecipeError with its reason; run_checks joins the reasons of all.
 
 
@@ -679,11 +690,11 @@ def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users 
 
     Args:
         drawn: Indices of each user's examples.
-        size: Number of examples in one part of a batch. There is at least one part, even without examples.
+        size: Number of examples in one chunk of a batch. There is at least one chunk, even without examples.
     """
     most_examples = max(len(indices) for indices in drawn)
-    num_parts = max(1, math.ceil(most_examples / size))
-    rows = torch.full((len(drawn), num_parts * size), PAD, dtype=torch.int64)
+    num_chunks = max(1, math.ceil(most_examples / size))
+    rows = torch.full((len(drawn), num_chunks * size), PAD, dtype=torch.int64)
     for row, indices in zip(rows, drawn, strict=True):
         row[: len(indices)] = indices
     return rows
@@ -712,19 +723,19 @@ def _why_unprotected(method: Method) -> str:
     return ""
 
 
-_ROUND_METHODS = ("received", "begin", "stepped", "end", "penalty")
+_HOOKS_IN_ROUND = ("received", "begin", "stepped", "end", "penalty")
 """Methods of a client hook that run in a round besides phases, and may read data."""
 
 
 def _why_beyond_gradients(method: Method) -> str:
-    """Return how training data would reach uploads other than through noised gradients; an empty string if nowhere.
+    """Return why a method's training data reach uploads by another way than noised gradients; empty if they do not.
 
     DP-SGD protects uploads only if training data reach the shared tensors through these gradients alone.
     """
     client = method.client
     if method.placement.mixture is not None:
         return "mixture weights are trained without noise and scale every gradient"
-    # Trained roles of which only a part is shared, such as one LoRA factor, "attention.a" of the role "attention".
+    # Shared parts of trained roles, such as one LoRA factor, "attention.a", of the role "attention".
     partly_shared: list[str] = []
     for role in sorted(method.shared):
         whole_role, dot, _part = role.partition(".")
@@ -761,7 +772,7 @@ def _may_change_tensors_in_round(hook: ClientHook) -> bool:
 
     A ``begin`` that only resets the optimizer's moments does not count.
     """
-    for name in _ROUND_METHODS:
+    for name in _HOOKS_IN_ROUND:
         is_overridden = getattr(type(hook), name) is not getattr(ClientHook, name)
         only_resets_moments = name == "begin" and hook.only_resets_moments
         if is_overridden and not only_resets_moments:

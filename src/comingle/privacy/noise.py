@@ -26,7 +26,7 @@ from comingle.utils.trees import Tree
 
 
 def norms(changes: Tree) -> Float[Tensor, " users"]:
-    """Return the L2 norm of all tensors of each user together, ``(users,)``, float64.
+    """Return the L2 norm of each user's change, over all of its tensors together; float64.
 
     Args:
         changes: Tensors ``(users, *shape)``.

@@ -252,7 +252,7 @@ def _mean(t: Float[Tensor, "users ..."]) -> Tensor:
 
 
 WEIGHTED = ("geometric-median", "norm-bound")
-"""Rules that use the users' weights."""
+"""Rules that use the users' aggregation weights; other rules count all users equally."""
 
 
 @dataclass(kw_only=True)
@@ -345,7 +345,10 @@ class RobustRule(PrivacyMechanism):
 
 
 def _why_not_boundable(method: Method) -> str:
-    """Return why bounding a user's change does not bound its influence on the server; an empty string if it does."""
+    """Return why bounding a user's change does not bound its influence on the server; an empty string if it does.
+
+    The rule norm-bound needs this.
+    """
     if method.server.knows_starts:  # The server uses only the change from the tensors that it sent.
         return ""
     if method.server.peer_to_peer:
@@ -366,7 +369,7 @@ def _why_not_combinable(method: Method) -> str:
 
 
 _DIGITS = 4
-"""Digits of the shares in events."""
+"""Decimal places in events of how much an upload counts."""
 
 
 def apply_rule(
@@ -381,8 +384,9 @@ def apply_rule(
         names: Names of the participants.
 
     Returns:
-        The uploads for the server's mean, and how much each upload counts. The uploads are all uploads with shortened
-        changes for the rule norm-bound, a single upload for other rules, or None if there are too few for the rule.
+        The uploads that the server aggregates instead of those received, and how much each of those counts. For the
+        rule norm-bound they are all uploads with shortened changes, for other rules a single upload, the rule's result.
+        They are None if too few uploads were received for the rule.
     """
     rule = aggregation.rule
     if not aggregation.enough(len(received.weights)):
@@ -399,7 +403,7 @@ def apply_rule(
     counted_by_name: dict[str, float] = {}
     for name, value in zip(names, counted.tolist(), strict=True):
         rounded = round(value, _DIGITS)
-        counted_by_name[name] = rounded if rounded != 0 else value  # 0 would mean that the upload was left out
+        counted_by_name[name] = rounded if rounded != 0 else value  # rounded to 0, it would seem to be left out
     return aggregated, RuleResult(rule=rule, counted=counted_by_name)
 
 

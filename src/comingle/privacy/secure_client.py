@@ -86,7 +86,7 @@ def masked_message(name: str, round_number: int, masked: np.ndarray) -> Upload:
 
 
 def read_keys(message: Upload | Download | None, name: str, round_number: int) -> bytes:
-    """Return the public keys in a user's message to the server.
+    """Return the two public keys, one after the other, in a user's message to the server.
 
     Args:
         message: The message.
@@ -238,11 +238,11 @@ def read_survivors(message: Upload | Download | None, name: str, round_number: i
 # ---------------------------------------------------------------- messages as tensors
 
 
-def _as_byte_tensor(parts: Sequence[bytes]) -> Tensor:
+def _as_byte_tensor(strings: Sequence[bytes]) -> Tensor:
     """Return byte strings of equal length as an int8 tensor ``(1, strings, length)``."""
-    length = len(parts[0]) if parts else 0
-    joined = bytearray(b"".join(parts))
-    return torch.frombuffer(joined, dtype=torch.int8).view(1, len(parts), length)
+    length = len(strings[0]) if strings else 0
+    joined = bytearray(b"".join(strings))
+    return torch.frombuffer(joined, dtype=torch.int8).view(1, len(strings), length)
 
 
 def _byte_strings(t: Tensor | None, count: int, width: int) -> list[bytes]:
@@ -416,12 +416,12 @@ class Session:
         for name in sealed_shares:
             public_key = self.public_keys[name][KEY_BYTES:]  # the second of two, for masks
             common_mask = pair_mask(private_key, public_key, (self.name, name), self.terms)
-            is_first_by_name = self.name < name
+            is_first_by_name = self.name < name  # of two users the first adds the mask and the second subtracts it
             if is_first_by_name:
                 masked += common_mask
             else:
                 masked -= common_mask
-        # Refuse to mask a second upload: the difference of both would have no masks.
+        # This raises an error for a second upload: the difference of both would have no masks.
         self._record_step("masked", hashlib.sha256(masked.tobytes()).hexdigest(), after="mask")
         return masked
 
@@ -463,15 +463,17 @@ class Session:
         return derive(self.seed, "secret", purpose, self.terms.digest, self.name, *context)
 
     def _all_shares(self) -> dict[str, bytes]:
-        """Split this user's two secrets; return each user's share of both.
+        """Split this user's two secrets into shares; return the two shares for each user, by the user's name.
 
         A value is the concatenation of a share of the seed of the own mask and a share of the masking key.
         """
         points = {name: point for point, name in enumerate(self.public_keys, start=1)}
-        # Part of the polynomials' seed: other users get shares of other polynomials, so that they cannot be combined.
+        # Names and keys of the users are part of the polynomials' seed. Shares for two different sets of users are then
+        # of different polynomials, so that they cannot be combined.
         users_and_keys = json.dumps({name: keys.hex() for name, keys in self.public_keys.items()})
 
         def split_secret(purpose: str) -> dict[int, bytes]:
+            """Return the shares of one secret by the users' points."""
             secret = self._derive_secret(purpose)
             coefficients_key = self._derive_secret("shares of", purpose, users_and_keys)
             return split(secret, list(points.values()), self.terms.threshold, coefficients_key)

@@ -54,7 +54,7 @@ class SumCollector:
         self.public_keys[name] = public
 
     def store_sealed_shares(self, name: str, sealed: Mapping[str, bytes]) -> None:
-        """Store a user's sealed shares for all others."""
+        """Store the shares that the user ``name`` has sealed, by the user who can unseal them."""
         assert set(sealed) == set(self.public_keys) - {name}
         self.sealed_shares[name] = dict(sealed)
 
@@ -71,7 +71,7 @@ class SumCollector:
         self.survivors.append(name)
 
     def store_revealed_shares(self, name: str, revealed: Mapping[str, bytes]) -> None:
-        """Store the shares of all sharers' secrets that a user has revealed."""
+        """Store the shares that the user ``name`` has revealed, by the user whose secret each belongs to."""
         assert set(revealed) == set(self.sharers)
         self.revealed[name] = dict(revealed)
 
@@ -83,7 +83,7 @@ class SumCollector:
         return [name for name in self.public_keys if name in self.sealed_shares]
 
     def sealed_for(self, name: str) -> dict[str, bytes]:
-        """Return the shares that the other users sealed for a user."""
+        """Return the shares that the other users sealed for the user ``name``, by the user who sealed them."""
         return {other: self.sealed_shares[other][name] for other in self.sharers if other != name}
 
     def require(self, completed: Sequence[str] | Mapping[str, object], step: str) -> None:
@@ -169,7 +169,7 @@ class SumCollector:
 
 
 Answers = Callable[[str, str], bool]
-"""Function of a step and a user's name that returns whether the user answers."""
+"""Function of a step and a user's name that returns whether the user answers; if not, it has dropped out."""
 
 
 @dataclass(kw_only=True)
@@ -231,6 +231,7 @@ class SimulatedSum:
         return server.total(largest)
 
     def _users_who_answer(self, step: str, names: Iterable[str]) -> list[str]:
+        """Return those of the users ``names`` that answer in a step, and so have not dropped out."""
         return [name for name in names if self.answers(step, name)]
 
     def _run_advertise_step(self, name: str, round_number: int) -> None:
@@ -286,7 +287,7 @@ class SimulatedSum:
 
 
 def simulate_sum(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) -> np.ndarray:
-    """Return the sum of uploads, computed by the secure protocol with all users in this process.
+    """Return the sum of uploads, computed by the secure protocol with all users in this process; no user drops out.
 
     Args:
         terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.

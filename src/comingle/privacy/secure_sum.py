@@ -55,10 +55,13 @@ class Grid:
         return self.bound / self.largest
 
     def slack(self, entries: int) -> float:
-        """Return by how much rounding can increase the L2 norm of a vector: each of its entries by half a step."""
+        """Return by how much rounding can increase the L2 norm of a vector: ``step / 2 * sqrt(entries)``.
+
+        Rounding changes each entry by at most half a step.
+        """
         return self.step * math.sqrt(entries) / 2
 
-    def place(self, values: Float[Tensor, ...]) -> Int[Tensor, ...]:
+    def to_integers(self, values: Float[Tensor, ...]) -> Int[Tensor, ...]:
         """Return the integers of the nearest grid points; values beyond the bound are clamped."""
         return self.clamp((values.double() / self.step).round()).long()
 
@@ -85,8 +88,8 @@ def shaped(row: Float[Tensor, " entries"], like: Tree) -> Tree:
         like: Tensors with the wanted names and shapes, without a users dimension.
     """
     names = sorted(like)
-    parts = torch.split(row, [like[name].numel() for name in names])
-    return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}
+    flat_tensors = torch.split(row, [like[name].numel() for name in names])
+    return {name: t.view(like[name].shape) for name, t in zip(names, flat_tensors, strict=True)}
 
 
 def as_words(row: Tensor) -> np.ndarray:
@@ -122,7 +125,7 @@ def make_upload(name: str, round_number: int, tensors: dict[str, Tensor]) -> Upl
     Args:
         name: The user.
         round_number: Number of the round, from 1.
-        tensors: Contents.
+        tensors: Contents of the message: keys, shares or the masked upload.
     """
     # No LoRA rank is given: masked uploads have the size of the largest rank, as padding is masked too.
     return Upload(round=round_number, users=(name,), tensors=tensors, ranks=_NO_RANKS)
@@ -137,7 +140,7 @@ def make_download(
         name: The receiving user.
         round_number: Number of the round, from 1.
         senders: Users that the contents come from.
-        tensors: Contents.
+        tensors: Contents of the message: keys or shares; empty if it only names users.
     """
     return Download(version=round_number, users=(name,), tensors=tensors, ranks=_NO_RANKS, senders=tuple(senders))
 
@@ -241,11 +244,11 @@ class Sums:
         return self.secure.word_bits(len(self.users))
 
     def num_selected(self, round_number: int) -> int:
-        """Return the number of users that round ``round_number`` selects."""
+        """Return the number of users that are selected for round ``round_number`` (from 1)."""
         return int(expected_participants(self.privacy, self.participation, len(self.users), round_number - 1))
 
     def num_required(self, round_number: int) -> int:
-        """Return the smallest number of uploads in the sum of round ``round_number``; with fewer there is no sum."""
+        """Return the smallest number of uploads in the sum of round ``round_number`` (from 1); fewer give no sum."""
         return self.secure.required_users(self.num_selected(round_number))
 
     def noise_deviation(self, round_number: int) -> float:
@@ -372,7 +375,7 @@ class Sums:
             changes: Changes ``(users, *shape)``.
             weights: Weights of the users, up to 1.
             names: Names of the users.
-            key: Key of the noise.
+            key: Secret key from which the noise is drawn.
             round_number: Number of the round, from 1.
         """
         if self.privacy.noisy:
@@ -408,7 +411,7 @@ class Sums:
         # Weights are rounded too, since the sum is later divided by the sum of the rounded weights.
         rounded_weights = self._integer_weights(weights, grid).double() / grid.largest
         clamped = values.nan_to_num(0.0).clamp(-grid.bound, grid.bound)
-        return grid.place(clamped * rounded_weights.unsqueeze(1))
+        return grid.to_integers(clamped * rounded_weights.unsqueeze(1))
 
     def _clip_and_add_noise(
         self, changes: Tree, weights: Tensor, names: Sequence[str], key: str, round_number: int
@@ -426,7 +429,7 @@ class Sums:
         entries = sum(t[0].numel() for t in changes.values())  # of one user
         # Rounding may increase the norm by up to the slack, so clip to less than the clip norm.
         bound = self.privacy.first_bound - grid.slack(entries)
-        integers = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
+        integers = grid.to_integers(flat(scaled(clipped(changes, bound), weights)).cpu())
         standard_noises: list[Tensor] = []  # of each user
         for name, integers_of_user in zip(names, integers, strict=True):
             # Part of the noise's seed: a repeated upload gets the same noise, another upload gets other noise.
