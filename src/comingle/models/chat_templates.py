@@ -75,7 +75,7 @@ response from the loss; ``tools`` of the first message are those of the whole co
 ASSISTANT = "assistant"
 ROLES = ("system", "user", ASSISTANT, "tool")
 
-PLAIN = (
+PLAIN_TEMPLATE = (
     "{% if tools %}{{ '### Tools:\n' }}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '\n' }}"
     "{% endif %}"
     "{% for message in messages %}{{ '### ' + message['role'].capitalize() + ':\n' + (message['content'] or '') }}"
@@ -88,7 +88,7 @@ PLAIN = (
 # the text is not tokenised as the special token.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 # Placeholder of a message's content, to find its position in the rendered text.
-_PROBE = "\ue002{}\ue003"
+_CONTENT_PLACEHOLDER = "\ue002{}\ue003"
 
 _THINK, _END_THINK = "<think>", "</think>"
 _KEYS_OF_COMINGLE = ("learn", "tools")
@@ -155,7 +155,7 @@ class ChatTemplate:
     @property
     def _plain(self) -> str:
         """The plain template, with the begin-of-text token if the tokenizer adds it to texts."""
-        return f"{'{{ bos_token }}' if begin_of(self.tokenizer) else ''}{PLAIN}"
+        return f"{'{{ bos_token }}' if begin_of(self.tokenizer) else ''}{PLAIN_TEMPLATE}"
 
     @property
     def source(self) -> str | dict[str, str]:
@@ -242,7 +242,7 @@ class ChatTemplate:
         It is the text between question and response in an example conversation.
         """
         question = [{"role": "user", "content": "a"}]
-        response_text = _PROBE.format(0)
+        response_text = _CONTENT_PLACEHOLDER.format(0)
         try:
             without_prompt = self.render(question)
             with_prompt = self.render(question, add_prompt=True)
@@ -560,7 +560,7 @@ class ChatTemplate:
         Raises:
             RewrittenTurnsError: The template is of neither kind.
         """
-        question, answer = _PROBE.format(1), _PROBE.format(2)  # placeholders of the last two messages
+        question, answer = _CONTENT_PLACEHOLDER.format(1), _CONTENT_PLACEHOLDER.format(2)  # of the last two messages
         probed = [*messages[:-2], {**messages[-2], "content": question}]
         # The text after the question, such as "<|assistant|>", in a conversation and in a prompt.
         _, _, after_question = self.render([*probed, _response(answer)]).partition(question)
@@ -633,7 +633,7 @@ class ChatTemplate:
         probed, placeholders = list(messages), dict[int, str]()
         for index, message in enumerate(messages):
             if message["content"].strip():
-                placeholders[index] = _PROBE.format(index)
+                placeholders[index] = _CONTENT_PLACEHOLDER.format(index)
                 probed[index] = {**message, "content": placeholders[index]}
         try:
             text = self.render(probed, add_prompt=True)

@@ -313,7 +313,8 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
         logits = output.logits.float().unflatten(0, (users, components, -1))
         if powers is not None:
             logits = logits * powers.float().view(users, components, 1, 1, 1)
-        mixed_logits = mix_probabilities(logits.flatten(2, 3), pi.float())
+        logits_per_component = logits.flatten(2, 3)  # (users, components, texts * tokens, vocab)
+        mixed_logits = mix_probabilities(logits_per_component, pi.float())
         output.logits = mixed_logits.view(texts, -1, logits.shape[-1])
         setattr(output, cache_key, cache)
         return output

@@ -21,15 +21,15 @@ from comingle.utils.errors import BaseModelError
 from comingle.utils.files import cache_folder, make_once
 from comingle.utils.trees import digest_all
 
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_ADAPTER = "adapter_config.json"
-_GENERATION = "generation_config.json"
+_WEIGHTS_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_ADAPTER_FILE = "adapter_config.json"
+_GENERATION_FILE = "generation_config.json"
 # Files of pickled weights, which are never read.
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 # Suffixes of architectures with a causal head; masked and sequence-to-sequence models have other names.
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 
 
 def is_complete(folder: Path) -> bool:
@@ -45,7 +45,7 @@ def is_complete(folder: Path) -> bool:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder holds a tokenizer file of a known kind."""
-    return any((folder / name).is_file() for name in _TOKENIZERS)
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def read_folder(
@@ -68,9 +68,9 @@ def read_folder(
             missing, pickled, damaged or larger than memory.
     """
     check_config(folder, _read_json(folder / "config.json"))
-    if (folder / _ADAPTER).is_file():  # transformers would load it if peft is installed, else ignore it
+    if (folder / _ADAPTER_FILE).is_file():  # transformers would load it if peft is installed, else ignore it
         raise BaseModelError(
-            f"base model {folder}: {_ADAPTER} belongs to an adapter; merge it into the weights "
+            f"base model {folder}: {_ADAPTER_FILE} belongs to an adapter; merge it into the weights "
             "(peft: merge_and_unload), or move it out of this folder."
         )
     cpu = torch.device("cpu")
@@ -139,7 +139,7 @@ def check_config(where: Path, config: dict[str, Any]) -> None:
     architectures = config.get("architectures") or []
     if not model_type:
         raise BaseModelError(f"base model {where}: config.json names no model_type, so it is not a transformers model.")
-    is_causal = not architectures or any(name.endswith(_CAUSAL) for name in architectures)
+    is_causal = not architectures or any(name.endswith(_CAUSAL_SUFFIXES) for name in architectures)
     if config.get("is_encoder_decoder") or not is_causal:
         raise BaseModelError(
             f"base model {where}: expected a causal language model (...ForCausalLM), "
@@ -177,18 +177,20 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         BaseModelError: There is neither a file nor an index.
     """
-    if (folder / _WEIGHTS).is_file():
-        return [folder / _WEIGHTS]
-    if (folder / _INDEX).is_file():
-        shards = _read_json(folder / _INDEX).get("weight_map", {})
+    if (folder / _WEIGHTS_FILE).is_file():
+        return [folder / _WEIGHTS_FILE]
+    if (folder / _INDEX_FILE).is_file():
+        shards = _read_json(folder / _INDEX_FILE).get("weight_map", {})
         return sorted({folder / name for name in shards.values()})
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
     if pickles:
         raise BaseModelError(
             f"base model {folder}: its weights are pickled ({pickles[0]}); comingle never unpickles, because that runs "
-            f"code. Convert them to {_WEIGHTS} (transformers' save_pretrained writes it)."
+            f"code. Convert them to {_WEIGHTS_FILE} (transformers' save_pretrained writes it)."
         )
-    raise BaseModelError(f"base model {folder}: no weights; expected {_WEIGHTS} or {_INDEX} (pickles are never read).")
+    raise BaseModelError(
+        f"base model {folder}: no weights; expected {_WEIGHTS_FILE} or {_INDEX_FILE} (pickles are never read)."
+    )
 
 
 def _count_weights(path: Path) -> int:
@@ -200,7 +202,7 @@ def _count_weights(path: Path) -> int:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise BaseModelError(f"base model {path.parent}: {path.name} is named in {_INDEX} but missing.")
+        raise BaseModelError(f"base model {path.parent}: {path.name} is named in {_INDEX_FILE} but missing.")
     try:
         with safe_open(path, framework="pt") as file:  # raises an error if header and file size do not match
             shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
@@ -317,7 +319,7 @@ def _assign_tensors(model: PreTrainedModel, tensors: dict[str, torch.Tensor], fo
         is_tied = id(tensor) in assigned_ids  # such as the head's weight to that of the embedding
         if is_missing and not is_tied:
             return False
-    if (folder / _GENERATION).is_file():
+    if (folder / _GENERATION_FILE).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return True
 
@@ -349,7 +351,7 @@ def _map_quantised(folder: Path, bits: Bits, *, dtype: torch.dtype, attention: s
         quantised_folder = make_once(cache_folder() / "quantised" / cache_name, write)
     except OSError:  # a full disk, or no permission
         return None
-    has_all_weights = _assign_tensors(model, load_file(quantised_folder / _WEIGHTS), folder)
+    has_all_weights = _assign_tensors(model, load_file(quantised_folder / _WEIGHTS_FILE), folder)
     return model if has_all_weights else None
 
 
@@ -388,7 +390,7 @@ def _write_quantised(
                         tensors[f"{layer_name}.scales"] = scales
                     else:
                         tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        save_file(tensors, target / _WEIGHTS)
+        save_file(tensors, target / _WEIGHTS_FILE)
     except SafetensorError as error:
         raise OSError(one_line(error)) from error
 
@@ -436,7 +438,7 @@ def _write_converted(folder: Path, dtype: torch.dtype, target: Path) -> None:
     from safetensors.torch import save_file
 
     try:
-        save_file(_read_converted(folder, dtype), target / _WEIGHTS)
+        save_file(_read_converted(folder, dtype), target / _WEIGHTS_FILE)
     except SafetensorError as error:
         raise OSError(one_line(error)) from error
 
@@ -538,14 +540,14 @@ def one_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-_IGNORED_KEYS = ("transformers_version", "_name_or_path")
+_UNDESCRIPTIVE_KEYS = ("transformers_version", "_name_or_path")
 """Keys of a configuration that do not describe the model."""
 
 
 def digest_folder(folder: Path) -> str:
     """Return a digest of a model's configuration and weight files, which is equal for copies of the folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    described = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
+    described = {key: value for key, value in config.items() if key not in _UNDESCRIPTIVE_KEYS}
     file_digests: list[Any] = []
     for path in weight_files(folder):
         with path.open("rb") as file:

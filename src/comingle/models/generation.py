@@ -97,7 +97,7 @@ _RULES: Mapping[str, _Rule] = {
 }
 
 _SAMPLING_ONLY = ("top_k", "top_p", "min_p")
-_ACCEPTED_VALUES: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_return_sequences": (1,),
     "use_cache": (True, False),
@@ -165,7 +165,7 @@ def _config_values(config: object | None) -> dict[str, Any]:
 
 def _raise_unless_neutral(key: str, value: object) -> None:
     """Raise an error for a setting that is not supported, unless its value changes nothing, such as ``num_beams=1``."""
-    if value in _ACCEPTED_VALUES.get(key, ()):
+    if value in _NEUTRAL_VALUES.get(key, ()):
         return
     allowed = sorted(["do_sample", *_RULES])
     hint = " Use max_new_tokens." if key in ("max_length", "max_tokens") else did_you_mean(key, allowed)
@@ -317,7 +317,7 @@ def padded_attention(network: PreTrainedModel, *, padded: bool = True) -> Iterat
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """The text that an incomplete character is decoded to."""
 
-_CONTEXT = 16
+_MAX_SUFFIX_TOKENS = 16
 """The largest number of tokens of a character and of special tokens after it."""
 
 
@@ -443,9 +443,9 @@ def decodable_suffix(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list
         ids: Tokens of the prompt.
 
     Returns:
-        The suffix; empty if none of up to ``_CONTEXT`` tokens decodes to complete characters.
+        The suffix; empty if none of up to ``_MAX_SUFFIX_TOKENS`` tokens decodes to complete characters.
     """
-    for count in range(1, min(len(ids), _CONTEXT) + 1):
+    for count in range(1, min(len(ids), _MAX_SUFFIX_TOKENS) + 1):
         text = str(tokenizer.decode(ids[-count:], skip_special_tokens=True))
         if text and UNFINISHED not in text:
             return ids[-count:]

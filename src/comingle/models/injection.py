@@ -230,7 +230,9 @@ class _Mixture(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Context, act: Any, scale: float, x: Tokens, gates: Tensor, num_first: int, *rest: Any) -> Tokens:
+    def forward(
+        ctx: Context, act: Any, scale: float, x: Tokens, gates: Tensor, num_first: int, *layer_tensors: Any
+    ) -> Tokens:
         """Return the mixture's output ``y = W2 (sum_j p_j h_j) + b2 + s sum_j p_j B2_j A2_j h_j``.
 
         h_j are the hidden activations of expert j, p_j its probability, s the LoRA scale; W2, b2, A2_j and B2_j belong
@@ -243,9 +245,9 @@ class _Mixture(torch.autograd.Function):
             x: The MLP's input.
             gates: The experts' probabilities, ``(users, n, experts)``.
             num_first: Number of first layers: 2 with a gate, else 1.
-            *rest: (A, B) of each first layer and of the last, then (W, b) of the same layers.
+            *layer_tensors: (A, B) of each first layer and of the last, then (W, b) of the same layers.
         """
-        (a_first, b_first, a_last, b_last), weights_and_biases = _split_arguments(rest, num_first)
+        (a_first, b_first, a_last, b_last), weights_and_biases = _split_arguments(layer_tensors, num_first)
         *weights_and_biases_first, (weight_last, bias_last) = weights_and_biases
         users, experts, rank, _ = a_last.shape
         n = x.shape[1]
@@ -266,7 +268,7 @@ class _Mixture(torch.autograd.Function):
         y = F.linear(mixed, weight_last, bias_last)
         y = y.baddbmm_(gated, b_last.flatten(1, 2))  # add sum_j B2_j gated_j
         ctx.num_first, ctx.scale = num_first, scale
-        ctx.save_for_backward(x, gates, z, h, z_last, gated, *slopes, *rest)
+        ctx.save_for_backward(x, gates, z, h, z_last, gated, *slopes, *layer_tensors)
         return y
 
     @staticmethod
@@ -285,14 +287,14 @@ class _Mixture(torch.autograd.Function):
         """
         num_first, scale = ctx.num_first, ctx.scale
         x, gates, z, h, z_last, gated, *saved = ctx.saved_tensors
-        slopes, rest = saved[:num_first], saved[num_first:]
-        (a_first, b_first, a_last, b_last), weights_and_biases = _split_arguments(rest, num_first)
+        slopes, layer_tensors = saved[:num_first], saved[num_first:]
+        (a_first, b_first, a_last, b_last), weights_and_biases = _split_arguments(layer_tensors, num_first)
         *weights_and_biases_first, (weight_last, _) = weights_and_biases
         users, experts, n, _ = h.shape
         rank = a_last.shape[2]
-        # Arguments of `forward`: act, scale, x, gates, num_first, *rest.
-        _, _, _, _, _, *wants_rest = ctx.needs_input_grad
-        *wants_first, wants_a_last, wants_b_last = wants_rest[: 2 * (num_first + 1)]  # A and B of each layer
+        # Arguments of `forward`: act, scale, x, gates, num_first, *layer_tensors.
+        _, _, _, _, _, *wants_layer_tensors = ctx.needs_input_grad
+        *wants_first, wants_a_last, wants_b_last = wants_layer_tensors[: 2 * (num_first + 1)]  # A and B of each layer
         wants_a_first, wants_b_first = wants_first[::2], wants_first[1::2]
 
         d_mixed = dy @ weight_last
@@ -381,7 +383,7 @@ class _NativeMixture(torch.autograd.Function):
         z: Tensor,
         gates: Tensor,
         num_first: int,
-        *rest: Any,
+        *layer_tensors: Any,
     ) -> Tokens:
         """Return the mixture's output ``W2 (sum_j p_j h_j) + b2 + s sum_j p_j B2_j A2_j h_j``, as in :class:`_Mixture`.
 
@@ -396,9 +398,9 @@ class _NativeMixture(torch.autograd.Function):
             z: Products of ``x`` with A of the first layers, ``(users, n, num_first * experts * rank)``.
             gates: The experts' probabilities, ``(users, n, experts)``.
             num_first: Number of layers that read the input: 2 with a gate, else 1.
-            *rest: B of each first layer, A and B of the last, then (W, b) of the same layers.
+            *layer_tensors: B of each first layer, A and B of the last, then (W, b) of the same layers.
         """
-        b_first, (a_last, b_last), weights, biases = _split_native_arguments(rest, num_first)
+        b_first, (a_last, b_last), weights, biases = _split_native_arguments(layer_tensors, num_first)
         *weights_first, weight_last = weights
         *biases_first, bias_last = biases
         products = [F.linear(x, weight) for weight in weights_first]
@@ -406,7 +408,7 @@ class _NativeMixture(torch.autograd.Function):
         mixed, z_last, gated = backend.forward(act, scale, products, biases_first, z, gates, b_first, a_last)
         y = F.linear(mixed, weight_last, bias_last).baddbmm_(gated, b_last.flatten(1, 2))
         ctx.backend, ctx.act, ctx.scale, ctx.num_first = backend, act, scale, num_first
-        ctx.save_for_backward(z, gates, z_last, gated, *products, *rest)
+        ctx.save_for_backward(z, gates, z_last, gated, *products, *layer_tensors)
         return y
 
     @staticmethod
@@ -422,13 +424,13 @@ class _NativeMixture(torch.autograd.Function):
         """
         num_first = ctx.num_first
         z, gates, z_last, gated, *saved = ctx.saved_tensors
-        products, rest = saved[:num_first], saved[num_first:]
-        b_first, (a_last, b_last), weights, biases = _split_native_arguments(rest, num_first)
+        products, layer_tensors = saved[:num_first], saved[num_first:]
+        b_first, (a_last, b_last), weights, biases = _split_native_arguments(layer_tensors, num_first)
         *weights_first, weight_last = weights
         *biases_first, _ = biases
-        # Arguments of `forward`: backend, act, scale, x, z, gates, num_first, *rest.
-        _, _, _, wants_x, _, _, _, *wants_rest = ctx.needs_input_grad
-        wants_factors = any(wants_rest)  # the base weights in `rest` are frozen
+        # Arguments of `forward`: backend, act, scale, x, z, gates, num_first, *layer_tensors.
+        _, _, _, wants_x, _, _, _, *wants_layer_tensors = ctx.needs_input_grad
+        wants_factors = any(wants_layer_tensors)  # the base weights in `layer_tensors` are frozen
         d_mixed = dy @ weight_last
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT)
         d_products, d_z, d_gates, d_b_first, d_a_last = ctx.backend.backward(
@@ -459,19 +461,19 @@ class _NativeMixture(torch.autograd.Function):
 
 
 def _split_native_arguments(
-    rest: Sequence[Any], num_first: int
+    layer_tensors: Sequence[Any], num_first: int
 ) -> tuple[Sequence[Tensor], tuple[Tensor, Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
     """Split the last arguments of :class:`_NativeMixture`, the tensors, which autograd requires to be flat.
 
     Args:
-        rest: B of each first layer, A and B of the last, then weight and bias of the same layers.
+        layer_tensors: B of each first layer, A and B of the last, then weight and bias of the same layers.
         num_first: Number of layers that read the input: 2 with a gate, else 1.
 
     Returns:
         B of the first layers, (A, B) of the last, weights of all layers, biases of all layers.
     """
-    b_first = rest[:num_first]
-    a_last, b_last, *weights_and_biases = rest[num_first:]
+    b_first = layer_tensors[:num_first]
+    a_last, b_last, *weights_and_biases = layer_tensors[num_first:]
     weights, biases = weights_and_biases[::2], weights_and_biases[1::2]
     return b_first, (a_last, b_last), weights, biases
 
@@ -487,21 +489,21 @@ def _join_factors(factors: Sequence[Tensor]) -> Float[Tensor, "users columns wid
 
 
 def _split_arguments(
-    rest: Sequence[Any], num_first: int
+    layer_tensors: Sequence[Any], num_first: int
 ) -> tuple[tuple[Any, Any, Tensor, Tensor], list[tuple[Tensor, Tensor | None]]]:
     """Split the last arguments of :class:`_Mixture`, the tensors, which autograd requires to be flat.
 
     Args:
-        rest: A and B of each first layer and of the last, then weight and bias of the same layers.
+        layer_tensors: A and B of each first layer and of the last, then weight and bias of the same layers.
         num_first: Number of layers that read the input: 2 with a gate, else 1.
 
     Returns:
         (A of the first layers, B of the first layers, A of the last, B of the last), and (W, b) of each layer.
     """
     num_factors = 2 * (num_first + 1)  # A and B of each layer
-    *factors_first, a_last, b_last = rest[:num_factors]
+    *factors_first, a_last, b_last = layer_tensors[:num_factors]
     a_first, b_first = factors_first[::2], factors_first[1::2]
-    weights, biases = rest[num_factors::2], rest[num_factors + 1 :: 2]
+    weights, biases = layer_tensors[num_factors::2], layer_tensors[num_factors + 1 :: 2]
     weights_and_biases = list(zip(weights, biases, strict=True))
     return (a_first, b_first, a_last, b_last), weights_and_biases
 
@@ -642,8 +644,8 @@ class Adapters:
         ranks: Each user's LoRA rank.
         scales: Each user's LoRA scale, ``alpha / sqrt(rank)``.
         scale: The LoRA scale that the modules apply: the smallest of all users.
-        attention: The attention modules by name.
-        experts: The expert mixtures by name.
+        attention: The linears of attention with their LoRA, by name.
+        experts: The expert mixtures that replace the MLPs, by name.
     """
 
     layout: Layout

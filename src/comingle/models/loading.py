@@ -268,7 +268,7 @@ def _not_found_message(name: str, reason: str) -> str:
 
 
 # Largest allowed difference between our logits and the model's, as a fraction of the largest logit.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+_LOGIT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +310,9 @@ def backbone(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def lm_head(base: Base) -> Head:
-    """Return the head of `base`; check on two texts of 4 tokens that it computes the model's logits.
+    """Return the head of `base`; check on two texts of 4 tokens that head and model fit comingle.
+
+    The head must compute the model's logits from its last hidden states, and the model must be causal.
 
     Raises:
         BaseModelError: The output layer is not linear, the model computes other logits than this head, or the model is
@@ -363,7 +365,7 @@ def _raise_unless_equal(base: Base, head_logits: Tensor, model_logits: Tensor) -
             f"base model {base.name!r} (model type {_model_type(base.model)!r}): its logits are not finite on a text "
             f"of {model_logits.shape[1]} tokens; its weights are damaged, or too large for {base.dtype}."
         )
-    limit = _TOLERANCE[base.dtype] * model_logits.abs().max().item()
+    limit = _LOGIT_TOLERANCE[base.dtype] * model_logits.abs().max().item()
     error = (head_logits - model_logits).abs().max().item()
     if not error <= limit:  # also if the error is NaN
         raise BaseModelError(
@@ -383,7 +385,7 @@ def _raise_unless_causal(base: Base, tokens: Int[Tensor, "2 4"], logits: Float[T
     Raises:
         BaseModelError: The model is not causal.
     """
-    limit = _TOLERANCE[base.dtype] * logits.abs().max().item()
+    limit = _LOGIT_TOLERANCE[base.dtype] * logits.abs().max().item()
     before_last = logits[:, :-1]
     leak = (before_last[0] - before_last[1]).abs().max().item()
     if leak > limit:

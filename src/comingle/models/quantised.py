@@ -133,7 +133,7 @@ CODES: dict[Bits, Code] = {
 }
 """The formats, by their names in recipes."""
 
-_sources: dict[int, tuple[Any, QuantisedLinear]] = {}
+_layer_by_storage: dict[int, tuple[Any, QuantisedLinear]] = {}
 """Layer of each live unpacked weight, by the weight's storage."""
 
 
@@ -174,9 +174,9 @@ class QuantisedLinear(nn.Linear):
         key = storage._cdata
 
         def unregister(_reference: object) -> None:
-            _sources.pop(key, None)
+            _layer_by_storage.pop(key, None)
 
-        _sources[key] = (weakref.ref(storage, unregister), self)
+        _layer_by_storage[key] = (weakref.ref(storage, unregister), self)
         return unpacked
 
     def unpack(self) -> Float[Tensor, "d_out d_in"]:
@@ -204,6 +204,8 @@ def quantise(model: nn.Module, bits: Bits, device: torch.device) -> None:
 
 def quantise_shapes(model: nn.Module, bits: Bits, device: torch.device) -> None:
     """Replace the linears of a model's decoder layers by quantised ones whose values are undefined, in place.
+
+    Callers then load the values from a file, or only estimate memory.
 
     Args:
         model: The model.
@@ -250,10 +252,10 @@ _PackedView = tuple["QuantisedLinear", torch.Size, tuple[int, ...], int | torch.
 
 def _pack_saved(t: Tensor) -> Tensor | _PackedView:
     """Return what autograd saves for a tensor: the packed linear for views of unpacked weights, else the tensor."""
-    source = _sources.get(t.untyped_storage()._cdata)
-    if source is None:  # not an unpacked weight
+    storage_and_linear = _layer_by_storage.get(t.untyped_storage()._cdata)
+    if storage_and_linear is None:  # not an unpacked weight
         return t
-    _, linear = source
+    _, linear = storage_and_linear
     return linear, t.shape, t.stride(), t.storage_offset()
 
 

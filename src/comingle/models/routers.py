@@ -189,7 +189,7 @@ class ClientMixture:
 
     Args:
         clusters: Number C of components.
-        of: A component is a set of adaptors beside a common base, or a whole model.
+        of: What a component is: a set of adaptors beside a common base, or a whole model.
         at: Level at which components are mixed.
         experts: For "predictions": number of averaged LoRA experts of each component in every MLP.
         tempered: For "predictions": each user has an exponent for each component's probabilities. Their logarithms

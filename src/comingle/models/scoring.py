@@ -65,7 +65,7 @@ def random_windows(
     generator: torch.Generator,
     begin: int | None = None,
 ) -> Int64[Tensor, "count window"]:
-    """Draw windows of ``context + 1`` tokens at random places of a stream, with replacement.
+    """Draw windows of ``context + 1`` tokens that start at random positions of a stream, with replacement.
 
     Args:
         stream: Token ids of at least one window (see :func:`comingle.data.text.streams.check`).
@@ -101,7 +101,7 @@ def evaluation_windows(
     if begin is None:
         count = math.ceil(count_targets(stream) / context)
         return _cut_windows(stream, width=context + 1, stride=context, count=count)
-    stride = max(1, context - 1)
+    stride = max(1, context - 1)  # windows overlap by one token, which is a target in the earlier one only
     count = 0
     if len(stream) > 0:
         num_after_first_window = max(0, len(stream) - context)

@@ -39,7 +39,7 @@ _NORM_SIGNATURES: Mapping[Any, Signature] = {norm: signature(norm) for norm in (
 class FusedNorms(TorchFunctionMode):
     """Run ``F.batch_norm`` and ``F.group_norm`` inside a ``vmap`` over users as one call for all users.
 
-    Running statistics change in place, so each user's must be contiguous.
+    Running statistics change in place, so the statistics of each user must be contiguous.
     """
 
     def __torch_function__(

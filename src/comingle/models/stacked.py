@@ -132,12 +132,12 @@ def assign_role(slot: Slot) -> Slot:
     return replace(slot, roles=(_ROLE_BY_SUBMODULE[submodule],))
 
 
-_ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
+_ROLE_ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
 """Order of roles in a layout."""
 
 
 def layout_of(nets: Sequence[nn.Module], *, side_by_side: bool) -> Layout:
-    """Return the layout of a user's tensors: their names, shapes and roles, in the order of :data:`_ORDER`.
+    """Return the layout of a user's tensors: their names, shapes and roles, in the order of :data:`_ROLE_ORDER`.
 
     Args:
         nets: Nets of one architecture with their initial values. Only the first is used unless ``side_by_side``.
@@ -149,7 +149,7 @@ def layout_of(nets: Sequence[nn.Module], *, side_by_side: bool) -> Layout:
         slots = _adapted_slots(nets[0])
     else:
         slots = _net_slots(nets[0])
-    slots.sort(key=lambda slot: _ORDER.index(slot.roles[0]))
+    slots.sort(key=lambda slot: _ROLE_ORDER.index(slot.roles[0]))
     return Layout(slots=tuple(slots))
 
 
@@ -274,7 +274,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 """Inputs ``(users, batch, ...)``, targets ``(users, batch, ...)`` and presence ``(users, batch)``."""
 
 
-_RANDOM = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
+_RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 """Modules of torch that may draw random numbers; modules from elsewhere are assumed to."""
 
 
@@ -350,7 +350,7 @@ class StackedModel(Model):
         """Whether a training pass of the net may draw random numbers."""
         for module_class in {type(module) for module in self.net.modules()}:
             is_from_torch = module_class.__module__.startswith("torch.nn.")
-            if issubclass(module_class, _RANDOM) or not is_from_torch:  # any other class may draw
+            if issubclass(module_class, _RANDOM_MODULES) or not is_from_torch:  # any other class may draw
                 return True
         return False
 
