@@ -213,7 +213,8 @@ class ChatTemplate:
     def _template_with_date(self) -> str:
         """The tokenizer's template with :attr:`date` as the current date.
 
-        A Jinja macro ``strftime_now`` replaces the function of transformers. It writes, for example, "2026" for "%Y".
+        A Jinja macro ``strftime_now(format)`` takes precedence over the function of this name in transformers. It
+        replaces each strftime directive in the format, such as "%Y" by "2026".
         """
         template = str(self.tokenizer.get_chat_template())
         if self.date is None:
@@ -453,8 +454,8 @@ class ChatTemplate:
             learnt: Indices of the responses to learn.
 
         Returns:
-            The text, the character offsets of each response to learn, and those of each response without a loss; None
-            in place of the latter if the position of one cannot be determined.
+            The text, the character offsets of the responses to learn, and the character offsets of all other responses,
+            which get no loss. The last is None if one of the other responses cannot be found.
 
         Raises:
             RewrittenTurnsError: The text of an earlier response differs from that in a shorter conversation.
@@ -486,11 +487,11 @@ class ChatTemplate:
 
     @staticmethod
     def _is_rewritten(response: Message, offsets: ResponseOffsets, text: str) -> bool:
-        """Return whether a rendered response lacks a part of the message's content.
+        """Return whether the template rewrote a response: the text lacks a thought or another part of its content.
 
         Args:
             response: The message.
-            offsets: Character offsets of the response.
+            offsets: Character offsets of the response in the text.
             text: The rendered conversation.
         """
         start, end, _ = offsets

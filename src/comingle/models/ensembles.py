@@ -67,7 +67,7 @@ class FoldedCache(Cache):
 
         Args:
             key_states: New keys, ``(users * components * texts, heads, tokens, width)``.
-            value_states: New values, of the same shape up to the width.
+            value_states: New values, of the same shape except that their width may differ.
             layer_idx: Index of the layer.
             *args: Passed on to the cache.
             **kwargs: Passed on to the cache.

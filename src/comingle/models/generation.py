@@ -212,6 +212,7 @@ def _raise_if_contradictory(do_sample: object, values: Mapping[str, object], arg
     temperature = values.get("temperature")
     if do_sample and temperature == 0:
         raise RecipeError("temperature: got 0 with do_sample=True; sampling needs a temperature above 0")
+    # A temperature of the config is no contradiction, because an argument ``do_sample=False`` overrides it.
     if arguments.get("do_sample") is False and arguments.get("temperature"):
         raise RecipeError(
             f"temperature: got {temperature} with do_sample=False, which is greedy; leave one of them out"
@@ -355,7 +356,7 @@ def continue_texts(
     for ids in encoded:
         base.require_rows(ids, "the prompt")
     needs_padding = len({len(ids) for ids in encoded}) > 1
-    if needs_padding and not can_pad(network):  # continue one prompt after another
+    if needs_padding and not can_pad(network):  # without padding: continue one prompt after another
         texts = []
         for prompt in prompts:
             texts += continue_texts(network, base, [prompt], sampling)
@@ -366,10 +367,7 @@ def continue_texts(
     num_padding = [width - len(ids) for ids in encoded]
     end_tokens = stop_tokens(network, tokenizer, sampling)
     pad_token = _pad_token(tokenizer, end_tokens, base.rows)
-    padded = [[pad_token] * count + ids for count, ids in zip(num_padding, encoded, strict=True)]
-    first_token_columns = torch.tensor(num_padding, device=device).unsqueeze(1)
-    mask = (torch.arange(width, device=device) >= first_token_columns).long()  # 0 for padding
-
+    padded, mask = _pad_left(encoded, num_padding, pad_token, device)
     contexts = []  # the last tokens of each text, with which its new tokens are decoded
     for prompt, ids in zip(prompts, encoded, strict=True):
         contexts.append(decodable_suffix(tokenizer, ids) if isinstance(prompt, str) else [])
@@ -384,7 +382,7 @@ def continue_texts(
     with without_compiling(), padded_attention(network, padded=needs_padding):
         tokens = _generate_batch(
             network,
-            torch.tensor(padded, device=device),
+            padded,
             mask,
             num_padding=num_padding,
             end_tokens=end_tokens,
@@ -412,6 +410,24 @@ def _pad_token(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int], ro
     if pad_token is not None and pad_token < rows:
         return pad_token
     return next((token for token in end_tokens if token < rows), 0)  # any will do, as attention ignores padding
+
+
+def _pad_left(
+    prompts: Sequence[list[int]], num_padding: Sequence[int], pad_token: int, device: torch.device
+) -> tuple[Int[Tensor, "n prompt"], Int[Tensor, "n prompt"]]:
+    """Return prompts of one length, padded on the left, and their attention mask: 1 for tokens, 0 for padding.
+
+    Args:
+        prompts: Tokens of each prompt.
+        num_padding: Number of padding tokens of each prompt.
+        pad_token: The padding token.
+        device: Device of the result.
+    """
+    padded_rows = [[pad_token] * count + ids for count, ids in zip(num_padding, prompts, strict=True)]
+    padded = torch.tensor(padded_rows, device=device)
+    first_token_columns = torch.tensor(num_padding, device=device).unsqueeze(1)  # (n, 1)
+    mask = torch.arange(padded.shape[1], device=device) >= first_token_columns
+    return padded, mask.long()
 
 
 def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int]) -> str:

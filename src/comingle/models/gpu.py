@@ -122,7 +122,7 @@ class TritonBackend:
         num_column_tiles = math.ceil(hidden / TILE_COLUMNS)
         num_token_tiles = math.ceil(n / TILE_TOKENS)
         mixed = torch.empty_like(bases[0])
-        # A_j h_j of each column tile, which are added up below.
+        # Sums of A_j h_j over the columns of each tile; they are added up below.
         partial_sums = a.new_empty(num_column_tiles, users, n, experts * rank, dtype=torch.float32)
         tensors = _leading_arguments(bases, biases, z, gates, b, a)
         constants = _compile_time_arguments(act, biases, a)

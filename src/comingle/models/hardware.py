@@ -65,7 +65,7 @@ def torch_defaults() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for device_type in _AUTOCAST:
+        for device_type in _AUTOCAST_DEVICE_TYPES:
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         if torch.get_default_device().type != "cpu":  # only then, as the context slows down every call
@@ -76,7 +76,7 @@ def torch_defaults() -> Iterator[None]:
         yield
 
 
-_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+_AUTOCAST_DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 """Device types whose autocast is switched off."""
 
 

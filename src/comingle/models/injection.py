@@ -852,7 +852,7 @@ def inject(
             attention[f"layers.{i}.{name}"] = lora
         mlp = _create_routed_mlp(layer, targets, act, scale, settings, counts)
         mlp.router.gating = gating
-        is_first_layer = i == 0  # the others are like it
+        is_first_layer = i == 0  # all layers are alike, so check one
         has_mlp_module = bool(targets.mlp)
         has_values = not next(layer.parameters()).is_meta
         if is_first_layer and has_mlp_module and has_values:

@@ -172,7 +172,10 @@ ALIASES = {
 
 
 def is_public(name: str) -> bool:
-    """Return whether a name is an alias, a random base, or has the form of a hub name, such as "owner/model"."""
+    """Return whether a base's name means the same on every machine, other than a local path.
+
+    Such a name is an alias, a random base, or has the form of a hub name, such as "owner/model".
+    """
     if name in ALIASES or name.startswith(RANDOM_BASE_PREFIX):
         return True
     is_file = name.lower().endswith(".gguf")

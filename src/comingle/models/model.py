@@ -262,6 +262,8 @@ class Model(TokenRouting, ClientMixing, ABC):
     ) -> Float[Tensor, "users batch ..."]:
         """Return the training losses, each bitwise independent of which other tokens have targets.
 
+        By default the result of :meth:`losses`, for models that compute the loss of every sample in any case.
+
         Args:
             tensors: Tensors of ``users``.
             users: Indices of the users, in the order of the rows of ``tensors``.

@@ -29,10 +29,10 @@ Bits = Literal["8bit", "4bit"]
 
 
 def _dynamic_values() -> list[float]:
-    """Return the 256 values of the dynamic 8-bit type, ascending: 0, 1, and values of 7 decades with both signs.
+    """Return the 256 values of the dynamic 8-bit type (Dettmers et al. 2022), ascending.
 
-    Decade e, from 0 to 6, has the centres of ``2^e`` equal parts of the interval from ``0.1 * 10^(e - 6)`` to
-    ``10^(e - 6)``.
+    They are 0, 1, and values of 7 decades with both signs. Decade e, from 0 to 6, has the centres of ``2^e`` equal
+    parts of the interval from ``0.1 * 10^(e - 6)`` to ``10^(e - 6)``.
     """
     values = [0.0, 1.0]
     for e in range(7):

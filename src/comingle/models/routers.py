@@ -233,7 +233,7 @@ class ClientMixture:
         """Return the mixture weights pi, without noise.
 
         Args:
-            theta: The router's parameters: ``clusters`` logits; if ``tempered``, then logarithms of exponents.
+            theta: The router's parameters: ``clusters`` logits, and if ``tempered`` as many logarithms of exponents.
         """
         logits = theta[..., : self.clusters]
         return softmax_mixture(logits, self.temperature)

@@ -35,7 +35,7 @@ def record_gates(adapters: Adapters) -> Iterator[None]:
 
 
 def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
-    """Return the gates of the last forward pass, first layer first; requires routers and :func:`record_gates`."""
+    """Return the gates of the latest forward pass, first layer first; requires routers and :func:`record_gates`."""
     recorded = []
     for mlp in adapters.experts.values():
         if mlp.router.gates is not None:
@@ -45,7 +45,7 @@ def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
 
 @contextmanager
 def record_router_inputs(adapters: Adapters) -> Iterator[Tree]:
-    """Yield a tree that holds each router's input of the last forward pass, by the name of the router's tensor."""
+    """Yield a tree that holds each router's input of the latest forward pass, by the name of the router's tensor."""
     inputs_by_name = Tree()
 
     def record_input_of(mlp_name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

@@ -219,7 +219,8 @@ def _module_parts(net: nn.Module) -> dict[str, str]:
 def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
     """Return the slots of a mixture of whole models; each tensor holds all components, ``(components, ...)``.
 
-    Parameters of the nets have the role "adaptor" instead of "base": servers weigh them by the users' mixtures.
+    Parameters of the nets have the role "adaptor" instead of "base", so that servers weigh each component by the users'
+    mixtures.
 
     Args:
         nets: One net per component, all of one architecture.
