@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,12 @@ Processes = Annotated[
 ]
 
 
+ContinueFrom = Annotated[
+    Path | None,
+    typer.Option("--continue-from", metavar="RUN", help="Start from the users' models at the end of another run."),
+]
+
+
 def run(
     recipe: RecipePath,
     sets: Sets = None,
@@ -39,11 +46,14 @@ def run(
     out: Out = None,
     resume: Resume = False,
     force: Force = False,
+    continue_from: ContinueFrom = None,
     processes: Processes = None,
     all_users: AllUsers = False,
     quiet: Quiet = False,
 ) -> None:
     """Train the users of a recipe together and write a run folder."""
+    if continue_from is not None:
+        sets = [*(sets or []), f"continue_from.run={json.dumps(str(continue_from.resolve()))}"]
     place = find_place()  # rank and number of processes; None if this is the only process
     if place is None and processes is not None and processes > 1:
         from comingle.cli.training import launch

@@ -169,8 +169,10 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
     Raises:
         RecipeError: ``against`` is given for a single run.
     """
+    from comingle.reports.runs import continuation_line
     from comingle.reports.tables import render_curve, render_run, render_with_verdicts
     from comingle.utils.records import read_events, read_metrics
+    from comingle.utils.terminal import words
 
     if _is_comparison(run):
         return list(render_with_verdicts(_read_comparison(run, against), all_users=all_users))
@@ -179,6 +181,9 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
     tables: list[RenderableType] = [render_run(metrics, all_users=all_users)]
     all_results_are_private = not metrics["users"] and "untold" in metrics  # untold: users that report no results
     events = list(read_events(run))
+    for event in events:
+        if event["event"] == "start" and "continues" in event:
+            tables.append(words(continuation_line(event["continues"]), "dim"))
     has_evaluations = any(event["event"] == "evaluation" for event in events)  # a federation's client has none
     if has_evaluations and not all_results_are_private:
         tables.append(render_curve(events))

@@ -249,6 +249,8 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
     content["data"].update(keys_with_paths)
     if os.path.exists(folder / recipe.base):
         content["base"] = make_absolute(recipe.base)
+    if recipe.continue_from is not None:
+        content["continue_from"]["run"] = make_absolute(recipe.continue_from.run)
     return Recipe.model_validate(content)
 
 

@@ -49,6 +49,19 @@ class MethodSection(Section):
         return {key: number_in(value) for key, value in settings.items()}
 
 
+class ContinuationSection(Section):
+    """The run that this one continues, with changed text or users; in YAML also a plain path.
+
+    Users of both runs keep their tensors, and the server its state; the rounds of this run are added. Round numbers and
+    learning-rate schedules start again: ``training.experts.schedule: constant`` keeps the rate.
+    """
+
+    run: str
+    """Folder of the earlier run, which is only read."""
+    moments: bool = False
+    """Also keep the optimisers' moments and step counts; needs constant learning rates."""
+
+
 class FloralSection(Section):
     """Adapters of a client-level mixture in a net whose weights are all trained."""
 
@@ -126,6 +139,8 @@ class Recipe(Section):
     """Robust aggregation."""
     checkpoints: CheckpointSection = CheckpointSection()
     """Frequency and number of checkpoints."""
+    continue_from: ContinuationSection | None = None
+    """An earlier run whose users' models this one starts from."""
     runtime: RuntimeSection = RuntimeSection()
     """Device, memory and speed."""
 
@@ -194,6 +209,12 @@ class Recipe(Section):
                 values_in_order(values, names, key)  # raises an error for a missing or unknown user
         return self
 
+    @field_validator("continue_from", mode="before")
+    @classmethod
+    def _normalise_continuation(cls, continuation: object) -> object:
+        """Convert ``continue_from``, if it is the plain path of a run, to ``{run: PATH}``."""
+        return expand_plain_name(continuation, key="run")
+
     @field_validator("aggregation", mode="before")
     @classmethod
     def _normalise_aggregation(cls, aggregation: object) -> object:
@@ -218,6 +239,8 @@ class Recipe(Section):
         excluded: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": keys_without_effect}
         if self.privacy is None:
             excluded["privacy"] = True
+        if self.continue_from is None:
+            excluded["continue_from"] = True
         if self.aggregation.is_mean:
             excluded["aggregation"] = True
         content = self.model_dump(mode="json", exclude=excluded)

@@ -168,6 +168,8 @@ def check_remote_clients(recipe: Recipe) -> None:
         RecipeError: The kind of data, the method or an option of the data needs all users' data in one place.
     """
     method = check_recipe(recipe)
+    if recipe.continue_from is not None:
+        raise RecipeError("continue_from: got a run; allowed in a federation over the network: null")
     kind, mixture = kind_of(recipe).name, method.placement.mixture
     if kind not in KINDS:
         raise RecipeError(f"data: got {kind}, which needs all users in one place; allowed: {', '.join(KINDS)}")

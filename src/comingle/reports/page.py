@@ -59,6 +59,7 @@ from comingle.reports.runs import (
     baselines,
     brief_list,
     common_measures,
+    continuation_line,
     cost,
     differing_settings,
     epsilon_text,
@@ -634,7 +635,8 @@ def render_page(
         curves=curves,
         gains=[section for section in gains if section is not None],
         costs=cost_rows([cost(entry) for entry in entries]),
-        specialists=[_specialists_of(entry) for entry in entries if entry.first.specialists],
+        specialists=[_specialists_of(entry) for entry in entries if entry.first.start.get("specialists")],
+        continuations=_continuations(entries),
         upload_weights=upload_weight_tables(entries),
         bytes_figure=converter.panels(bytes_panels(entries), bytes_label, "bytes"),
         mixtures=mixtures,
@@ -647,8 +649,17 @@ def render_page(
 
 def _specialists_of(entry: Entry) -> dict[str, str]:
     """Return the label of an entry, and the numbers of specialists of its users as text, such as "ada 3, ben 1"."""
-    numbers = list_names(f"{name} {number}" for name, number in entry.first.specialists.items())
+    numbers = list_names(f"{name} {number}" for name, number in entry.first.start["specialists"].items())
     return {"label": entry.label, "numbers": numbers}
+
+
+def _continuations(entries: Sequence[Entry]) -> list[str]:
+    """Return a line for each entry that continues another run, such as "fedavg continues runs/may after 20 rounds"."""
+    lines: list[str] = []
+    for entry in entries:
+        if "continues" in entry.first.start:
+            lines.append(f"{entry.label} {continuation_line(entry.first.start['continues'])}")
+    return lines
 
 
 def _css_channels(colour: str) -> str:

@@ -32,8 +32,16 @@ from comingle.reports.formatting import (
     is_worse,
     negligible_change,
 )
-from comingle.utils.errors import RunError
-from comingle.utils.records import MEASURES, JsonObject, geometric_mean, measure_of, read_events, read_metrics
+from comingle.utils.errors import RunError, list_names
+from comingle.utils.records import (
+    MEASURES,
+    JsonMapping,
+    JsonObject,
+    geometric_mean,
+    measure_of,
+    read_events,
+    read_metrics,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +108,9 @@ class RunRecord:
     """Unit of the users' data: "tokens" or "samples"."""
     amounts: dict[str, int] = field(default_factory=dict)
     """Each user's amount of training data in that unit; empty if the run does not record it."""
-    specialists: dict[str, int] = field(default_factory=dict)
-    """Number of specialists of each user, if they have different settings."""
+    start: JsonObject = field(default_factory=dict)
+    """The first event, with ``specialists`` if users have different numbers, and ``continues`` if it continues a run.
+    """
     spent: JsonObject = field(default_factory=dict)
     """Privacy budget spent so far: largest ``epsilon`` of all users, and ``delta``; empty without privacy."""
     aggregations: tuple[JsonObject, ...] = ()
@@ -293,7 +302,7 @@ def read_run(folder: Path) -> RunRecord:
         metrics=read_metrics(folder) if (folder / "metrics.json").exists() else None,
         unit=unit,
         amounts=_amounts(start["users"], f"train_{unit}"),
-        specialists=start.get("specialists", {}),
+        start=start,
         spent=privacy_events[-1] if privacy_events else {},
         aggregations=tuple(event for event in events if event["event"] == "aggregation"),
     )
@@ -356,6 +365,27 @@ def _without_prefix(results: dict[str, float | None]) -> dict[str, float | None]
 
 
 # -------------------------------------------------------------------- grouping
+
+
+def continuation_line(continues: JsonMapping) -> str:
+    """Return which run a run continues, and what has changed, in one line.
+
+    For example ``"continues runs/may after 20 rounds: 2 users go on (new data: ada), 1 new (cem), 1 dropped (ben)"``.
+
+    Args:
+        continues: The entry ``continues`` of a start event (:func:`comingle.runs.continuation.start_from_run`).
+    """
+    num_kept = len(continues["kept"])
+    line = f"continues {continues['run']} after {continues['rounds']} rounds: {num_kept} users go on"
+    if continues["changed"]:
+        line += f" (new data: {list_names(continues['changed'])})"
+    for key in ("new", "dropped"):
+        if continues[key]:
+            line += f", {len(continues[key])} {key} ({list_names(continues[key])})"
+    if continues["ancestors"]:
+        earlier_runs = ", ".join(f"{one['run']} ({one['rounds']} rounds)" for one in continues["ancestors"])
+        line += f"; before it {earlier_runs}"
+    return line
 
 
 def read_entries(paths: Sequence[Path]) -> list[Entry]:

@@ -68,6 +68,7 @@ def recipe_for_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
     changes = changes_for_users(recipe, select)
     changes["evaluation.select"] = "last"
     changes["aggregation"] = "mean"
+    changes["continue_from"] = None
     return without_upload_privacy(recipe).with_changes(changes)
 
 

@@ -111,6 +111,10 @@ def check_folder(
             name is not valid, or another process writes to it.
     """
     check_name(folder)
+    if recipe.continue_from is not None and not resume:
+        earlier, target = Path(recipe.continue_from.run).resolve(), folder.resolve()
+        if earlier.is_relative_to(target) or target.is_relative_to(earlier):
+            raise RunError(f"{folder}: overlaps the run in continue_from, which is only read; use another --out")
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out names a folder")
     if not is_locked_here:

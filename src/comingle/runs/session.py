@@ -31,6 +31,7 @@ from comingle.models.hardware import (
 )
 from comingle.models.loading import GIVEN
 from comingle.models.scoring import CROSS_ENTROPY
+from comingle.runs.continuation import start_from_run
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
@@ -604,13 +605,27 @@ def run_in(
         num_classes = None  # of nets trained with cross-entropy, for a warning if their results are at chance
         if settings.get("loss") == CROSS_ENTROPY.name:
             num_classes = settings["classes"]
+        has_checkpoint = folder is not None and resume and bool(list_checkpoints(folder))
+        continues: JsonObject | None = None
+        if recipe.continue_from is not None and not has_checkpoint:
+            continues = start_from_run(federation, recipe, _merged_inputs(federation, run_data, recipe))
         if folder is None:
-            finished = execute(federation, recipe, None, observers=run_observers, num_classes=num_classes)
+            finished = execute(
+                federation, recipe, None, observers=run_observers, num_classes=num_classes, continues=continues
+            )
             return replace(finished, settings=settings)
         inputs = _merged_inputs(federation, run_data, recipe)
         opened_folder = open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=method.placement.pooled)
         enter_folder(contexts, opened_folder)
-        finished = execute(federation, recipe, folder, resume=resume, observers=run_observers, num_classes=num_classes)
+        finished = execute(
+            federation,
+            recipe,
+            folder,
+            resume=resume,
+            observers=run_observers,
+            num_classes=num_classes,
+            continues=continues,
+        )
     return replace(finished, settings=settings)
 
 
@@ -759,6 +774,7 @@ def execute(
     resume: bool = False,
     observers: Sequence[Observer] = (),
     num_classes: int | None = None,
+    continues: JsonObject | None = None,
 ) -> Run:
     """Run the rounds of a federation and write its events, checkpoints and metrics.
 
@@ -772,6 +788,8 @@ def execute(
         resume: Whether to resume from the newest checkpoint in the folder.
         observers: Functions that are called with each event.
         num_classes: Number of classes of nets trained with cross-entropy; None for other models.
+        continues: Result of :func:`comingle.runs.continuation.start_from_run`, for the start event; None for a run that
+            continues no other.
 
     Returns:
         The run. Without a folder it also holds the events.
@@ -813,6 +831,8 @@ def execute(
     log_was_lost = log is not None and log.size_bytes == 0
     if log_was_lost or kept_bytes == 0:
         start = start_event(clients.plan, clients.model.name, amounts_of_all)
+        if continues is not None:
+            start["continues"] = continues
         observe({**start, **clients.left_out, **_specialists_entry(clients.method, clients.population_names)})
     try:
         write_checkpoint = checkpoint_writer(federation, recipe, folder, log)

@@ -12,6 +12,7 @@ processes; each process reads and verifies only the files with its users.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from comingle.protocol.messages import LOWEST
 from comingle.training.state import State
-from comingle.utils.errors import RunError
+from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import SUMS, advise, list_checkpoints, seal, verify
 from comingle.utils.records import resume_command, to_disk, write_json
 from comingle.utils.trees import Layout, Tree, flatten
@@ -371,10 +372,7 @@ def read_tensors(
         RunError: See :func:`load_checkpoint`.
     """
     folder = path.parent
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{path}: truncated or not safetensors ({error}); {advise(folder)}") from None
+    tensors = _read_file(path)
     if besides is not None:
         tensors = {name: t for name, t in tensors.items() if name in expected or not name.startswith(besides)}
     for name in sorted(expected.keys() | tensors.keys()):
@@ -515,6 +513,69 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
     expected = {OF_SERVER + name: (tuple(t.shape), t.dtype) for name, t in like.items()}
     tensors = read_tensors(folder / file, expected, device, besides=ignored_prefix)
     return {name.removeprefix(OF_SERVER): t for name, t in tensors.items()}
+
+
+def read_state(folder: Path, progress: Progress, layout: Layout) -> tuple[dict[str, Tensor], Tree]:
+    """Return the last state of all users and of the server at a checkpoint of any run with this layout.
+
+    Unlike :func:`load_checkpoint` it needs no federation with the same users. Tensors of the best round are ignored.
+
+    Args:
+        folder: Folder of the checkpoint.
+        progress: Its progress; its users are in files, not in a store on disk.
+        layout: Layout of the columns.
+
+    Returns:
+        Tensors of the users under the names of :meth:`State.tensors`, with rows in the order of ``progress.trainers``,
+        and the server's tensors by name.
+
+    Raises:
+        RunError: The files are damaged.
+        RecipeError: A parameter is missing or has another shape than in the layout.
+    """
+    verify(folder)
+    num_trainers = len(progress.trainers)
+    pieces: dict[str, list[Tensor]] = {}  # of each tensor, from the files of all processes
+    server_state: Tree = {}
+    for file, names_in_file in _trainers_by_file(progress):
+        for name, t in _read_file(folder / file).items():
+            if name.startswith(OF_SERVER):
+                server_state[name.removeprefix(OF_SERVER)] = t
+            elif not name.startswith(_BEST_PREFIX):
+                num_copies = len(t) // len(names_in_file)
+                pieces.setdefault(name, []).append(t.view(num_copies, len(names_in_file), *t.shape[1:]))
+    if progress.shards:  # the server has a file of its own
+        server_state = {name.removeprefix(OF_SERVER): t for name, t in _read_file(folder / SERVER).items()}
+    users_state: dict[str, Tensor] = {}
+    for name, parts in pieces.items():
+        joined = torch.cat(parts, dim=1)  # (copies, users, ...)
+        users_state[name] = joined.reshape(joined.shape[0] * num_trainers, *joined.shape[2:])
+    parameters: list[Tensor] = []
+    for slot in layout.slots:
+        stored = users_state.pop(_PARAMETER_PREFIX + slot.name, None)
+        if stored is None or stored.shape[1:] != slot.shape:
+            got = "nothing" if stored is None else f"shape {tuple(stored.shape[1:])}"
+            raise RecipeError(f"{folder}: parameter {slot.name!r}: got {got}; this recipe has {tuple(slot.shape)}")
+        parameters.append(stored)
+    users_state["rows"] = flatten(parameters)
+    return users_state, server_state
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a file of a checkpoint.
+
+    Raises:
+        RunError: The file is not safetensors.
+    """
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path}: truncated or not safetensors ({error}); {advise(path.parent)}") from None
+
+
+def digest_of_checkpoint(folder: Path) -> str:
+    """Return a short hash of the checksums of a checkpoint's files, equal for equal checkpoints."""
+    return hashlib.sha256((folder / SUMS).read_bytes()).hexdigest()[:16]
 
 
 def _trainers_by_file(progress: Progress) -> list[tuple[str, list[str]]]:

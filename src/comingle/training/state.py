@@ -23,6 +23,9 @@ GRADIENTS = "gradients"
 MOMENTS = frozenset({"first", "second"})
 """Names of the optimizer moments."""
 
+STEP_STATE = MOMENTS | {"iterations", "router_steps"}
+"""Names of the tensors that describe the progress of the optimizers: moments and step counts."""
+
 
 @dataclass(kw_only=True)
 class State:

@@ -1,0 +1,237 @@
+"""``continue_from``: a run that starts from the users' models at the end of another one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tests.commands import comingle as comingle
+
+from comingle.runs import api
+from comingle.runs.continuation import start_from_run
+from comingle.runs.given import given_of
+from comingle.runs.results import Run
+from comingle.runs.session import build, describe, prepare
+from comingle.training.backends.local import InProcess
+from comingle.training.kinds.base import RunData
+from comingle.utils.errors import ComingleError, RecipeError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_events, read_metrics
+from comingle.utils.trees import Tree
+
+USERS = ("ada", "ben", "cem")
+OPTIONS: dict[str, Any] = {
+    "base": "random:llama?layers=1&dim=32",
+    "method": "comigs-1g1s",
+    "training": {"rounds": 2, "local_steps": 2, "batch_size": 2, "context": 16},
+    "evaluation": {"every": 1},
+    "runtime": {"device": "cpu", "dtype": "float32", "threads": 1, "compile": False},
+}
+
+Train = Callable[..., Run]
+
+
+def texts(*names: str, word: str = "counts") -> dict[str, list[str]]:
+    return {name: [f"{name} {word} {number} of {number}." for number in range(60)] for name in names}
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Return a function that runs the recipe into a folder."""
+
+    def run(out: str, users: Mapping[str, Any], **changes: Any) -> Run:
+        return api.run(OPTIONS, users=users, out=tmp_path / out, **changes)
+
+    return run
+
+
+def prepared(earlier: Path, users: Mapping[str, Any], **changes: Any) -> tuple[InProcess, dict[str, Any]]:
+    """A federation that continues, before its first round, and what ``start_from_run`` returns."""
+    given = given_of(users, None, None, None)
+    recipe = api.recipe_with(OPTIONS, given, base=None, method=None, changes={"continue_from": str(earlier), **changes})
+    data: RunData = prepare(recipe, given=given)
+    federation = build(recipe, data)
+    return federation, start_from_run(federation, recipe, describe(data, recipe))
+
+
+def tensors_of(federation: InProcess, name: str) -> Tree:
+    clients = federation.clients
+    row = list(clients.names).index(name)
+    return clients.model.layout.views(clients.state.rows[row : row + 1])
+
+
+def test_users_keep_their_tensors_in_any_order(train: Train) -> None:
+    """One is dropped, one is new: its local tensors are initial, its shared ones are downloaded."""
+    earlier = train("earlier", texts(*USERS), **{"evaluation.model": "exchanged"})
+    federation, continues = prepared(earlier.folder, texts("dan", "cem", "ada"))
+    for name in ("ada", "cem"):
+        old = tensors_of(earlier.federation, name)
+        for key, t in tensors_of(federation, name).items():
+            assert torch.equal(t, old[key]), (name, key)
+    assert federation.clients.state.versions.tolist() == [-1, 0, 0]
+    initial = {key: t.clone() for key, t in tensors_of(federation, "dan").items()}
+    federation.download([0])
+    downloaded, of_ada = tensors_of(federation, "dan"), tensors_of(federation, "ada")
+    changed = {key for key, t in downloaded.items() if not torch.equal(t, initial[key])}
+    attention = [key for key in downloaded if "self_attn" in key]
+    assert attention
+    assert changed >= set(attention)
+    assert all(torch.equal(downloaded[key], of_ada[key]) for key in attention)
+    expert_keys = [key for key in downloaded if key.endswith("mlp.gate.a")]
+    for key in expert_keys:  # experts: the generalist is shared, the specialist is not
+        assert not torch.equal(downloaded[key], of_ada[key])
+    assert federation.server.version == 0
+    assert not federation.clients.state.first.any()
+    assert not federation.clients.state.iterations.any()
+    kept, new, dropped = (continues[key] for key in ("kept", "new", "dropped"))
+    assert (kept, new, dropped) == (["cem", "ada"], ["dan"], ["ben"])
+
+
+def test_a_run_is_that_of_a_federation_with_the_same_tensors(train: Train, tmp_path: Path) -> None:
+    """Against rows that are copied by hand. The first evaluation has the scores with which the earlier run ended."""
+    earlier, users = train("earlier", texts(*USERS)), texts(*USERS, word="reads")
+    users["ada"] = texts("ada")["ada"]
+    finished = train("later", users, continue_from=str(tmp_path / "earlier"), **{"training.rounds": 1})
+    given = given_of(users, None, None, None)
+    recipe = api.recipe_with(OPTIONS, given, base=None, method=None, changes={"training.rounds": 1})
+    by_hand = build(recipe, prepare(recipe, given=given))
+    by_hand.clients.state.rows.copy_(earlier.federation.clients.state.rows)
+    by_hand.server.kept = {key: t.clone() for key, t in earlier.federation.server.kept.items()}
+    api.run_in(
+        None, recipe, prepare(recipe, given=given), resume=False, force=False, build_federation=lambda *_, **__: by_hand
+    )
+    for name in USERS:
+        mine = tensors_of(finished.federation, name)
+        assert all(torch.equal(t, mine[key]) for key, t in tensors_of(by_hand, name).items()), name
+    events = list(read_events(tmp_path / "later"))
+    first = next(event for event in events if event["event"] == "evaluation")
+    assert first["users"]["ada"]["test_loss_nats"] == earlier.metrics["users"]["ada"]["test_loss_nats"]
+    continues = events[0]["continues"]
+    assert continues["rounds"] == 2
+    assert continues["kept"] == list(USERS)
+    assert continues["changed"] == ["ben", "cem"]
+    assert continues["run"] == str(tmp_path / "earlier")
+
+
+def test_moments_and_step_counts_go_on_with_a_constant_rate(train: Train) -> None:
+    constant = {"training.experts.schedule": "constant"}
+    earlier = train("earlier", texts(*USERS), **constant)
+    federation, _ = prepared(
+        earlier.folder, texts(*USERS), continue_from={"run": str(earlier.folder), "moments": True}, **constant
+    )
+    state, old = federation.clients.state, earlier.federation.clients.state
+    assert old.first.any()
+    for name in ("first", "second", "iterations", "router_steps"):
+        assert torch.equal(getattr(state, name), getattr(old, name)), name
+    with pytest.raises(RecipeError, match=r"training\.experts\.schedule: got 'cosine'"):
+        prepared(earlier.folder, texts(*USERS), continue_from={"run": str(earlier.folder), "moments": True})
+
+
+def test_users_without_the_newest_shared_tensors_download_them(train: Train) -> None:
+    members = {"training.participation": [["ada", "ben"], ["ada"]], "evaluation.every": 2, "evaluation.first": False}
+    earlier = train("earlier", texts(*USERS), **members, **{"evaluation.model": "local"})
+    stale = earlier.federation.clients.state.versions < earlier.federation.server.version
+    federation, _ = prepared(earlier.folder, texts(*USERS))
+    assert torch.equal(federation.clients.state.versions == -1, stale)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"method": "fedavg"}, "method: got 'fedavg'"),
+        ({"base": "random:llama?layers=1&dim=64"}, "base: got"),
+        ({"adapters": {"rank": 2}}, "parameter"),
+        ({"privacy": {"noise_multiplier": 1.0}}, "privacy.mechanism: got"),
+        ({"runtime": {**OPTIONS["runtime"], "store": "disk"}}, "runtime.store: disk"),
+    ],
+)
+def test_another_model_is_refused(train: Train, tmp_path: Path, changes: dict[str, Any], place: str) -> None:
+    train("earlier", texts(*USERS))
+    with pytest.raises(ComingleError) as refused:
+        train("later", texts(*USERS), continue_from=str(tmp_path / "earlier"), **changes)
+    assert place in str(refused.value)
+
+
+def test_folders_that_are_no_run_are_refused(train: Train, tmp_path: Path) -> None:
+    train("earlier", texts(*USERS))
+    with pytest.raises(ComingleError, match="no checkpoint"):
+        train("later", texts(*USERS), continue_from=str(tmp_path / "nothing"))
+    for out in ("earlier", "earlier/later"):
+        with pytest.raises(ComingleError, match="overlaps"):
+            train(out, texts(*USERS), continue_from=str(tmp_path / "earlier"), force=True)
+    assert list_checkpoints(tmp_path / "earlier")
+
+
+def test_an_interrupted_run_goes_on_without_the_earlier_one(train: Train, tmp_path: Path) -> None:
+    train("earlier", texts(*USERS))
+    options = {"continue_from": str(tmp_path / "earlier"), "checkpoints.every": 1}
+    whole = train("whole", texts(*USERS), **options)
+
+    def interrupt(event: Mapping[str, Any]) -> None:
+        if event["event"] == "round" and event["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train("halted", texts(*USERS), **options, observers=[interrupt])
+    shutil.rmtree(tmp_path / "earlier")
+    resumed = train("halted", texts(*USERS), **options, resume=True)
+    assert resumed.metrics["users"] == whole.metrics["users"]
+
+
+@pytest.mark.slow
+def test_several_processes_continue_what_others_have_left(comingle: Any, tmp_path: Path) -> None:
+    """Two processes from the run of one, and one from that of two: the same scores."""
+    for name, lines in texts(*USERS).items():
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    data = {"users": {name: {"path": f"{name}.txt"} for name in USERS}}
+    recipe = tmp_path / "recipe.yaml"
+    runtime = {**OPTIONS["runtime"], "users_per_step": 1, "shard_sums": "ordered"}
+    recipe.write_text(yaml.safe_dump({**OPTIONS, "data": data, "runtime": runtime}))
+
+    def scores(out: str, *options: Any) -> Any:
+        command = [sys.executable, "-m", "comingle", "run", recipe, "--out", tmp_path / out, *options]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return read_metrics(tmp_path / out)["users"]
+
+    two = ("--processes", "2")
+    assert scores("one") == scores("two", *two)
+    later = scores("one, one", "--continue-from", tmp_path / "one")
+    assert later == scores("one, two", "--continue-from", tmp_path / "one", *two)
+    assert later == scores("two, one", "--continue-from", tmp_path / "two")
+
+
+def test_commands_name_what_has_changed(comingle: Any, tmp_path: Path) -> None:
+    """Also from a recipe's key, whose path is relative to the recipe; the report has the same line."""
+    for name, lines in texts("ada", "ben").items():
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    data = {"users": {name: {"path": f"{name}.txt"} for name in ("ada", "ben")}}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**OPTIONS, "data": data}))
+    assert comingle("run", recipe, "--out", tmp_path / "may").code == 0
+    del data["users"]["ben"]
+    recipe.write_text(yaml.safe_dump({**OPTIONS, "data": data}))
+    answer = comingle("run", recipe, "--out", tmp_path / "june", "--continue-from", tmp_path / "may")
+    assert answer.code == 0, answer.err
+    recipe.write_text(yaml.safe_dump({**OPTIONS, "data": data, "continue_from": "may"}))
+    assert comingle("run", recipe, "--out", tmp_path / "by key").code == 0
+    third = comingle("run", recipe, "--out", tmp_path / "july", "--continue-from", tmp_path / "june")
+    assert third.code == 0, third.err
+    (start, *_) = read_events(tmp_path / "july")
+    assert [one["run"] for one in start["continues"]["ancestors"]] == [str(tmp_path / "may")]
+    assert "before it" in comingle("show", tmp_path / "july").out
+    for run in ("june", "by key"):
+        shown = " ".join(comingle("show", tmp_path / run).out.split())
+        assert "after 2 rounds: 1 users go on, 1 dropped (ben)" in shown
+        assert comingle("report", tmp_path / run, "--no-tokens").code == 0
+        assert "1 dropped (ben)" in (tmp_path / run / "report.html").read_text()
+    refused = comingle("federate", recipe, "--out", tmp_path / "network")
+    assert refused.code == 2
+    assert "continue_from" in refused.err
