@@ -29,7 +29,7 @@ class Keys:
     """The keys that give access to users' models.
 
     Args:
-        names: All users; may change later.
+        names: All users; a collection to which users may be added later.
         keys: Key by user; None to give everyone who reaches the server access to all models.
     """
 
@@ -207,13 +207,14 @@ class Rates:
         """
         now = self.clock()
         capacity = float(self.rate)
-        allowed, last_time = self._buckets.get(name, (capacity, now))  # requests that were allowed at the last time
-        allowed = min(capacity, allowed + (now - last_time) * self.rate / MINUTE)
-        if allowed >= 1:
-            self._buckets[name] = (allowed - 1, now)
+        requests_left, last_time = self._buckets.get(name, (capacity, now))
+        refill = (now - last_time) * self.rate / MINUTE
+        requests_left = min(capacity, requests_left + refill)
+        if requests_left >= 1:
+            self._buckets[name] = (requests_left - 1, now)
             return 0.0
-        self._buckets[name] = (allowed, now)
-        return (1 - allowed) * MINUTE / self.rate
+        self._buckets[name] = (requests_left, now)
+        return (1 - requests_left) * MINUTE / self.rate
 
 
 UVICORN_OPTIONS: dict[str, Any] = {

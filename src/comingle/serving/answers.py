@@ -172,8 +172,8 @@ class Answer:
         """Return one server-sent event of a stream.
 
         Args:
-            choices: From :meth:`first_choice` or :meth:`choice_chunk`.
-            usage: From :meth:`usage`, for the last event.
+            choices: Items from :meth:`first_choice` or :meth:`choice_chunk`; empty for an event with usage alone.
+            usage: Numbers of tokens from :meth:`usage`, for the final event; None to omit them.
         """
         body = self._common_fields("chat.completion.chunk" if self.chat else "text_completion")
         body["choices"] = choices
@@ -225,7 +225,7 @@ class Answer:
         return self._chat_logprobs(tokens) if self.chat else self._completion_logprobs(tokens)
 
     def _chat_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, object]:
-        """Return a list with an entry per token."""
+        """Return ``logprobs`` in the form for chats: a list with an entry per token."""
         entries = []
         for sampled in tokens:
             entry = self._token_entry(sampled.token, sampled.logprob)
@@ -234,7 +234,7 @@ class Answer:
         return {"content": entries, "refusal": None}
 
     def _completion_logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, object]:
-        """Return a list per field, each with a value per token."""
+        """Return ``logprobs`` in the form for completions: a list per field, each with a value per token."""
         top_logprobs = []
         for sampled in tokens:
             top_logprobs.append({self._text(token): logprob for token, logprob in sampled.top})
@@ -278,7 +278,7 @@ class Chat:
     seed: int | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     last: tuple[str, list[int], str] | None = None
-    """The last answer: its user, the prompt's tokens and the text."""
+    """The most recent answer: its user, the prompt's tokens and the text; None before the first answer."""
 
     def __post_init__(self) -> None:
         self.prompts = Prompts(self.engine.models[self.user].model.base)
@@ -340,7 +340,7 @@ class Chat:
         return answers
 
     def route(self) -> Routing:
-        """Return the expert that each token of the last answer was routed to.
+        """Return the expert that each token of the most recent answer was routed to.
 
         Raises:
             DataError: There is no answer yet, it is empty, or the model has no routers.

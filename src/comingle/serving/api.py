@@ -101,6 +101,7 @@ def make_app(
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
+    """Return the response to a request that no handler takes, such as 404, in the OpenAI API's form."""
     return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
 
 
@@ -230,8 +231,8 @@ class Service:
         parsed = await self._read_body(request, ChatRequest)
         self._admit(request, parsed.model)
         messages = [message.plain() for message in parsed.messages]
-        prompt = self._refuse_invalid(lambda: self.prompts.of_messages(messages), "messages")
-        ends = self._refuse_invalid(self.prompts.chat_ends, "messages")
+        prompt = self._call_or_refuse(lambda: self.prompts.of_messages(messages), "messages")
+        ends = self._call_or_refuse(self.prompts.chat_ends, "messages")
         return await self._respond(request, parsed, [prompt], ends=ends)
 
     async def complete(self, request: Request) -> Response:
@@ -240,7 +241,7 @@ class Service:
         parsed = await self._read_body(request, CompletionRequest)
         self._admit(request, parsed.model)
         prompt = "" if parsed.prompt is None else parsed.prompt  # null begins a new document
-        prompts = self._refuse_invalid(lambda: self.prompts.of_texts(prompt))
+        prompts = self._call_or_refuse(lambda: self.prompts.of_texts(prompt))
         return await self._respond(request, parsed, prompts, ends=None)  # None: the base's own end tokens
 
     async def route(self, request: Request) -> Response:
@@ -259,7 +260,7 @@ class Service:
             (tokens,) = self.prompts.of_texts(parsed.prompt or "")
             return tokens
 
-        prompt = self._refuse_invalid(encode_prompt)
+        prompt = self._call_or_refuse(encode_prompt)
         # `split_special_tokens`: "<|im_end|>" in the text is read as characters, not as the special token.
         text: Any = self.engine.tokenizer(parsed.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
@@ -267,7 +268,7 @@ class Service:
             """Raise an error if the base's embedding has no row for a token of the text."""
             self.prompts.base.require_rows(text, "the text")
 
-        self._refuse_invalid(check_tokens, "text")
+        self._call_or_refuse(check_tokens, "text")
         self._refuse_too_long(len(prompt) + len(text), num_new_tokens=0, param="text")
         try:
             routing_future = self.worker.call(lambda: self.engine.route(parsed.model, prompt, list(text)))
@@ -278,7 +279,7 @@ class Service:
             raise ApiError(400, str(error), code="no_routers") from None
         return JSONResponse({"experts": routing.experts, "tokens": routing.tokens, "gates": routing.gates.tolist()})
 
-    def _refuse_invalid(self, compute: Callable[[], T], param: str = "prompt") -> T:
+    def _call_or_refuse(self, compute: Callable[[], T], param: str = "prompt") -> T:
         """Call a function and return its result; raise its :class:`ComingleError` as an :class:`ApiError`.
 
         Args:

@@ -322,7 +322,7 @@ class Engine:
         self.row_adapters.replace(personal)
 
     def ends(self, request: Request) -> tuple[int, ...]:
-        """Return the tokens that end an answer."""
+        """Return the tokens that end the answer to a request."""
         return stop_tokens(self.network, self.tokenizer, request.sampling)
 
     def route(self, name: str, prompt: list[int], text: list[int]) -> Routing:
@@ -446,7 +446,7 @@ class Engine:
             self.row_adapters.bind(slice(0, len(self.active)))
             self._all_rows_bound = True
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
-        position_ids = self.cache.lengths().unsqueeze(1)
+        position_ids = self.cache.lengths().unsqueeze(1)  # (rows, 1): one new token per row
         logits = self._forward(ids, self.cache.mask(), position_ids, self.cache)
         self.cache.advance()
         self._sample_tokens(0, logits)

@@ -88,8 +88,8 @@ def _single_run(folder: Path, method: str | None, seed: int | None) -> Path:
     return folder
 
 
-TURN_KINDS = ("conversations", "questions")
-"""Kinds of data that consist of turns."""
+DIALOGUE_KINDS = ("conversations", "questions")
+"""Kinds of data in which messages are answered."""
 MIN_COMPILED_PARAMETERS = 10_000_000
 """Number of parameters from which a base is worth compiled code, which takes seconds once per machine."""
 
@@ -140,7 +140,7 @@ def answers_messages(recipe: Recipe, base: Base) -> bool:
 
     They do if they were trained on conversations, or if their base has a chat template.
     """
-    return kind_of(recipe).name in TURN_KINDS or bool(getattr(base.tokenizer, "chat_template", None))
+    return kind_of(recipe).name in DIALOGUE_KINDS or bool(getattr(base.tokenizer, "chat_template", None))
 
 
 def users_in(run: Path) -> list[str]:

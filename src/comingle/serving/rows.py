@@ -36,9 +36,12 @@ from comingle.utils.trees import CLIENT_ROUTER, Tree, lora_pairs
 CAPACITY_STEP = 256
 """The cache grows by multiples of this many positions."""
 
-States = Float[Tensor, "rows heads places width"]
+States = Float[Tensor, "rows heads positions width"]
+"""Keys or values of one layer."""
 Stores = Float[Tensor, "max_rows heads capacity width"]
+"""Memory for the keys or the values of one layer, with more rows and positions than are in use."""
 Window = Float[Tensor, "rows heads window width"]
+"""View of the rows and positions in use."""
 
 
 class _Layer(DynamicLayer):
@@ -91,7 +94,7 @@ class RowCache(Cache):
         """Return the number of cached tokens of each row."""
         return self.stop - torch.tensor(self.starts)
 
-    def mask(self) -> Bool[Tensor, "rows places"]:
+    def mask(self) -> Bool[Tensor, "rows positions"]:
         """Return for each row which positions have a token of the row, from ``start`` up to that of the next token."""
         return torch.arange(self.start, self.stop + 1) >= torch.tensor(self.starts).unsqueeze(1)
 
@@ -190,7 +193,7 @@ class Rows(ABC):
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
         self.user_tensors = {name: self._adapters_of(personal) for name, personal in models.items()}
-        self.numbers = {name: personal.row for name, personal in models.items()}
+        self.user_indices = {name: personal.row for name, personal in models.items()}
         """Index of each user among all users of the run."""
         any_tensors = next(iter(self.user_tensors.values()))
         self.stacked: Tree = {key: t.new_zeros(max_rows, *t.shape[1:]) for key, t in any_tensors.items()}
@@ -206,7 +209,7 @@ class Rows(ABC):
         if self.names[row] == name and self.copied[row] is tensors:
             return
         for key, tensor in tensors.items():
-            self.stacked[key][row] = tensor.squeeze(0)
+            self.stacked[key][row] = tensor.squeeze(0)  # without the axis of users
         self.names[row], self.copied[row] = name, tensors
 
     def move(self, source: int, target: int) -> None:
@@ -220,7 +223,7 @@ class Rows(ABC):
     def replace(self, personal: PersonalModel) -> None:
         """Replace or add a user's model. Rows that have the user's old adapters keep them."""
         self.user_tensors[personal.name] = self._adapters_of(personal)
-        self.numbers[personal.name] = personal.row
+        self.user_indices[personal.name] = personal.row
 
     def bind(self, rows: slice) -> None:
         """Make the network use the adapters of these rows in each forward pass, one row per text of the batch."""
@@ -248,7 +251,7 @@ class AdaptedRows(Rows):
         return personal.tensors
 
     def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
-        self.model.adapters.bind(tensors, [self.numbers[name] for name in names])
+        self.model.adapters.bind(tensors, [self.user_indices[name] for name in names])
 
 
 class MixedRows(Rows):
@@ -319,7 +322,7 @@ class EnsembleRows(Rows):
         return personal.tensors
 
     def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
-        self.model.bind(tensors, [self.numbers[name] for name in names])
+        self.model.bind(tensors, [self.user_indices[name] for name in names])
         self.mixing = self.model.mixing(tensors)
 
 
@@ -363,8 +366,9 @@ def reorder_weights(network: PreTrainedModel) -> None:
 def without_adapters(personal: PersonalModel) -> PersonalModel:
     """Return a copy of a user's model that computes the same as the base, with the name "pretrained".
 
-    The factors B of all LoRAs and all residuals are set to zero, so that adapters add nothing. In an ensemble, router
-    entries are logarithms of the exponents of the models' probabilities; zeros make all exponents 1.
+    The factors B of all LoRAs and all residuals are set to zero, so that adapters add nothing. An ensemble's router
+    holds logarithms of the mixture weights, and perhaps of exponents of the models' probabilities. With zeros all
+    weights are equal and all exponents 1, so the mixture predicts as the base does.
     """
     suffixes_to_zero = (".b", f".{OUT}", CLIENT_ROUTER)  # factors B, residuals, routers of ensembles
     tensors: dict[str, Tensor] = {}

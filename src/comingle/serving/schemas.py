@@ -59,6 +59,7 @@ NullOrEmpty = Annotated[None, _accept_only(*_NULL_OR_EMPTY)]
 
 
 def _as_list(value: object) -> object:
+    """Return the stop strings of a request as a list, given null, a single string or a list."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else value
@@ -179,7 +180,7 @@ class ChatMessage(_Strict):
     tool_call_id: NullOrEmpty = None
 
     def plain(self) -> dict[str, str]:
-        """Return the message with the keys that chat templates know. They have no role "developer"."""
+        """Return role and content for a chat template; "developer" becomes "system", as templates do not know it."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": self.content}
 
@@ -232,7 +233,7 @@ class ChatRequest(_TextAlone):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Limit on new tokens."""
+        """Largest number of new tokens; None if the request has no limit."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -255,7 +256,7 @@ class CompletionRequest(_Request):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Limit on new tokens; the API's default is 16."""
+        """Largest number of new tokens; the API's default is 16."""
         return self.max_tokens or 16
 
     @property

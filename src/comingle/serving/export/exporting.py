@@ -98,17 +98,17 @@ class UsageExample:
         return lines
 
 
-_MESSAGES = """messages = [{"role": "user", "content": "Hello!"}]"""
+_EXAMPLE_MESSAGES = """messages = [{"role": "user", "content": "Hello!"}]"""
 _EXAMPLE_TEXT = "Once upon a time"
 _GENERATE = """answer = model.generate(**prompt, max_new_tokens=100)
 print(tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))"""
-_CODE = {
-    ("transformers", True): f"""{_MESSAGES}
+_EXAMPLE_CODE = {  # by the library that opens the export, and whether the model answers messages
+    ("transformers", True): f"""{_EXAMPLE_MESSAGES}
 prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 {_GENERATE}""",
     ("transformers", False): f"""prompt = tokenizer("{_EXAMPLE_TEXT}", return_tensors="pt")
 {_GENERATE}""",
-    ("gguf", True): f"""{_MESSAGES}
+    ("gguf", True): f"""{_EXAMPLE_MESSAGES}
 answer = model.create_chat_completion(messages, max_tokens=100)
 print(answer["choices"][0]["message"]["content"])""",
     ("gguf", False): f"""answer = model("{_EXAMPLE_TEXT}", max_tokens=100)
@@ -137,7 +137,7 @@ def usage_example(base: Base, model_info: ModelInfo | None, format: str) -> Usag
     end_ids = () if end_tokens is None else as_tuple(end_tokens)
     library = "gguf" if format == "gguf" else "transformers"
     return UsageExample(
-        code=_CODE[library, is_chat],
+        code=_EXAMPLE_CODE[library, is_chat],
         prompt=prompt,
         ends=[str(tokenizer.decode([token_id])) for token_id in end_ids],
         is_chat=is_chat,
@@ -168,7 +168,7 @@ class Card:
         usage: Code that opens the model.
         model_info: What the run knows about the user's data and scores; None without a run.
         example: Example that generates a text; None without a tokenizer.
-        lost: Scores before and after an approximation.
+        lost: Scores of the model before and after an approximation, by name; empty for an exact export.
     """
 
     name: str
@@ -270,11 +270,11 @@ def licence_of(base: Base) -> str:
 
 
 CARD = "README.md"
-LIST = "comingle_export.json"
+FILE_LIST = "comingle_export.json"
 """File that lists what an export has written, so that the next export replaces these files only."""
 
-_KNOWN = {
-    *(CARD, LIST, "config.json", "generation_config.json", "adapter_config.json"),
+_KNOWN_FILES = {
+    *(CARD, FILE_LIST, "config.json", "generation_config.json", "adapter_config.json"),
     *("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "model.gguf"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
@@ -334,7 +334,7 @@ def replace_folder(folder: Path, *, force: bool) -> Iterator[Path]:
             folder.parent.mkdir(parents=True, exist_ok=True)
             draft.mkdir(mode=0o700)
             yield draft
-            write_json(draft / LIST, {"written": sorted(_relative_paths(draft))})
+            write_json(draft / FILE_LIST, {"written": sorted(_relative_paths(draft))})
             check_target(folder, force=force)  # the folder may have changed since the first check
             if folder.exists():
                 shutil.rmtree(folder)
@@ -360,12 +360,12 @@ def _relative_paths(folder: Path) -> set[str]:
 
 
 def _file_not_exported(folder: Path) -> str | None:
-    """Return the first file by name in an export's folder that no export has written; None if there is none."""
+    """Return a file in an export's folder that no export has written, the first by name; None if there is none."""
     try:
-        file_list = json.loads((folder / LIST).read_text(encoding="utf-8"))
-        exported = {LIST, *file_list["written"]}
+        file_list = json.loads((folder / FILE_LIST).read_text(encoding="utf-8"))
+        exported = {FILE_LIST, *file_list["written"]}
     except (OSError, ValueError, KeyError, TypeError):  # the list is damaged, or an older version wrote none
-        exported = {path.name for path in folder.iterdir() if path.name in _KNOWN or _SHARD.fullmatch(path.name)}
+        exported = {path.name for path in folder.iterdir() if path.name in _KNOWN_FILES or _SHARD.fullmatch(path.name)}
     return min(_relative_paths(folder) - exported, default=None)
 
 
@@ -568,7 +568,7 @@ def _number_format(source: Source, format: str, dtype: str | None) -> str:
 _Written = tuple[Exported, str, str]
 """The written export, the library that opens it, and code that opens it with placeholders for folder and base."""
 
-_OPEN = """from transformers import AutoModelForCausalLM, AutoTokenizer
+_OPEN_TRANSFORMERS = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{folder}")
 tokenizer = AutoTokenizer.from_pretrained("{folder}")"""
@@ -599,7 +599,7 @@ def _write_transformers(source: Source, draft: Path, number_format: str) -> _Wri
     """
     network, description = _exact_network(source)
     _save(source, cast_parameters(network, DTYPES[number_format]), draft)
-    return _exported(draft, f"{description} Weights: {number_format}."), "transformers", _OPEN
+    return _exported(draft, f"{description} Weights: {number_format}."), "transformers", _OPEN_TRANSFORMERS
 
 
 def _write_gguf_folder(source: Source, draft: Path, number_format: str) -> _Written:
@@ -698,7 +698,8 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
         relation = "that replaces a mixture of experts, with gates fixed at their mean"
     else:
         relation = "equal to the trained one, which has no mixture"
-    return _exported(draft, f"A plain model {relation}. Weights: {number_format}.", perplexities), "transformers", _OPEN
+    exported = _exported(draft, f"A plain model {relation}. Weights: {number_format}.", perplexities)
+    return exported, "transformers", _OPEN_TRANSFORMERS
 
 
 def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
@@ -740,6 +741,7 @@ def _tokenizer_with_template(base: Base, model_info: ModelInfo | None) -> PreTra
 
 
 def _exported(draft: Path, form: str, lost: Mapping[str, float] | None = None) -> Exported:
+    """Return a description of the written files; :func:`export` then sets the format and the final folder."""
     return Exported(folder=draft, format="", form=form, lost=lost or {})
 
 

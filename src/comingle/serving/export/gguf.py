@@ -24,7 +24,7 @@ _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = {_LLAMA3_PATTERN: "llama-bpe", _LLAMA3_PATTERN.replace("{1,3}", ""): "qwen2"}
+_PRE_TOKENIZERS = {_LLAMA3_PATTERN: "llama-bpe", _LLAMA3_PATTERN.replace("{1,3}", ""): "qwen2"}
 """llama.cpp's names of pre-tokenizers by their regular expressions."""
 _SPACE = "▁"
 """SentencePiece's character for a space."""
@@ -41,8 +41,11 @@ class Vocabulary:
     """The vocabulary and tokenizer settings of a GGUF file."""
 
     model: str
+    """Kind of tokenizer: "llama" (SentencePiece) or "gpt2" (byte-level BPE)."""
     pre: str
+    """llama.cpp's name of the pre-tokenizer, such as "smollm"."""
     tokens: tuple[str, ...]
+    """Text of each token, by ID."""
     token_types: tuple[int, ...]
     scores: tuple[float, ...]
     merges: tuple[str, ...]
@@ -171,8 +174,8 @@ def _pre_tokenizer(name: str, settings: Mapping[str, Any]) -> str:
     if kinds == ["Digits", "ByteLevel"] and first_part["individual_digits"] and byte_level["use_regex"]:
         return "smollm"
     pattern = first_part.get("pattern", {}).get("Regex")
-    if kinds == ["Split", "ByteLevel"] and pattern in _SPLITS and not byte_level["use_regex"]:
-        known_name = _SPLITS[pattern]
+    if kinds == ["Split", "ByteLevel"] and pattern in _PRE_TOKENIZERS and not byte_level["use_regex"]:
+        known_name = _PRE_TOKENIZERS[pattern]
         # With `ignore_merges`, a word that is in the vocabulary becomes one token. llama.cpp does so for "llama-bpe".
         ignores_merges = bool(settings["model"].get("ignore_merges"))
         llama_cpp_ignores_merges = known_name == "llama-bpe"
@@ -253,8 +256,10 @@ GGUF_WEIGHT_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 """GGUF's weight types by ``--dtype``."""
 
 _ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "qwen3moe": "silu", "gpt2": "gelu_new"}
-_BLOCK = 32
-_MIXTURE = re.compile(r"model\.layers\.(\d+)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)")
+_Q8_0_BLOCK = 32
+"""Numbers in a block of the number format Q8_0, whose rows are whole blocks."""
+_EXPERT_OR_ROUTER = re.compile(r"model\.layers\.(\d+)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)")
+"""transformers' names of the tensors of a sparse mixture's experts and routers."""
 _FLOAT32_NAMES = ("ffn_gate_inp", "position_embd", "rope_freqs")
 """Parts of the GGUF names of small tensors that llama.cpp keeps in float32."""
 
@@ -376,7 +381,7 @@ def _tensor_type(tensor_name: str, array: np.ndarray, weight_type: str) -> str:
     if array.ndim == 1 or is_kept_in_float32:
         return "F32"
     row_length = array.shape[-1]
-    if weight_type == "Q8_0" and row_length % _BLOCK != 0:  # Q8_0 stores rows in blocks of 32 numbers
+    if weight_type == "Q8_0" and row_length % _Q8_0_BLOCK != 0:
         return "BF16"
     return weight_type
 
@@ -467,7 +472,7 @@ def _tensors(architecture: str, name: str, network: PreTrainedModel) -> Iterator
     for key, tensor in network.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:  # the same tensor as the embedding
             continue
-        match = _MIXTURE.fullmatch(key)
+        match = _EXPERT_OR_ROUTER.fullmatch(key)
         if match:
             layer, name_in_mlp = int(match[1]), match[2]
             yield from _expert_tensors(layer, name_in_mlp, tensor)
@@ -520,7 +525,10 @@ def _reordered(architecture: str, config: PreTrainedConfig, key: str, tensor: Te
 
 
 def _rope_factors(network: PreTrainedModel) -> Tensor:
-    """Return the divisors by which a network's rotary frequencies differ from the default ``theta^(-2i/d)``."""
+    """Return ``theta^(-2i/d) / f_i`` for each rotary frequency f_i of a network.
+
+    llama.cpp divides its default frequencies ``theta^(-2i/d)`` by these factors. d is the width of a head.
+    """
     frequencies = network.get_buffer(f"{network.base_model_prefix}.rotary_emb.inv_freq").double()
     half_d = len(frequencies)
     exponents = torch.arange(half_d, dtype=torch.float64) / half_d  # 2i/d
@@ -547,6 +555,6 @@ def _verify(path: Path, written: dict[str, np.ndarray]) -> None:
     read = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
     is_same = read.keys() == written.keys()
     for name in written:
-        is_same = is_same and np.array_equal(as_bytes(read[name]), as_bytes(written[name]))
+        is_same = is_same and np.array_equal(as_bytes(read[name]), as_bytes(written[name]))  # bit for bit
     if not is_same:
         raise RunError(f"{path}: content read back differs from what was written; check the disk")

@@ -38,7 +38,8 @@ from comingle.utils.errors import BaseModelError, DataError
 from comingle.utils.records import write_json
 from comingle.utils.trees import Tree
 
-_KEYS_OF_THE_BASE = ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "layer_types")
+_KEYS_NOT_COPIED = ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "layer_types")
+"""Keys of the base's configuration that that of a sparse mixture does not take over."""
 _EXPERTS, _GATE = "mlp.experts", "mlp.gate.weight"
 
 
@@ -253,7 +254,7 @@ def _sparse_config(base: PreTrainedModel, *, num_experts: int, top_k: int) -> ob
     from transformers import AutoConfig
 
     architecture, base_values = SPARSE[base.config.model_type], base.config.to_dict()
-    values = {key: value for key, value in base_values.items() if key not in _KEYS_OF_THE_BASE}
+    values = {key: value for key, value in base_values.items() if key not in _KEYS_NOT_COPIED}
     values.update(architecture.fixed)
     if architecture is _QWEN3:
         has_sliding_layers = "sliding_attention" in (getattr(base.config, "layer_types", None) or ())
@@ -300,7 +301,7 @@ def is_mixture(source: Source) -> bool:
 
 
 def format_hint(source: Source) -> str:
-    """Return which ``--format`` can export a model that mixes experts, as the end of an error message."""
+    """Return advice on the ``--format`` that can export a model that mixes experts, to end an error message with."""
     has_exact_format = not why_not_sparse(source.model.base.model.config) and not unsupported_mixing(source)
     if has_exact_format:
         return "--format transformers is exact"
@@ -325,14 +326,14 @@ def unsupported_mixing(source: Source) -> str:
 
 
 def changes_of(source: Source) -> list[Change]:
-    """Return one change per adapted linear, with every expert at full weight."""
+    """Return one change per adapted linear layer: the LoRAs of all the user's experts, each with a weight of 1."""
     if isinstance(source.model, AdaptedModel):
         return changes_of_adapted(source.model, source.tensors, source.row)
     return changes_of_mixed(source.model, source.tensors)
 
 
 def plain_changes(source: Source) -> list[Change]:
-    """Return one change per adapted linear, with the average of the experts' changes."""
+    """Return one change per adapted linear layer: the average of the experts' changes."""
     return average_experts(changes_of(source))
 
 
@@ -371,7 +372,7 @@ def write_peft(
         folder: Where to write.
         base: The base model.
         base_name: Its name in the adapter's configuration.
-        changes: One LoRA per adapted linear.
+        changes: One change per adapted linear layer; its experts' LoRAs are written as one LoRA.
         dtype: Dtype of the written factors.
 
     Returns:
