@@ -17,7 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from comingle.models.loading import load_base
 from comingle.models.random_bases import byte_tokenizer
-from comingle.serving.export.gguf import _SPLITS, TokenType, vocabulary
+from comingle.serving.export.gguf import _PRE_TOKENIZERS, TokenType, vocabulary
 from comingle.utils.errors import DataError
 from exporting import IDS, check_same, greedy, own_logits, trained
 
@@ -197,7 +197,7 @@ def learned(split: str) -> PreTrainedTokenizerFast:
     if split == "smollm":
         before = [pre_tokenizers.Digits(individual_digits=True)]
     elif split != "gpt-2":
-        pattern = next(pattern for pattern, name in _SPLITS.items() if name == split)
+        pattern = next(pattern for pattern, name in _PRE_TOKENIZERS.items() if name == split)
         before = [pre_tokenizers.Split(Regex(pattern), "isolated")]
     tokenizer = Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, level]) if before else level
