@@ -323,7 +323,7 @@ class ClientHook:
         return 0.0
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Change gradients in place, after the backward pass."""
+        """Change the gradients ``(users, *shape)`` in the tree, by tensor; runs after each backward pass."""
 
     def stepped(self, cohort: Cohort, trained: Tree, rate: float) -> None:
         """Run after an optimiser step.
@@ -338,7 +338,7 @@ class ClientHook:
         """Run after the local steps of a round."""
 
     def report(self, cohort: Cohort) -> Tree:
-        """Return numbers ``(users, ...)`` to send with each upload."""
+        """Return numbers ``(users, ...)``, by name, to send with each upload."""
         return {}
 
     @property
@@ -354,7 +354,7 @@ class ClientHook:
         """Compute tensors that follow from the trained ones; runs before models are scored and before a run ends."""
 
     def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
-        """Return the users' final tensors; runs once, after the last exchange."""
+        """Return the users' final tensors, flattened; runs once, after the run's last exchange."""
         raise NotImplementedError
 
 

@@ -40,6 +40,30 @@ def expert_keys(tensors: Tree, router: str) -> Float[Tensor, "users most rank wi
     return factors[:, 1:]  # the first expert is the generalist
 
 
+def _initial_tensors(setup: ServerSetup, num_experts: int) -> Tree:
+    """Return the server's initial shared tensors, generalists among them, and its pool of domain experts.
+
+    In an expert the LoRA factor A is random and the factor B zero.
+
+    Args:
+        setup: Data that the server has before the first round.
+        num_experts: Domain experts in the pool.
+    """
+    tensors: Tree = {}
+    for name, t in setup.models.items():
+        initial = t[0]  # all models have the same initial values
+        is_lora_of_mlp = t.dim() == 4  # (models, experts, rank, width)
+        if not is_lora_of_mlp:
+            tensors[MODEL_PREFIX + name] = initial.clone()
+            continue
+        generalist = initial[:1]
+        tensors[MODEL_PREFIX + name] = generalist.clone()
+        random_a = init_a((num_experts, *t.shape[2:]), generator(setup.seed, name, "experts"))
+        is_a = name.endswith(".a")
+        tensors[EXPERTS + name] = random_a.to(t) if is_a else torch.zeros_like(random_a).to(t)
+    return tensors
+
+
 @dataclass(frozen=True, kw_only=True)
 class AssignmentServer(Server):
     """Server of FedAMoLE: keeps a pool of domain experts, and after each round assigns up to ``most`` to each user.
@@ -72,18 +96,7 @@ class AssignmentServer(Server):
         num_users, num_mlps = len(setup.users), len(mlps_of(setup.models))
         num_experts = self.experts or EXPERTS_PER_USER * num_users
         self._check_number_of_choices(num_experts, num_users)
-        kept: Tree = {}
-        for name, t in setup.models.items():
-            initial = t[0]  # all models have the same initial values
-            is_lora_of_mlp = t.dim() == 4  # (models, experts, rank, width)
-            if not is_lora_of_mlp:
-                kept[MODEL_PREFIX + name] = initial.clone()
-                continue
-            generalist = initial[:1]
-            kept[MODEL_PREFIX + name] = generalist.clone()
-            random_a = init_a((num_experts, *t.shape[2:]), generator(setup.seed, name, "experts"))
-            is_a = name.endswith(".a")
-            kept[EXPERTS + name] = random_a.to(t) if is_a else torch.zeros_like(random_a).to(t)
+        kept = _initial_tensors(setup, num_experts)
         factor = next(t for name, t in kept.items() if name.startswith(EXPERTS))
         rank = factor.shape[-2]
         tokens_by_user = [

@@ -63,23 +63,14 @@ def floral(
     Raises:
         RecipeError: The settings exclude each other.
     """
-    rates = (base_server_rate, adaptor_server_rate)
-    has_other_rates = rates != (1.0, 1.0)
-    if centre and per_layer:
-        raise RecipeError("method floral: centre: got true with per_layer; allowed: per_layer false")
-    if centre and has_other_rates:
-        raise RecipeError(f"method floral: centre: got true with server rates {rates}; allowed: rates of 1")
-    if server_adam_rate and (centre or has_other_rates):
-        raise RecipeError(
-            f"method floral: server_adam_rate: got {server_adam_rate} with centre {str(centre).lower()} and server "
-            f"rates {rates}; allowed: centre false and server rates of 1, as Adam has one rate and its step is not "
-            "linear in the mean"
-        )
-    if not report_mixture and (centre or has_other_rates):
-        raise RecipeError(
-            f"method floral: report_mixture: got false with centre {str(centre).lower()} and server rates {rates}; "
-            "allowed: centre false and server rates of 1, as the server takes a plain mean"
-        )
+    server_rates = (base_server_rate, adaptor_server_rate)
+    _check_combinations(
+        server_rates,
+        centre=centre,
+        per_layer=per_layer,
+        server_adam_rate=server_adam_rate,
+        report_mixture=report_mixture,
+    )
     mixture = ClientMixture(
         clusters=clusters,
         temperature=temperature,
@@ -97,6 +88,44 @@ def floral(
         server = Mean(adam_rate=server_adam_rate)
     joint_phase = Phase(roles=TRAINED | ROUTERS, optimizer="both")
     return client_mixture("floral", mixture, phases=(joint_phase,), parts=hooks, server=server, reports=report_mixture)
+
+
+def _check_combinations(
+    server_rates: tuple[float, float],
+    *,
+    centre: bool,
+    per_layer: bool,
+    server_adam_rate: float,
+    report_mixture: bool,
+) -> None:
+    """Check that settings of :func:`floral` do not exclude each other.
+
+    Args:
+        server_rates: Sizes of the server's steps towards the means of the base and of the adapters.
+        centre: Whether the server moves the adapters' mean into the base.
+        per_layer: Whether each adapted layer has its own router.
+        server_adam_rate: Learning rate of Adam on the server; 0 for no Adam.
+        report_mixture: Whether users upload their mixture weights.
+
+    Raises:
+        RecipeError: Two settings exclude each other.
+    """
+    has_other_rates = server_rates != (1.0, 1.0)
+    if centre and per_layer:
+        raise RecipeError("method floral: centre: got true with per_layer; allowed: per_layer false")
+    if centre and has_other_rates:
+        raise RecipeError(f"method floral: centre: got true with server rates {server_rates}; allowed: rates of 1")
+    if server_adam_rate and (centre or has_other_rates):
+        raise RecipeError(
+            f"method floral: server_adam_rate: got {server_adam_rate} with centre {str(centre).lower()} and server "
+            f"rates {server_rates}; allowed: centre false and server rates of 1, as Adam has one rate and its step is "
+            "not linear in the mean"
+        )
+    if not report_mixture and (centre or has_other_rates):
+        raise RecipeError(
+            f"method floral: report_mixture: got false with centre {str(centre).lower()} and server rates "
+            f"{server_rates}; allowed: centre false and server rates of 1, as the server takes a plain mean"
+        )
 
 
 def floral_optimal(

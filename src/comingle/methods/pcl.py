@@ -68,7 +68,7 @@ class Relay(Server):
         kept[SENDERS] = torch.tensor(received.users)
 
     def senders(self, kept: Tree) -> Sequence[int]:
-        """Return the participants of the round."""
+        """Return the indices of the users whose uploads the server keeps: the round's participants."""
         return kept[SENDERS].tolist() if SENDERS in kept else []
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:

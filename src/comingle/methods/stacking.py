@@ -45,6 +45,7 @@ def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
 
     logits = cohort.tensors[CLIENT_ROUTER][:, :2]  # for the shape (users, 2) and the device
     largest_log = torch.full_like(logits, math.log(LARGEST_POWER), dtype=torch.float64)
+    # Where the loss falls, the likelihood rises.
     low, high = bisect(loss_falls, -largest_log, largest_log, POWER_BISECTIONS)
     closer_to_0 = torch.where(low >= 0, low, high)  # the logarithm of the end that is closer to a = 1
     return closer_to_0.exp()

@@ -81,6 +81,8 @@ def _all_phases(method: Method) -> Iterator[tuple[str, Phase]]:
 def _role_check(place: str, roles: object) -> Callable[[], None]:
     """Return a function that raises a :class:`RecipeError` unless ``roles`` is a set of roles that exist, or None.
 
+    ``run_checks`` calls such functions and reports the errors of all together.
+
     Args:
         place: Field that has the roles, such as "Placement.shared", for the message.
         roles: Value of the field; None is a default.
