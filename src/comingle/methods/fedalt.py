@@ -21,7 +21,7 @@ def fedalt() -> Method:
     Local: attention, the mixer (a router).
     Frozen: the base, and the rest-of-world LoRA of each MLP (a generalist), which comes from the server.
     Client: joint steps on attention, individual LoRA and mixer on training text, the mixer with its own settings.
-    Server: user k gets the plain mean of A and of B over the last uploads of all other users.
+    Server: user k gets the plain mean of A and of B over the most recent uploads of all other users.
     Differs from the paper: one mixer for each MLP mixes its outputs, where the paper has a mixer for each linear.
     ``adapters: {mix: linear}`` mixes in each linear, with the same weights in all linears of an MLP.  The attention's
     LoRA, the only place that the public code adapts, is local.  All individual LoRA start equal.  Before the first
@@ -42,10 +42,12 @@ OWN, SENT, TOTAL, COUNT = "own", "sent", "total", "count"
 
 @dataclass(frozen=True, kw_only=True)
 class RestOfWorld(Server):
-    """Server of FedALT: sends each user the mean of all other users' last uploads.
+    """Server of FedALT: sends each user the mean of all other users' most recent uploads.
 
-    Its state has ``own (users, columns)``, each user's last upload, flattened; ``sent (users,)``, 1 for users who have
-    uploaded something, else 0; and the sums of both over the users, ``total (columns,)`` and ``count``.
+    Its state has
+    - ``own (users, columns)``: each user's most recent upload, flattened,
+    - ``sent (users,)``: 1 for users who have uploaded something, else 0,
+    - ``total (columns,)`` and ``count``: the sums of ``own`` and of ``sent`` over the users.
     """
 
     kind = "stack"
@@ -78,7 +80,7 @@ class RestOfWorld(Server):
         kept[COUNT].copy_(kept[SENT].sum())
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return for each user the mean of all other users' last uploads, or the initial model if there are none.
+        """Return for each user the mean of the others' most recent uploads, or the initial model if there are none.
 
         Args:
             kept: State of the server.

@@ -152,7 +152,8 @@ class AssignmentServer(Server):
         for name, t in model.items():
             shared = t.expand(len(users), *t.shape)
             if name.endswith(ROUTER):
-                # The first rows of a router are the projection T; the others have a report in uploads, nothing here.
+                # The first ``rank`` rows of a router are the projection T. The rows below hold a user's report in an
+                # upload, and zeros in a download.
                 projection, report_rows = shared[:, :rank], shared[:, rank:]
                 by_user = torch.cat([projection, torch.zeros_like(report_rows)], dim=1)
             elif EXPERTS + name in kept:
@@ -410,8 +411,9 @@ def fedamole(
     ``adapters: {mix: linear}`` with twice the alpha is the paper's sum inside each linear.  Attention has a shared LoRA
     only.  The means of T x and A_e x are over directions of random training windows, computed with averaged experts,
     instead of all tokens of held-out windows.  Means over users are weighted by ``training.weighting``.  An expert
-    without participants is unchanged, and absent users count with their last T x.  Missing experts are sent as zeros.
-    Users who join later get the experts that fit best.  We had the paper's code and abstract, not its equations.
+    without participants is unchanged, and absent users count with their most recent T x.  Missing experts are sent as
+    zeros.  Users who join later get the experts that fit best.  We had the paper's code and abstract, not its
+    equations.
 
     Args:
         experts: Domain experts for each MLP on the server; 0 is three for each user.

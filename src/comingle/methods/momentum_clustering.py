@@ -168,11 +168,11 @@ def momentum_clustering(
     server_rate v``, with the centre v nearest to m_i.
     Differs from the paper: g is the change of a whole round, statistics included; in the paper's code it is by default
     one gradient step of rate 0.001, and FLoRAL's server has no momentum.  With many steps of Adam in a round this
-    momentum is too large.  Centres start at the momenta of random users, and later rounds start from the last centres.
-    In FLoRAL's code they start at means of random groups, so close together that they collapse; in the paper's code
-    each user has a centre.  Means are weighted by ``training.weighting``.  The server keeps x_i for absent users.
-    Users who join later move by all steps of the nearest cluster.  The other defaults are FLoRAL's; its recipe has a
-    quantile of 0.1 and 10 iterations, the paper's code also 10.  We had the paper's abstract and public code, and
+    momentum is too large.  Centres start at the momenta of random users, and in later rounds at the centres of the
+    round before.  In FLoRAL's code they start at means of random groups, so close together that they collapse; in the
+    paper's code each user has a centre.  Means are weighted by ``training.weighting``.  The server keeps x_i for absent
+    users.  Users who join later move by all steps of the nearest cluster.  The other defaults are FLoRAL's; its recipe
+    has a quantile of 0.1 and 10 iterations, the paper's code also 10.  We had the paper's abstract and public code, and
     FLoRAL's code, not the paper's text.
 
     Args:

@@ -224,7 +224,7 @@ class Mean(Server):
                 kept[MODEL_PREFIX + name].copy_(mean)
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Compute the weighted sums of the uploads, then call :meth:`step` with them."""
+        """Compute the weighted sum of the uploads for each tensor, and update the state with them by :meth:`step`."""
         sums = weighted_sums(received.tensors, self.coefficients(received))
         self.step(kept, sums, received)
 

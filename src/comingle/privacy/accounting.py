@@ -318,11 +318,19 @@ class Account(ABC):
         """
 
     def charge(self, users: Sequence[int]) -> None:
-        """Count one release of each of these users."""
+        """Count one release of each user.
+
+        Args:
+            users: Indices of the users.
+        """
         self.counts[list(users)] += 1
 
     def charge_uploads(self, users: Sequence[int]) -> None:
-        """Count one release of each of these users, whose uploads have arrived."""
+        """Count one release of each user whose upload has arrived.
+
+        Args:
+            users: Indices of the users.
+        """
         self.charge(users)
 
     def affordable(self, users: Sequence[int]) -> list[int]:
@@ -330,6 +338,9 @@ class Account(ABC):
 
         The log warns once about each user whose budget is spent. It does not if none of ``users`` is left, as the run
         then ends.
+
+        Args:
+            users: Indices of the users.
         """
         budget = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
         counts = self.counts.tolist()
@@ -409,7 +420,11 @@ class UploadAccount(Account):
         return epsilon(release, count, self.privacy.delta, self.privacy.accountant)
 
     def charge(self, users: Sequence[int]) -> None:
-        """Count one release of each of these users, or of all users if participants are drawn in secret."""
+        """Count one release of each user, or of all users of the run if participants are drawn in secret.
+
+        Args:
+            users: Indices of the users.
+        """
         if self.sampled:
             users = range(len(self.users))
         super().charge(users)

@@ -36,7 +36,7 @@ WITHIN = "within"
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """Uploads of a cohort before they are sent: float64 changes from the last download.
+    """Uploads of a cohort before they are sent: changes since the most recent download, float64.
 
     Args:
         changes: Tensors ``(users, *shape)``.
@@ -337,12 +337,13 @@ def protect_uploads(
     Args:
         mechanisms: Mechanisms of the run, in order.
         tensors: Shared tensors ``(users, *shape)`` after the local steps.
-        cohort: The users; their state has the last download.
+        cohort: The users; their state has the most recent download.
         counts: Amount of training data of each user.
         round_number: Number of the round, from 1.
 
     Returns:
-        The users' uploads and their reports. Uploads are the last download plus the change, or masked integers.
+        The users' uploads and their reports. Uploads are the most recent download plus the change, or
+        integers that the protocol of secure sums masks.
     """
     references = {name: cohort.kept[REFERENCE + name] for name in tensors}
     update = Update(

@@ -312,7 +312,7 @@ class Sums:
                 raise RecipeError(
                     f"{where}: {num_selected} user(s) in a round, too few to hide in a sum; needed: {num_required}"
                 )
-            # Colluders know their own uploads; the others' sum must have enough uploads without these.
+            # Colluders can subtract their own uploads from the sum. The remainder must still have enough uploads.
             if num_required - secure.colluders < LEAST_USERS_IN_SUM:
                 raise RecipeError(
                     f"{where}.colluders: got {secure.colluders}, but a sum may have only {num_required} users; "
@@ -522,7 +522,7 @@ class SecureSum(PrivacyMechanism):
             self.sums.check_size(num_shared)
 
     def client_update(self, update: Update) -> Update:
-        """Weight the users' changes, add noise if there is any, and round them to integers, which are masked later."""
+        """Return the users' weighted changes, with noise if the recipe has any, as integers that are masked later."""
         assert self.sums is not None
         weights = capped_weights(update.counts, self.privacy.weight_cap)
         integers = self.sums.uploads(update.changes, weights, update.names, self.key, update.round_number)

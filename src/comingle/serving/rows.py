@@ -204,7 +204,7 @@ class Rows(ABC):
         """The tensors that were copied into each row; None for a row that was never used."""
 
     def set(self, row: int, name: str) -> None:
-        """Assign a row to a user: copy the user's adapters into the row, unless it has them already."""
+        """Assign a row to a user: copy the user's adapters into the row, unless the row has them already."""
         tensors = self.user_tensors[name]
         if self.names[row] == name and self.copied[row] is tensors:
             return

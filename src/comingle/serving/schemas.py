@@ -166,7 +166,7 @@ class _Request(SamplingKeys):
 
 
 class ChatMessage(_Strict):
-    """One turn; accepts the server's own answers as clients send them back, null keys included."""
+    """A message of a conversation; also the server's own answer, as clients send it back with its null keys."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_join_parts)]
