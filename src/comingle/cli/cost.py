@@ -215,7 +215,6 @@ def cost(
         latency=latency,
         disk=disk,
     )
-    from comingle.cli.compare import split_names
     from comingle.cost.machines import plan_times
     from comingle.cost.planning import plan
     from comingle.reports.costs import PlanRecord, TimesRecord, memory_verdicts, render_plan, render_times

@@ -75,7 +75,7 @@ def _roles_of_language_model(placement: Placement) -> list[str]:
     roles = ["attention"]
     if placement.generalists > 0:
         roles.append("generalist")
-    if placement.specialists != 0:
+    if placement.specialists != 0:  # one number for all users, or one for each
         roles.append("specialist")
     if placement.routed:
         roles.append("router")

@@ -276,7 +276,7 @@ def default_folder(path: Path, method: str, seed: int) -> Path:
     Args:
         path: A recipe file or a run folder.
         method: Name of the method.
-        seed: The seed.
+        seed: The random seed of the run.
     """
     if path.is_dir():
         return path

@@ -124,6 +124,7 @@ def _start_process(rank: int, count: int, rendezvous_file: Path, parent_pipe: in
         "WORLD_SIZE": str(count),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(count),
+        # Names of comingle's own environment variables.
         MEETING: str(rendezvous_file),
         PARENT: str(parent_pipe),
     }
@@ -155,7 +156,7 @@ def _stop_processes(children: Sequence[subprocess.Popen[bytes]], *, first_signal
     After each signal they have :data:`_SIGNAL_SECONDS` to end.
 
     Args:
-        children: The processes.
+        children: The processes that :func:`launch` has started.
         first_signal: SIGINT after Ctrl-C, else SIGTERM.
     """
     if first_signal is signal.SIGINT:
@@ -413,7 +414,7 @@ def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[
 
     Args:
         title: Title of the table.
-        run_data: The data.
+        run_data: The data of users that are stored in a file.
         all_users: List all users.
     """
     users = run_data.users
@@ -505,8 +506,8 @@ def _preview_text(recipe: Recipe, run_data: RunData, all_users: bool) -> list[Re
     """Return a table of documents and tokens, skipped users, and the beginnings of the listed users' documents.
 
     Args:
-        recipe: The recipe.
-        run_data: Its data.
+        recipe: The recipe, whose base the title names.
+        run_data: The data of the recipe's users.
         all_users: List all users; otherwise many users are summarised.
     """
     title = words(f"{recipe.base}: documents and tokens", "table.title")
@@ -538,8 +539,8 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
     """Return a table of numbers and lengths of conversations, skipped users, and the listed users' first conversations.
 
     Args:
-        recipe: The recipe.
-        run_data: Its data.
+        recipe: The recipe, whose base the title names.
+        run_data: The data of the recipe's users.
         all_users: List all users; otherwise many users are summarised.
     """
     title = words(f"{recipe.base}: {run_data.kind.name}", "table.title")
@@ -583,8 +584,8 @@ def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list
     sample and, if they have names, the classes.
 
     Args:
-        recipe: The recipe.
-        run_data: Its data.
+        recipe: The recipe, whose net the title names.
+        run_data: The data of the recipe's users.
         all_users: List all users; otherwise many users are summarised.
     """
     population = run_data.common  # has the shape of an input and the names of the classes
@@ -604,7 +605,7 @@ def _count_table(title: str, run_data: RunData, all_users: bool, *, classes: Seq
 
     Args:
         title: Title of the table.
-        run_data: The data.
+        run_data: The data of the users in the table.
         all_users: List all users; otherwise many users are summarised (:func:`choose_rows`), without clusters.
         classes: Names of the classes; more than :data:`_MAX_CLASS_COLUMNS` have no columns.
     """

@@ -153,7 +153,7 @@ def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str,
     Args:
         runs: Runs of a method by seed.
         local: Runs of ``local`` by seed.
-        users: The users.
+        users: Names of the users whose gains are returned.
         measure: Name of the measure of the results, such as "perplexity".
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
@@ -253,7 +253,7 @@ def partners(advice: Advice, user: str) -> dict[str, list[str]]:
 
     Args:
         advice: Gains of each user in each smaller group against ``local``.
-        user: The user.
+        user: The user's name.
 
     Returns:
         The partners by verdict, such as ``{"gained": ["bob"], "level": [], "harmed": ["cem"]}``.

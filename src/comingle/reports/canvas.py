@@ -277,7 +277,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write ``name.png`` and ``name.svg`` on white.
 
     Args:
-        figure: The figure.
+        figure: The figure to write.
         folder: An existing folder.
         name: Name of the files without suffix.
 
@@ -298,7 +298,7 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
     The SVG does not shrink below the width at which all letters have at least :data:`MIN_FONT_PIXELS` pixels.
 
     Args:
-        figure: The figure.
+        figure: The figure to convert.
         prefix: Prefix of all ids in the SVG, which must be unique on the page.
         label: Text for screen readers; without it the figure is decoration.
         variables: CSS variables by colour, so that colours follow the page's theme.
@@ -334,9 +334,9 @@ def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str], 
     """Add a legend above all axes, with as many columns as fit, at most 5.
 
     Args:
-        figure: The figure.
+        figure: The figure that gets the legend.
         handles: Marks of the legend.
-        labels: Their labels.
+        labels: Text beside each mark.
         options: Further options of matplotlib's legend.
     """
     letter_width, mark_width = 5.6, 44  # mean widths in points
@@ -354,7 +354,7 @@ def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float
     above right.
 
     Args:
-        figure: The figure.
+        figure: The figure that contains ``axis``.
         axis: Its axes with the points.
         points: Position and label of each point, in data coordinates.
     """

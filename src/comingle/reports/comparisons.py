@@ -260,8 +260,8 @@ class Verdict:
     (:func:`is_constant_share`); the verdict is then :data:`LEVEL`.
 
     Args:
-        method: The method.
-        seeds: Its seeds.
+        method: Label of the method.
+        seeds: Seeds that the method and the baseline have in common.
         verdict: :data:`BETTER`, :data:`LEVEL`, :data:`WORSE`, :data:`NOT_FINITE` or :data:`ONE_SEED`.
         change: Mean change.
         low: Lower end of its interval.
@@ -523,8 +523,8 @@ def _verdict_of(
     """Return the verdict on a method with a finite mean change: better, level or worse.
 
     Args:
-        name: The method.
-        seeds: Its seeds.
+        name: Label of the method.
+        seeds: Seeds that the method and the baseline have in common.
         estimate: Its mean difference to the baseline.
         measure: Name of the measure of the results, such as "perplexity".
         error_share: Share of the error rate 0.05: its interval has the confidence ``1 - 0.05 error_share``.

@@ -224,7 +224,7 @@ def _paint_heatmap(axis: Axes, *, expert: ExpertCurves, title: str, round_by_ite
     """Paint an expert's mean scores: rounds across, layers up.
 
     Args:
-        axis: The axes.
+        axis: The axes to paint on.
         expert: The expert's curve of each layer.
         title: Title of the panel.
         round_by_iterations: The round by number of local steps.
@@ -377,7 +377,7 @@ def _paint_users(
     """Paint horizontal bars of users' changes: a group for each user, with one bar for each entry.
 
     Args:
-        axis: The axes.
+        axis: The axes to paint on.
         gains_by_entry: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
         titles: Title of each user that has bars, such as ``{"ann": "best 1: ann"}``.
         style_by_label: The style of each entry.
@@ -461,7 +461,7 @@ def _limit_axis(axis: Axes, gains: Sequence[Gain], measure: str) -> None:
     For bars from -2 to 4, whose range is 6, whiskers are cut at -8 and 10.
 
     Args:
-        axis: The axes.
+        axis: The axes to paint on.
         gains: Gains that have bars.
         measure: Name of the measure of the results.
     """
@@ -552,7 +552,7 @@ def _paint_distribution(
     """Draw the cumulative distribution of changes: share of users (up) with at most a given change (across).
 
     Args:
-        axis: The axes.
+        axis: The axes to paint on.
         gains_by_entry: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
         style_by_label: The style of each entry.
         measure: Name of the measure of the results, such as "perplexity".
@@ -577,7 +577,7 @@ def _paint_against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], styl
     """Draw a point for each user: amount of training data (across) and change against the baseline (up).
 
     Args:
-        axis: The axes.
+        axis: The axes to paint on.
         entry: Runs of one method with the same recipe and different seeds.
         gains: Change of each of its users against the baseline.
         style: Colour and marker of the points.
@@ -727,9 +727,12 @@ def order_by_cluster(mixture: np.ndarray, clusters: Sequence[int] | None) -> tup
 def adjusted_rand_index(first_partition: Sequence[Hashable], second_partition: Sequence[Hashable]) -> float:
     """Return the similarity of two partitions of the same items: 1 for equal ones, about 0 for unrelated ones.
 
-    ``(together - expected) / (mean - expected)``, counted in pairs of items: pairs that are together in both
-    partitions, the number expected by chance, and the mean of those together in each partition (Hubert and Arabie,
-    1985). 0 / 0 counts as 1.
+    It is ``(together - expected) / (mean - expected)``, where 0 / 0 counts as 1 (Hubert and Arabie, 1985). All three
+    are numbers of pairs of items:
+
+    - together: pairs that are in one part in both partitions
+    - expected: number of such pairs that is expected by chance
+    - mean: pairs that are in one part in a partition, as the mean of both partitions
     """
     together = _num_pairs(Counter(zip(first_partition, second_partition, strict=True)))
     in_first, in_second = _num_pairs(Counter(first_partition)), _num_pairs(Counter(second_partition))
@@ -917,9 +920,9 @@ def _paint_curves_panel(
     """Paint the curves of one user, or of a mean over users; entries that do not train are horizontal lines.
 
     Args:
-        axis: The axes.
+        axis: The axes to paint on.
         entries: Entries, each the runs of one recipe with different seeds.
-        curves: Their curves.
+        curves: Learning curve of each entry.
         title: Title of the panel.
         start: Whether the curves include the first evaluation.
         measure: Name of the measure of the results, such as "perplexity".
@@ -954,7 +957,7 @@ def _needs_log_axis(values: Sequence[float], measure: str, start: bool) -> bool:
     Accuracies always have a linear axis. Perplexities have one if the first evaluation is not shown.
 
     Args:
-        values: The values.
+        values: The results that the panel shows.
         measure: Name of the measure of these results, such as "perplexity".
         start: Whether they include the first evaluation, which is far from the others.
     """
@@ -969,8 +972,8 @@ def set_log_axis(axis: Axes, values: Sequence[float], measure: str, margin: floa
     """Set a logarithmic y axis whose limits depend on the values, not on the bands around them.
 
     Args:
-        axis: The axes.
-        values: The values.
+        axis: The axes to paint on.
+        values: The values that the axis must show.
         measure: Name of the measure of these results, such as "perplexity".
         margin: Factor between the smallest value and the lower limit, and the largest and the upper limit.
     """
@@ -1002,7 +1005,7 @@ def _paint_curve(axis: Axes, curve: Curve, style: Style, *, has_log_axis: bool) 
     ``mean - deviation``, or ``mean^2 / top`` on a logarithmic axis.
 
     Args:
-        axis: The axes.
+        axis: The axes to paint on.
         curve: Mean and standard deviation over seeds, by local iterations.
         style: Colour, line style and marker.
         has_log_axis: Whether the axis of values is logarithmic.
@@ -1063,7 +1066,7 @@ def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean_name: str) 
     """Paint a point for each trained entry: uploaded bytes across, mean test result over users up.
 
     Args:
-        axis: The axes.
+        axis: The axes to paint on.
         entries: Entries, each the runs of one recipe with different seeds.
         mean_name: Which mean over users: ``mean`` or ``geometric mean``.
     """

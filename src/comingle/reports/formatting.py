@@ -60,7 +60,7 @@ def is_unequal(count: int, median: int | None) -> bool:
     """Return whether a method's number of trained parameters differs from the median by more than 10%.
 
     Args:
-        count: The number; 0 is never unequal.
+        count: The method's number of trained parameters. 0, of a method without training, is never unequal.
         median: The median over all methods that train; None if none does.
     """
     if count == 0 or median is None:
@@ -135,7 +135,7 @@ def change(value: float, baseline: float, measure: str) -> float | None:
     ``log10(value / baseline)`` for losses, which span many orders of magnitude.
 
     Args:
-        value: The result.
+        value: The result that is compared with the baseline's.
         baseline: The baseline's result.
         measure: Name of the measure of both, such as "perplexity".
     """
@@ -155,7 +155,7 @@ def additive_difference(value: float | None, baseline: float | None, measure: st
     :func:`as_change` converts a mean of such differences to the unit of :func:`change`.
 
     Args:
-        value: The result.
+        value: The result that is compared with the baseline's.
         baseline: The baseline's result.
         measure: Name of the measure of both, such as "perplexity".
 

@@ -163,7 +163,7 @@ def tokens_figure(view: TokenView, layer: int) -> Figure:
 
     Args:
         view: Tokens of some texts, and their gates under the models of some users.
-        layer: The layer whose gates count.
+        layer: Index of the layer whose gates count.
     """
     rows = []
     for text_index, text in enumerate(view.texts):
@@ -496,7 +496,7 @@ class FigureMarkup:
         """Return one figure with fixed proportions, which scrolls in its frame if it is too wide.
 
         Args:
-            figure: The figure.
+            figure: The figure to show.
             label: Text for screen readers.
             name: Name, without suffix, of the CSV file of the figure's numbers that readers can download.
             sheet: Content of the CSV file.
@@ -842,7 +842,8 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, converter: FigureM
     measure, gains_by_entry = baseline.first.measure, gains_of_entries(entries, baseline)
     file = f"users-against-{baseline.method}"
     label = f"change of each user's test {measure} against {baseline.label}"
-    bars_figure = converter.panels(bars, label, file, phone=users_panels(entries, baseline, width=4.2))
+    narrow_bars = users_panels(entries, baseline, width=4.2)
+    bars_figure = converter.panels(bars, label, file, phone=narrow_bars)
 
     population_figure = None
     if is_population(entries[0].first.users):

@@ -441,7 +441,7 @@ def _distinguishing_label(run: RunRecord, runs: Sequence[RunRecord], keys_in_all
     """Return a run's method and the settings that distinguish the run, such as "fedprox (mu 0.1, rank 8)".
 
     Args:
-        run: The run.
+        run: The run that gets the label.
         runs: All runs that get a label. The label has each setting in which runs of the same method differ.
         keys_in_all_labels: Recipe keys of further settings in the label, such as ``{"training.rounds"}``.
     """
@@ -493,7 +493,7 @@ def _label_in_comparison(run: RunRecord, names: Sequence[str]) -> str:
     """Return the name of a run's method in the comparison that has the run, such as "fedprox:mu=0.1".
 
     Args:
-        run: The run.
+        run: The run, whose folder is named after its label.
         names: Names of the methods in the comparison; empty if there is none.
 
     Returns:
@@ -511,7 +511,7 @@ def _settings_of(run: RunRecord, *, full_privacy: bool) -> dict[str, object]:
     """Return the settings that may distinguish a run from others: ``{"training.rounds": 10, "privacy": "none"}``.
 
     Args:
-        run: The run.
+        run: The run, whose recipe has the settings.
         full_privacy: Keep all settings of privacy, such as "privacy.noise", in place of the mechanism as "privacy".
     """
     all_settings = {key: value for key, value in run.settings if value != {}}  # without empty sections
@@ -812,6 +812,29 @@ def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> 
     Raises:
         RecipeError: No entry has this label or method.
     """
+    results_by_label: dict[str, dict[int, dict[str, float | None]]] = {}
+    for entry in entries:
+        results_by_seed: dict[int, dict[str, float | None]] = {}
+        for run in entry.runs:
+            results_by_seed[run.seed] = {user: run.final_evaluation.value(user) for user in run.users}
+        results_by_label[entry.label] = results_by_seed
+    labels = [entry.label for entry in entries]
+    baseline = baseline_of(labels, _labels_of_baseline(entries, wanted))
+    return compare_with_baseline(results_by_label, entries[0].first.measure, baseline)
+
+
+def _labels_of_baseline(entries: Sequence[Entry], wanted: str | None) -> str | None:
+    """Return the labels of a baseline's entries, such as "local,fedavg (rank 8)".
+
+    A method that is not a label stands for its first entry. A name that is neither stays as it is.
+
+    Args:
+        entries: All entries.
+        wanted: Labels or methods, separated by commas; None for ``local``.
+
+    Returns:
+        The labels, separated by commas; None if ``wanted`` is None and no entry is of ``local``.
+    """
     labels = [entry.label for entry in entries]
     label_by_method: dict[str, str] = {}
     for entry in entries:
@@ -819,15 +842,8 @@ def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> 
     baseline_labels = []
     for name in baseline_methods(wanted or BASELINE):
         baseline_labels.append(name if name in labels else label_by_method.get(name, name))
-    has_baseline = bool(wanted) or baseline_labels[0] in labels  # False if there is no entry of ``local``
-    baseline = ",".join(baseline_labels) if has_baseline else None  # such as "local,fedavg"
-    results_by_label: dict[str, dict[int, dict[str, float | None]]] = {}
-    for entry in entries:
-        results_by_seed: dict[int, dict[str, float | None]] = {}
-        for run in entry.runs:
-            results_by_seed[run.seed] = {user: run.final_evaluation.value(user) for user in run.users}
-        results_by_label[entry.label] = results_by_seed
-    return compare_with_baseline(results_by_label, entries[0].first.measure, baseline_of(labels, baseline))
+    lacks_default = not wanted and baseline_labels[0] not in labels  # there is no entry of ``local``
+    return None if lacks_default else ",".join(baseline_labels)
 
 
 # -------------------------------------------------------------------- costs

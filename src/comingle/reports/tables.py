@@ -841,7 +841,7 @@ def render_with_verdicts(table: ComparisonTable, *, all_users: bool = False) -> 
     """Yield a comparison for the terminal: tables of results and costs, notes, and verdicts against the baseline.
 
     Args:
-        table: The comparison.
+        table: The comparison, with a row of results and costs for each method.
         all_users: Whether to add a table with a row for each user if users have no columns.
     """
     yield from render_comparison(table)
