@@ -110,7 +110,7 @@ def reopen_data(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, gi
 
     Args:
         folder: The run folder.
-        recipe: The recipe.
+        recipe: The run's recipe.
         inputs: The record of the base and the users that the run has read, with their digests.
         method: The method of the recipe.
         given: Objects that a program passes instead of names and paths in the recipe.
@@ -163,7 +163,7 @@ def _reopened_population(
 
     Args:
         folder: The run folder, whose store has the users' names.
-        recipe: The recipe.
+        recipe: The run's recipe, which names the store of the users.
         kind: The kind of data.
         read_users: Returns all users with their data.
 

@@ -148,7 +148,7 @@ def _work_group(
     Args:
         connection: Connection to the parent process.
         work: Yields the results of a group.
-        group: The group.
+        group: The argument of ``work``, such as a list of runs.
         num_processes: The number of processes that share the cores.
         slot: The number of the GPU to use, modulo the number of GPUs.
     """
@@ -212,7 +212,7 @@ def recipes_of(
     Args:
         recipe: The recipe of the comparison.
         methods: Names, ``NAME:KEY=VALUE:...``, or mappings of ``name`` and settings.
-        seeds: The seeds.
+        seeds: Seeds; each method runs with each of them.
         for_all: Settings by key for all methods that have a setting of this name, except those passed as mappings.
 
     Raises:
@@ -608,7 +608,7 @@ def with_bos_of_comparison(
     """Return the recipes without begin-of-text tokens if an older version, which added none, started one of the runs.
 
     Args:
-        recipes: The runs.
+        recipes: The recipe of each run, by label of the method and seed.
         folders: The folder of each run.
         resume: Whether the comparison is resumed; if not, the recipes are returned unchanged.
     """
@@ -626,7 +626,7 @@ def check_folders(
     """Check that all runs of a comparison may be written to their folders; return for each run whether it is resumed.
 
     Args:
-        recipes: The runs.
+        recipes: The recipe of each run, by label of the method and seed.
         folders: The folder of each run.
         resume: Whether to resume the runs that have started.
         force: Whether to replace existing run folders.
@@ -660,7 +660,7 @@ def run_recipes_in_processes(
     progress is shown, since the bars of several processes would overwrite each other.
 
     Args:
-        recipes: The runs.
+        recipes: The recipe of each run, by label of the method and seed.
         folder: The folder that has a folder for each run.
         jobs: The number of runs at a time.
         resume: Whether to resume the runs that have started.

@@ -82,7 +82,7 @@ def read_users_of_process(
     ``ranks.run_in_first`` returns the result of process 0 in all of them.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe, which names the base and the data.
         ranks: The processes of the run.
         method: The method of the recipe.
         given: Objects that a program passes instead of names and paths in the recipe.
@@ -171,7 +171,7 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     ``ranks.gather`` collects the results in process 0; ``ranks.run_in_first`` returns the result of process 0 in all.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe of the run.
         run_data: The base model and the data of the users of this process.
         method: The method of the recipe.
         ranks: The processes of the run.
@@ -242,7 +242,7 @@ def run_sharded(
 
     Args:
         folder: The run folder.
-        recipe: The recipe.
+        recipe: The recipe of the run.
         run_data: The base model and the data of the users of this process.
         resume: Whether to resume from the newest checkpoint in the folder.
         force: Whether to replace what is in the folder.
@@ -282,7 +282,7 @@ def _build_shard(recipe: Recipe, run_data: RunData, plan: RunPlan, ranks: Ranks)
     """Return this process's shard of a federation: a server for all users, and clients for this process's users.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe of the run.
         run_data: The base model and the data of the users of this process.
         plan: The plan of the run.
         ranks: The processes of the run.
@@ -334,7 +334,7 @@ def select_gpu(recipe: Recipe, place: Place) -> None:
     """Select a different GPU for each process, if the recipe uses GPUs.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe, whose ``runtime.device`` says whether to use GPUs.
         place: The rank of this process, among all processes and among those on this machine.
 
     Raises:

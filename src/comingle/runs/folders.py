@@ -100,7 +100,7 @@ def check_folder(
 
     Args:
         folder: The run folder.
-        recipe: The recipe.
+        recipe: The recipe of the run to write.
         resume: Whether to resume the run in the folder.
         force: Whether to replace what is in the folder.
         is_resumable: Whether errors suggest to resume the run in the folder.
@@ -183,7 +183,7 @@ def with_bos_of_run(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
 
     Args:
         folder: The run folder.
-        recipe: The recipe.
+        recipe: The recipe of the run to start, which may set the key.
         resume: Whether to resume; if not, the recipe is returned unchanged.
     """
     if not resume or not (folder / "recipe.yaml").exists():

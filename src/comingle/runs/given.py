@@ -106,7 +106,7 @@ class Given:
         Nothing is checked if a program passes a function that makes nets, since this function replaces the named net.
 
         Args:
-            recipe: The recipe.
+            recipe: The recipe, which may name a net.
             in_python: The end of the error message: how a Python program can use a net of its own.
 
         Raises:
@@ -146,7 +146,7 @@ class Given:
         """Return the base that the recipe names: one of ``loaded_bases`` if it is there, otherwise load it.
 
         Args:
-            recipe: The recipe.
+            recipe: The recipe, which names the base.
             settings: Options of :func:`load_base`: ``dtype``, ``device`` and ``attention``.
         """
         if self.loaded_bases is None:
@@ -257,7 +257,7 @@ def complete_changes(recipe: Recipe, changes: Mapping[str, object]) -> dict[str,
     differ from the old one's; other users; and None, which resets a section to its defaults.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe to change.
         changes: New values by dotted recipe key, such as ``training`` or ``training.rounds``.
 
     Returns:
@@ -285,10 +285,11 @@ def _value_at(content: object, dotted_key: str) -> object:
 
 
 def _merge_sections(old: object, new: object) -> object:
-    """Return ``{"name": "adamw", "lr": 2}`` for the old ``{"name": "adamw", "lr": 1}`` and the new ``{"lr": 2}``.
+    """Return a recipe's section with new values, and with the old ones where there are no new ones.
 
-    Mappings inside are merged in the same way. A new mapping replaces the old one as a whole if it changes a key on
-    which the others depend, such as ``name``, and so does any other new value.
+    The old ``{"name": "adamw", "lr": 1}`` and the new ``{"lr": 2}`` become ``{"name": "adamw", "lr": 2}``. Mappings
+    inside are merged in the same way. A new mapping replaces the old one as a whole if it changes a key on which the
+    others depend, such as ``name``. A new value that is not a mapping replaces the old one.
     """
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new

@@ -259,7 +259,7 @@ def join_run(
 
     Args:
         run: The run to join.
-        new_user: The newcomer.
+        new_user: The newcomer's name, recipe and data.
         folder: The run folder; None writes nothing.
         reporter: The progress reporter.
         given: Objects that a program passes instead of names and paths in the recipe.
@@ -289,7 +289,7 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
 
     Args:
         run: The run to join.
-        new_user: The newcomer.
+        new_user: The newcomer's name, recipe and data.
         folder: A new run folder for the newcomer's run; None writes nothing.
         reporter: The progress reporter.
         given: Objects that a program passes instead of names and paths in the recipe.
@@ -393,7 +393,7 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
     """Train a method on the newcomer's data alone.
 
     Args:
-        new_user: The newcomer.
+        new_user: The newcomer's name, recipe and data.
         run_data: The base model and the newcomer's data.
         method: ``pretrained`` or ``local``.
         rounds: The number of rounds, as many as the newcomer's run has.
@@ -428,11 +428,11 @@ def _amount_trained(run: Run, clients: Clients) -> int:
 def _run_newcomer(
     federation: InProcess, new_user: Newcomer, run_data: RunData, folder: Path | None, reporter: Reporter
 ) -> Run:
-    """Run the newcomer's rounds.
+    """Train the newcomer for the rounds of its recipe, and write the run folder.
 
     Args:
         federation: The newcomer's federation, which has downloaded the run's model.
-        new_user: The newcomer.
+        new_user: The newcomer's name, recipe and data.
         run_data: The base model and the newcomer's data.
         folder: A new run folder; None writes nothing.
         reporter: The progress reporter.

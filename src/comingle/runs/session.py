@@ -115,7 +115,7 @@ def with_chosen_settings(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     (:func:`lacks_chosen_settings`).
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe with ``runtime.memory``.
         changes: The chosen values by recipe key, such as ``{"runtime.dtype": "bfloat16"}``.
     """
     values = {f"runtime.{key}": getattr(recipe.runtime, key) for key in _KEYS_CHOSEN_FOR_MEMORY}
@@ -138,7 +138,7 @@ def choose_settings(
     which the run fits into ``runtime.memory``. The numbers are chosen first, since memory depends on them.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe, which may leave settings to this machine.
         say: Called with a line that names the chosen numbers, and with one that names the chosen settings.
         resumed: Folder of the run to resume, which keeps the values of its start; None for a new run.
         processes: Number of processes of the run.
@@ -176,7 +176,7 @@ def _with_specialists(recipe: Recipe, earlier_recipe: Recipe | None, say: Callab
     """Return the recipe with a number of specialists for each user in place of ``method.specialists: auto``.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe with ``method.specialists: auto``.
         earlier_recipe: Recipe of the run to resume, with its numbers; None for a new run.
         say: Called with a line that names the numbers.
     """
@@ -194,7 +194,7 @@ def _within_memory(recipe: Recipe, earlier_recipe: Recipe | None, say: Callable[
     """Return the recipe with settings chosen to fit into ``runtime.memory``.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe with ``runtime.memory``.
         earlier_recipe: Recipe of the run to resume, with its settings; None for a new run.
         say: Called with a line that names the chosen settings.
     """
@@ -241,7 +241,7 @@ def use_chosen_settings(
     """Return the recipe with the settings that were chosen for ``runtime.memory``, and report them.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe with ``runtime.memory``.
         changes: The chosen values by recipe key, such as ``{"runtime.dtype": "bfloat16"}``.
         description: The chosen settings and the memory that they need, in one line.
         say: Called with the description.
@@ -279,7 +279,7 @@ def run_trackers(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
 
     Args:
         folder: The run folder.
-        recipe: The recipe.
+        recipe: The recipe, which names trackers in ``runtime.track``.
         users: The number of users. With more than ``MAX_SERIES``, trackers log quantiles instead of per-user series.
     """
     for tracker in _per_user_trackers(folder, recipe):
@@ -309,8 +309,8 @@ def checkpoint_writer(federation: InProcess, recipe: Recipe, folder: Path | None
     """Return a function that writes checkpoints to the run folder.
 
     Args:
-        federation: The federation.
-        recipe: The recipe.
+        federation: The federation whose clients and server are saved.
+        recipe: The recipe, whose fingerprint a checkpoint records.
         folder: The run folder; None: the function does nothing.
         log: The log of events; None if another process writes it.
     """
@@ -363,7 +363,7 @@ def prepare(
     """Load the base model and read the users' data.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe, which names the base and the data.
         base: The base model, if it is loaded already.
         validates: Whether every user needs validation data; users without any are refused or skipped. None: yes if the
             method uses it.
@@ -433,7 +433,7 @@ def check_and_set_up(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
     """Check the recipe, set up memory allocation and threads of this process, and return the recipe's method.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe of the run that this process starts.
         keeps_memory: Whether to keep freed buffers, which makes later steps faster. With ``runtime.memory`` they are
             never kept.
 
@@ -458,7 +458,7 @@ def method_of(recipe: Recipe, *, checked: bool) -> Method:
     """Return the recipe's method; call :func:`check_and_set_up` for the recipe unless that is done.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe, which names the method and its settings.
         checked: Whether :func:`check_and_set_up` was called for the recipe already.
 
     Raises:
@@ -545,7 +545,7 @@ def build(recipe: Recipe, run_data: RunData, *, method: Method | None = None, st
     """Return the clients and the server of a recipe before the first round.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe of the run.
         run_data: The base model and the users' data.
         method: The method of the recipe; None: it is made now.
         store: Where users' tensors are, such as ``"memory"``; None: as in the recipe's ``runtime.store``.
@@ -580,7 +580,7 @@ def run_in(
 
     Args:
         folder: The run folder; None writes nothing.
-        recipe: The recipe.
+        recipe: The recipe of the run.
         run_data: The base model and the users' data.
         resume: Whether to resume from the newest checkpoint in the folder.
         force: Whether to replace what is in the folder.
@@ -711,7 +711,7 @@ def _metrics_of_run(
 
     Args:
         federation: The federation after the last round.
-        recipe: The recipe.
+        recipe: The recipe, for the settings of its method.
         scores: Final scores of the users of this process.
         clock: Time, tokens and bytes of the run.
         evaluations: All evaluations of the run.
@@ -751,7 +751,7 @@ def _restore(federation: InProcess, recipe: Recipe, folder: Path | None, *, resu
     """Restore the newest checkpoint in the run folder, if the run is resumed and there is one.
 
     Args:
-        federation: The federation.
+        federation: The federation, whose clients and server are restored.
         recipe: The recipe, whose fingerprint the checkpoint must have.
         folder: The run folder, which is open; None if the run has none.
         resume: Whether to resume from the newest checkpoint in the folder.
@@ -782,8 +782,8 @@ def execute(
     one writes events and metrics.
 
     Args:
-        federation: The federation.
-        recipe: The recipe.
+        federation: The federation, before its first round.
+        recipe: The recipe of the run.
         folder: The run folder, which is open; None writes nothing.
         resume: Whether to resume from the newest checkpoint in the folder.
         observers: Functions that are called with each event.

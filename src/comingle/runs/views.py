@@ -109,7 +109,7 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     """Return a token view of a run: the gates of each token of every text in the model of every user.
 
     Args:
-        run: The run.
+        run: A finished run of a method with routers.
         label: The label of the run.
         texts: The name and the content of each text. If there are none, the users' test texts are routed.
         users: Names of users.
