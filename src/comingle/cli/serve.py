@@ -162,7 +162,7 @@ def chat(
     conversation = Chat(
         engine=engine,
         user=user,
-        plain=plain or not loaded.answers,  # ``answers``: the models were trained on conversations
+        plain=plain or not loaded.answers,  # ``answers``: whether the models answer messages
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,

@@ -792,12 +792,12 @@ def _snapshot_indices(num_evaluations: int) -> list[int]:
     return [round(number * last_evaluation / last_snapshot) for number in range(num_snapshots)]
 
 
-def _snapshot_title(mixtures: Mixtures, evaluation: int) -> str:
-    """Return the title of a snapshot: its round and, if the true clusters are known, the adjusted Rand index."""
-    title = f"round {mixtures.rounds[evaluation]}"
+def _snapshot_title(mixtures: Mixtures, evaluation_index: int) -> str:
+    """Return the title of a heat map: the round of the evaluation and the adjusted Rand index, if it is known."""
+    title = f"round {mixtures.rounds[evaluation_index]}"
     if mixtures.rand_index is None:
         return title
-    return f"{title}\nARI {mixtures.rand_index[evaluation]:.2f}"
+    return f"{title}\nARI {mixtures.rand_index[evaluation_index]:.2f}"
 
 
 def _mark_clusters(axis: Axes, mixtures: Mixtures, *, has_labels: bool) -> None:

@@ -46,7 +46,8 @@ from comingle.utils.trees import CLIENT_ROUTER
 def temporary_folder_for(folder: Path, recipe: Recipe, joined: Path | None, *, force: bool) -> Iterator[Path]:
     """Yield the path of a temporary folder for a newcomer's run, such as ``.ada.joining/ada`` for the folder ``ada``.
 
-    The caller moves the temporary folder to the run folder when the run has ended. On exit what is left is deleted.
+    The caller moves the temporary folder to the run folder when the run has ended, so a run folder is never incomplete.
+    On exit everything that is left in the temporary folder is deleted.
 
     Args:
         folder: The run folder, which is not created.
