@@ -230,7 +230,7 @@ def harmed_by_all(advice: Advice) -> list[str]:
 
 
 def helped_by_none(advice: Advice) -> list[str]:
-    """Return the users that no method is shown to help, without those that every method harms."""
+    """Return the users that no method is shown to help, except those that all are shown to harm."""
     users = []
     for user, verdicts in _verdicts_by_user(advice).items():
         is_harmed_by_all = verdicts == {HARMED}

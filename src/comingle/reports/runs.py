@@ -628,9 +628,9 @@ def gain_over_seeds(name: str, measure: str, differences: Sequence[float], *, nu
     """Return the gain of a user, or of a mean over users, from one :func:`additive_difference` per seed.
 
     Args:
-        name: Name of the user.
+        name: Name of the user, or of the method whose users the mean is over.
         measure: Name of the measure of the results, such as "perplexity".
-        differences: The differences, at least one.
+        differences: The difference of each seed, at least one.
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
     mean = as_change(statistics.fmean(differences), measure)  # for perplexities the ratio of geometric means

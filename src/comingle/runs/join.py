@@ -391,7 +391,7 @@ def download_state(federation: InProcess, run: Run, *, rounds: int) -> None:
 
 
 def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: int, reporter: Reporter) -> JsonObject:
-    """Train a method on the newcomer's data alone.
+    """Train a baseline, with which the newcomer's result is compared, on the newcomer's data alone.
 
     Args:
         new_user: The newcomer's name, recipe and data.
@@ -407,16 +407,16 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
     recipe = new_user.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
     federation = build(recipe, run_data, store="memory")
     observers = [reporter.watch(federation.clients, f"{new_user.name} · {method}")]
-    done = execute(federation, recipe, None, observers=observers)
-    user_metrics = done.metrics["users"][new_user.name]
+    baseline_run = execute(federation, recipe, None, observers=observers)
+    user_metrics = baseline_run.metrics["users"][new_user.name]
     # Only test results, which are floats; integers such as `test_tokens` are sizes of the test data.
-    row: JsonObject = {}
+    result: JsonObject = {}
     for key, value in user_metrics.items():
         if key.startswith("test_") and isinstance(value, float):
-            row[key] = value
+            result[key] = value
     clients = federation.clients
-    row[f"train_{clients.batch_source.unit}"] = _amount_trained(done, clients)
-    return row
+    result[f"train_{clients.batch_source.unit}"] = _amount_trained(baseline_run, clients)
+    return result
 
 
 def _amount_trained(run: Run, clients: Clients) -> int:
