@@ -12,7 +12,7 @@ import torch
 import comingle
 from comingle.audits.auditing import epsilon_lower_bound, guess, shortened
 from comingle.audits.canaries import (
-    LONGEST,
+    MAX_CANARY_TOKENS,
     OWN,
     SERVER,
     USERS,
@@ -154,7 +154,7 @@ def test_short_runs_have_the_least_noise_of_any_user() -> None:
 def test_a_canary_among_single_examples_is_one_of_them(context: int) -> None:
     stream = torch.randint(200, (500,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     user = UserData(name="ann", train=stream, valid=stream, test=stream)
-    canary = torch.arange(min(context, LONGEST) + 1) + 200
+    canary = torch.arange(min(context, MAX_CANARY_TOKENS) + 1) + 200
     changed = with_example(user, canary, context, seed=0, trial=0)
     old, new = (fixed_windows(one.train, context=context) for one in (user, changed))
     (at,) = (old != new).any(1).nonzero().flatten().tolist()

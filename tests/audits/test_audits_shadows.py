@@ -12,7 +12,7 @@ from torch import Tensor
 
 import comingle
 from comingle.audits.canaries import (
-    LEAST,
+    MIN_WINDOWS,
     SERVER,
     USERS,
     Shadow,
@@ -189,11 +189,11 @@ def test_a_half_has_the_windows_that_are_in_and_no_other() -> None:
 
 
 def test_hardly_any_windows_are_left_together_and_not_scored() -> None:
-    short = user_of(10 * LEAST - 1)
+    short = user_of(10 * MIN_WINDOWS - 1)
     parts = draw_halves([short], 9, seed=0, run=0)
     assert torch.equal(parts.with_included(0, short).train, short.train)
-    assert len(indices_to_score(LEAST - 1)) == 0
-    assert indices_to_score(LEAST).tolist() == list(range(LEAST))
+    assert len(indices_to_score(MIN_WINDOWS - 1)) == 0
+    assert indices_to_score(MIN_WINDOWS).tolist() == list(range(MIN_WINDOWS))
     assert len(indices_to_score(1000)) == len(set(indices_to_score(1000).tolist())) == 64
 
 

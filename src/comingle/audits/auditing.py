@@ -18,8 +18,8 @@ from statistics import fmean
 from typing import Any
 
 from comingle.audits.canaries import (
-    FEWEST,
-    REFERENCES,
+    MIN_REFERENCE_RUNS,
+    NUM_REFERENCES,
     SERVER,
     USERS,
     Trial,
@@ -38,7 +38,7 @@ from comingle.models.hardware import torch_defaults
 from comingle.privacy.accounting import Release, epsilon
 from comingle.privacy.mechanisms import release_of
 from comingle.reports.audit import Audit, Proof, check_targets, exposure, write_audit
-from comingle.runs import shortened as in_rounds
+from comingle.runs import shortened as changes_for_rounds
 from comingle.runs.api import load
 from comingle.runs.given import NOTHING, AnyBase, Given, given_of
 from comingle.runs.progress import LOADING, Reporter, format_duration, reporting
@@ -157,10 +157,13 @@ def epsilon_lower_bound(*, trials: int, guesses: int, correct: int, delta: float
     return low
 
 
-COINS = 40
-"""Default for the number of canaries, rounded up to whole runs; if all guesses are right they prove epsilon 2.5."""
+DEFAULT_COINS = 40
+"""Default for the number of coins, one for each user and run, rounded up to whole runs.
+
+If all guesses are right they prove epsilon 2.5.
+"""
 KINDS = ("text", "conversations", "samples")
-SHADOWS = 8
+DEFAULT_SHADOWS = 8
 """Default for the number of reference runs."""
 _RUNS_OF_ATTACK = 2
 """Runs of an attack on uploads: the easiest case for the attacker, and a round as in the audited run."""
@@ -175,7 +178,7 @@ def audit_run(
     *,
     trials: int | None = None,
     rounds: int = 3,
-    shadows: int = SHADOWS,
+    shadows: int = DEFAULT_SHADOWS,
     given: Given = NOTHING,
 ) -> Audit:
     """Attack a run: text and conversations with canaries and membership inference, samples by inverting an upload.
@@ -186,8 +189,8 @@ def audit_run(
     Args:
         run: Finished run.
         reporter: Prints progress.
-        trials: Short runs with canaries. In each run a coin decides for each user whether its canary is included; the
-            default is enough runs for about 40 coins.
+        trials: Number of short runs with canaries. In each run a coin decides for each user whether its canary is
+            included; the default is enough runs for about 40 coins.
         rounds: Rounds of each short run; a larger number than that of the audited run is reduced to it.
         shadows: Reference runs for membership inference; 0 for none.
         given: Data and base model passed from Python, as in the audited run.
@@ -208,7 +211,7 @@ def audit_run(
         return Audit(**fields, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inversions)
 
     recovers_tokens = run.recipe.data.kind == "text" and bool(token_factors(run.federation.clients))
-    num_trials = trials or math.ceil(COINS / len(run.users))  # one coin per user and run
+    num_trials = trials or math.ceil(DEFAULT_COINS / len(run.users))  # one coin per user and run
     num_recovery_runs = _RUNS_OF_ATTACK if recovers_tokens else 0
     # All runs are counted before the first one, for the estimate of the time.
     runs = _RunCounter(reporter, num_trials + shadows + num_recovery_runs, recipe, run.metrics)
@@ -217,14 +220,7 @@ def audit_run(
     canary_trials = [run_trial(recipe, run_data, number, runs.observe("canaries")) for number in range(num_trials)]
     shadow_runs = [run_shadow(recipe, run_data, number, runs.observe("reference models")) for number in range(shadows)]
 
-    inserted_exposures: list[float] = []  # in bits, of canaries that a run included
-    absent_exposures: list[float] = []
-    for trial in canary_trials:
-        for is_inserted, rank in zip(trial.inside, trial.ranks, strict=True):
-            if is_inserted:
-                inserted_exposures.append(exposure(rank, REFERENCES))
-            else:
-                absent_exposures.append(exposure(rank, REFERENCES))
+    inserted_exposures, absent_exposures = _exposures(canary_trials)
     proofs = []
     for view in (SERVER, USERS):
         upper_bound = accounted_epsilon(recipe, run.users, canary_trials, view)
@@ -244,6 +240,17 @@ def audit_run(
     )
 
 
+def _exposures(trials: Sequence[Trial]) -> tuple[list[float], list[float]]:
+    """Return the exposures in bits of the canaries that a run included, and those of the canaries that it left out."""
+    inserted: list[float] = []
+    absent: list[float] = []
+    for trial in trials:
+        for is_inserted, rank in zip(trial.inside, trial.ranks, strict=True):
+            exposures = inserted if is_inserted else absent
+            exposures.append(exposure(rank, NUM_REFERENCES))
+    return inserted, absent
+
+
 def _audit_fields(run: Run, recipe: Recipe) -> dict[str, Any]:
     """Return the fields of an :class:`Audit` that do not depend on attacks.
 
@@ -261,7 +268,7 @@ def _audit_fields(run: Run, recipe: Recipe) -> dict[str, Any]:
         "rounds": recipe.training.rounds,
         "delta": DELTA if privacy is None else privacy["delta"],  # a run without privacy has none
         "confidence": CONFIDENCE,
-        "most": math.log2(REFERENCES + 1),  # exposure in bits of a canary that ranks before all references
+        "most": math.log2(NUM_REFERENCES + 1),  # exposure in bits of a canary that ranks before all references
     }
 
 
@@ -314,7 +321,7 @@ def check_audited(run: Run) -> None:
     """Check that the run shares something to attack, and that users have data that canaries can be inserted in.
 
     Raises:
-        RunError: It shares nothing, users have other data, or the server sees only sums.
+        RunError: The run shares nothing, users have other data, or the server sees only sums.
     """
     where = run.folder or "the run"
     check_auditable(where, run.federation.clients.method)
@@ -335,11 +342,12 @@ def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
         metrics: Metrics of the audited run.
         rounds: Largest number of rounds.
     """
-    changes: dict[str, Any] = dict(in_rounds(min(rounds, recipe.training.rounds)))
+    changes: dict[str, Any] = dict(changes_for_rounds(min(rounds, recipe.training.rounds)))
     changes["evaluation.model"] = "exchanged"  # with local models there is no upload after the last round
     privacy = metrics.get("privacy")
     if privacy is not None:
-        # Keep the noise, the smallest if it differs between users; fewer rounds with the same epsilon would need less.
+        # Keep the noise of the audited run, the smallest if it differs between users. Noise derived from epsilon would
+        # be less, as the run has fewer rounds.
         noise_by_user = privacy.get("noise_multipliers", {})
         changes["privacy.noise_multiplier"] = min(noise_by_user.values(), default=privacy["noise_multiplier"])
         changes["privacy.epsilon"] = None
@@ -373,13 +381,14 @@ def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float
     """Guess for every canary whether a run included it, and bound epsilon from below by the number of right guesses.
 
     Args:
-        view: SERVER or USERS; whose observations the scores come from.
+        view: The attacker, SERVER or USERS, from whose observations the scores come.
         trials: Runs with canaries.
         delta: Delta of the bound.
-        upper: The accountant's epsilon for these runs, or None.
+        upper: The accountant's epsilon for these runs, an upper bound; None if nothing is guaranteed.
 
     Returns:
-        The bound (``epsilon``), and the bound if every guess had been right (``provable``).
+        The number of guesses, how many were right, the lower bound (``epsilon``), and the lower bound if every guess
+        had been right (``provable``).
     """
     was_included: list[bool] = []  # of each canary in each run, decided by a coin
     scores: list[float | None] = []
@@ -450,7 +459,7 @@ def audit(
     *,
     trials: int | None = None,
     rounds: int = 3,
-    shadows: int = SHADOWS,
+    shadows: int = DEFAULT_SHADOWS,
     out: str | Path | None = None,
     force: bool = False,
     users: Mapping[str, object] | None = None,
@@ -479,8 +488,8 @@ def audit(
         raise RecipeError(f"trials: got {trials}; allowed: a whole number from 1")
     if rounds < 1:
         raise RecipeError(f"rounds: got {rounds}; allowed: a whole number from 1")
-    if shadows != 0 and shadows < FEWEST:
-        raise RecipeError(f"shadows: got {shadows}; allowed: 0, or a whole number from {FEWEST}")
+    if shadows != 0 and shadows < MIN_REFERENCE_RUNS:
+        raise RecipeError(f"shadows: got {shadows}; allowed: 0, or a whole number from {MIN_REFERENCE_RUNS}")
     if out is not None:
         check_targets(Path(out), force=force)
     loaded_run = run if isinstance(run, Run) else load(run, users=users, base=base)

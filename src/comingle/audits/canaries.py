@@ -11,15 +11,20 @@ under the base. The loss alone depends more on how hard a text is than on whethe
 calibration: Watson et al. 2022, arXiv:2111.08440).
 
 Membership with reference models: in each of several short runs a coin decides for every window of a user's training
-text whether it is included; a conversation is one window. Each run is attacked with what the others show: for every
-window a Gaussian of its scores with the window included, another without it, and the ratio of their likelihoods (LiRA:
-Carlini et al. 2022, arXiv:2112.03570, Algorithm 1, online). With few runs all windows of a user share the variances, as
-the paper advises (section VI.C).
+text whether it is included; a conversation is one window. Each run is attacked with the scores of the other runs: for
+every window a Gaussian is fitted to the scores of the runs that included it, and another to those of the runs that did
+not. The attack is the ratio of the two likelihoods (LiRA: Carlini et al. 2022, arXiv:2112.03570, Algorithm 1, online).
+With few runs all windows of a user share the variances, as the paper advises (section VI.C).
 
-Differs from the paper: the difference between a window's two means is shrunk towards that of all windows, as a few runs
-say little about one, and is never negative. The score is the decrease of a window's loss while a user trained (for the
-server, summed over rounds) or since the start (for other users), in nats. The mean over the user's windows is
-subtracted within each run, as overall progress says nothing about one window. Each run is the target once.
+Differs from the paper:
+
+- The paper fits the two means of each example freely. Here the difference between a window's two means is shrunk
+  towards the mean difference of all windows, as a few runs say little about one window, and it is never negative.
+- The paper scores an example by the final model's confidence, on a logit scale. Here the score is the decrease of a
+  window's loss in nats: while a user trained (for the server, summed over rounds), or since the start (for other
+  users). The mean over the user's windows is subtracted within each run, as overall progress says nothing about one
+  window.
+- Algorithm 1 attacks one given model. Here each run is the target once, and all other runs are its references.
 """
 
 from __future__ import annotations
@@ -59,17 +64,18 @@ from comingle.utils.errors import RunError
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree, assign
 
-SHARE = 0.25
-"""Fraction of a user's training text, or conversations, that its canary replaces: a bound is about the worst case.
+CANARY_SHARE = 0.25
+"""Fraction of a user's training text, or of its conversations, that its canary replaces.
 
-Where privacy protects single examples, a canary replaces one of them.
+It is large because the bound of privacy holds for the worst case. Where privacy protects single examples, a canary
+replaces one example.
 """
-LONGEST = 32
+MAX_CANARY_TOKENS = 32
 """Largest number of predicted tokens of a canary."""
-REFERENCES = 63
+NUM_REFERENCES = 63
 """Number of reference canaries, which are never included."""
-COMPARED = 31
-"""Number of reference canaries that are scored in each round."""
+NUM_COMPARED_REFERENCES = 31
+"""Number of reference canaries with which a user's canary is compared in each round; at the end all are used."""
 
 SERVER, USERS, OWN = "server", "users", "own"
 """Views: the server sees uploads, other users what they download, the user itself what it trains from."""
@@ -118,7 +124,7 @@ class ObservedFederation(InProcess):
 def uploaded(server: ServerHalf, upload: Upload) -> Tree:
     """Return the tensors of an upload as the server reads them, ``(users, 1, *shape)``."""
     tensors = fill_ranks(decompress(upload.tensors, server.uploads), server.layout)
-    return {name: t.unsqueeze(1) for name, t in tensors.items()}
+    return {name: t.unsqueeze(1) for name, t in tensors.items()}  # a user uploads one model
 
 
 def published(server: ServerHalf, *, others: bool = False) -> Tree:
@@ -133,7 +139,7 @@ def published(server: ServerHalf, *, others: bool = False) -> Tree:
     downloads = server.method.server.download(server.kept, all_users)  # ``kept`` has the server's tensors
     if not others:
         return downloads
-    return {name: t.roll(-1, 0) for name, t in downloads.items()}
+    return {name: t.roll(-1, 0) for name, t in downloads.items()}  # row u + 1 becomes row u
 
 
 def _select_users(tensors: Tree, users: Sequence[int]) -> Tree:
@@ -176,7 +182,7 @@ def check_auditable(where: object, method: Method) -> None:
         method: Method of the run.
 
     Raises:
-        RunError: They do not; the message says why.
+        RunError: Users share no such models; the message says why.
     """
     if method.placement.pooled:
         raise RunError(f"{where}: {method.name} pools the text of all users, so there is nothing to audit")
@@ -231,7 +237,7 @@ class Attacker:
         for model in range(num_models):
             tensors_of_model = {name: t[:, model] for name, t in observed.items()}
             losses_by_model.append(self._losses_of_model(users, tensors_of_model, windows))
-        return torch.stack(losses_by_model).amin(0)
+        return torch.stack(losses_by_model).amin(0)  # over models
 
     def _losses_of_model(self, users: Sequence[int], observed: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
         """Return the mean loss per predicted token of each window, under a single observed model of each user.
@@ -319,15 +325,15 @@ def draw_canaries(num_users: int, *, vocabulary: int, context: int, seed: int, t
         seed: Seed of the recipe.
         trial: Number of the run with canaries, from 0.
     """
-    width = min(context, LONGEST) + 1  # the first token is not predicted
+    width = min(context, MAX_CANARY_TOKENS) + 1  # the first token is not predicted
     random = generator("audit", seed, trial)
-    canaries = torch.randint(vocabulary, (num_users + REFERENCES, width), generator=random)
+    canaries = torch.randint(vocabulary, (num_users + NUM_REFERENCES, width), generator=random)
     coins = torch.rand(num_users, generator=random)
     return Canaries(canary_by_user=canaries[:num_users], references=canaries[num_users:], inside=coins < 0.5)
 
 
 def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, trial: int) -> UserData:
-    """Replace a quarter (:data:`SHARE`) of the training text, at random positions, by copies of the user's canary.
+    """Replace a quarter of the training text, at random positions, by copies of the user's canary.
 
     Args:
         user: The user.
@@ -338,7 +344,7 @@ def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, tri
     width = len(canary)
     tokens = user.train.clone()
     num_pieces = len(tokens) // width  # pieces as long as the canary
-    num_replaced = max(1, int(SHARE * num_pieces))
+    num_replaced = max(1, int(CANARY_SHARE * num_pieces))
     shuffled = torch.randperm(num_pieces, generator=generator("audit", seed, trial, user.name))
     for piece in shuffled[:num_replaced].tolist():
         tokens[piece * width : (piece + 1) * width] = canary.to(tokens)
@@ -434,7 +440,8 @@ class CanaryScores:
         """
         is_scored = view in self.scores  # not OWN, which is only stored to compare the next uploads with
         if is_scored:
-            windows = self.canaries.windows(users, COMPARED)  # of each user: its own canary, then references
+            # Of each user: its own canary, then reference canaries.
+            windows = self.canaries.windows(users, NUM_COMPARED_REFERENCES)
             losses_before = self.attacker.losses(users, self.last_published.models_before(view, users), windows)
             losses_now = self.attacker.losses(users, tensors, windows)
             decrease = losses_before - losses_now
@@ -464,7 +471,7 @@ class CanaryScores:
         users = range(len(self.canaries.canary_by_user))
         attackers = [(user + 1) % len(users) for user in users]  # the last user is attacked by the first
         downloads = self.last_published.models_before(USERS, users)  # row u: the newest download of u's attacker
-        windows = self.canaries.windows(users, num_references=REFERENCES)
+        windows = self.canaries.windows(users, num_references=NUM_REFERENCES)
         losses = self.attacker.losses(attackers, downloads, windows)
         canary_losses, reference_losses = losses[:, :1], losses[:, 1:]
         num_lower = (reference_losses < canary_losses).sum(1)
@@ -541,7 +548,8 @@ def run_trial(recipe: Recipe, run_data: RunData, trial: int, make_observers: Mak
 def _insert_canary(user: Any, canary: Tensor, recipe: Recipe, run_data: RunData, trial: int) -> AnyUser:
     """Return a user whose training data contains its canary.
 
-    It takes the place of a share :data:`SHARE` of the data, or of one example if privacy protects single examples.
+    The canary replaces a quarter of the data (:data:`CANARY_SHARE`), or one example if privacy protects single
+    examples.
 
     Args:
         user: A user with text or conversations.
@@ -552,7 +560,7 @@ def _insert_canary(user: Any, canary: Tensor, recipe: Recipe, run_data: RunData,
     """
     replaces_one_example = protects_single_examples(recipe)
     if isinstance(user.train, Answers):
-        count = 1 if replaces_one_example else max(1, int(SHARE * len(user.train)))
+        count = 1 if replaces_one_example else max(1, int(CANARY_SHARE * len(user.train)))
         return with_response(user, canary, count, seed=recipe.seed, trial=trial)
     if not replaces_one_example:
         return with_canary(user, canary, seed=recipe.seed, trial=trial)
@@ -568,13 +576,14 @@ def protects_single_examples(recipe: Recipe) -> bool:
     return recipe.privacy is not None and protects_examples(recipe.privacy.mechanism)
 
 
-MOST_WINDOWS = 200
-"""Largest number of windows, or conversations, of each user and split."""
-FALSE_ALARMS = 0.01
+MAX_WINDOWS = 200
+"""Largest number of windows, or conversations, of each user and split in :func:`infer_membership`."""
+FALSE_ALARM_RATE = 0.01
+"""Share of windows that were not trained on and that the attacker may take for training windows."""
 
 
 def windows_of(
-    data: Int[Tensor, " tokens"] | Answers, context: int, most: int = MOST_WINDOWS
+    data: Int[Tensor, " tokens"] | Answers, context: int, most: int = MAX_WINDOWS
 ) -> Int[Tensor, "windows width"]:
     """Return windows of one split of a user, spread evenly over it.
 
@@ -601,10 +610,10 @@ def as_targets(windows: Int64[Tensor, "*batch width"]) -> Int64[Tensor, "*batch 
 
 
 def infer_membership(run: Run) -> list[Membership]:
-    """Return for each user how well training windows are distinguished from test windows by the final shared model.
+    """Return for each user how well an attacker tells training windows from test windows with the final shared model.
 
-    The score of a window is how much lower its loss is than under the base model. The AUC of the loss alone is given
-    for comparison. The attacker is another user, who attacks with the model that it has downloaded itself.
+    The attacker is another user, with the model that it has downloaded itself. It scores a window by how much lower the
+    loss is under this model than under the base model. The AUC of the loss alone is given for comparison.
     """
     clients, server = run.federation.clients, run.federation.server
     attacker = Attacker(clients=clients)
@@ -614,30 +623,41 @@ def infer_membership(run: Run) -> list[Membership]:
     memberships = []
     for number, user in enumerate(clients.users):
         final_model = {name: t[number : number + 1] for name, t in final_models.items()}
-        base_model: Tree = {}
-        scores: list[list[float]] = []  # of training windows, then of test windows
-        negative_losses: list[list[float]] = []
-        for split in (user.train, user.test):
-            windows = windows_of(split, clients.plan.training.context)
-            if trained_on_prompts:
-                windows = as_targets(windows)
-            windows = windows.unsqueeze(0)  # (1 user, windows, width)
-            final_losses = attacker.losses([number], final_model, windows)[0]
-            base_losses = attacker.losses([number], base_model, windows)[0]
-            scores.append((base_losses - final_losses).tolist())
-            negative_losses.append((-final_losses).tolist())
-        train_scores, test_scores = scores
+        train_windows = windows_of(user.train, clients.plan.training.context)
+        test_windows = windows_of(user.test, clients.plan.training.context)
+        if trained_on_prompts:
+            train_windows, test_windows = as_targets(train_windows), as_targets(test_windows)
+        train_scores, train_losses = _score_windows(attacker, number, final_model, train_windows)
+        test_scores, test_losses = _score_windows(attacker, number, final_model, test_windows)
         memberships.append(
             Membership(
                 user=user.name,
                 members=len(train_scores),
                 others=len(test_scores),
-                auc=auc(train_scores, test_scores),
-                auc_of_loss=auc(negative_losses[0], negative_losses[1]),
-                found=true_positive_rate(train_scores, test_scores),
+                auc=auc(train_scores.tolist(), test_scores.tolist()),
+                auc_of_loss=auc((-train_losses).tolist(), (-test_losses).tolist()),  # members have lower losses
+                found=true_positive_rate(train_scores.tolist(), test_scores.tolist()),
             )
         )
     return memberships
+
+
+def _score_windows(
+    attacker: Attacker, user: int, final_model: Tree, windows: Int[Tensor, "windows width"]
+) -> tuple[Float[Tensor, " windows"], Float[Tensor, " windows"]]:
+    """Return how much lower the loss of each window is than under the base model, and the loss itself, in nats.
+
+    Args:
+        attacker: Computes losses.
+        user: Index of the user whose windows they are.
+        final_model: Shared tensors ``(1, models, *shape)`` with which the user is attacked.
+        windows: The windows.
+    """
+    base_model: Tree = {}  # no observed tensors stand for the initial model
+    windows = windows.unsqueeze(0)  # one user
+    (final_losses,) = attacker.losses([user], final_model, windows)
+    (base_losses,) = attacker.losses([user], base_model, windows)
+    return base_losses - final_losses, final_losses
 
 
 def auc(members: Sequence[float], others: Sequence[float]) -> float:
@@ -655,7 +675,9 @@ def auc(members: Sequence[float], others: Sequence[float]) -> float:
     return float(u / (len(members) * len(others)))
 
 
-def true_positive_rate(members: Sequence[float], others: Sequence[float], rate: float = FALSE_ALARMS) -> float | None:
+def true_positive_rate(
+    members: Sequence[float], others: Sequence[float], rate: float = FALSE_ALARM_RATE
+) -> float | None:
     """Return the share of members, data that was trained on, that an attacker finds at a given rate of false alarms.
 
     Args:
@@ -674,17 +696,17 @@ def true_positive_rate(members: Sequence[float], others: Sequence[float], rate: 
     return num_found / len(members)
 
 
-MOST_TARGETS = 64
-"""Largest number of windows of each user that are scored."""
-LEAST = 4
-"""Smallest number of windows of a user whose training data is divided."""
-FEWEST = 3
-"""Smallest number of runs: the target, and for each window one run with it and one without."""
+MAX_SCORED_WINDOWS = 64
+"""Largest number of windows of each user that are scored in a reference run."""
+MIN_WINDOWS = 4
+"""Smallest number of training windows of a user from which some are left out; with fewer all are included."""
+MIN_REFERENCE_RUNS = 3
+"""Smallest number of reference runs: the target, and for each window one run with it and one without."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """Training data of one run: windows ``(windows, width)`` of each user, and which of them are included."""
+    """Training data of one reference run: each user's windows ``(windows, width)``, and a mask of the included ones."""
 
     windows: Sequence[Int[Tensor, "_ _"]]
     inside: Sequence[Bool[Tensor, " _"]]
@@ -709,8 +731,8 @@ class Halves:
 def draw_halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, run: int) -> Halves:
     """Cut users' training data into windows, and include each window in a reference run with probability 1/2.
 
-    If no window of a user was drawn, its first one is included. Of users with fewer than ``LEAST`` (4) windows, all are
-    included.
+    If no window of a user was drawn, the user's first window is included. Of users with fewer than ``MIN_WINDOWS`` (4)
+    windows, all windows are included.
 
     Args:
         users: The users.
@@ -722,7 +744,7 @@ def draw_halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: 
     for user in users:
         windows = windows_of(user.train, context, most=len(user.train))
         inside = torch.rand(len(windows), generator=generator("shadow", seed, run, user.name)) < 0.5
-        if len(windows) < LEAST:
+        if len(windows) < MIN_WINDOWS:
             inside[:] = True
         elif not bool(inside.any()):
             inside[0] = True
@@ -732,13 +754,13 @@ def draw_halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: 
 
 
 def indices_to_score(count: int) -> Int[Tensor, " scored"]:
-    """Return the indices of at most 64 (``MOST_TARGETS``) windows to score, spread evenly over ``count`` windows.
+    """Return the indices of at most 64 (``MAX_SCORED_WINDOWS``) windows to score, spread evenly over ``count`` windows.
 
-    With fewer than four windows (``LEAST``) none is scored, as every reference run includes all of them.
+    With fewer than four windows (``MIN_WINDOWS``) none is scored, as every reference run includes all of them.
     """
-    if count < LEAST:
+    if count < MIN_WINDOWS:
         return torch.zeros(0, dtype=torch.int64)
-    return torch.linspace(0, count - 1, min(count, MOST_TARGETS)).long()
+    return torch.linspace(0, count - 1, min(count, MAX_SCORED_WINDOWS)).long()
 
 
 @dataclass(kw_only=True)
@@ -896,7 +918,7 @@ def _fit_gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"]
     num_outside, mean_outside = _count_and_mean(scores, ~inside)
     means = torch.where(inside, mean_inside, mean_outside)  # (runs, windows)
     degrees_of_freedom = (num_inside - 1).clamp(min=0).sum() + (num_outside - 1).clamp(min=0).sum()
-    variance = ((scores - means).square().sum() / max(1, int(degrees_of_freedom))).clamp(min=SMALL)
+    variance = ((scores - means).square().sum() / max(1, int(degrees_of_freedom))).clamp(min=MIN_VARIANCE)
     has_both = (num_inside > 0) & (num_outside > 0)  # windows that some runs include and others do not
     if not bool(has_both.any()):
         return torch.zeros_like(mean_inside), variance
@@ -922,28 +944,29 @@ def _count_and_mean(scores: Tensor, chosen: Tensor) -> tuple[Int[Tensor, " windo
     return counts, means
 
 
-SMALL = 1e-18
+MIN_VARIANCE = 1e-18
 """Smallest variance of a score."""
 
 
 def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> list[Shadowed]:
     """Measure how well attackers tell which windows of a user's data a run trained on.
 
-    Each reference run is attacked in turn, by comparing its scores with those of the other runs.
+    Each reference run is the target once; its scores are compared with those of all other runs.
 
     Args:
         names: Names of the users.
         shadows: Results of the reference runs. Each run trained on a random half of the windows, ``inside``.
 
     Returns:
-        A result for each attacker (the server and other users) and user. Users with scores in fewer than ``FEWEST`` (3)
-        runs are skipped: an attack needs another run that trained on a window and one that did not.
+        A result for each attacker (the server and other users) and user. Users with scores in fewer than 3 runs
+        (``MIN_REFERENCE_RUNS``) are skipped: besides the target, an attack needs a run that trained on a window and one
+        that did not.
     """
     results = []
     for view in (SERVER, USERS):
         for user, name in enumerate(names):
             shadows_with_scores = [shadow for shadow in shadows if user in shadow.scores[view]]
-            if len(shadows_with_scores) < FEWEST:
+            if len(shadows_with_scores) < MIN_REFERENCE_RUNS:
                 continue
             scores = torch.stack([shadow.scores[view][user] for shadow in shadows_with_scores])  # (runs, windows)
             inside = torch.stack([shadow.inside[user] for shadow in shadows_with_scores])  # (runs, windows)

@@ -48,7 +48,10 @@ from comingle.utils.seeds import generator
 from comingle.utils.trees import Layout, Tree
 
 Attack = Callable[[Tree, Sequence[int]], Tree]
-"""Returns all changes ``(users, *shape)`` with those of the hostile users of the given indices replaced."""
+"""Function from the honest changes of all users ``(users, *shape)`` and the indices of the hostile users.
+
+It returns the changes with those of the hostile users replaced.
+"""
 
 
 def sign_flip(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) -> Tree:
@@ -151,7 +154,7 @@ def all_zero(changes: Tree, hostile: Sequence[int], downloads: Tree) -> Tree:
 
 
 def copy_of(changes: Tree, hostile: Sequence[int]) -> Tree:
-    """Replace hostile changes by that of the first honest user."""
+    """Replace each hostile change by the change of the first honest user."""
     first = _honest_users(changes, hostile)[0]
     return _replace_hostile(changes, hostile, lambda t: t[first])
 
@@ -221,9 +224,10 @@ def _replace_rows(t: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
 
 
 def invert_uploads(recipe: Recipe, run_data: RunData, make_observers: MakeObservers) -> list[Inversion]:
-    """Reconstruct an input of each user from its upload, in the easiest case for the attacker and in that of the run.
+    """Reconstruct a training input of each user from its upload, in two cases.
 
-    In the easiest case a user takes one step on its first sample alone; in the other one a whole round as in the run.
+    In the easiest case for the attacker, a user takes one step on its first sample alone. In the other case, a user
+    trains a whole round as in the audited run.
 
     Args:
         recipe: Recipe of the audited run.
@@ -236,7 +240,7 @@ def invert_uploads(recipe: Recipe, run_data: RunData, make_observers: MakeObserv
     Raises:
         RunError: The net's first layer is not linear with a bias, or is not shared.
     """
-    # Without ``exchanged`` there would be no upload after the last round, here the only one.
+    # Without "exchanged" there would be no upload after the last round, which is here the only round.
     one_round = recipe.with_changes({**shortened(1), "evaluation.model": "exchanged"})
     one_step = one_round.with_changes({"training.batch_size": 1, "training.local_epochs": 1})
     first_samples = run_data.with_users(replace(user, train=user.train.first(1)) for user in run_data.users)
@@ -268,7 +272,8 @@ def _invert_run(title: str, recipe: Recipe, run_data: RunData, make_observers: M
     reconstructed: dict[int, Tensor | None] = {}  # by index of the user
 
     def change(uploads: Tree, name: str, row: int, index: int) -> Tensor:
-        # Tensors are (users, models, *shape); an upload's only model was trained from the download's first one.
+        """Return upload minus download of a tensor, for user ``index``, whose upload is row ``row`` of ``uploads``."""
+        # Tensors are (users, models, *shape); an upload's only model was trained from the download's first model.
         return (uploads[name][row, 0] - downloads[name][index, 0]).double()
 
     def record_view(view: str, indices: Sequence[int], tensors: Tree) -> None:
@@ -335,33 +340,34 @@ def input_from_changes(
         bias: Change of the bias.
 
     Returns:
-        The input; None if no bias moved.
+        The input; None if no entry of the bias changed.
     """
-    row = int(bias.abs().argmax())  # the most precise one
+    row = int(bias.abs().argmax())  # the row with the largest change is the most precise
     if float(bias[row]) == 0:
         return None
     return weight[row] / bias[row]
 
 
 def relative_distance(guess: Float[Tensor, " columns"], inputs: Float[Tensor, "samples columns"]) -> float:
-    """Return ``|guess - x| / |x|`` for the input x for which it is smallest."""
+    """Return ``|guess - x| / |x|``, minimised over the inputs x: the error of a reconstruction."""
     distances = (inputs - guess).norm(dim=1)
     lengths = inputs.norm(dim=1).clamp(min=1e-12)
     return float((distances / lengths).min())
 
 
-SHORT = 8
-"""Tokens of the only window in the easiest case."""
-FIRST, READS = "layers.0.", (".q_proj.a", ".k_proj.a", ".v_proj.a", ".c_attn.a")
-"""Start and end of the names of factors that read a token's embedding after the norm."""
-NOTHING_MOVED = 1e-12
+SHORT_CONTEXT = 8
+"""Context of the only window in the easiest case; the window has one token more, the last target."""
+FIRST_BLOCK, EMBEDDING_READERS = "layers.0.", (".q_proj.a", ".k_proj.a", ".v_proj.a", ".c_attn.a")
+"""Start and end of the names of LoRA factors A whose input is a token's embedding after the norm."""
+ZERO_NORM = 1e-12
 """Largest norm of a row that counts as zero."""
 
 
 def recover(recipe: Recipe, run_data: RunData, make_observers: MakeObservers) -> list[Recovery]:
-    """Recover tokens of each user from its upload, in the easiest case for the attacker and in that of the run.
+    """Recover tokens of each user's training text from its upload, in two cases.
 
-    In the easiest case a user takes one step on a single short window; in the other one a whole round as in the run.
+    In the easiest case for the attacker, a user takes one step on a single short window. In the other case, a user
+    trains a whole round as in the audited run.
 
     Args:
         recipe: Recipe of the audited run.
@@ -380,16 +386,18 @@ def recover(recipe: Recipe, run_data: RunData, make_observers: MakeObservers) ->
             "training.rounds": 2,
             "evaluation.every": 2,
             "evaluation.first": False,
-            "evaluation.model": "exchanged",  # else there is no upload after the last round
+            "evaluation.model": "exchanged",  # otherwise there is no upload after the last round
         }
     )
-    one_step = two_rounds.with_changes({"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT})
+    one_step = two_rounds.with_changes(
+        {"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT_CONTEXT}
+    )
     assert run_data.base is not None
-    # A window has SHORT + 1 tokens: the inputs, and the last target. A begin-of-text token is one of them.
-    width = SHORT if run_data.base.begin is not None else SHORT + 1
+    # A window has SHORT_CONTEXT + 1 tokens: the inputs, and the last target. A begin-of-text token is one of them.
+    width = SHORT_CONTEXT if run_data.base.begin is not None else SHORT_CONTEXT + 1
     short_data = run_data.with_users(tuple(_cut_to_one_window(user, recipe.seed, width) for user in run_data.users))
     return [
-        _recover_from_run(f"one step on {SHORT + 1} tokens", one_step, short_data, make_observers),
+        _recover_from_run(f"one step on {SHORT_CONTEXT + 1} tokens", one_step, short_data, make_observers),
         _recover_from_run("one round of the run", two_rounds, run_data, make_observers),
     ]
 
@@ -414,7 +422,7 @@ def token_factors(clients: Clients) -> list[str]:
     names = []
     for slot in clients.model.layout.slots:
         is_shared = all(slot.role_mask(clients.method.shared))  # all its entries
-        if is_shared and slot.name.startswith(FIRST) and slot.name.endswith(READS):
+        if is_shared and slot.name.startswith(FIRST_BLOCK) and slot.name.endswith(EMBEDDING_READERS):
             names.append(slot.name)
     return names
 
@@ -481,7 +489,7 @@ _TOKENS_AT_ONCE = 256
 def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "tokens positions width"]:
     """Return the input of a layer in the first block's attention for every token of the vocabulary and every position.
 
-    The base model computes them, for windows that repeat one token.
+    An attacker compares an upload with these inputs. The base model computes them, for windows that repeat one token.
 
     Args:
         clients: Clients of a run.
@@ -493,7 +501,7 @@ def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "to
     """
     base = vars(clients.model)["base"].model  # an attribute of models of text only
     first_block = decoder_layers(base)[0]
-    layer = first_block.get_submodule(name.removeprefix(FIRST).removesuffix(".a"))
+    layer = first_block.get_submodule(name.removeprefix(FIRST_BLOCK).removesuffix(".a"))
     layer_inputs: list[Tensor] = []
 
     def record_input(_module: torch.nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -525,18 +533,18 @@ def nearest_tokens(rows: Float[Tensor, "rows width"], candidates: Float[Tensor, 
         candidates: Input x of each token at each position; the position with the largest ratio counts.
     """
     lengths = rows.norm(dim=1, keepdim=True)
-    is_nonzero = lengths.squeeze(1) > NOTHING_MOVED
-    unit_rows = (rows / lengths.clamp(min=NOTHING_MOVED))[is_nonzero]
+    is_nonzero = lengths.squeeze(1) > ZERO_NORM
+    unit_rows = (rows / lengths.clamp(min=ZERO_NORM))[is_nonzero]
     if not len(unit_rows):
         return list(range(len(candidates)))
     _, singular_values, directions = torch.linalg.svd(unit_rows, full_matrices=False)
     largest = singular_values[0]  # they are in descending order; those far below it are rounding errors
-    basis = directions[singular_values > NOISE * largest]
+    basis = directions[singular_values > ROUNDING_RATIO * largest]
     projected_norms = (candidates @ basis.T).norm(dim=-1)  # |Px|, as the basis is orthonormal
-    ratios = projected_norms / candidates.norm(dim=-1).clamp(min=NOTHING_MOVED)
+    ratios = projected_norms / candidates.norm(dim=-1).clamp(min=ZERO_NORM)
     largest_ratios = ratios.amax(dim=1)  # over positions
     return largest_ratios.argsort(descending=True, stable=True).tolist()
 
 
-NOISE = 1e-3
+ROUNDING_RATIO = 1e-3
 """Singular values below this fraction of the largest are rounding errors."""

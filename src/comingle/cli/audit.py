@@ -25,10 +25,10 @@ def _check_shadows(context: object, option: object, num_runs: int) -> int:
     """
     if num_runs == 0:
         return num_runs
-    from comingle.audits.canaries import FEWEST
+    from comingle.audits.canaries import MIN_REFERENCE_RUNS
 
-    if num_runs < FEWEST:
-        raise RecipeError(f"--shadows: got {num_runs}; allowed: 0, or a whole number from {FEWEST}")
+    if num_runs < MIN_REFERENCE_RUNS:
+        raise RecipeError(f"--shadows: got {num_runs}; allowed: 0, or a whole number from {MIN_REFERENCE_RUNS}")
     return num_runs
 
 
