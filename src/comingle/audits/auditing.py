@@ -305,6 +305,7 @@ class _RunCounter:
         """
 
         def start_bar(clients: Clients) -> list[Observer]:
+            """Count the run, and return its progress bar; the time left is estimated from the runs that have ended."""
             num_ended = self._num_begun  # runs follow each other, so all that have begun have ended
             self._num_begun += 1
             title = f"run {self._num_begun} of {self._num_runs} · {attack}"

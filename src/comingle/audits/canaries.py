@@ -509,20 +509,8 @@ def run_trial(recipe: Recipe, run_data: RunData, trial: int, make_observers: Mak
         trial: Number of the trial, from 0.
         make_observers: Returns the observers of a run.
     """
-    users, base = run_data.users, run_data.base
-    assert base is not None
-    canaries = draw_canaries(
-        len(users),
-        vocabulary=int(base.model.config.vocab_size),
-        context=recipe.training.context,
-        seed=recipe.seed,
-        trial=trial,
-    )
-    if all(isinstance(user.train, Answers) for user in users):
-        # Each canary replaces the responses in one conversation of its user: that with the longest responses.
-        conversations = [user.train.windows[longest_responses(user.train)] for user in users]
-        canaries = replace(canaries, conversations=conversations)
-
+    users = run_data.users
+    canaries = _canaries_of_trial(recipe, run_data, trial)
     trial_users: list[Any] = []
     for user, canary, is_inside in zip(users, canaries.canary_by_user, canaries.inside.tolist(), strict=True):
         if is_inside:
@@ -543,6 +531,30 @@ def run_trial(recipe: Recipe, run_data: RunData, trial: int, make_observers: Mak
         metrics=metrics,
         works={} if account is None else dict(account.works()),
     )
+
+
+def _canaries_of_trial(recipe: Recipe, run_data: RunData, trial: int) -> Canaries:
+    """Draw the canaries of a trial from the vocabulary of the base model; for users with text or conversations.
+
+    Args:
+        recipe: Recipe of the run.
+        run_data: Data of the run.
+        trial: Number of the trial, from 0.
+    """
+    users, base = run_data.users, run_data.base
+    assert base is not None
+    canaries = draw_canaries(
+        len(users),
+        vocabulary=int(base.model.config.vocab_size),
+        context=recipe.training.context,
+        seed=recipe.seed,
+        trial=trial,
+    )
+    if not all(isinstance(user.train, Answers) for user in users):
+        return canaries
+    # A canary is scored in place of the responses of one conversation of its user, the one with the longest responses.
+    conversations = [user.train.windows[longest_responses(user.train)] for user in users]
+    return replace(canaries, conversations=conversations)
 
 
 def _insert_canary(user: Any, canary: Tensor, recipe: Recipe, run_data: RunData, trial: int) -> AnyUser:

@@ -41,6 +41,7 @@ from comingle.privacy.noise import norms
 from comingle.reports.audit import Inversion, Recovery
 from comingle.runs import shortened
 from comingle.runs.session import build, execute
+from comingle.training.backends.local import InProcess
 from comingle.training.client import Clients
 from comingle.training.kinds.base import RunData
 from comingle.utils.errors import RunError
@@ -266,10 +267,40 @@ def _invert_run(title: str, recipe: Recipe, run_data: RunData, make_observers: M
     Raises:
         RunError: The net's first layer is not linear with a bias, is not shared, or does not read the inputs.
     """
+    reconstructed = _reconstruct_inputs(recipe, run_data, make_observers)
+    users: Sequence[UserSamples] = run_data.users
+    mean_test_input = torch.cat([user.test.inputs.flatten(1).double() for user in users]).mean(0)
+    errors, guesses = [], []
+    for index, reconstruction in reconstructed.items():
+        inputs = users[index].train.inputs.flatten(1).double()
+        if reconstruction is None or reconstruction.numel() != inputs.shape[1]:
+            raise RunError(
+                f"method {recipe.method.name}: the first linear layer does not read the inputs; no inversion"
+            )
+        errors.append(relative_distance(reconstruction, inputs))
+        guesses.append(relative_distance(mean_test_input, inputs))
+    return Inversion(what=title, errors=errors, guesses=guesses)
+
+
+def _reconstruct_inputs(
+    recipe: Recipe, run_data: RunData, make_observers: MakeObservers
+) -> dict[int, Float[Tensor, " columns"] | None]:
+    """Run a recipe of one round, and return the reconstructed input of each user that uploads, by the user's index.
+
+    The input is None if the bias of the first layer did not change.
+
+    Args:
+        recipe: A recipe of one round.
+        run_data: Data of the run.
+        make_observers: Returns the observers of the run.
+
+    Raises:
+        RunError: The net's first layer is not linear with a bias, or is not shared.
+    """
     built = build(recipe, run_data, store="memory")
     weight_name, bias_name = first_layer(built.clients.model.layout, built.clients.method.shared)
     downloads = published(built.server)
-    reconstructed: dict[int, Tensor | None] = {}  # by index of the user
+    reconstructed: dict[int, Tensor | None] = {}
 
     def change(uploads: Tree, name: str, row: int, index: int) -> Tensor:
         """Return upload minus download of a tensor, for user ``index``, whose upload is row ``row`` of ``uploads``."""
@@ -287,18 +318,7 @@ def _invert_run(title: str, recipe: Recipe, run_data: RunData, make_observers: M
 
     federation = ObservedFederation(clients=built.clients, server=built.server, record_view=record_view)
     execute(federation, recipe, None, observers=make_observers(built.clients))
-    users: Sequence[UserSamples] = run_data.users
-    mean_test_input = torch.cat([user.test.inputs.flatten(1).double() for user in users]).mean(0)
-    errors, guesses = [], []
-    for index, reconstruction in reconstructed.items():
-        inputs = users[index].train.inputs.flatten(1).double()
-        if reconstruction is None or reconstruction.numel() != inputs.shape[1]:
-            raise RunError(
-                f"method {recipe.method.name}: the first linear layer does not read the inputs; no inversion"
-            )
-        errors.append(relative_distance(reconstruction, inputs))
-        guesses.append(relative_distance(mean_test_input, inputs))
-    return Inversion(what=title, errors=errors, guesses=guesses)
+    return reconstructed
 
 
 def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
@@ -443,8 +463,41 @@ def _recover_from_run(title: str, recipe: Recipe, run_data: RunData, make_observ
         among the most common tokens of all test texts.
     """
     built = build(recipe, run_data, store="memory")
-    clients, server = built.clients, built.server
+    clients = built.clients
     factors = token_factors(clients)
+    changes_by_user = _changes_in_second_round(built, recipe, factors, make_observers)
+    input_by_token = first_inputs(clients, recipe.training.context, factors[0])  # all factors read the same inputs
+    users: Sequence[UserData] = run_data.users
+    count_by_token = Counter(torch.cat([user.test for user in users]).tolist())
+    tokens_by_frequency = [token for token, _count in count_by_token.most_common()]
+    begin_token = None if run_data.base is None else run_data.base.begin
+    num_tokens, recovered, guesses = [], [], []
+    for index, changes in sorted(changes_by_user.items()):
+        true_tokens = set(users[index].train[:-1].tolist())  # the last token is only a target
+        num_true = len(true_tokens)
+        most_probable_first = nearest_tokens(torch.cat(list(changes.values())), input_by_token)
+        # Every window has the begin-of-text token, so it does not count as recovered.
+        candidates = [token for token in most_probable_first if token != begin_token]
+        num_tokens.append(num_true)
+        recovered.append(len(true_tokens & set(candidates[:num_true])) / num_true)
+        guesses.append(len(true_tokens & set(tokens_by_frequency[:num_true])) / num_true)
+    return Recovery(what=title, tokens=num_tokens, recovered=recovered, guesses=guesses)
+
+
+def _changes_in_second_round(
+    built: InProcess, recipe: Recipe, factors: Sequence[str], make_observers: MakeObservers
+) -> dict[int, Tree]:
+    """Run two rounds, and return the changes of LoRA factors in the second one, by the index of each user that uploads.
+
+    A change is the upload minus the user's download before it, of the shape of the factor.
+
+    Args:
+        built: Clients and server before the first round.
+        recipe: A recipe of two rounds.
+        factors: Names of the factors.
+        make_observers: Returns the observers of the run.
+    """
+    clients, server = built.clients, built.server
     downloads: Tree = {}  # factors that users downloaded after the first round, (users, models, *shape)
     changes_by_user: dict[int, Tree] = {}  # by index of the user
 
@@ -463,22 +516,7 @@ def _recover_from_run(title: str, recipe: Recipe, run_data: RunData, make_observ
 
     federation = ObservedFederation(clients=clients, server=server, record_view=record_view)
     execute(federation, recipe, None, observers=make_observers(clients))
-    input_by_token = first_inputs(clients, recipe.training.context, factors[0])  # all factors read the same inputs
-    users: Sequence[UserData] = run_data.users
-    count_by_token = Counter(torch.cat([user.test for user in users]).tolist())
-    tokens_by_frequency = [token for token, _count in count_by_token.most_common()]
-    begin_token = None if run_data.base is None else run_data.base.begin
-    num_tokens, recovered, guesses = [], [], []
-    for index, changes in sorted(changes_by_user.items()):
-        true_tokens = set(users[index].train[:-1].tolist())  # the last token is only a target
-        num_true = len(true_tokens)
-        most_probable_first = nearest_tokens(torch.cat(list(changes.values())), input_by_token)
-        # Every window has the begin-of-text token, so it does not count as recovered.
-        candidates = [token for token in most_probable_first if token != begin_token]
-        num_tokens.append(num_true)
-        recovered.append(len(true_tokens & set(candidates[:num_true])) / num_true)
-        guesses.append(len(true_tokens & set(tokens_by_frequency[:num_true])) / num_true)
-    return Recovery(what=title, tokens=num_tokens, recovered=recovered, guesses=guesses)
+    return changes_by_user
 
 
 _TOKENS_AT_ONCE = 256

@@ -98,8 +98,8 @@ class _Loader(yaml.SafeLoader):
         Aliases of aliases in a small file may repeat a value exponentially often.
 
         Args:
-            node: The repeated node.
-            event: The alias.
+            node: Node to which the alias refers.
+            event: The alias, for its name and line.
         """
         size = self._sizes.get(id(node))
         if size is None:  # the node is not finished, so the alias is inside it

@@ -543,9 +543,16 @@ def no_sum_message(round_number: int, completed: str, required: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Terms of a secure sum, which users and server agree on beforehand: round, users and number of entries.
+    """Terms of a secure sum, which users and server agree on beforehand.
 
-    ``expected`` is the number of participants of the round, ``threshold`` the least number that a sum requires.
+    Args:
+        run: Name of the run.
+        round: Number of the round, from 1.
+        users: Names of the users selected for the round.
+        expected: Number of participants of the round.
+        threshold: Least number of users that a sum requires.
+        word: Bit width of the integers of a masked upload, 32 or 64.
+        entries: Number of integers of an upload: one per shared parameter, and one for the weight of a weighted mean.
     """
 
     run: str

@@ -334,10 +334,7 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
     user_form = _form_named(about.get("type"))
     try:
         if user_form is not None:  # an unknown type is refused below, and its file may have no checksums
-            checksums = about["sums"]  # by file name
-            changed = [name for name, checksum in checksums.items() if _checksum(folder / name) != checksum]
-            if changed:
-                raise ValueError(f"{', '.join(changed)}: changed since it was written")
+            _check_unchanged(folder, about["sums"])
         names = StoredNames(folder)
         ends = np.memmap(folder / ENDS, dtype=_END_DTYPE, mode="r")  # end in the file of users, and checksum
         sizes = np.memmap(folder / SIZES, dtype="<i8", mode="r").reshape(-1, len(SPLITS))
@@ -363,6 +360,18 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
     valid_sizes = sizes[:, SPLITS.index("valid")]
     totals = {**about["counts"], "valid": int((valid_sizes > 0).sum())}  # "valid": users with validation data
     return LazyPopulation(names, read_user, digest=about["digest"], sizes=sizes, about=totals)
+
+
+def _check_unchanged(folder: Path, checksums: Mapping[str, int]) -> None:
+    """Check that the files of a population have the checksums with which they were written, by file name.
+
+    Raises:
+        ValueError: A file has another checksum.
+        OSError: A file cannot be read.
+    """
+    changed = [name for name, checksum in checksums.items() if _checksum(folder / name) != checksum]
+    if changed:
+        raise ValueError(f"{', '.join(changed)}: changed since it was written")
 
 
 def _form_named(type_name: object) -> UserForm | None:

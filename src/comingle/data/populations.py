@@ -167,7 +167,7 @@ class StoredNames(IndexedNames):
     """Memory-mapped names of a folder that :class:`StoredNamesWriter` has written, or a span of them.
 
     Args:
-        folder: The folder.
+        folder: Folder with the files of the names.
         span: Numbers of the users whose names the sequence holds; all users by default.
 
     Raises:

@@ -173,7 +173,7 @@ def no_texts_error(source: str | Path | Sequence[str | Path], text: str, user: s
     Reads the source once more to tell these two cases apart.
 
     Args:
-        source: The source.
+        source: A data set, as for :func:`iterate_documents`.
         text: Column that holds the document.
         user: Column that names a row's user.
         **options: Further arguments of :func:`comingle.data.tables.read_tables`.

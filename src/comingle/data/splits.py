@@ -158,7 +158,7 @@ def missing_split_error(name: str, wanted: str, existing: Collection[str], advic
 
     Args:
         name: Name of the user.
-        wanted: The requested split.
+        wanted: Name of the requested split.
         existing: Splits that the user's data has.
         advice: What to do; by default to give the user's splits.
     """

@@ -50,7 +50,7 @@ def iterate_texts(table: Table, columns: Sequence[str], bad_rows: BadRows) -> It
     are rows with a blank document.
 
     Args:
-        table: The rows.
+        table: File or split of a data set with the rows.
         columns: The column of documents, followed by columns of names (users, splits); ``meta.set`` is the field
             ``set`` of a column ``meta``.
         bad_rows: Collects rows whose document is not text, or that have an invalid name of a user or split.
@@ -178,7 +178,7 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
     """Return a split of a data set of ``datasets`` as a table, with class labels replaced by their names.
 
     Args:
-        rows: The split.
+        rows: Rows of the split.
         where: Name of the data set in messages.
         split: Name of the split.
     """
@@ -362,7 +362,7 @@ def _load_splits(
     """Load the splits of a source with ``datasets``; for the arguments see :func:`open_splits`.
 
     Args:
-        datasets: The package.
+        datasets: The imported package ``datasets``.
         source: Name of a data set, or a file or folder of rows.
         name: Configuration of the data set.
         data_files: Files of the data set to read.

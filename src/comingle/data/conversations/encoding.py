@@ -50,10 +50,10 @@ class Answers:
 
     Args:
         windows: Tokens of n conversations.
-        owners: Row of each of the m responses.
+        owners: For each of the m responses, the row of ``windows`` with its conversation.
         prompt_tokens: Number of tokens before each response in its row.
         references: Text of each response.
-        limit: Number of tokens of the user's longest response, including its end token.
+        limit: Number of tokens of the user's longest response, including its end token; generation stops there.
         measures: Measures to report (:mod:`comingle.data.conversations.scoring`); the first one compares models.
         ends: Tokens that end a response.
     """
@@ -335,7 +335,7 @@ class Encoder:
 
         Args:
             name: Name of the user, for messages.
-            conversations: The conversations.
+            conversations: Place and messages of each conversation.
             left_out_lengths: Numbers of tokens of the conversations that are left out; extended.
         """
         fitting: list[Encoded] = []
@@ -409,8 +409,8 @@ def _cut_to_context(encoded: Encoded, context: int, may_cut: bool, counts: Count
     """Cut a conversation after its last whole response within ``context`` tokens.
 
     Args:
-        encoded: The conversation.
-        context: Largest number of tokens.
+        encoded: The conversation as tokens.
+        context: Largest number of tokens that the result may have.
         may_cut: Whether to cut; if not, a conversation that is too long is left out as a whole.
         counts: Numbers of conversations by ``all``, ``cut`` and ``left out``; updated.
 

@@ -6,7 +6,7 @@ import json
 import random
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -290,14 +290,7 @@ def split_records(
         train, valid, test = split_by_count(conversations, split.valid, split.test, seed, name)
         return UserConversations(name=name, train=train, valid=valid, test=test)
 
-    needed = [split.train_name, split.test_name]
-    can_cut_valid_from_train = split.valid > 0
-    if split.valid_name and not can_cut_valid_from_train:
-        needed.insert(1, split.valid_name)
-    for split_name in needed:
-        if split_name not in by_split:
-            advice = "" if data.dataset is None else column_advice(data.dataset.split)
-            raise missing_split_error(name, split_name, by_split, advice)
+    _check_given_splits(data, by_split, name, split)
     train = tuple(by_split[split.train_name])
     test = tuple(by_split[split.test_name])
     if split.valid_name in by_split:
@@ -305,6 +298,30 @@ def split_records(
     else:  # cut it from train
         train, valid, _no_test = split_by_count(train, split.valid, test=0.0, seed=seed, name=name)
     return UserConversations(name=name, train=train, valid=valid, test=test)
+
+
+def _check_given_splits(
+    data: ConversationsSection, given_splits: Collection[str], name: str, split: SplitSection
+) -> None:
+    """Check that a user's data has the splits that the recipe names: train, test and, unless train replaces it, valid.
+
+    Args:
+        data: The recipe's section.
+        given_splits: Names of the splits in the user's data.
+        name: Name of the user.
+        split: Names of the needed splits; a missing valid is cut from train if the fraction ``valid`` is above 0.
+
+    Raises:
+        NoTextError: A split is missing.
+    """
+    needed = [split.train_name, split.test_name]
+    can_cut_valid_from_train = split.valid > 0
+    if split.valid_name and not can_cut_valid_from_train:
+        needed.insert(1, split.valid_name)
+    for split_name in needed:
+        if split_name not in given_splits:
+            advice = "" if data.dataset is None else column_advice(data.dataset.split)
+            raise missing_split_error(name, split_name, given_splits, advice)
 
 
 def _conversations(

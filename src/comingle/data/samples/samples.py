@@ -215,7 +215,7 @@ def _check_split(user: UserSamples, split: Split, first_user: UserSamples, class
 
     Args:
         user: The user.
-        split: The split.
+        split: Name of the split to check.
         first_user: First user of the run, whose train samples have the shapes that all samples need.
         classes: Number of classes; None for a regression.
 
