@@ -265,7 +265,7 @@ def check_used(recipe: Recipe) -> None:
     """
     data = recipe.data
     for unread_key, instead in data.unread.items():  # keys that are not used, each with what to use instead
-        if unread_key.startswith("data."):  # refused when the section was parsed
+        if unread_key.startswith("data."):  # these keys were refused when the section `data` was parsed
             continue
         changed = changed_settings(recipe, unread_key)
         if changed:

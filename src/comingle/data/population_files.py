@@ -63,8 +63,8 @@ class UserForm:
     Args:
         parts: Returns the arrays of a user.
         user: Returns the user with this name and these arrays.
-        counts: Returns what a user adds to the totals of a population. A total is the sum over the users, or the
-            maximum if its name begins with ``most_``.
+        counts: Returns numbers of one user by name, from which the totals of a population are computed. A total is the
+            sum over the users, or the maximum if its name begins with ``most_``.
     """
 
     parts: Callable[[Any], Arrays]
@@ -311,8 +311,8 @@ def _padding_bytes(size: int) -> int:
 def read_about(folder: Path) -> dict[str, Any]:
     """Return the content of a population's ``about.json``.
 
-    Its keys are ``type``, the class of the users; ``digest`` of their data; ``counts``, totals over them; ``sums``,
-    checksums of the other files; and those that :func:`write_users` adds.
+    Its keys are ``type`` (class of the users), ``digest`` (of all users' data), ``counts`` (totals over the users),
+    ``sums`` (checksum of each other file but ``users.bin``), and the keys that :func:`write_users` adds.
 
     Raises:
         DataError: The file is missing or is not JSON.
@@ -417,7 +417,7 @@ logger = logging.getLogger("comingle")
 
 
 class _WarningRecorder(logging.Handler):
-    """Handler that records the first warnings of reading, to repeat them when the users come from the cache."""
+    """Handler that records the first warnings of reading users; a run with users from the cache repeats them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -449,9 +449,12 @@ class _WarningRecorder(logging.Handler):
 def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
     """Read all users of a recipe, and write each user with enough data to a folder, one at a time.
 
-    Besides the population, writes the skipped users to ``skipped.jsonl``. Adds to ``about.json`` the warnings to log at
-    the start of every run (:data:`SUMMARY_WARNINGS`), those that reading logged (:data:`READING_WARNINGS`), the number
-    of skipped users (``skipped``) and the facts of :meth:`StreamingReader.summary`.
+    Writes the skipped users to ``skipped.jsonl``, and adds to ``about.json``:
+
+    - the warnings to log at the start of every run (:data:`SUMMARY_WARNINGS`),
+    - the warnings that reading logged (:data:`READING_WARNINGS`),
+    - the number of skipped users (``skipped``),
+    - the facts of :meth:`StreamingReader.summary`.
 
     Raises:
         DataError: A source cannot be read, or a user has too little data and the reader does not skip users.
@@ -516,7 +519,7 @@ def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[Use
 
 
 class SkippedUsers(Mapping[str, str]):
-    """Mapping from skipped users to what they have too little of, read from a file on access.
+    """Mapping from the name of each skipped user to what the user has too little of, read from a file on access.
 
     Args:
         path: File with one JSON line per user.

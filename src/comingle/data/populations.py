@@ -130,7 +130,7 @@ class StoredNamesWriter:
         content = name.encode()
         is_first = len(self._hashes) == 0
         separator = b"" if is_first else b"\0"
-        self._digest.update(separator + content)  # as in `digest_names`
+        self._digest.update(separator + content)  # gives the same digest as `digest_names`
         self._hashes.append(_hash(content))
         self._text_file.write(content)
         self._end += len(content)
@@ -164,7 +164,7 @@ class StoredNamesWriter:
 
 
 class StoredNames(IndexedNames):
-    """Memory-mapped names of a folder that :class:`StoredNamesWriter` has written, or a span of them.
+    """Memory-mapped names of a folder that :class:`StoredNamesWriter` has written: all names, or consecutive ones.
 
     Args:
         folder: Folder with the files of the names.

@@ -262,7 +262,7 @@ def _within_limits(
     """
     selected = set(users) if isinstance(users, Sequence) else None
     max_users = users if isinstance(users, int) else None
-    num_selected = len(selected) if selected is not None else max_users
+    num_selected = len(selected) if selected is not None else max_users  # None: all users
     is_unlimited = max_documents is None and max_users is None
     complete_users: set[str] = set()  # selected users with the maximum number of documents of the table's split
     for document, user, *rest in rows:

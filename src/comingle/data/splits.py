@@ -228,8 +228,8 @@ class Mixture:
     def texts(self) -> Iterator[UserText]:
         """Yield the users in the order in which they were added, with mixtures as valid and test.
 
-        For each held-out split, cuts every user's documents into U shares, one for the mixture of each of the U users.
-        A user's mixture has one share of each user.
+        For each held-out split, the documents of each of the U users are cut into U shares. The mixture of a user
+        consists of one share of every user.
 
         Raises:
             DataError: A user has no documents in a split that others have.

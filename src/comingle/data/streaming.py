@@ -31,7 +31,7 @@ MAX_LISTED_USERS = 10
 
 
 def list_shortages(shortages: Mapping[str, str], count: int | None = None) -> str:
-    """Return the first ten users as one line: ``'ada' (no text), 'ben' (10 tokens) and 5 more``.
+    """Return users with too little data as one line, the first ten by name: ``'ada' (no text) ... and 5 more``.
 
     Args:
         shortages: Problem of each user, by name; at least of the first ten users.
@@ -48,10 +48,10 @@ def list_shortages(shortages: Mapping[str, str], count: int | None = None) -> st
 
 @dataclass(kw_only=True)
 class FirstUsers:
-    """Counter of users for a message, with details of the first.
+    """Counter of users for a message that lists the first ten users with details.
 
     Args:
-        first: Details of the first users, by name.
+        first: Details of the first users, by name, such as what each has too little of.
         count: Number of all users that were added.
     """
 
@@ -436,9 +436,9 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """Return the files and folders that are read, or names of other sources."""
 
     def key(self) -> list[object]:
-        """Return settings that affect how users are encoded and checked, as part of the key of the cache of users.
+        """Return settings that affect how users are encoded and checked; they are part of the cache key of the users.
 
-        The caller adds the users' data, the recipe's section and the seed to the key.
+        The caller adds the state of the sources, the recipe's section and the seed.
         """
         return []
 

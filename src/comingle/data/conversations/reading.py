@@ -336,7 +336,7 @@ def _conversations(
         records: Split, place and values of each row.
     """
     conversations: list[PlacedConversation] = []
-    user_and_split: list[str] = []  # columns that hold no message
+    user_and_split: list[str] = []  # columns of a data set that name a row's user and split, and hold no message
     if data.dataset is not None:
         user_and_split = [column for column in (data.dataset.user, data.dataset.split) if column]
     for _split, where, row in records:

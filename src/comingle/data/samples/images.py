@@ -212,7 +212,7 @@ def _check_depth(folder: Path, images_by_subfolder: dict[Path, list[Path]], key:
         key: Recipe key that names the folder.
 
     Raises:
-        DataError: All images are deeper, or those in a folder with the name of a split, such as "train".
+        DataError: All images are one or more levels deeper, or those below a folder with the name of a split are.
     """
     subfolders_with_images = [subfolder for subfolder, images in images_by_subfolder.items() if images]
     deep_folders: list[Path] = []  # subfolders with images only in subfolders of their own

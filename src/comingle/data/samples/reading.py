@@ -226,7 +226,7 @@ class Remarks:
     """Numbers of files that are not read, by user and suffix."""
 
     def add_folder(self, user: str, folder: Path, splits: Mapping[str, Path]) -> None:
-        """Record if a user's validation split is used as the test split, and if there are files outside of the splits.
+        """Record if a user's validation split is used as the test split, and what is outside of the splits' folders.
 
         Args:
             user: Name of the user.
@@ -390,7 +390,8 @@ def collect_classes(
 ) -> tuple[tuple[str, ...], list[str]]:
     """Return the classes of all users, and notes on users that lack some and on names that may be misspelt.
 
-    The classes are those in the recipe, or else all that occur, sorted; none if no user has any.
+    The classes are those in the recipe or, if it names none, all classes that a user has, sorted. The result is empty
+    if no user has a class, as with arrays instead of images.
 
     Args:
         classes_of_users: Name and classes of each user.
@@ -561,7 +562,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         self._num_classes = 0
         """Largest class number of all users, plus 1."""
         self._train_classes: set[int] = set()
-        """Classes of train samples; a few of them if there are many."""
+        """Classes of train samples; if there are many, a few of them, at least two."""
         self._users_with_unseen_classes = FirstUsers()
         """Users whose held-out samples have classes that their train samples lack."""
 
