@@ -67,7 +67,8 @@ def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> Jso
     # Versions count from 0 again: users without the newest shared tensors have -1 and download them.
     was_newest = users_state["versions"] == int(server_state[VERSION])
     new_tensors["versions"].fill_(-1)
-    copy_rows(was_newest.long() - 1, new_tensors["versions"], earlier_names, clients.names, "versions")
+    versions = was_newest.long() - 1  # 0 for users with the newest shared tensors, else -1
+    copy_rows(versions, new_tensors["versions"], earlier_names, clients.names, "versions")
     clients.update_masks()  # LoRA ranks, which methods may change in training, are in the state
     _restore_server(federation, server_state, earlier_names, checkpoint)
 
@@ -130,9 +131,9 @@ def _check_no_privacy_budget(federation: InProcess, earlier: Recipe) -> None:
         "privacy.mechanism": bool(federation.server.mechanisms.state),
         "privacy.mechanism of the earlier run": earlier.privacy is not None and earlier.privacy.mechanism != "none",
     }
-    for place, is_private in has_budget.items():
+    for key, is_private in has_budget.items():
         if is_private:
-            raise RecipeError(f"{place}: got differential privacy; allowed with continue_from: none")
+            raise RecipeError(f"{key}: got differential privacy; allowed with continue_from: none")
 
 
 def _check_schedules(recipe: Recipe) -> None:
@@ -155,7 +156,8 @@ def _check_schedules(recipe: Recipe) -> None:
 def copy_rows(old: Tensor, new: Tensor, old_names: Sequence[str], new_names: Sequence[str], where: str) -> None:
     """Copy the rows of those users that two tensors have in common.
 
-    Row ``copy * users + i`` is a copy of user i; both tensors have the same number of copies per user.
+    A method may train several copies of each user's model. Then row ``copy * users + i`` belongs to one copy of user
+    ``i``; both tensors must have the same number of copies per user.
 
     Args:
         old: Tensor to copy from.
@@ -202,7 +204,7 @@ def _restore_server(federation: InProcess, state: Tree, earlier_names: Sequence[
         kept[name] = initial.clone()
         if name in server.by_user:
             copy_rows(old_tensor, kept[name], earlier_names, server.users, where)
-        else:
+        else:  # shared by all users: as if it were the only row, of one user without a name
             copy_rows(old_tensor.unsqueeze(0), kept[name].unsqueeze(0), [""], [""], where)
     server.kept = kept
 
