@@ -451,7 +451,7 @@ class Client:
 
 
 def joint(*, routed: bool) -> tuple[Phase, ...]:
-    """Return a single phase, which trains all experts or, in a net, the base; with ``routed`` also the router.
+    """Return a single phase, which trains attention and all experts, or a net's base; with ``routed`` also the router.
 
     The router keeps its own settings in the joint steps: its learning rate is constant, while the experts' follows a
     cosine (CoMiGS App. B.1).
@@ -467,7 +467,7 @@ def joint(*, routed: bool) -> tuple[Phase, ...]:
 
 
 def alternating(router_stream: Stream, router_every: int, router_steps: int, *, accumulate: bool) -> tuple[Phase, ...]:
-    """Return two phases: one trains the experts on training data, the other the routers on ``router_stream``.
+    """Return two phases: one trains attention and experts on training data, the other routers on ``router_stream``.
 
     Args:
         router_stream: Data split of the routers' batches. From "train" they are other batches than the experts' (CoMiGS
@@ -627,7 +627,7 @@ class Method:
 
     @property
     def needs_clusters(self) -> bool:
-        """Whether the users' true clusters must be known."""
+        """Whether the users' true clusters must be known, as the method gives each cluster its own component."""
         return self.placement.mixture is not None and self.placement.mixture.optimal
 
     @property

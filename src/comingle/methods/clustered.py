@@ -79,7 +79,7 @@ class ChooseModel(ClientHook):
         return {CHOICE: Reported(most=self.models - 1, whole=True)}
 
     def shares(self, cohort: Cohort) -> Float[Tensor, "users models"]:
-        """Return the choices in one-hot form."""
+        """Return each user's weight on each model, for display: 1 for the model that it has picked, 0 for others."""
         return torch.nn.functional.one_hot(cohort.kept[CHOICE], self.models).double()
 
 

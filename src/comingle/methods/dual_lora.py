@@ -227,6 +227,7 @@ class SimilarityGating:
     """Gating that weighs experts by the similarity of the router's input to stored directions."""
 
     def __str__(self) -> str:
+        """Return how experts are weighted, to complete an error message "its experts are ..."."""
         return "weighted by similarity"
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:

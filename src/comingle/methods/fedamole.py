@@ -442,6 +442,7 @@ class PairGating:
     """
 
     def __str__(self) -> str:
+        """Return how experts are weighted, to complete an error message "its experts are ..."."""
         return "weighted by pairs of projections"
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:

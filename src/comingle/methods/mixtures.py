@@ -103,7 +103,7 @@ class ReportMixture(ClientHook):
     mixture: ClientMixture
 
     def report(self, cohort: Cohort) -> Tree:
-        """Return the mixture weights pi."""
+        """Return each user's mixture weights pi on the components."""
         return {"mixture": self.mixture.shares(cohort.tensors[CLIENT_ROUTER])}
 
     @property

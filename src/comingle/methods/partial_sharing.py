@@ -52,7 +52,7 @@ class NewOptimisers(ClientHook):
     only_resets_moments: ClassVar[bool] = True
 
     def begin(self, cohort: Cohort) -> None:
-        """Reset the moments of all experts and routers."""
+        """Reset the optimisers' moments of attention, experts and routers."""
         cohort.reset_moments(frozenset({*EXPERT_ROLES, ROUTER}))
 
 

@@ -56,7 +56,7 @@ class Controlled(ClientHook):
     looks_back = True
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Return a sum of learning rates of 0 for each user."""
+        """Return the hook's initial state: for each user a sum of learning rates, 0 before any step."""
         return {SUM_OF_RATES: torch.zeros(len(names), dtype=torch.float64)}
 
     def start_like(self, tensors: Tree) -> Tree:
@@ -84,7 +84,7 @@ class Controlled(ClientHook):
         return downloaded_model
 
     def begin(self, cohort: Cohort) -> None:
-        """Reset the sum of learning rates."""
+        """Reset the sum of learning rates to 0, for the local steps of a new round."""
         cohort.kept[SUM_OF_RATES].zero_()
 
     def stepped(self, cohort: Cohort, trained: Tree, rate: float) -> None:
@@ -111,7 +111,7 @@ class Controlled(ClientHook):
             c_i += mean_step(x, y_i, cohort.kept[SUM_OF_RATES]) - c
 
     def report(self, cohort: Cohort) -> Tree:
-        """Return the sum of learning rates."""
+        """Return the sum of the learning rates of each user's steps in the round."""
         return {SUM_OF_RATES: cohort.kept[SUM_OF_RATES]}
 
     @property

@@ -318,7 +318,7 @@ class Account(ABC):
         """
 
     def charge(self, users: Sequence[int]) -> None:
-        """Count one release of each user.
+        """Count one release of each user in ``users``.
 
         Args:
             users: Indices of the users.
@@ -326,7 +326,7 @@ class Account(ABC):
         self.counts[list(users)] += 1
 
     def charge_uploads(self, users: Sequence[int]) -> None:
-        """Count one release of each user whose upload has arrived.
+        """Count one release of each user in ``users``, whose uploads have arrived.
 
         Args:
             users: Indices of the users.
@@ -420,7 +420,7 @@ class UploadAccount(Account):
         return epsilon(release, count, self.privacy.delta, self.privacy.accountant)
 
     def charge(self, users: Sequence[int]) -> None:
-        """Count one release of each user, or of all users of the run if participants are drawn in secret.
+        """Count one release of each user in ``users``, or of all users of the run if participants are drawn in secret.
 
         Args:
             users: Indices of the users.

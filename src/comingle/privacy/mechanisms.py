@@ -93,7 +93,7 @@ class DifferentialPrivacy(PrivacyMechanism):
 
     @property
     def needs_key(self) -> bool:
-        """Whether the noise is secret."""
+        """Whether noise is drawn from a secret key, which must then be stored to repeat a round with the same noise."""
         return self.privacy.noisy and self.privacy.noise == "secret"
 
     # ---------------------------------------------------------------- before a run
@@ -272,14 +272,14 @@ class DifferentialPrivacy(PrivacyMechanism):
 
     @property
     def state(self) -> Tree:
-        """Number of releases of each user, and the clip norm, if there is noise."""
+        """Tensors for the checkpoint: each user's number of releases and the clip norm; empty without noise."""
         if self.account is None:
             return {}
         return {COUNTS: self.account.counts.clone(), BOUND: torch.tensor(self.bound, dtype=torch.float64)}
 
     @property
     def by_user(self) -> frozenset[str]:
-        """Key of the number of releases."""
+        """Keys of the state with the users on the leading dimension: that of the number of releases."""
         return frozenset() if self.account is None else frozenset({COUNTS})
 
     def restore(self, state: Tree) -> None:
@@ -436,8 +436,8 @@ class Local(DifferentialPrivacy):
         for i, user in enumerate(update.names):
             clipped_change = {name: t[i] for name, t in changes.items()}
             deviation = self.privacy.multiplier * float(update.bounds[i])
-            noise_parts = (user, update.round_number, "local noise")
-            noisy_changes.append(add_noise(clipped_change, deviation, self.key, *noise_parts))
+            purpose_of_noise = (user, update.round_number, "local noise")
+            noisy_changes.append(add_noise(clipped_change, deviation, self.key, *purpose_of_noise))
         stacked = {name: torch.stack([change[name] for change in noisy_changes]) for name in changes}
         return replace(update, changes=without_padding(stacked, update.ranks))
 

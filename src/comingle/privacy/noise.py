@@ -103,40 +103,40 @@ _BITS = 53
 """Bits of a uniform number: the precision of float64."""
 
 
-def gaussian(shape: tuple[int, ...], key: str, *parts: str | int) -> Tensor:
+def gaussian(shape: tuple[int, ...], key: str, *purpose: str | int) -> Tensor:
     """Return standard normal numbers, float64, by the Box-Muller transform of uniform numbers.
 
-    The same key and parts always give the same numbers; without the key they cannot be predicted.
+    The same key and purpose always give the same numbers; without the key they cannot be predicted.
 
     Args:
         shape: Shape of the tensor.
         key: Secret key.
-        parts: Purpose of the numbers, such as user, round and kind of noise.
+        purpose: Purpose of the numbers, such as user, round and kind of noise.
     """
     count = int(np.prod(shape, dtype=np.int64))
     num_pairs = (count + 1) // 2  # Each pair of uniform numbers gives a pair of normal numbers.
-    first, second = uniform(2 * num_pairs, key, *parts).reshape(2, num_pairs)
+    first, second = uniform(2 * num_pairs, key, *purpose).reshape(2, num_pairs)
     radius = np.sqrt(-2.0 * np.log(first))
     angle = 2.0 * np.pi * second
     normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
     return torch.from_numpy(normal).view(shape)
 
 
-def uniform(count: int, key: str, *parts: str | int) -> np.ndarray:
-    """Return uniform numbers in (0, 1), float64, from a SHAKE-256 stream of the key and the parts.
+def uniform(count: int, key: str, *purpose: str | int) -> np.ndarray:
+    """Return uniform numbers in (0, 1), float64, from a SHAKE-256 stream of a key and a purpose.
 
     Args:
         count: Number of uniform numbers.
         key: Secret key.
-        parts: Purpose of the numbers, such as user, round and kind of draw.
+        purpose: Purpose of the numbers, such as user, round and kind of draw.
     """
-    stream = hashlib.shake_256(json.dumps([key, *parts]).encode("ascii")).digest(8 * count)
+    stream = hashlib.shake_256(json.dumps([key, *purpose]).encode("ascii")).digest(8 * count)
     # m are integers of 53 bits, the upper ones of each 64 bits; (m + 0.5) / 2^53 is never 0 or 1.
     m = np.frombuffer(stream, dtype="<u8") >> np.uint64(64 - _BITS)
     return (m + 0.5) * 2.0**-_BITS
 
 
-def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree:
+def add_noise(tree: Tree, deviation: float, key: str, *purpose: str | int) -> Tree:
     """Return tensors plus Gaussian noise, float64.
 
     The noise depends on the tensors' values too: equal noise on other values would cancel in the difference.
@@ -145,12 +145,12 @@ def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree
         tree: Tensors, float64.
         deviation: Standard deviation of the noise.
         key: Secret key.
-        parts: Purpose of the noise.
+        purpose: Purpose of the noise.
     """
     values_digest = digest(tree)
     noisy: Tree = {}
     for name, t in tree.items():
-        standard_noise = gaussian(tuple(t.shape), key, *parts, name, values_digest)
+        standard_noise = gaussian(tuple(t.shape), key, *purpose, name, values_digest)
         noisy[name] = t + deviation * standard_noise.to(t.device)
     return noisy
 

@@ -347,7 +347,7 @@ class RobustRule(PrivacyMechanism):
 def _why_not_boundable(method: Method) -> str:
     """Return why bounding a user's change does not bound its influence on the server; an empty string if it does.
 
-    The rule norm-bound needs this.
+    The rule norm-bound is allowed only if it does.
     """
     if method.server.knows_starts:  # The server uses only the change from the tensors that it sent.
         return ""
@@ -425,7 +425,10 @@ def _as_single_upload(received: Received, tensors: Tree) -> Received:
 
 
 def capped(weights: Float[Tensor, " users"]) -> Float[Tensor, " users"]:
-    """Return weights clamped to their median and normalised to a sum of 1."""
+    """Return weights clamped to their median and normalised to a sum of 1.
+
+    A user who reports a false amount of data then has at most the weight of the median user.
+    """
     median = float(weights.quantile(0.5))
     clamped = weights.clamp(max=median)
     return clamped / clamped.sum()

@@ -246,6 +246,7 @@ class Answer:
         }
 
     def _token_entry(self, token: int, logprob: float | None) -> dict[str, object]:
+        """Return a token's text, log probability and UTF-8 bytes, as in the API's log probabilities of chats."""
         text = self._text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 

@@ -305,6 +305,7 @@ class PieceQueue:
     """Transfers the pieces of an answer's texts from the engine's thread to the event loop."""
 
     def __init__(self) -> None:
+        """Create an empty queue; to be called in the event loop."""
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
         self.requests: list[Request] = []  # one per text; set before `pieces` is called
 

@@ -350,6 +350,7 @@ def replace_folder(folder: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _is_export(folder: Path) -> bool:
+    """Return whether a folder has a model card with the tag of exports."""
     card = folder / CARD
     return card.is_file() and f"- {TAG}" in card.read_text(encoding="utf-8", errors="replace").splitlines()
 
