@@ -138,7 +138,7 @@ class CohortState(ABC):
 
     @abstractmethod
     def copies(self) -> Float[Tensor, "copies users columns"]:
-        """Return all copies of the users' tensors, flattened."""
+        """Return all copies of the users' tensors, flattened, with the shared copy first."""
 
 
 class Cohort(CohortState):
@@ -303,7 +303,7 @@ class ClientHook:
         """Run after users have stored what they downloaded."""
 
     def begin(self, cohort: Cohort) -> None:
-        """Run before the local steps of a round."""
+        """Run on the client before the local steps of a round; may take steps itself."""
 
     @property
     def before(self) -> tuple[Phase, ...]:
@@ -428,12 +428,12 @@ class Client:
 
     @property
     def finishing(self) -> tuple[ClientHook, ...]:
-        """Hooks that run once after the last exchange."""
+        """Hooks that make the users' final tensors once, after the run's last exchange (:meth:`ClientHook.finish`)."""
         return tuple(part for part in self.parts if type(part).finish is not ClientHook.finish)
 
     @property
     def settling(self) -> tuple[ClientHook, ...]:
-        """Hooks that run before scoring."""
+        """Hooks that compute tensors from the trained ones before models are scored (:meth:`ClientHook.settle`)."""
         return tuple(part for part in self.parts if type(part).settle is not ClientHook.settle)
 
     @property

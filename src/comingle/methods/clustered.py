@@ -70,12 +70,12 @@ class ChooseModel(ClientHook):
         return {name: t[users, choice] for name, t in models.items()}
 
     def report(self, cohort: Cohort) -> Tree:
-        """Return the index of each user's model."""
+        """Return the index of the model that each user has picked."""
         return {CHOICE: cohort.kept[CHOICE]}
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """Index of a model."""
+        """Specification of the report "choice", by which the server checks it: the index of a model."""
         return {CHOICE: Reported(most=self.models - 1, whole=True)}
 
     def shares(self, cohort: Cohort) -> Float[Tensor, "users models"]:
@@ -97,7 +97,7 @@ class CandidateModels(Mean):
         return self.models
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial models."""
+        """Return the server's initial state: all models, which differ."""
         return state_from_models(setup.models)
 
     def aggregate(self, kept: Tree, received: Received) -> None:

@@ -137,7 +137,7 @@ class Server:
         return rounds_since_first_exchange >= 0 and rounds_since_first_exchange % self.exchange_every == 0
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the state before the first round."""
+        """Return the server's state before the first round: tensors by name."""
         return {}
 
     def aggregate(self, kept: Tree, received: Received) -> None:

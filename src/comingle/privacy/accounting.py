@@ -137,7 +137,7 @@ def _without_order_warnings() -> Iterator[None]:
 
 
 def accountant_of(privacy: PrivacySection, release: Release) -> str:
-    """Return the name of the accountant for a release."""
+    """Return the name of the accountant for a release: "rdp" for sampling without replacement, else the recipe's."""
     return "rdp" if release.sample else privacy.accountant
 
 
@@ -401,7 +401,7 @@ class UploadAccount(Account):
 
     @property
     def release(self) -> Release:
-        """Release of a round of this run."""
+        """Noise multiplier and sampling of one round of this run."""
         return self.release_of(self.privacy, self.participation, len(self.users))
 
     @property

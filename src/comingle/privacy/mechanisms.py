@@ -505,7 +505,11 @@ class Example(DifferentialPrivacy):
         return _why_beyond_gradients(method)
 
     def check_weights(self, recipe: Recipe) -> None:
-        """Check that all users have the same weight."""
+        """Check that the recipe gives all users the same weight, which DP-SGD requires.
+
+        Raises:
+            RecipeError: It weighs users by their amounts of data, or sets ``privacy.weight_cap``.
+        """
         if recipe.training.weighting != "uniform" or self.privacy.weight_cap is not None:
             raise RecipeError(
                 "training.weighting: with privacy.mechanism: example, all users have the same weight and do not send "

@@ -235,7 +235,7 @@ class SimulatedSum:
         return [name for name in names if self.answers(step, name)]
 
     def _run_advertise_step(self, name: str, round_number: int) -> None:
-        """Give the server a user's public keys."""
+        """Send a user's public keys to the server, which stores them."""
         keys = secure_client.keys_message(name, round_number, self.users[name].advertise())
         message = self._transmit_upload("advertise", name, keys)
         self.server.store_keys(name, secure_client.read_keys(message, name, round_number))

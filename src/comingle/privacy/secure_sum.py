@@ -46,12 +46,12 @@ class Grid:
 
     @property
     def largest(self) -> int:
-        """Integer of the largest grid point, ``bound``."""
+        """Integer that stands for the largest grid point, ``bound``."""
         return 2 ** (self.bits - 1) - 1
 
     @property
     def step(self) -> float:
-        """Distance of neighbouring grid points."""
+        """Distance of neighbouring grid points, by which integers are multiplied."""
         return self.bound / self.largest
 
     def slack(self, entries: int) -> float:
@@ -234,7 +234,7 @@ class Sums:
 
     @property
     def secure(self) -> SecureSection:
-        """Section ``secure_aggregation``."""
+        """Section ``privacy.secure_aggregation`` of the recipe."""
         assert self.privacy.secure_aggregation is not None
         return self.privacy.secure_aggregation
 

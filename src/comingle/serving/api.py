@@ -111,6 +111,7 @@ class Service:
     def __init__(
         self, engine: Engine, keys: Keys, limits: Limits, *, answers: bool, when_idle: Callable[[], object]
     ) -> None:
+        """Start a worker for the engine; arguments as in :func:`make_app`."""
         self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
         self.rates = Rates(limits.rate)
         self.worker = Worker(engine, max_waiting=limits.queue, when_idle=when_idle)
@@ -207,7 +208,7 @@ class Service:
         return {"object": "list", "data": [self._describe(name) for name in self._accessible_users(request)]}
 
     async def model(self, request: Request, name: str) -> dict[str, object]:
-        """Return the entry of one user's model."""
+        """Return the description of one user's model."""
         if name not in self._accessible_users(request):
             raise model_not_found(name)
         return self._describe(name)

@@ -347,12 +347,12 @@ class Engine:
 
     @property
     def num_free_rows(self) -> int:
-        """Number of free rows."""
+        """Number of rows of the batch that have no text."""
         return self.cache.max_rows - len(self.active)
 
     @property
     def busy(self) -> bool:
-        """Whether a step has work to do."""
+        """Whether any text is being generated or waits for a row."""
         return bool(self.active or self.waiting)
 
     @torch.inference_mode()

@@ -192,6 +192,12 @@ class Rows(ABC):
     """The causal language model; computes the models of the rows that were bound last."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+        """Allocate the adapters of all rows.
+
+        Args:
+            models: Model by user; all have the same base and tensors of the same shapes.
+            max_rows: Largest number of rows of a batch.
+        """
         self.user_tensors = {name: self._adapters_of(personal) for name, personal in models.items()}
         self.user_indices = {name: personal.row for name, personal in models.items()}
         """Index of each user among all users of the run."""
