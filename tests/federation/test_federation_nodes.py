@@ -576,7 +576,7 @@ node = Client(folder, Own(**json.loads(sys.argv[3])))
 work = local._take_local_steps
 def slow(*args):
     print("training", flush=True)
-    return work(*args[:3], lambda: (print("a step", flush=True), sys.stdin.readline()))
+    return work(*args[:-1], lambda: (print("a step", flush=True), sys.stdin.readline()))
 for path in sorted(tasks.iterdir()):
     local._take_local_steps = slow if path.name == sys.argv[4] else work
     node.handle(path.read_bytes())
