@@ -150,7 +150,7 @@ def add_privacy_forecast(
         recipe_to_read = recipe_to_read.with_changes({"training.participation": participation})
         mechanisms = build(recipe_to_read, prepare(recipe_to_read)).server.mechanisms
     for mechanism in mechanisms:
-        if mechanism.account is not None:
+        if mechanism.account is not None:  # None: the mechanism adds no noise, so it has no epsilon
             return replace(cost, privacy=mechanism.account.forecast(planned_releases(plan, names)))
     return replace(cost, privacy={})
 
@@ -456,9 +456,25 @@ def plan(
     recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
     for recipe_of_method in recipes:
         check_recipe(recipe_of_method)
-    kind = kind_of(recipe)
-    if not kind.needs_base:
+    if not kind_of(recipe).needs_base:
         return plan_nets(recipes, users, participation)
+    return _plan_language_model(recipe, recipes, users=users, participants=participants)
+
+
+def _plan_language_model(
+    recipe: Recipe, recipes: Sequence[Recipe], *, users: int | None, participants: Sequence[str]
+) -> Plan:
+    """Return the costs of training a language model, for one or several methods.
+
+    Exceptions are those of :func:`plan`.
+
+    Args:
+        recipe: The recipe, with its own method and participation.
+        recipes: The recipe with each method to plan for, from :func:`with_method`.
+        users: Number of users, if their data is not available; None reads the users from the recipe.
+        participants: Names of the users of a federation, whose data is on other machines; used in place of ``users``.
+    """
+    kind, participation = kind_of(recipe), recipe.training.participation
     if participants:
         users = len(participants)
     check_num_users(users)
@@ -668,8 +684,8 @@ def rehearse_text(
 def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
     """Return a function that gives the FLOPs of the base in a client-level mixture, without adapters and router.
 
-    They are the FLOPs of the base under FedAvg. If the components of the mixture are whole models that are trained
-    independently, they are multiplied by the number of components.
+    These are the FLOPs of the base under FedAvg. If the components of the mixture are whole models that are trained
+    independently, the FLOPs are multiplied by the number of components.
 
     Args:
         recipe: The recipe; its method has a mixture.
@@ -794,7 +810,7 @@ RETURNED_GAPS = 0.2
 LIBRARY_BYTES = 60_000_000
 """Memory that libraries keep on a CPU beside live tensors, mostly the matrix library's; measured with SmolLM2-135M."""
 
-_SLOWER = {"checkpointing": 4 / 3, "halved pass": 1.3, "quantised": 1.05}
+_SLOWDOWNS = {"checkpointing": 4 / 3, "halved pass": 1.3, "quantised": 1.05}
 """Factors of the time of a step. Checkpointing repeats the forward pass, a quarter of the work more. The others are
 measured with SmolLM2-135M on two cores: passes of 128 in place of 512 tokens take 1.75 times the time."""
 
@@ -840,25 +856,41 @@ def memory_choices(
             quantised = {"quantise": bits}
             saved_bytes = _bytes_saved_by_quantising(recipe.with_changes({**format_changes, **quantised}))
         for checkpointing in _checkpointing_choices(recipe):
-            # Traced without quantisation, once for full, 8-bit and 4-bit weights; `saved_bytes` are subtracted below.
+            # Traced without quantisation, once for full, 8-bit and 4-bit weights; `saved_bytes` are subtracted later.
             memory = memory_with(*{**format_changes, **checkpointing}.items())
             changes = {**format_changes, **quantised, **checkpointing}
             slowdown = format_slowdown
             if checkpointing:
-                slowdown *= _SLOWER["checkpointing"]
-            needed_bytes = memory.bytes_at(memory.pass_size) - saved_bytes
-            choices.append(MemoryChoice(changes=changes, needed_bytes=needed_bytes, slowdown=slowdown))
-            if not _is_unset(recipe, "micro_batch"):  # the recipe fixes the size of a pass
-                continue
-            for size in _halved_passes(memory.pass_size):
-                slowdown *= _SLOWER["halved pass"]
-                pass_changes = {"runtime.micro_batch": size.sequences}
-                if own_indices is None:  # a client trains one user at a time anyway
-                    pass_changes["runtime.users_per_step"] = size.users
-                all_changes = {**changes, **pass_changes}
-                needed_bytes = memory.bytes_at(size) - saved_bytes
-                choices.append(MemoryChoice(changes=all_changes, needed_bytes=needed_bytes, slowdown=slowdown))
+                slowdown *= _SLOWDOWNS["checkpointing"]
+            largest_pass = MemoryChoice(
+                changes=changes, needed_bytes=memory.bytes_at(memory.pass_size) - saved_bytes, slowdown=slowdown
+            )
+            choices.append(largest_pass)
+            if _is_unset(recipe, "micro_batch"):  # otherwise the recipe fixes the size of a pass
+                is_client = own_indices is not None
+                choices.extend(_with_smaller_passes(largest_pass, memory, saved_bytes, is_client=is_client))
         yield from sorted(choices, key=lambda choice: choice.slowdown)
+
+
+def _with_smaller_passes(
+    choice: MemoryChoice, memory: _MemoryByPassSize, saved_bytes: int, *, is_client: bool
+) -> Iterator[MemoryChoice]:
+    """Yield the settings of a choice with ever smaller passes.
+
+    Args:
+        choice: Settings with the recipe's own size of a pass.
+        memory: Memory that a run with these settings needs without quantisation.
+        saved_bytes: Bytes that quantisation saves; 0 if the settings do not quantise the base.
+        is_client: Whether the settings are for a client, which trains one user at a time anyway.
+    """
+    slowdown = choice.slowdown
+    for size in _halved_passes(memory.pass_size):
+        slowdown *= _SLOWDOWNS["halved pass"]
+        pass_changes = {"runtime.micro_batch": size.sequences}
+        if not is_client:
+            pass_changes["runtime.users_per_step"] = size.users
+        needed_bytes = memory.bytes_at(size) - saved_bytes
+        yield MemoryChoice(changes={**choice.changes, **pass_changes}, needed_bytes=needed_bytes, slowdown=slowdown)
 
 
 def _is_unset(recipe: Recipe, key: str) -> bool:
@@ -892,8 +924,8 @@ def _number_formats(recipe: Recipe) -> Iterator[tuple[dict[str, Any], str, float
         changes = {**changes, "runtime.dtype": "bfloat16"}
         yield changes, "", 1.0
     if "quantise" not in recipe.model_fields_set:
-        for bits in CODES:
-            yield changes, bits, _SLOWER["quantised"]
+        for bits in CODES:  # "8bit", then "4bit"
+            yield changes, bits, _SLOWDOWNS["quantised"]
 
 
 def _bytes_saved_by_quantising(recipe: Recipe) -> int:
@@ -1056,35 +1088,41 @@ def choose_specialists(
         BaseModelError: The base cannot be used.
     """
 
-    def with_number(number: int) -> Recipe:
+    def with_specialists(number: int) -> Recipe:
         return recipe.with_changes({"method.specialists": number})
+
+    # The largest number that fits into memory, the same for all users.
+    smallest = 0 if _has_generalists(recipe) else 1  # a model needs an expert
+    most_in_memory = MOST_SPECIALISTS
+    while most_in_memory > smallest:
+        if _fits_in_own_format(with_specialists(most_in_memory), limit, names, own_indices, process_bytes):
+            break
+        most_in_memory -= 1
+
+    # For each user, the largest number with which the local steps are fast enough. Users with the same LoRA rank and
+    # batch size take the same time, so only the first of them is measured.
+    method = make(recipe.method.name, **recipe.method.settings)
+    recipe_of_users = recipe.for_users(names)
+    plan, ranks = make_plan(recipe_of_users, method, names), ranks_of(recipe_of_users.adapters, len(names))
+
+    def rank_and_batch_size(user: int) -> tuple[int, int]:
+        return int(ranks[user]), plan.batch_size_of(names[user])
+
+    first_user_with: dict[tuple[int, int], int] = {}  # by LoRA rank and batch size
+    for user in range(len(names)):
+        first_user_with.setdefault(rank_and_batch_size(user), user)
 
     @cache
     def measured_step_seconds(number: int, user: int) -> float:
-        return step_seconds(with_number(number), names, user)
+        return step_seconds(with_specialists(number), names, user)
 
     def fits_into_round(number: int, user: int) -> bool:
         limit_seconds = plan.max_seconds_of(names[user])
         if limit_seconds == math.inf:
             return True
-        measured_user = first_user_with[rank_and_batch_size(user)]  # one measurement for all such users
+        measured_user = first_user_with[rank_and_batch_size(user)]
         return plan.local_steps_of(names[user]) * measured_step_seconds(number, measured_user) <= limit_seconds
 
-    def rank_and_batch_size(user: int) -> tuple[int, int]:
-        return int(ranks[user]), plan.batch_size_of(names[user])
-
-    smallest = 0 if _has_generalists(recipe) else 1  # a model needs an expert
-    most_in_memory = MOST_SPECIALISTS
-    while most_in_memory > smallest:
-        if _fits_in_own_format(with_number(most_in_memory), limit, names, own_indices, process_bytes):
-            break
-        most_in_memory -= 1
-    method = make(recipe.method.name, **recipe.method.settings)
-    recipe_of_users = recipe.for_users(names)
-    plan, ranks = make_plan(recipe_of_users, method, names), ranks_of(recipe_of_users.adapters, len(names))
-    first_user_with: dict[tuple[int, int], int] = {}
-    for user in range(len(names)):
-        first_user_with.setdefault(rank_and_batch_size(user), user)
     chosen: dict[str, int] = {}
     for user in range(len(names)) if own_indices is None else own_indices:
         number = most_in_memory

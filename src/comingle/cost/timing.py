@@ -52,6 +52,7 @@ from comingle.training.client import Clients, LocalRound
 from comingle.training.evaluation import data_amounts
 from comingle.training.kinds.base import RunData
 from comingle.training.rounds import run_rounds
+from comingle.training.settings import RunPlan
 from comingle.utils.errors import ComingleError
 
 INTEGER_BYTES = 8
@@ -381,7 +382,7 @@ ROUNDS = 5
 """Number of measured rounds, the first of which warms up and is not counted."""
 
 MANY_PER_FEW = 4
-"""In some rounds one of this number of users sends, in others all; the difference is the time that users take."""
+"""Ratio of the numbers of participants in two measurements of a round; their difference is the time of participants."""
 
 MAX_TRAINED, MAX_SENDING, MAX_STATE_BYTES = 128, 1024, 2**28
 """Limits per process: users that train together, users that send without training, and bytes of their tensors."""
@@ -519,11 +520,7 @@ def time_rounds(federation: InProcess, participants_each: int, num_processes: in
     for rank in range(num_processes):
         first_user = rank * users_each  # users are numbered process by process
         participants += range(first_user, first_user + participants_each)
-    never = 10**6  # a later round than any that is run
-    plan = replace(clients.plan, participation=(tuple(participants),))  # the same participants in every round
-    plan = plan.updated("training", rounds=never)  # `end_round` stops the run earlier
-    plan = plan.updated("evaluation", every=never, first=False)
-    clients.plan = plan.updated("checkpoints", every=1)  # calls `end_round` after each round
+    clients.plan = _plan_of_timed_rounds(clients.plan, participants)
     local_seconds: list[float] = []
     end_times: list[float] = []
 
@@ -546,6 +543,22 @@ def time_rounds(federation: InProcess, participants_each: int, num_processes: in
     other_seconds = [whole - local for whole, local in zip(round_seconds, counted_seconds, strict=True)]
     # Local seconds are those of the slowest process, so the difference may be a little below 0.
     return median(counted_seconds), max(0.0, median(other_seconds))
+
+
+def _plan_of_timed_rounds(plan: RunPlan, participants: Sequence[int]) -> RunPlan:
+    """Return a plan of many rounds with the same participants, a checkpoint after each, and no evaluation.
+
+    A run with this plan calls its function for checkpoints after each round. The function may stop the run.
+
+    Args:
+        plan: Plan of the recipe's run.
+        participants: Indices of the users that take part in every round.
+    """
+    never = 10**6  # a later round than any that is run
+    plan = replace(plan, participation=(tuple(participants),))
+    plan = plan.updated("training", rounds=never)
+    plan = plan.updated("evaluation", every=never, first=False)
+    return plan.updated("checkpoints", every=1)
 
 
 class _RoundsDoneError(Exception):
@@ -622,24 +635,34 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
     if not has_secure_sum:
 
         def aggregate() -> None:
-            """Aggregate the upload, which ends the server's round: so number it as the server's current round."""
+            """Aggregate the upload. It has the number of the server's current round, which therefore stays the same."""
             server.aggregate(replace(upload, round=server.version))
 
         seconds["aggregate_s"] = median_seconds(aggregate)
     if server.needs_only_sums:
-        weights = dict.fromkeys(upload.tensors, torch.full((num_users,), 1 / num_users, dtype=torch.float64))
-
-        def sum_uploads() -> None:
-            """Sum this process's uploads as several processes do: as integers, so that their order does not matter."""
-            largest = largest_terms(upload.tensors, weights)
-            integer_sums(upload.tensors, weights, choose_shifts(largest, num_users))
-
         if clients.plan.training.uploads == "float32":
-            seconds["sum_s"] = median_seconds(sum_uploads)
+            seconds["sum_s"] = _seconds_of_sums(upload)
         else:  # another number format: assume that sums take as long as making the uploads
             seconds["sum_s"] = seconds["send_s"]
     seconds_per_user = {key: value / num_users for key, value in seconds.items()}
     return {**seconds_per_user, "same_download": same_download}
+
+
+def _seconds_of_sums(upload: Upload) -> float:
+    """Return the seconds in which a process sums the uploads of its users, before processes send each other the sums.
+
+    Args:
+        upload: Uploads of the users, joined in tensors ``(users, *shape)``.
+    """
+    num_users = len(upload.users)
+    weights = dict.fromkeys(upload.tensors, torch.full((num_users,), 1 / num_users, dtype=torch.float64))
+
+    def sum_uploads() -> None:
+        """Sum the uploads as integers, as a run does, so that the order of the terms does not matter."""
+        largest = largest_terms(upload.tensors, weights)
+        integer_sums(upload.tensors, weights, choose_shifts(largest, num_users))
+
+    return median_seconds(sum_uploads)
 
 
 def measure_links(ranks: Ranks) -> dict[str, float]:
