@@ -35,8 +35,8 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
     Messages contain the user's name, so sizes depend on it. All sizes are 0 if the federation shares nothing.
 
     Args:
-        federation: The federation. With fewer users than names, messages of its last user are sized with each of the
-            further names.
+        federation: The federation. If all users are alike, it may have fewer users than names. Its last user then
+            stands for each further name.
         names: Names of the users.
 
     Returns:
@@ -123,7 +123,8 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
     A pooled method, which trains one model on the data of all users, has one entry.
 
     Args:
-        federation: The federation. With fewer users than names, the further names get the costs of its last user.
+        federation: The federation. If all users are alike, it may have fewer users than names. The further names then
+            get the costs of its last user.
         names: Names of the users.
     """
     clients = federation.clients
@@ -170,9 +171,9 @@ def _user_cost(
     """
     clients, method = shape.clients, shape.clients.method
     plan, training = clients.plan, clients.plan.training
+    # FLOPs of a round as if each batch had one token. They are multiplied by the tokens of a batch below.
     # Users that choose among several models compute the loss of each (a sweep), on as much text as they train on.
     num_swept_models = method.server.server_models if method.client.sweeps else 0
-    # FLOPs of a round with one token per step; multiplied by the tokens of a batch below.
     flops = shape.forward() * (num_swept_models * training.most_local_steps)
     for phase in clients.phases:
         # The phase takes `phase.steps` steps after every `phase.every`-th local step of the run, in some of its rounds.
@@ -187,7 +188,7 @@ def _user_cost(
         upload_bytes=upload_bytes,
         download_bytes=download_bytes,
         forward=shape.forward(),
-        training=flops * (1 / training.most_local_steps),
+        training=flops * (1 / training.most_local_steps),  # of one token, as a mean over the local steps
         round=flops * tokens_per_batch,
     )
 
@@ -424,7 +425,10 @@ class LocalWork:
 
 
 BaseFlops = Callable[[LocalWork], tuple[Flops, Flops]]
-"""FLOPs of the base alone: one token's or sample's forward pass, and a round with one pass per step."""
+"""Function from a user's local work to the FLOPs of the base alone, without adapters.
+
+It returns the FLOPs of the forward pass of one token or sample, and those of a round with one pass per local step.
+"""
 
 
 def local_work_on_text(clients: Clients) -> LocalWork:
@@ -454,7 +458,7 @@ def count_stacked(
     Args:
         rehearsal: The run's federation, on fake tensors.
         work_by_user: Each user's local work in a round, by name.
-        flops_of_base: Function that returns the FLOPs of the base alone. The rest of the measured FLOPs count as LoRA.
+        flops_of_base: Function that returns the FLOPs of the base alone. The measured FLOPs beyond these count as LoRA.
     """
     clients = rehearsal.federation.clients
     names_by_work: dict[LocalWork, list[str]] = {}

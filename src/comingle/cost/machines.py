@@ -51,7 +51,7 @@ MAX_STEPS = 10
 MAX_PROCESSES = 4
 """Most processes that are started for a measurement, unless this machine has more cores."""
 
-_SECONDS = 3600
+_TIMEOUT_SECONDS = 3600
 """Largest time that a measurement may take."""
 
 
@@ -190,6 +190,7 @@ class Measured(_Measured, total=False):
 
 
 _OPERATIONS = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
+"""Functions of torch.distributed whose calls are counted."""
 
 
 def _to_measurement(
@@ -207,14 +208,7 @@ def _to_measurement(
         given_core_seconds: Core seconds of the local steps of one user, if they were given; None for the measured ones.
     """
     is_distributed = num_processes > 1
-    calls = {name: times["collectives"].get(name, 0.0) for name in _OPERATIONS}
-    num_others = max(1, num_processes - 1)  # 1, to divide by it, for a single process, which sends nothing
-    collectives = Collectives(
-        gathers=calls["all_gather"],
-        broadcasts=calls["broadcast"],
-        reduces=calls["reduce"] + calls["all_reduce"],
-        sends=(calls["send"] + calls["recv"]) / num_others,  # one message with each other process counts 1 in total
-    )
+    collectives = _count_by_type(times["collectives"], num_processes)
     message_seconds = times["receive_s"] + times["send_s"]
     if is_distributed:
         message_seconds = message_seconds + times["sum_s"]  # of uploads, before processes send the sums
@@ -228,11 +222,12 @@ def _to_measurement(
     # the time that one participant adds; its value at 0 is the time of a round without participants.
     few, many = (users * num_processes for users in times["other_work_users"])
     seconds_with_few, seconds_with_many = times["other_work_s"]
-    slope = (seconds_with_many - seconds_with_few) / (many - few) if many > few else 0.0
-    fixed_seconds = seconds_with_few - latency_seconds - few * max(slope, 0.0)
-    # Processes make messages at the same time, so a participant adds 1 / num_processes of their seconds. The rest
-    # of the slope is for numbers about the participant, such as its loss, that processes send to each other.
-    report_seconds = slope - message_seconds / num_processes - aggregation_seconds
+    seconds_per_participant = (seconds_with_many - seconds_with_few) / (many - few) if many > few else 0.0
+    fixed_seconds = seconds_with_few - latency_seconds - few * max(seconds_per_participant, 0.0)
+    # Processes make messages at the same time, so a participant adds 1 / num_processes of the seconds of its messages.
+    # After messages and aggregation, the remaining seconds are for numbers about the participant, such as its loss,
+    # that processes send to each other.
+    report_seconds = seconds_per_participant - message_seconds / num_processes - aggregation_seconds
 
     def training_core_seconds(measured_seconds: float) -> float:
         """Return the core seconds of one user's local steps in the planned run, from measured or given ones."""
@@ -265,6 +260,23 @@ def _to_measurement(
         state_bytes=times["state_bytes"],
         disk=times["disk"],
         amounts=(num_trainers, round(steps_ratio * trained_items), scored_items),
+    )
+
+
+def _count_by_type(calls: Mapping[str, float], num_processes: int) -> Collectives:
+    """Return the collective operations of a round by type, as the formulas for other machines need them.
+
+    Args:
+        calls: Calls of functions of torch.distributed per round, by the function's name, such as "all_gather".
+        num_processes: Number of processes that were measured.
+    """
+    count = {name: calls.get(name, 0.0) for name in _OPERATIONS}
+    num_others = max(1, num_processes - 1)  # 1, to divide by it, for a single process, which sends nothing
+    return Collectives(
+        gathers=count["all_gather"],
+        broadcasts=count["broadcast"],
+        reduces=count["reduce"] + count["all_reduce"],
+        sends=(count["send"] + count["recv"]) / num_others,  # one message with each other process counts 1 in total
     )
 
 
@@ -545,7 +557,7 @@ def _measure_in_processes(recipe: Recipe, num_processes: int, threads: int, part
         try:
             errors = []
             for process in processes:
-                _output, error = process.communicate(timeout=_SECONDS)
+                _output, error = process.communicate(timeout=_TIMEOUT_SECONDS)
                 errors.append(error)
         finally:
             for process in processes:

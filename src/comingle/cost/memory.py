@@ -75,7 +75,7 @@ def text_of_equal_cost(
     if users is None and reads_user_data(kind, recipes[0]):
         run_data = _read_one_by_one(kind, recipes, load_base)
     if run_data is None or run_data.users.in_memory:
-        return kind.as_text(recipes, users)
+        return kind.as_text(recipes, users)  # reads all users at once, if the costs depend on their data
     note = NOTE if isinstance(kind, ConversationsKind) else ""
     return conversations_as_text(kind, recipes, run_data.users), set(run_data.skipped), note
 
@@ -178,7 +178,8 @@ def user_bytes(state: State, store: str) -> UserBytes:
         state: Tensors of all users, in memory. All users have the same sizes.
         store: ``runtime.store``, which determines the format of the records.
     """
-    layouts: Mapping[str, RecordLayout] = record_layouts(state, STORES[store].moments)
+    dtype_of_stored_moments = STORES[store].moments
+    layouts: Mapping[str, RecordLayout] = record_layouts(state, dtype_of_stored_moments)
     moments_bytes = params_bytes = 0
     for name, tensor in state.tensors().items():
         first_user = tensor[:1]  # the leading dimension is that of users
@@ -297,8 +298,8 @@ CLIENT_BYTES = 290_000_000
 Measured with SmolLM2-135M on Linux with torch 2.13.
 """
 
-_SECONDS = 120
-"""Largest time that the process may take."""
+_TIMEOUT_SECONDS = 120
+"""Largest time that the measured process may take."""
 
 
 def measured_process_bytes(kind: ProcessKind, device: torch.device) -> int:
@@ -324,7 +325,7 @@ def _measure_process(kind: ProcessKind) -> int:
     """
     command = [sys.executable, "-m", "comingle.cost.memory", kind]
     try:
-        finished = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+        finished = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
         last_word = finished.stdout.split()[-1]
         return int(last_word)
     except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
@@ -589,7 +590,7 @@ def peak_memory(rehearsal: Rehearsal, *, one_user: bool = False, pass_size: Pass
     pass_size = pass_size or rehearsal.steps.pass_size
     num_rows = 1 if one_user else min(pass_size.users, len(state.rows))
     first_row = 0
-    if num_rows == 1:  # measure the user with the largest model
+    if num_rows == 1:  # the user with the largest model needs the most memory
         unpadded_sizes = clients.mask.sum(1)
         first_row = int(unpadded_sizes.argmax())
     rows = tuple(range(first_row, first_row + num_rows))
@@ -598,7 +599,7 @@ def peak_memory(rehearsal: Rehearsal, *, one_user: bool = False, pass_size: Pass
     # The rehearsal's federation may have fewer users than the run; bytes of its users are multiplied by this.
     user_ratio = num_trainers / len(clients.trainers)
     kept_gradients_bytes = 0
-    if GRADIENTS in state.kept:  # some methods keep the gradients of one phase for another
+    if GRADIENTS in state.kept:  # some methods store all users' gradients of one phase for a later phase
         kept_gradients_bytes = int(user_ratio * state.kept[GRADIENTS].nbytes)
     exchange_bytes = _exchange_bytes(rehearsal, one_user=one_user)
     # Free blocks between live tensors, as a fraction of the peak.

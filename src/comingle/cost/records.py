@@ -62,16 +62,18 @@ def count_flops(work: Callable[[], object]) -> int:
 
 
 def _convolution_backward(out: Sequence[int], x: object, weight: Sequence[int], *rest: Any, **_: object) -> int:
-    """Return the FLOPs of a convolution's backward pass: those of its forward pass for each gradient that is wanted.
+    """Return the FLOPs of a convolution's backward pass.
 
-    Replaces torch's formula, which counts too much for grouped convolutions: by a factor of the number of groups. Here
-    a group is the model of one user.
+    The gradient of the input takes as many FLOPs as the forward pass, and so does the gradient of the weight. Torch's
+    own formula is too large for grouped convolutions, by a factor of the number of groups. Here a group is the model of
+    one user.
 
     Args:
         out: Shape of the gradient of the output.
         x: Shape of the input.
         weight: Shape of the weight, ``(channels_out, channels_in of one group, *kernel)``.
-        rest: The operation's other arguments; the last is ``[input, weight, bias]``, which gradients are wanted.
+        rest: The operation's other arguments. The last of them is a list of three booleans: whether the gradients of
+            input, weight and bias are wanted.
     """
     wants_input, wants_weight, _wants_bias = rest[-1]  # the gradient of a bias takes no multiplications
     batch_size, _channels, *output_positions = out
@@ -236,38 +238,65 @@ def _block_backward(block: Block, *, input_needs_grad: bool) -> tuple[Flops, boo
         block: The decoder layer.
         input_needs_grad: Whether the gradient of its input is needed, because an earlier layer trains something.
     """
-    flops = Flops()
-    values_need_grad = input_needs_grad or any(linear.trained for linear in block.qkv)
-    attention_needs_grad = values_need_grad or block.attention_out.trained  # the output of the output projection
-    attention = [(linear, input_needs_grad) for linear in block.qkv] + [(block.attention_out, values_need_grad)]
-    for linear, needs_input_grad in attention:
-        if needs_input_grad or linear.trained:
-            weight_flops = 2.0 * linear.weight * needs_input_grad
-            flops += Flops(attention=weight_flops, lora=_lora_backward(linear, needs_input_grad))
-    if values_need_grad:
-        flops += Flops(attention=2.0 * 4 * block.score_products)  # gradients of queries, keys, probabilities and values
+    values_need_grad = input_needs_grad or any(linear.trained for linear in block.qkv)  # also queries and keys
+    attention_needs_grad = values_need_grad or block.attention_out.trained  # the output of the attention
+    flops = _attention_backward(block, input_needs_grad=input_needs_grad, values_need_grad=values_need_grad)
     trains_mlp = block.trains_router or any(linear.trained for linear in (*block.mlp_in, block.mlp_out))
     output_needs_grad = attention_needs_grad or trains_mlp
     if not output_needs_grad:
         return flops, False
     mlp_input_needs_grad = input_needs_grad if block.parallel_mlp else attention_needs_grad
+    return flops + _mlp_backward(block, input_needs_grad=mlp_input_needs_grad), True
+
+
+def _attention_backward(block: Block, *, input_needs_grad: bool, values_need_grad: bool) -> Flops:
+    """Return the FLOPs of the backward pass of a decoder layer's attention.
+
+    Args:
+        block: The decoder layer.
+        input_needs_grad: Whether the gradient of the layer's input is needed.
+        values_need_grad: Whether the gradients of queries, keys and values are needed.
+    """
+    flops = Flops()
+    linears = [(linear, input_needs_grad) for linear in block.qkv] + [(block.attention_out, values_need_grad)]
+    for linear, needs_input_grad in linears:
+        if needs_input_grad or linear.trained:
+            weight_flops = 2.0 * linear.weight * needs_input_grad
+            flops += Flops(attention=weight_flops, lora=_lora_backward(linear, needs_input_grad))
+    if values_need_grad:
+        flops += Flops(attention=2.0 * 4 * block.score_products)  # gradients of queries, keys, probabilities and values
+    return flops
+
+
+def _mlp_backward(block: Block, *, input_needs_grad: bool) -> Flops:
+    """Return the FLOPs of the backward pass of a decoder layer's mixture of experts and its router.
+
+    Args:
+        block: The decoder layer.
+        input_needs_grad: Whether the gradient of the mixture's input is needed.
+    """
+    flops = Flops()
     # A mixture of experts that is one autograd function computes the gradient of its input in any case.
-    computes_input_grad = mlp_input_needs_grad or block.one_autograd_function
-    mlp = [(linear, computes_input_grad) for linear in block.mlp_in] + [(block.mlp_out, True)]
-    for linear, needs_input_grad in mlp:
+    computes_input_grad = input_needs_grad or block.one_autograd_function
+    linears = [(linear, computes_input_grad) for linear in block.mlp_in] + [(block.mlp_out, True)]
+    for linear, needs_input_grad in linears:
+        # With `mix: linear` the gates multiply `A x`, so the router's gradient needs the gradient of this product.
         needs_inner_grad = needs_input_grad or block.trains_router or linear.trains_a
         weight_flops = 2.0 * linear.weight * needs_input_grad
         flops += Flops(mlp=weight_flops, lora=_lora_backward(linear, needs_input_grad, needs_inner_grad))
-    router_products = int(block.trains_router) + int(mlp_input_needs_grad)  # gradients of its weight and of its input
-    flops += Flops(router=2.0 * block.router * router_products)
-    return flops, True
+    router_products = int(block.trains_router) + int(input_needs_grad)  # gradients of its weight and of its input
+    return flops + Flops(router=2.0 * block.router * router_products)
 
 
 def _lora_backward(linear: Linear, needs_input_grad: bool, needs_inner_grad: bool = True) -> float:
     """Return the FLOPs of the gradients of a LoRA ``B A x``, for one token.
 
-    Each gradient takes one product: that of A, if it is trained, and of x with 2 FLOPs per entry of A; that of B, if it
-    is trained, and of ``A x`` with 2 FLOPs per entry of B.
+    Each gradient that is needed takes one product:
+
+        gradient of A      2 FLOPs per entry of A, if A is trained
+        gradient of x      2 FLOPs per entry of A
+        gradient of B      2 FLOPs per entry of B, if B is trained
+        gradient of A x    2 FLOPs per entry of B
 
     Args:
         linear: The sizes of the LoRA (``a`` and ``b`` entries), and which factors are trained.
@@ -284,7 +313,13 @@ PAPER_BYTES = 2  # bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Entries of one user's attention LoRA, of one expert's LoRA on all MLPs, and of its routers."""
+    """Numbers of entries of one user's tensors, as Table 3 of the paper compares them.
+
+    Args:
+        attention: Entries of the attention's LoRA.
+        expert: Entries of one expert's LoRA on all MLPs.
+        router: Entries of all routers.
+    """
 
     attention: int
     expert: int

@@ -73,7 +73,7 @@ def load_skeleton(
             model = random_base(name, dtype=run_dtype, attention=implementation, seed=0)
         else:
             model = _model_of_config(name, run_dtype, implementation)
-    freeze(model, None)  # there is no tokenizer
+    freeze(model, None)  # None: there is no tokenizer
     if layers is not None:
         del decoder_layers(model)[layers:]
         model.config.num_hidden_layers = layers
@@ -164,11 +164,12 @@ def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] |
     plan = plan.updated("runtime", store=MEMORY)  # the few users are built in memory, whatever the run does
     if method.placement.pooled:
         return federate(build_nets(recipe, population, plan))
-    # Costs depend on the number of clusters, so there are at least as many users as true clusters.
+    # The size of a pass is known once a net is built, so first build one for few users. There are at least as many of
+    # them as true clusters, on whose number costs depend.
     num_clusters = max(1, len({user.cluster for user in population.users}))
     few_users = replace(population, users=as_users(population.users[:num_clusters]))
     clients = build_nets(recipe, few_users, plan)
-    users_of_pass = list(population.users[: clients.pass_size.users])  # the pass size is known once a net is built
+    users_of_pass = list(population.users[: clients.pass_size.users])
     if len(users_of_pass) <= num_clusters:
         return federate(clients)
     model = clients.model.only(range(len(users_of_pass)))
