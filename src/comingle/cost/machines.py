@@ -178,10 +178,19 @@ class _Measured(_MessageSeconds):
 class Measured(_Measured, total=False):
     """Seconds and sizes from :func:`comingle.cost.timing.measure_parts`.
 
-    ``own_user_s`` and ``user_s`` are seconds of one user's local steps, with as many participants as planned and with a
-    full cohort. ``other_work_s`` are seconds of rounds without local steps, with the two numbers of participants per
-    process in ``other_work_users``. ``collectives`` are calls of torch.distributed per round. Only several processes
-    have ``hop`` and ``bus``.
+    A cohort is as many users as train in one batch. These keys are measured for one user::
+
+        user_s         local steps in a full cohort
+        own_user_s     local steps with as many participants as planned, which may be fewer than a cohort
+        evaluation_s   evaluation
+
+    Rounds without local steps are measured with few and with many participants::
+
+        other_work_s        seconds of a round with few, and with many
+        other_work_users    participants per process: few, and many
+
+    ``collectives`` are calls of torch.distributed per round. Only several processes have ``hop`` (seconds of a small
+    message between two of them) and ``bus`` (bandwidth in bytes per second).
     """
 
     hop: float
@@ -196,12 +205,12 @@ _OPERATIONS = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv"
 def _to_measurement(
     times: Measured, num_processes: int, cores_each: float, steps_ratio: float, given_core_seconds: float | None
 ) -> Measurement:
-    """Convert the seconds of a measurement into parts of a round, which formulas scale to other machines.
+    """Return the measured parts of a round, from which the time of a round on other machines is computed.
 
     Work that is faster with more cores is converted to core seconds: seconds times ``cores_each``.
 
     Args:
-        times: Seconds, sizes and counts from the processes that measured.
+        times: Seconds, sizes and counts from the processes that measured; :class:`Measured` describes the keys.
         num_processes: Number of these processes.
         cores_each: Cores per process.
         steps_ratio: Local steps of the recipe per step that was measured.
@@ -212,22 +221,9 @@ def _to_measurement(
     message_seconds = times["receive_s"] + times["send_s"]
     if is_distributed:
         message_seconds = message_seconds + times["sum_s"]  # of uploads, before processes send the sums
-    aggregation_seconds = times["aggregate_s"]
-    if is_distributed and times["needs_only_sums"]:
-        aggregation_seconds = 0.0  # processes sum the uploads on the way to the server
     hop_seconds = times.get("hop", 0.0)
     latency_seconds = num_hops(collectives, num_processes) * hop_seconds if is_distributed else 0.0
-
-    # Seconds of rounds without local steps, with few and with many participants, are two points of a line. Its slope is
-    # the time that one participant adds; its value at 0 is the time of a round without participants.
-    few, many = (users * num_processes for users in times["other_work_users"])
-    seconds_with_few, seconds_with_many = times["other_work_s"]
-    seconds_per_participant = (seconds_with_many - seconds_with_few) / (many - few) if many > few else 0.0
-    fixed_seconds = seconds_with_few - latency_seconds - few * max(seconds_per_participant, 0.0)
-    # Processes make messages at the same time, so a participant adds 1 / num_processes of the seconds of its messages.
-    # After messages and aggregation, the remaining seconds are for numbers about the participant, such as its loss,
-    # that processes send to each other.
-    report_seconds = seconds_per_participant - message_seconds / num_processes - aggregation_seconds
+    fixed_seconds, report_seconds = _fit_other_work(times, num_processes, message_seconds, latency_seconds)
 
     def training_core_seconds(measured_seconds: float) -> float:
         """Return the core seconds of one user's local steps in the planned run, from measured or given ones."""
@@ -240,9 +236,8 @@ def _to_measurement(
         message_core_seconds=message_seconds * cores_each,
         evaluation_core_seconds=times["evaluation_s"] * cores_each,
         aggregation_core_seconds=times["aggregate_s"] * cores_each,
-        # max: differences of measured times may be a little below 0
-        report_seconds=max(0.0, report_seconds) if is_distributed else 0.0,
-        fixed_seconds=max(0.0, fixed_seconds),
+        report_seconds=report_seconds,
+        fixed_seconds=fixed_seconds,
         hop_seconds=hop_seconds,
         bus_rate=times.get("bus", float("inf")),  # a single process has no connections
         collectives=collectives,
@@ -261,6 +256,40 @@ def _to_measurement(
         disk=times["disk"],
         amounts=(num_trainers, round(steps_ratio * trained_items), scored_items),
     )
+
+
+def _fit_other_work(
+    times: Measured, num_processes: int, message_seconds: float, latency_seconds: float
+) -> tuple[float, float]:
+    """Return the fixed seconds of a round, and the seconds per participant for the numbers that are reported about it.
+
+    The seconds of a round without local steps are a line in the number of participants, and two points of it were
+    measured::
+
+        seconds                 = fixed_seconds + latency_seconds + participants * seconds_per_participant
+        seconds_per_participant = message_seconds / num_processes + aggregation_seconds + report_seconds
+
+    Messages are divided by the number of processes, which make them at the same time. The reported numbers, such as
+    losses, are sent from process to process.
+
+    Args:
+        times: Seconds and numbers of participants; :class:`Measured` describes the keys.
+        num_processes: Number of the processes that measured.
+        message_seconds: Seconds in which a process makes and reads the messages of one participant.
+        latency_seconds: Seconds of latency in a round.
+    """
+    is_distributed = num_processes > 1
+    aggregation_seconds = times["aggregate_s"]
+    if is_distributed and times["needs_only_sums"]:
+        aggregation_seconds = 0.0  # processes sum the uploads on the way to the server
+    few, many = (users * num_processes for users in times["other_work_users"])
+    seconds_with_few, seconds_with_many = times["other_work_s"]
+    seconds_per_participant = (seconds_with_many - seconds_with_few) / (many - few) if many > few else 0.0
+    fixed_seconds = seconds_with_few - latency_seconds - few * max(seconds_per_participant, 0.0)
+    report_seconds = seconds_per_participant - message_seconds / num_processes - aggregation_seconds
+    if not is_distributed:  # there is no other process to send numbers to
+        report_seconds = 0.0
+    return max(0.0, fixed_seconds), max(0.0, report_seconds)  # differences of measured times may be below 0
 
 
 def _count_by_type(calls: Mapping[str, float], num_processes: int) -> Collectives:
