@@ -449,7 +449,10 @@ class Fakes:
         return fake
 
     def size_of(self, module: nn.Module) -> int:
-        """Return the bytes of all parameters and buffers of a module with real tensors, shared ones once."""
+        """Return the bytes of all parameters and buffers of a module with real tensors, shared ones once.
+
+        A model calls this before :meth:`replace`, to know how many bytes its weights would take.
+        """
         return storage_bytes(module)
 
     def replace(self, module: nn.Module, device: torch.device) -> None:

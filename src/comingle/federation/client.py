@@ -48,7 +48,7 @@ from comingle.federation.messages import (
     check_verdict,
     unpack_task,
 )
-from comingle.federation.participant import SCORES, TELLS, Own, Tells
+from comingle.federation.participant import LEVELS_WITH_SCORES, TELLS, Own, Tells
 from comingle.federation.public import (
     ENDED,
     Public,
@@ -241,7 +241,7 @@ def open_store(
         folder=folder,
         public=public,
         recipe=recipe,
-        read=own_data,
+        own_data=own_data,
         clients=clients,
         state_before_first_task=clients.state.copy(compact=True),
     )
@@ -718,7 +718,8 @@ class Client:
         self._publish_model(store)
         clients = store.clients
         self.say(upload_notice(store))
-        reports_specialists = chooses_specialists(public.whole_recipe()) and store.reporting_level(self.own) in SCORES
+        reports_scores = store.reporting_level(self.own) in LEVELS_WITH_SCORES  # and with them amounts of data
+        reports_specialists = chooses_specialists(public.whole_recipe()) and reports_scores
         self.say(report_notice(store, self.own, reports_specialists=reports_specialists))
         warn_of_untrained(clients.plan, clients.steps.local_steps)
         unit = clients.batch_source.unit
@@ -729,11 +730,11 @@ class Client:
             "back": store.revertible_tasks()[0],
             **store.public_counts,  # "examples"
         }
-        if store.reporting_level(self.own) in SCORES:
+        if reports_scores:
             only_trainer = clients.trainers[0]  # this client group has a single user
             reported["amounts"] = amounts(only_trainer, unit)
-            if store.read.skipped_rows:
-                reported["skipped_rows"] = store.read.skipped_rows
+            if store.own_data.skipped_rows:
+                reported["skipped_rows"] = store.own_data.skipped_rows
             _num_users, trained_amount, scored_amount = data_amounts(clients)
             reported["works"] = [trained_amount, scored_amount]
         if reports_specialists:
@@ -852,7 +853,8 @@ class TaskRunner:
         self.store, self.own, self.task, self.clients = store, own, task, store.clients
         self.conditions = conditions
         self.reporting_level = store.reporting_level(own)  # "all", "scores", "losses" or "nothing"
-        self.reports_scores = self.reporting_level in SCORES  # and with them amounts of data and durations
+        # Whether the client reports test scores, and with them amounts of data and durations.
+        self.reports_scores = self.reporting_level in LEVELS_WITH_SCORES
         self.reported: dict[str, Any] = {}  # values for the answer
         self.sent: list[bytes] = []  # messages for the answer
         self.unread_messages = list(task.messages)  # in the order of the steps that read them

@@ -140,7 +140,7 @@ logger = logging.getLogger("comingle")
 
 LEDGER = "privacy.json"
 """File with all releases (uploads, or rounds of local steps) that have the user's own noise, and the epsilon spent."""
-KEPT, KEPT_OF_SUMS = 4, 7
+KEPT_TASKS, KEPT_TASKS_WITH_SUMS = 4, 7
 """Numbers of last tasks that can be reverted or answered again, without and with secure sums. Each is larger than the
 number of tasks between two checkpoints of the server.
 """
@@ -154,7 +154,7 @@ class ClientStore:
         folder: Folder of the run.
         public: Public part of the federation.
         recipe: The user's own recipe.
-        read: The user's own data, and the base.
+        own_data: The user's own data, and the base model.
         clients: The client group that trains the user.
         state_before_first_task: Restored if the first task is reverted.
         serial: Number of the last task that was carried out.
@@ -163,7 +163,7 @@ class ClientStore:
     folder: Path
     public: Public
     recipe: Recipe
-    read: RunData
+    own_data: RunData
     clients: Clients
     state_before_first_task: State
     serial: int = 0
@@ -178,7 +178,7 @@ class ClientStore:
     @property
     def num_revertible(self) -> int:
         """Number of tasks that can be reverted."""
-        return KEPT if self.clients.plan.sums is None else KEPT_OF_SUMS
+        return KEPT_TASKS if self.clients.plan.sums is None else KEPT_TASKS_WITH_SUMS
 
     def stored_answer(self, serial: int, task: bytes) -> bytes | None:
         """Return the stored answer to a task; None if this task was not carried out, or its answer is damaged.
@@ -435,7 +435,7 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
         ComingleError: The data or the base cannot be read any more, or the disk is full.
     """
     recipe = _of_one_user(store, own)
-    federation = build(recipe, store.read, store="memory")  # a run of this user alone
+    federation = build(recipe, store.own_data, store="memory")  # a run of this user alone
     clients = federation.clients
     _copy_without_padding(clients, store.clients)
     ended_early = 0 <= rounds < clients.rounds_done
@@ -447,7 +447,7 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     folder = store.folder / MODEL
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
-    write_inputs(folder, describe(store.read, recipe))
+    write_inputs(folder, describe(store.own_data, recipe))
     write_text(folder / "recipe.yaml", recipe.as_yaml())
     progress = progress_of(metrics["rounds"], recipe.fingerprint, [own.name])
     save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)

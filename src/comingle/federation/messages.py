@@ -70,6 +70,7 @@ class Task:
 
     def pack(self) -> bytes:
         """Return the task as bytes; equal tasks yield equal bytes."""
+        # "about" is the key of `arguments` in messages.
         header = {"todo": list(self.todo), "round": self.round, "about": dict(self.arguments)}
         return _pack("task", self.run, self.serial, self.user, header, self.messages)
 
@@ -94,7 +95,8 @@ class Answer:
 
     def pack(self) -> bytes:
         """Return the answer as bytes."""
-        return _pack("answer", self.run, self.serial, self.user, {"told": dict(self.reported)}, self.messages)
+        header = {"told": dict(self.reported)}  # "told" is the key of `reported` in messages
+        return _pack("answer", self.run, self.serial, self.user, header, self.messages)
 
     @property
     def refused(self) -> str:

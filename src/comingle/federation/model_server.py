@@ -159,7 +159,7 @@ def model_of_all_users(store: ClientStore) -> Model:
     from comingle.federation.public import remote_data
     from comingle.training.kinds.base import kind_of
 
-    data_of_all_users = remote_data(store.public, store.recipe, store.read.base)
+    data_of_all_users = remote_data(store.public, store.recipe, store.own_data.base)
     return kind_of(store.recipe).model(store.recipe, data_of_all_users, store.clients.plan)
 
 

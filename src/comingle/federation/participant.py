@@ -34,8 +34,8 @@ Tells = Literal["all", "scores", "losses", "nothing"]
 TELLS: tuple[Tells, ...] = get_args(Tells)
 """All values of ``tells``, from the most to the least reported."""
 
-SCORES: frozenset[Tells] = frozenset({"all", "scores"})
-"""Values with which a client reports test scores and amounts of data."""
+LEVELS_WITH_SCORES: frozenset[Tells] = frozenset({"all", "scores"})
+"""Values of ``tells`` with which a client reports test scores and amounts of data."""
 
 
 class Own(Section):
