@@ -133,6 +133,34 @@ def online(state: LinkState) -> Sequence[NodeInfo]:
     return state.get_node_info(statuses=[NodeStatus.ONLINE])
 
 
+def test_heartbeats_of_an_earlier_node_end_before_the_next_activation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would make the node active again, so that the client's own key is in use for as long as they go on."""
+    monkeypatch.setattr(fleet_client, "_HEARTBEAT_SECONDS", 0.05)
+    states = make_states()
+    create_active_run(states.state())
+    port = free_port()
+    server = serve_fleet_api(make_fleet_api(states, keys_only=False), "127.0.0.1", port, None, None)
+    connection = FleetConnection(Server(address=f"127.0.0.1:{port}"), tmp_path / "place", lambda line: None)
+    requests, activate = 0, connection._http.ActivateNode
+
+    def delayed(request: ActivateNodeRequest) -> ActivateNodeResponse:
+        nonlocal requests
+        requests += 1
+        time.sleep(0.5)
+        assert not list(online(states.state()))
+        return activate(request)
+
+    connection.activate()
+    monkeypatch.setattr(connection._http, "ActivateNode", delayed)
+    connection.activate()
+    assert requests == 1
+    assert len(online(states.state())) == 1
+    connection.close()
+    server.should_exit = True
+
+
 @pytest.mark.slow
 def test_a_client_waits_for_the_node_of_its_own_lost_activation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -138,6 +138,8 @@ class FleetConnection:
         self.closed = threading.Event()
         """Set once this client has closed the connection."""
         self.deactivated = threading.Event()
+        self._heartbeats: threading.Thread | None = None  # sends those of the current node
+        self._end_heartbeats = threading.Event()
         """Set once the server does not know this client any more."""
 
     @property
@@ -152,6 +154,7 @@ class FleetConnection:
             RunError: The key is not registered, or another active client uses it.
         """
         self._last_lost_at = time.monotonic()
+        self._stop_heartbeats()  # one would make the earlier node active again, which blocks this client's key
         self._deactivate_previous()
         node_id = None
         while node_id is None:
@@ -162,7 +165,10 @@ class FleetConnection:
         write_text(self._node_id_file, str(node_id))
         self.deactivated.clear()
         self._app_digests.clear()  # a restarted server has other runs
-        threading.Thread(target=self._keep_alive, args=(self._node,), daemon=True).start()
+        self._end_heartbeats = threading.Event()
+        keep_alive_arguments = (self._node, self._end_heartbeats)
+        self._heartbeats = threading.Thread(target=self._keep_alive, args=keep_alive_arguments, daemon=True)
+        self._heartbeats.start()
 
     def _try_to_activate(self) -> int | None:
         """Return the ID of a new node, or None if activation has to be tried again.
@@ -186,7 +192,8 @@ class FleetConnection:
                     raise RunError(f"{self._server.address}: {reason}") from None
             # After a lost connection, the server holds this client's earlier node, with the same key, for some seconds.
             may_hold_earlier_node = time.monotonic() <= self._last_lost_at + _KEY_IN_USE_SECONDS
-            if status in _KEY_IN_USE and not may_hold_earlier_node:
+            is_shared_key = self._server.key is not None  # a generated key is used by this client alone
+            if status in _KEY_IN_USE and is_shared_key and not may_hold_earlier_node:
                 raise RunError(f"{self._server.address}: another client uses the key {self._server.key}") from None
             return None
 
@@ -275,6 +282,7 @@ class FleetConnection:
     def close(self) -> None:
         """Close the connection, and deactivate this node if the server can be reached now."""
         self.closed.set()
+        self._end_heartbeats.set()
         with suppress(httpx.HTTPError, ValueError):
             self._http.DeactivateNode(DeactivateNodeRequest(node_id=self.node_id))
             is_generated_key = self._server.key is None  # it is not used again
@@ -403,26 +411,33 @@ class FleetConnection:
     def _object_call(self, method: str) -> Callable[[Any], Any]:
         return lambda request: self._call_active(method, request)
 
-    def _keep_alive(self, node: Node) -> None:
-        """Send heartbeats every 7 s until the client closes or gets another node.
+    def _stop_heartbeats(self) -> None:
+        """End the heartbeats of the current node; wait a second for one that is under way."""
+        self._end_heartbeats.set()
+        if self._heartbeats is not None:
+            self._heartbeats.join(timeout=1.0)
+
+    def _keep_alive(self, node: Node, end: threading.Event) -> None:
+        """Send heartbeats every 7 s until the client closes or activates again.
 
         Sets ``deactivated`` if the server does not know the node any more.
 
         Args:
             node: The node that the server has activated for this client.
+            end: Set when the heartbeats are to end.
         """
         http = self._connect()
         request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT_MIN_INTERVAL)
-        while not self.closed.is_set() and node is self._node:
+        while not end.is_set() and not self.closed.is_set():
             try:
                 http.SendNodeHeartbeat(request)
             except httpx.HTTPStatusError as error:
                 is_unknown = error.response.status_code in _NOT_AUTHENTICATED
-                if is_unknown and node is self._node:
+                if is_unknown and not end.is_set():
                     self.deactivated.set()
             except (httpx.TransportError, ValueError):
                 pass  # the next one may arrive
-            self.closed.wait(_HEARTBEAT_SECONDS)
+            end.wait(_HEARTBEAT_SECONDS)
         http.close()
 
 
