@@ -13,7 +13,7 @@ import typer
 
 from comingle.cli.options import console, finite
 from comingle.serving.access import Limits, check_host, read_keys
-from comingle.utils.errors import ComingleError, RecipeError, require_user
+from comingle.utils.errors import ComingleError, RecipeError, list_names, require_user
 
 if TYPE_CHECKING:
     from comingle.serving.answers import Chat
@@ -60,7 +60,7 @@ def serve(
         from comingle.utils.terminal import words
 
         write_keys(make_keys, names)
-        console.print(words(f"{make_keys}  a key for each of {len(names)} users; --keys {make_keys} uses them"))
+        console.print(words(f"{make_keys}  keys of {list_names(names)}; --keys {make_keys} uses them"))
         return
     keys_of_users = None if keys is None else read_keys(keys, names)
     check_host(host, keys_of_users)  # raises if other machines could connect without a key

@@ -36,7 +36,7 @@ def load_plan(path: Path) -> Plan:
     The data is text unless the file names another kind. A relative path of the base is relative to the file.
 
     Raises:
-        RecipeError: The file does not exist, or a value is wrong.
+        RecipeError: The file does not exist, a value is wrong, or clients on other machines cannot run the recipe.
     """
     content = read_mapping(path)
     names = content.pop("participants", None)
@@ -63,6 +63,10 @@ def load_plan(path: Path) -> Plan:
                 )
         content["data"] = {"kind": "text", **data, "given": True}  # "given" makes a recipe without sources valid
     recipe = parse_recipe(content, where=str(path))
+    try:
+        check_remote_clients(recipe)
+    except RecipeError as error:
+        raise RecipeError(*(f"{path}: {problem}" for problem in error.problems)) from None
     base_path = path.parent / recipe.base
     if os.path.exists(base_path):
         recipe = recipe.with_changes({"base": str(base_path.resolve())})

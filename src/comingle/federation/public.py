@@ -169,7 +169,11 @@ def check_remote_clients(recipe: Recipe) -> None:
     """
     method = check_recipe(recipe)
     if recipe.continue_from is not None:
-        raise RecipeError("continue_from: got a run; allowed in a federation over the network: null")
+        run = recipe.continue_from.run
+        raise RecipeError(
+            f"continue_from: got {run!r}; allowed: null in a federation; each user can continue its own model alone, "
+            "with `comingle run RECIPE --continue-from STATE/run-*/model`"
+        )
     kind, mixture = kind_of(recipe).name, method.placement.mixture
     if kind not in KINDS:
         raise RecipeError(f"data: got {kind}, which needs all users in one place; allowed: {', '.join(KINDS)}")
