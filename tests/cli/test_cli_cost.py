@@ -85,7 +85,8 @@ def test_a_federations_file_is_counted_without_data(comingle: Any, tmp_path: Pat
 def test_what_of_a_federation_depends_on_data_is_one_line(
     comingle: Any, tmp_path: Path, added: str, options: tuple[str, ...], said: str
 ) -> None:
-    plan = PLAN.replace(" local_steps: 1,", "") if "samples" in added else PLAN  # local_steps are for text
+    of_text = " local_steps: 1, batch_size: 2, context: 16"
+    plan = PLAN.replace(f",{of_text}", "") if "samples" in added else PLAN
     (tmp_path / "plan.yaml").write_text(f"{plan}{added}\n")
     answer = comingle("cost", tmp_path / "plan.yaml", *options)
     assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
