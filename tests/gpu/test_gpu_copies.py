@@ -71,14 +71,14 @@ def test_the_next_batch_is_there_before_it_is_asked_for(ahead: Any) -> None:
 
 def test_a_wrong_guess_is_another_batch_than_was_asked_for(ahead: Any) -> None:
     taken(ahead, [0, 1], EXPERTS, 0, 0, 0)
-    assert ahead.ready[EXPERTS].place == ((0, 1), EXPERTS, 0, 1, 0)
+    assert ahead.ready[EXPERTS].arguments == ((0, 1), EXPERTS, 0, 1, 0)
     assert taken(ahead, [1, 0], EXPERTS, 0, 1, 0) == [[1, 1, 0, 1, 0], [0, 1, 0, 1, 0]]
     assert taken(ahead, [0, 1], EXPERTS, 1, 0, 0) == [[0, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
 
 
 def test_who_has_no_step_left_is_left_out(ahead: Any) -> None:
     taken(ahead, [0, 2], EXPERTS, 0, 2, 0)
-    assert ahead.ready[EXPERTS].place == ((2,), EXPERTS, 0, 3, 0)
+    assert ahead.ready[EXPERTS].arguments == ((2,), EXPERTS, 0, 3, 0)
 
 
 def test_a_part_of_a_batch_is_copied_by_itself(ahead: Any) -> None:
