@@ -304,7 +304,7 @@ def _check_counts(
         context: Length of the context in tokens.
         train: Number of questions to train on.
         valid: Number of questions to validate on.
-        test: Number of questions to test on; None for the rest, which must be at least one.
+        test: Number of questions to test on; None for all that remain, at least one.
 
     Raises:
         DataError: There are too few questions.
@@ -388,7 +388,8 @@ def iterate_questions(
 
     Args:
         name: A key of :data:`QUESTIONS`.
-        path: A file of JSON lines, a folder with one, or ``hub:OWNER/NAME``; None for the default places.
+        path: A file of JSON lines, a folder with one, or ``hub:OWNER/NAME``; None for
+            ``$COMINGLE_DATA/NAME`` if it exists, else the hub.
         languages: The languages to read.
 
     Raises:
@@ -403,7 +404,7 @@ def iterate_questions(
     else:
         rows = _read_hub_rows(name, source, question_set, languages, is_default_source=path is None)
     ids_by_language = {language: set[str]() for language in languages}
-    for place, row in rows:
+    for place, row in rows:  # the place, such as "row 3 in language 'de'", is for messages
         language = str(row.get("lang"))
         if language not in ids_by_language:
             continue
@@ -445,9 +446,10 @@ def _find_file(name: str, path: Path) -> Path:
 def _read_hub_rows(
     name: str, source: str, question_set: QuestionSet, languages: Sequence[str], *, is_default_source: bool
 ) -> Iterator[tuple[str, Row]]:
-    """Yield each row of a set of questions on the hub, after its place, as ("row 3 in language 'de'", row).
+    """Yield the rows of a set of questions on the hub, each as a pair such as ("row 3 in language 'de'", row).
 
-    Rows get the columns ``id`` and ``lang``, which local files have.
+    The text says where the row is, for messages. As in local files, rows have the columns ``id`` and ``lang``: the
+    language, and the row's number where the hub has no id.
 
     Args:
         name: A key of :data:`QUESTIONS`.
@@ -460,7 +462,7 @@ def _read_hub_rows(
         DataError: The hub or a language cannot be read.
     """
     columns = COLUMNS[name]
-    possible_names = [[column] for column in columns]  # of each column
+    possible_names = [[column] for column in columns]  # the reader takes alternatives; each column has one name
     for language in languages:
         address = f"{source}?config={question_set.config.format(language)}&split=validation"
         try:
@@ -594,8 +596,8 @@ def stream_questions(
     fits_context = [True] * len(ids)
     for _, groups in rows.groups(languages):
         encoded = encode(_select_questions(groups, ids), tokenizer)
-        fits_here = [len(question) <= context for question in encoded]
-        fits_context = [fits and here for fits, here in zip(fits_context, fits_here, strict=True)]
+        fits_in_language = [len(question) <= context for question in encoded]
+        fits_context = [a and b for a, b in zip(fits_context, fits_in_language, strict=True)]
     parts = draw_parts(name, languages, fits_context, context=context, seed=seed, train=train, valid=valid, test=test)
 
     drawn_indices = sorted(index for part in parts for index in part)
@@ -647,7 +649,7 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
         self.languages = choose_languages(self.section.name, self.section.languages)
 
     def sources(self) -> list[str]:
-        """Return the file, or the name on the hub."""
+        """Return where the questions are read: a list of one file, or of one name on the hub."""
         return [str(find_source(self.section.name, self.section.path))]
 
     def read(self, rows: Rows) -> Generator[EncodedLanguage, None, None]:

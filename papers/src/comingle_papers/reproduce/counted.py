@@ -53,10 +53,12 @@ _KEPT_SAMPLES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Numbers that a method stores and sends: kept by the server, sent and received by a user, kept by a user.
+    """How many numbers (tensor entries) a method stores and sends, or multiples of such a count.
 
-    ``communicate`` and ``received`` are per round. ``server`` includes the models that it averages or merges and its
-    state for every user. ``client`` is everything that belongs to a user and outlasts its local steps.
+    ``server``: stored by the server between rounds: the models that it averages or merges, and its state for each user.
+    ``communicate``: sent by a user in a round.
+    ``received``: received by a user in a round.
+    ``client``: stored by a user between rounds: its parameters and its state.
     """
 
     server: float
@@ -65,7 +67,7 @@ class Usage:
     client: float
 
     def over(self, unit: float) -> Usage:
-        """Return the usage in multiples of ``unit``."""
+        """Return the usage in multiples of ``unit``, such as the number of parameters of a net."""
         return Usage(**{name: value / unit for name, value in asdict(self).items()})
 
 
@@ -76,8 +78,8 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     server's numbers depend on how many users the task has.
 
     Args:
-        recipe: The recipe with the method.
-        task: The task.
+        recipe: The recipe, which names the method and the net.
+        task: The task, with all its users.
 
     Raises:
         RecipeError: The method does not support nets.

@@ -124,12 +124,14 @@ def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, low
 
 
 def _summed_deviations(entries: Mapping[str, Entry], first: str, second: str) -> float:
-    """Return the sum of two rows' standard deviations; unknown ones count as zero.
+    """Return the sum of two rows' standard deviations, above which a difference of their means is clear.
+
+    An unknown deviation counts as zero.
 
     Args:
-        entries: Mean and deviation, by row.
-        first: A row.
-        second: Another row.
+        entries: Mean and standard deviation, by row.
+        first: The first row.
+        second: The second row.
     """
     _, first_deviation = entries[first]
     _, second_deviation = entries[second]
@@ -274,7 +276,7 @@ def build_table(
     refer by index. A column's ``against`` compares each row with the baseline.
 
     Args:
-        plan: The table.
+        plan: The plan of the table: its rows, columns and runs.
         scores: Every seed's score, by (row, column).
         diverged: Descriptions of runs that diverged.
         results: Each user's metric, nested by column, row, seed and user; a column without results is not compared with
@@ -331,7 +333,7 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
     Several wanted rows, ``local,fedavg``, are one baseline: the others are compared with the best of them.
 
     Args:
-        plan: The table.
+        plan: The plan of the table: its rows, columns and runs.
         wanted: A row or a method, or several with commas between them; None for the default.
 
     Raises:
@@ -351,11 +353,11 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
 def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> BaselineComparisonRecord | None:
     """Test for each row of one column whether it differs from the baseline row; return the verdicts for ``table.json``.
 
-    They are None if the table's metric is not in :data:`MEASURES`, if the baseline was not run, or if no other row has
+    Return None if the table's metric is not in :data:`MEASURES`, if the baseline was not run, or if no other row has
     enough seeds.
 
     Args:
-        plan: The table.
+        plan: The plan of the table: its rows, columns and runs.
         results: The column's results, each user's metric, nested by row, seed and user.
         baseline: The baseline row, or several rows separated by commas; the best of these is used.
     """
@@ -380,7 +382,7 @@ def _column_record(plan: Plan, name: str, scores: Scores) -> _Column:
     Only rows with both our number and the paper's are ranked, and only their order is compared.
 
     Args:
-        plan: The table.
+        plan: The plan of the table: its rows, columns and runs.
         name: The column.
         scores: Every seed's score, by (row, column).
     """
@@ -433,7 +435,7 @@ def _note_indices(plan: Plan, row: str, column: str) -> list[int]:
     """Return the indices of the notes on a cell in the list ``notes`` of ``table.json``, which has all notes on cells.
 
     Args:
-        plan: The table.
+        plan: The plan of the table: its rows, columns and runs.
         row: Row of the cell.
         column: Column of the cell.
     """
@@ -581,8 +583,8 @@ def _has_reference(table: PaperTable) -> bool:
 def _text_grid(table: PaperTable) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows of a table as text; rows without any number are left out.
 
-    Each column has our numbers and, if the table has any of the paper's, the paper's beside them. The letters of the
-    cell's notes follow the last number.
+    Each column of the table becomes two columns of text, our numbers and the paper's; or only ours, if the table has no
+    number of the paper. The letters of a cell's notes follow its last number.
     """
     has_reference = _has_reference(table)
     headings = ["method"]

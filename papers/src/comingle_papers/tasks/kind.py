@@ -90,10 +90,11 @@ class Task(Population):
     def augmented(
         self, rows: Sequence[int], inputs: Float[Tensor, "users batch c h w"], generator: torch.Generator
     ) -> Float[Tensor, "users batch c h w"]:
-        """Flip left to right and crop train images at random, as if this was done before their cluster's rotation.
+        """Flip and crop train images at random.
 
-        After an odd number of rotations by 90 degrees this is a flip top to bottom. If the cluster of any user has
-        another angle, images are only cropped.
+        Images are already rotated by their cluster's angle, and the flip is left to right in the unrotated image. So it
+        is top to bottom for images rotated by 90 or 270 degrees. If the angle of any user's cluster is not a multiple
+        of 90 degrees, all images are only cropped.
 
         Args:
             rows: Indices of the users in ``self.users``.
@@ -144,7 +145,8 @@ def make_task(
             default, which is "rotate" for MNIST and CIFAR-10. Other tasks have no shift.
         path: Folder of the images (:mod:`comingle_papers.tasks.images` lists the file names) or ``hub:NAME``; None for
             ``$COMINGLE_DATA/images`` if that holds them, else the hub.
-        test_samples: Test samples per user: for a synthetic task this many new ones, for images an upper limit.
+        test_samples: Test samples per user: the number to generate in a synthetic task, an upper limit for images;
+            None for the task's own number.
         valid: Share of a user's kept train samples that become validation samples; None for the task's default, a
             tenth in FedMerge's tasks and none in FLoRAL's.
         alpha: Concentration of the Dirichlet distribution of each label's shares among users, for tasks whose names end
@@ -245,9 +247,9 @@ def _check_partition(
     Args:
         name: The task, for error messages.
         setting: The task's defaults.
-        clusters: Number of clusters as given; None if not.
-        alpha: Concentration of the Dirichlet shares as given; None if not.
-        labels_per_cluster: Labels per cluster as given; None if not.
+        clusters: Number of clusters; None if not given.
+        alpha: Concentration of the Dirichlet shares; None if not given.
+        labels_per_cluster: Labels per cluster; None if not given.
 
     Raises:
         RecipeError: An option does not apply, or alpha is out of range.
@@ -605,7 +607,8 @@ class TaskKind(NetKind):
 
 
 def prepare_task(section: TaskSection, seed: int) -> Task:
-    """Return a recipe's task with its users and samples."""
+    """Return a recipe's task with its users and samples; the seed is that of the samples."""
+    # Keys that the recipe does not give keep the defaults of the task.
     options = section.model_dump(exclude={"name"}, exclude_unset=True)
     return make_task(section.name, **options, seed=seed)
 

@@ -31,8 +31,11 @@ _GRADIENT_TOLERANCE = 1e-11
 class Coupled:
     """``decay / 2 |y|^2 + <A(x), B(y)>`` with ``A(x) = P sin(Q x)`` and ``B(y) = R tanh(S y)``.
 
-    The assumption's h(x) is left out, as no step in y sees it. The inner product is not convex, so that strong
-    convexity in y has to come from ``decay``.
+    P, Q, R and S are ``outer_left``, ``inner_left``, ``outer_right`` and ``inner_right``. In shapes, ``left`` is the
+    number of entries of x, ``right`` that of y, and ``meeting`` that of A(x) and of B(y).
+
+    The paper's function also has a term h(x), which does not change the minimiser in y and is left out here. The inner
+    product is not convex, so that strong convexity in y has to come from ``decay``.
     """
 
     outer_left: Float[np.ndarray, "meeting left"]
@@ -42,11 +45,11 @@ class Coupled:
     decay: float
 
     def left(self, x: Left) -> Meeting:
-        """Return A(x), shape (meeting)."""
+        """Return ``A(x) = P sin(Q x)``, which has as many entries as B(y)."""
         return self.outer_left @ np.sin(self.inner_left @ x)
 
     def right(self, y: Right) -> Meeting:
-        """Return B(y), shape (meeting)."""
+        """Return ``B(y) = R tanh(S y)``, which has as many entries as A(x)."""
         return self.outer_right @ np.tanh(self.inner_right @ y)
 
     def value(self, x: Left, y: Right) -> float:
@@ -201,8 +204,8 @@ class CoupledSettings:
 def coupled_curves(seed: int, settings: CoupledSettings) -> Iterator[Curve]:
     """Minimise random pairs of coupled functions in turn, and yield the curve of each pair and Lipschitz constant.
 
-    A curve has the distance from the solution before every step. A pair ("instance") has the same random stream for all
-    Lipschitz constants, so its functions differ only in their decay.
+    A curve has the distance of x from the fixed point at the start and after each step. A pair ("instance") has the
+    same random stream for all Lipschitz constants, so its functions differ only in their decay.
 
     Args:
         seed: Seed of the random streams.
