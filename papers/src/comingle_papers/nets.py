@@ -137,8 +137,8 @@ def _block(
     Args:
         convolution: Makes a convolution and its norm, from input and output channels, kernel and stride.
         c_in: Channels of the input.
-        inner_channels: Channels inside the block; a bottleneck has ``EXPANSION`` times as many outputs, other blocks as
-            many.
+        inner_channels: Channels inside the block. A bottleneck outputs ``EXPANSION`` times this number of channels,
+            any other block exactly this number.
         stride: Stride of the first 3 x 3 convolution.
         is_bottleneck: Whether the block has three convolutions instead of two.
     """

@@ -180,7 +180,7 @@ def merge_records(path: Path, archived: Records, new: Iterable[Record]) -> dict[
     """
     merged = dict(archived)
     for record in new:
-        kept = merged.setdefault(record.run, record)
+        kept = merged.setdefault(record.run, record)  # a run that is new to the archive is compared with itself
         check_same_inputs(f"{path}: {record.run}", kept.inputs, record.inputs)
         difference = relative_difference(kept.metrics, record.metrics)
         is_same = difference <= ROUNDING  # False if it is NaN
@@ -196,7 +196,7 @@ def plan_of(records: Records, name: str, selection: RunSelection) -> Plan:
     """Return the plan of a table whose runs are in an archive; no data is read.
 
     A run's name depends on whether its data came from a local folder or from the hub. So runs are first looked for
-    under the names that they have with a folder, then under those of the command line.
+    under the names that they have with a folder, then under those that follow from the command line's options.
 
     Args:
         records: The records of the archive.
@@ -233,7 +233,7 @@ def find_archived(planned: Plan, records: Records, path: Path) -> tuple[Plan, di
     """
     cells = tuple(cell for cell in planned.cells if cell.folder in records)
     absent = [cell for cell in unique_cells(planned.cells) if cell.folder not in records]
-    # First the cells of which other seeds are archived: that a seed is missing is easy to overlook.
+    # Name absent runs first if the archive has the same cell with another seed: one missing seed is easy to overlook.
     archived_pairs = {(cell.row, cell.column) for cell in cells}
     absent.sort(key=lambda cell: (cell.row, cell.column) not in archived_pairs)
     absent_titles = [title_of(cell) for cell in absent]

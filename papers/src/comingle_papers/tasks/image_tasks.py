@@ -98,7 +98,7 @@ class Setting:
 
     @property
     def is_synthetic(self) -> bool:
-        """True if samples are generated."""
+        """True if samples are generated; only tasks with images have a data set on the hub."""
         return not self.hub
 
     @property
@@ -126,7 +126,7 @@ def _fedmerge_setting(
         colours: Mean and standard deviation of each channel; None for grey images.
     """
     num_users = 4 if partition == "domain" else 50  # one user for each domain
-    num_clusters = {"personal": 1, "cluster": 5, "domain": 4}[partition]
+    num_clusters = {"personal": 1, "cluster": 5, "domain": 4}[partition]  # personal: no clusters, one group of users
     images_per_user = total_images / num_users
     return Setting(
         users=num_users,
@@ -219,7 +219,7 @@ def rotate(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Tensor, "n
     """
     quarter_turns, rest = divmod(degrees, 90)
     is_square = images.shape[-1] == images.shape[-2]
-    is_half_turn = quarter_turns % 2 == 0  # or none, or several
+    is_half_turn = quarter_turns % 2 == 0  # 0, 180 or 360 degrees, which keep height and width
     if rest == 0 and (is_half_turn or is_square):
         return rotate_quarters(images, int(quarter_turns))
     return rotate_freely(images, degrees)
@@ -271,6 +271,7 @@ def crop_randomly(
     columns = left + torch.arange(width, device=images.device)  # (n, w)
     padded = _pad(images, padding, fill)
     padded_width = padded.shape[-1]
+    # Each image keeps its ``height`` rows from ``top`` on, then its ``width`` columns from ``left`` on.
     with_cut_rows = padded.gather(2, rows[:, None, :, None].expand(-1, channels, -1, padded_width))
     return with_cut_rows.gather(3, columns[:, None, None, :].expand(-1, channels, height, -1))
 
@@ -372,7 +373,7 @@ def _deal_evenly(num_images: int, users: int, generator: torch.Generator) -> lis
 def _deal_labels_of_clusters(
     labels: Int64[Tensor, " n"], users: int, clusters: int, generator: torch.Generator
 ) -> list[Int64[Tensor, " _"]]:
-    """Deal images of label y out to the users of cluster y mod C, evenly in random order.
+    """Deal the images of each label y out to the users of cluster y mod C, evenly in random order.
 
     Args:
         labels: The label of each image.

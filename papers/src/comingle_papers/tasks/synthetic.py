@@ -143,7 +143,7 @@ def _make_user(
     if fresh_test is not None:
         test_inputs = _draw_inputs(kind, seed, user, "fresh", fresh_test)
     mean, std = 0.0, 1.0
-    if kind == "mlp-norm":  # fresh test samples do not change these
+    if kind == "mlp-norm":  # from the fixed samples alone, so that fresh test samples do not change train targets
         mean, std = _mean_and_std(truth.hidden(fixed_inputs, cluster))
 
     def add_targets(x: Tensor) -> Samples:

@@ -163,6 +163,7 @@ def decoupled_objective(problem: LinearProblem, point: Point) -> float:
     """
     losses = problem.loss.value(_outputs(problem, point), problem.targets)
     logits = problem.inputs @ point.router
+    # KL(lambda, pi) = sum lambda ln lambda - sum lambda ln pi, where ln pi = logits - logsumexp(logits).
     negative_entropies = special.xlogy(point.shares, point.shares).sum(1)
     divergences = negative_entropies + special.logsumexp(logits, axis=1) - (point.shares * logits).sum(1)
     mean = float((losses + problem.coupling * divergences).mean())
@@ -198,6 +199,7 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
         high = np.where(excess > 0, outputs, high)
         middle = (low + high) / 2
 
+        # The derivative of the excess in t is 1 + l''(t) / mu times the variance of the experts' outputs.
         variance = (shares * (expert_outputs - mixed[:, None]) ** 2).sum(1)
         curvature = problem.loss.curvature(outputs, problem.targets)
         newton = outputs - excess / (1 + curvature * variance / problem.coupling)
@@ -215,7 +217,7 @@ def _shares_at_outputs(problem: LinearProblem, expert_outputs: Shares, logits: S
         problem: The samples, the loss, and the weight ``coupling`` (mu).
         expert_outputs: The experts' outputs a, shape (samples, experts).
         logits: The router's logits b, shape (samples, experts).
-        outputs: t, shape (samples).
+        outputs: The outputs t at which l' is taken, shape (samples).
     """
     slopes = problem.loss.slope(outputs, problem.targets)  # l'(t)
     return _softmax(logits - slopes[:, None] * expert_outputs / problem.coupling)
@@ -615,7 +617,9 @@ class LinearConstants:
     def smoothness_weights(self) -> float:
         """Upper bound L_Y on the curvature of the objective F (CoMiGS, eq. 25) in experts and router.
 
-        The divergence adds at most ``mu / 2``, since the curvature of a log-softmax is at most 1/2.
+        F has no mixed derivatives in experts and router, so L_Y is the larger of two curvatures: the loss's in the
+        experts, and the divergence's in the router. The latter is at most ``mu / 2``, since the curvature of a
+        log-softmax is at most 1/2. Both are multiplied by ``input_scale``, and weight decay adds alpha.
         """
         max_curvature = max(self.max_loss_curvature, self.coupling / 2)
         return self.decay + max_curvature * self.input_scale
