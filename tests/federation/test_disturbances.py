@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import httpx
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.run_pb2 import GetRunRequest, GetRunResponse, Run
-from flwr.server.superlink.linkstate import LinkState
+from flwr.server.superlink.linkstate import LinkState, LinkStateFactory
 from flwr.supercore.constant import NodeStatus
 from tests.federation.proxy import DISTURBANCES, Proxy
 from tests.federation.test_federate import nothing_is_left, recipe_of
@@ -35,6 +35,16 @@ __all__ = ["nothing_is_left"]  # around each of these tests too
 DISTURBED_SECONDS = 20
 RETURN_SECONDS = 200
 """A connection that is taken to be lost is given up after 75 seconds; then a SuperNode starts on a busy machine."""
+
+
+@pytest.fixture
+def fleet() -> Iterator[tuple[LinkStateFactory, int]]:
+    """A Fleet API without keys: its states and its port."""
+    states, port = make_states(), free_port()
+    create_active_run(states.state())
+    server = serve_fleet_api(make_fleet_api(states, keys_only=False), "127.0.0.1", port, None, None)
+    yield states, port
+    server.should_exit = True
 
 
 @pytest.mark.slow
@@ -78,12 +88,11 @@ def test_a_client_finds_back_after_a_disturbance(how: str, secure: bool, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", DISTURBANCES)
-def test_a_connection_logs_in_whatever_became_of_its_first_requests(how: str, tmp_path: Path) -> None:
+def test_a_connection_logs_in_whatever_became_of_its_first_requests(
+    how: str, fleet: tuple[LinkStateFactory, int], tmp_path: Path
+) -> None:
     """An answer to a garbled request is no refusal."""
-    states = make_states()
-    create_active_run(states.state())
-    port = free_port()
-    server = serve_fleet_api(make_fleet_api(states, keys_only=False), "127.0.0.1", port, None, None)
+    states, port = fleet
     said: list[str] = []
     with Proxy(port) as proxy:
         connection = FleetConnection(Server(address=f"127.0.0.1:{proxy.own}"), tmp_path / "place", said.append)
@@ -112,7 +121,6 @@ def test_a_connection_logs_in_whatever_became_of_its_first_requests(how: str, tm
         thread.join(60)
         connection.close()
         assert failed == []
-    server.should_exit = True
 
 
 def test_a_corrupted_digest_of_the_app_is_requested_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +142,11 @@ def online(state: LinkState) -> Sequence[NodeInfo]:
 
 
 def test_heartbeats_of_an_earlier_node_end_before_the_next_activation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: tuple[LinkStateFactory, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would make the node active again, so that the client's own key is in use for as long as they go on."""
     monkeypatch.setattr(fleet_client, "_HEARTBEAT_SECONDS", 0.05)
-    states = make_states()
-    create_active_run(states.state())
-    port = free_port()
-    server = serve_fleet_api(make_fleet_api(states, keys_only=False), "127.0.0.1", port, None, None)
+    states, port = fleet
     connection = FleetConnection(Server(address=f"127.0.0.1:{port}"), tmp_path / "place", lambda line: None)
     requests, activate = 0, connection._http.ActivateNode
 
@@ -158,19 +163,15 @@ def test_heartbeats_of_an_earlier_node_end_before_the_next_activation(
     assert requests == 1
     assert len(online(states.state())) == 1
     connection.close()
-    server.should_exit = True
 
 
 @pytest.mark.slow
 def test_a_client_waits_for_the_node_of_its_own_lost_activation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: tuple[LinkStateFactory, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server activates the node at the end of a disturbance; until its heartbeats time out the key is in use."""
     monkeypatch.setattr(fleet_client, "_KEY_IN_USE_SECONDS", 22.0)
-    states = make_states()
-    create_active_run(states.state())
-    port = free_port()
-    server = serve_fleet_api(make_fleet_api(states, keys_only=False), "127.0.0.1", port, None, None)
+    _states, port = fleet
     connection = FleetConnection(Server(address=f"127.0.0.1:{port}"), tmp_path / "place", lambda line: None)
     began, activate = time.monotonic(), connection._http.ActivateNode
 
@@ -187,4 +188,3 @@ def test_a_client_waits_for_the_node_of_its_own_lost_activation(
     connection.activate()
     assert connection.node_id
     connection.close()
-    server.should_exit = True

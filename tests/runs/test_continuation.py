@@ -159,6 +159,12 @@ def test_another_model_is_refused(train: Train, tmp_path: Path, changes: dict[st
     assert place in str(refused.value)
 
 
+def test_tensors_that_only_the_earlier_settings_keep_are_named(train: Train, tmp_path: Path) -> None:
+    train("earlier", texts(*USERS), method={"name": "comigs-1g1s", "router_every": 1, "accumulate_gradients": True})
+    with pytest.raises(RecipeError, match="tensor 'kept/gradients'"):
+        train("later", texts(*USERS), continue_from=str(tmp_path / "earlier"))
+
+
 def test_folders_that_are_no_run_are_refused(train: Train, tmp_path: Path) -> None:
     train("earlier", texts(*USERS))
     with pytest.raises(ComingleError, match="no checkpoint"):

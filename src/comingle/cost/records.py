@@ -111,7 +111,7 @@ class Linear:
 
     @property
     def trained(self) -> bool:
-        """Whether any part of the LoRA is trained."""
+        """True if any part of the LoRA is trained."""
         return self.trains_a or self.trains_b
 
 

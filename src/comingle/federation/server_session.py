@@ -429,7 +429,7 @@ class TaskQueue:
 
     @property
     def _sends_only_joins(self) -> bool:
-        """Whether this is the queue of join tasks, before the first round."""
+        """True if this is the queue of join tasks, before the first round."""
         return self.make_task is None
 
     def run(self) -> dict[str, Answer]:

@@ -390,7 +390,7 @@ class Client:
 
     @property
     def sweeps(self) -> bool:
-        """Whether a hook computes losses on all training data once a round."""
+        """True if a hook computes losses on all training data once a round."""
         return any(part.sweeps for part in self.parts)
 
     @property
@@ -406,24 +406,24 @@ class Client:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a phase computes gradients that another phase adds to its own (:attr:`Phase.leaves`)."""
+        """True if a phase computes gradients that another phase adds to its own (:attr:`Phase.leaves`)."""
         return any(phase.leaves for phase in self.phases)
 
     @property
     def needs_validation(self) -> bool:
-        """Whether a phase or hook uses validation data."""
+        """True if a phase or hook uses validation data."""
         phase_does = any(phase.stream == "valid" for phase in self.phases)
         hook_does = any(hook.validates for hook in self.parts)
         return phase_does or hook_does
 
     @property
     def resets(self) -> bool:
-        """Whether a hook needs the users' tensors from before any training."""
+        """True if a hook needs the users' tensors from before any training."""
         return any(part.resets for part in self.parts)
 
     @property
     def ends_exchanged(self) -> bool:
-        """Whether models are scored as they are after the exchange, whatever ``evaluation.model`` says."""
+        """True if models are scored as they are after the exchange, whatever ``evaluation.model`` says."""
         return self.finetunes or bool(self.finishing)
 
     @property
@@ -438,12 +438,12 @@ class Client:
 
     @property
     def looks_across(self) -> bool:
-        """Whether a hook reads users' shared copies of the tensors from the start of the round."""
+        """True if a hook reads users' shared copies of the tensors from the start of the round."""
         return any(part.looks_across for part in self.parts)
 
     @property
     def looks_back(self) -> bool:
-        """Whether the tensors from the start of a round are needed later in the round."""
+        """True if the tensors from the start of a round are needed later in the round."""
         return self.drops_nonfinite or any(part.looks_back for part in self.parts)
 
 
@@ -627,12 +627,12 @@ class Method:
 
     @property
     def needs_clusters(self) -> bool:
-        """Whether the users' true clusters must be known, as the method gives each cluster its own component."""
+        """True if the users' true clusters must be known, as the method gives each cluster its own component."""
         return self.placement.mixture is not None and self.placement.mixture.optimal
 
     @property
     def trains(self) -> bool:
-        """Whether the method trains anything."""
+        """True if the method trains anything."""
         return bool(self.client.phases)
 
     def exchanges(self, done: int) -> bool:

@@ -75,7 +75,7 @@ class ChooseModel(ClientHook):
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """Specification of the report "choice", by which the server checks it: the index of a model."""
+        """Specification of the report "choice", which the server checks: the index of a model."""
         return {CHOICE: Reported(most=self.models - 1, whole=True)}
 
     def shares(self, cohort: Cohort) -> Float[Tensor, "users models"]:

@@ -108,7 +108,7 @@ class ReportMixture(ClientHook):
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """Specification of the report "mixture", by which the server checks it: a weight for each component."""
+        """Specification of the report "mixture", which the server checks: a weight for each component."""
         largest_weight = 1.0 + 1e-4  # 1, with a tolerance for rounding
         return {"mixture": Reported(shape=(self.mixture.clusters,), like=CLIENT_ROUTER, most=largest_weight)}
 

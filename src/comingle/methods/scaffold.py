@@ -116,7 +116,7 @@ class Controlled(ClientHook):
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """Specification of the report "rates", by which the server checks it: a sum of learning rates, at least 0."""
+        """Specification of the report "rates", which the server checks: a sum of learning rates, at least 0."""
         return {SUM_OF_RATES: Reported(most=1e9)}
 
 

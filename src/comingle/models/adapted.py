@@ -47,7 +47,7 @@ class AdapterRouting(TokenRouting):
 
     @property
     def routed(self) -> bool:
-        """Whether some user has more than one expert and the method does not average experts."""
+        """True if some user has more than one expert and the method does not average experts."""
         return routing.routed(self.adapters)
 
     @contextmanager
@@ -195,7 +195,7 @@ class AdaptedModel(AdapterRouting, Model):
     def losses_in_fixed_order(
         self, tensors: Tree, users: Sequence[int], batch: Windows
     ) -> Float[Tensor, "users batch context"]:
-        """Return the training losses, each bitwise independent of which other positions have a target.
+        """Return the training losses. The targets of other positions do not change a loss in any bit.
 
         :meth:`losses` computes only positions with a target, so that rounding depends on their number. Here all
         positions are computed, and the losses of those without a target are then set to 0.

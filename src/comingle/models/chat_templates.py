@@ -123,12 +123,12 @@ class ChatTemplate:
 
     @property
     def has_own_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
+        """True if the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
     @property
     def writes_date(self) -> bool:
-        """Whether the template writes the current date."""
+        """True if the template writes the current date."""
         return "strftime_now" in str(self.tokenizer.chat_template)
 
     # ------------------------------------------------------------ text

@@ -115,7 +115,7 @@ class TokenRouting:
 
     @property
     def routed(self) -> bool:
-        """Whether tokens are routed to experts."""
+        """True if tokens are routed to experts."""
         return False
 
     def record_gates(self) -> AbstractContextManager[Gates]:

@@ -155,7 +155,7 @@ class Router(nn.Module):
 
     @property
     def has_penalty(self) -> bool:
-        """Whether the load-balancing penalty must be computed: there is one, and it depends on the router."""
+        """True if the load-balancing penalty must be computed: there is one, and it depends on the router."""
         experts = self.present.shape[-1]
         if self.balance == "none":
             return False
@@ -216,7 +216,7 @@ class ClientMixture:
 
     @property
     def merges_models(self) -> bool:
-        """Whether whole models are mixed in their weights."""
+        """True if whole models are mixed in their weights."""
         return self.of == "models" and self.at == "weights"
 
     @property

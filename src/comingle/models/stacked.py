@@ -311,7 +311,7 @@ class StackedModel(Model):
 
     @property
     def mixes_probabilities(self) -> bool:
-        """Whether predictions are mixed as probabilities, not as outputs."""
+        """True if predictions are mixed as probabilities, not as outputs."""
         return self.loss.classes and self.mixture is not None and self.mixture.at == "samples"
 
     @property
@@ -348,7 +348,7 @@ class StackedModel(Model):
 
     @cached_property
     def _is_random(self) -> bool:
-        """Whether a training pass of the net may draw random numbers."""
+        """True if a training pass of the net may draw random numbers."""
         for module_class in {type(module) for module in self.net.modules()}:
             is_from_torch = module_class.__module__.startswith("torch.nn.")
             if issubclass(module_class, _RANDOM_MODULES) or not is_from_torch:  # any other class may draw
@@ -606,7 +606,7 @@ class StackedModel(Model):
 
     @cached_property
     def _can_fold(self) -> bool:
-        """Whether the net can process all users' samples as one batch, which is faster than ``vmap``."""
+        """True if the net can process all users' samples as one batch, which is faster than ``vmap``."""
         return can_fold(self.net)
 
     def _call_user(self, user_tensors: Tree, inputs: Tensor, **options: object) -> Tensor:

@@ -52,7 +52,7 @@ class Release:
 
     @property
     def sampled(self) -> bool:
-        """Whether participants are drawn in secret."""
+        """True if participants are drawn in secret."""
         return self.rate < 1 or self.sample > 0
 
 
@@ -298,7 +298,7 @@ class Account(ABC):
 
     @property
     def sampled(self) -> bool:
-        """Whether participants are drawn in secret, so that a round is a release of all users."""
+        """True if participants are drawn in secret, so that a round is a release of all users."""
         return False
 
     @abstractmethod
@@ -406,7 +406,7 @@ class UploadAccount(Account):
 
     @property
     def sampled(self) -> bool:
-        """Whether participants are drawn in secret, so that a round is a release of all users."""
+        """True if participants are drawn in secret, so that a round is a release of all users."""
         return self.release.sampled
 
     def epsilon_of(self, user: int, count: int) -> float:

@@ -206,7 +206,7 @@ class PrivacyMechanism:
 
     @property
     def needs_key(self) -> bool:
-        """Whether the key must outlive the process, as a repeated round must draw the same noise."""
+        """True if the key must outlive the process, as a repeated round must draw the same noise."""
         return False
 
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:

@@ -93,7 +93,7 @@ class DifferentialPrivacy(PrivacyMechanism):
 
     @property
     def needs_key(self) -> bool:
-        """Whether noise is drawn from a secret key, which must then be stored to repeat a round with the same noise."""
+        """True if noise is drawn from a secret key, which must then be stored to repeat a round with the same noise."""
         return self.privacy.noisy and self.privacy.noise == "secret"
 
     # ---------------------------------------------------------------- before a run

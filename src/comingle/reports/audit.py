@@ -44,7 +44,7 @@ class Proof:
 
     @property
     def contradicts(self) -> bool:
-        """Whether the proven bound exceeds the accounted epsilon."""
+        """True if the proven bound exceeds the accounted epsilon."""
         return self.upper is not None and self.epsilon > self.upper
 
 

@@ -646,7 +646,7 @@ class Mixtures:
 
     @property
     def learned(self) -> bool:
-        """Whether any user mixes several components; with optimal routing each has one component from the start."""
+        """True if any user mixes several components; with optimal routing each has one component from the start."""
         return bool((self.weights.max(-1) < 1).any())
 
     @cached_property

@@ -163,7 +163,7 @@ class RunRecord:
 
     @property
     def has_routers(self) -> bool:
-        """Whether the last evaluation has scores of routers."""
+        """True if the last evaluation has scores of routers."""
         return bool(self.evaluations[-1].scores)
 
     @cached_property
@@ -207,7 +207,7 @@ class Entry:
 
     @property
     def trained(self) -> bool:
-        """Whether the method trains."""
+        """True if the method trains."""
         return self.first.planned_rounds > 0
 
 
@@ -364,9 +364,6 @@ def _without_prefix(results: dict[str, float | None]) -> dict[str, float | None]
     return {key.removeprefix("test_"): value for key, value in results.items()}
 
 
-# -------------------------------------------------------------------- grouping
-
-
 def continuation_line(continues: JsonMapping) -> str:
     """Return which run a run continues, and what has changed, in one line.
 
@@ -386,6 +383,9 @@ def continuation_line(continues: JsonMapping) -> str:
         earlier_runs = ", ".join(f"{one['run']} ({one['rounds']} rounds)" for one in continues["ancestors"])
         line += f"; before it {earlier_runs}"
     return line
+
+
+# -------------------------------------------------------------------- grouping
 
 
 def read_entries(paths: Sequence[Path]) -> list[Entry]:

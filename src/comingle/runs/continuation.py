@@ -15,8 +15,9 @@ from pathlib import Path
 from torch import Tensor
 
 from comingle.config import Recipe, load_recipe
+from comingle.config.settings import MEMORY, TrainingSection
 from comingle.training.backends.local import InProcess
-from comingle.training.checkpoints import Progress, digest_of_checkpoint, read_progress, read_state
+from comingle.training.checkpoints import Progress, digest_of_checkpoint, read_progress, read_state, rows_of_names
 from comingle.training.server import VERSION
 from comingle.training.state import STEP_STATE
 from comingle.utils.errors import RecipeError
@@ -26,6 +27,9 @@ from comingle.utils.records import JsonObject, is_server, read_events
 from comingle.utils.trees import Tree
 
 WHERE = "continue_from.run"
+
+_ALLOWED = "allowed: the ranks, experts and method settings of the earlier run (continue_from)"
+"""End of errors of tensors that do not fit."""
 
 
 def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> JsonObject:
@@ -52,18 +56,23 @@ def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> Jso
     assert section is not None
     run, clients = Path(section.run), federation.clients
     checkpoint, progress = _newest_checkpoint(run)
-    earlier_inputs = read_inputs(run)
-    _check_same_model(run, recipe, load_recipe(run), inputs, earlier_inputs)
-    _check_no_privacy_budget(federation, load_recipe(run))
-    _check_schedules(recipe)
+    earlier_inputs, earlier_recipe = read_inputs(run), load_recipe(run)
+    _check_same_model(run, recipe, earlier_recipe, inputs, earlier_inputs)
+    _check_no_privacy_budget(federation, earlier_recipe)
+    if section.moments:
+        _check_constant_rates(recipe.training)
 
     users_state, server_state = read_state(checkpoint, progress, clients.model.layout)
     earlier_names = progress.trainers
     new_tensors = clients.state.tensors()
     not_copied = {"versions"} if section.moments else {"versions", *STEP_STATE}
     for name, old_tensor in users_state.items():
-        if name not in not_copied:
-            copy_rows(old_tensor, new_tensors[name], earlier_names, clients.names, f"{checkpoint}: tensor {name!r}")
+        where = f"{checkpoint}: tensor {name!r}"
+        if name in not_copied:
+            continue
+        if name not in new_tensors:  # other settings of the method keep other tensors
+            raise RecipeError(f"{where} is not kept with this recipe; {_ALLOWED}")
+        copy_rows(old_tensor, new_tensors[name], earlier_names, clients.names, where)
     # Versions count from 0 again: users without the newest shared tensors have -1 and download them.
     was_newest = users_state["versions"] == int(server_state[VERSION])
     new_tensors["versions"].fill_(-1)
@@ -73,7 +82,8 @@ def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> Jso
     _restore_server(federation, server_state, earlier_names, checkpoint)
 
     names = clients.population_names
-    kept = [name for name in names if name in set(earlier_names)]
+    old_users, new_users = set(earlier_names), set(names)
+    kept = [name for name in names if name in old_users]
     return {
         "run": str(run.resolve()),
         "checkpoint": digest_of_checkpoint(checkpoint),
@@ -81,8 +91,8 @@ def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> Jso
         "ancestors": _ancestors(run),
         "kept": kept,
         "changed": [name for name in kept if _has_changed_data(name, inputs, earlier_inputs)],
-        "new": [name for name in names if name not in set(earlier_names)],
-        "dropped": [name for name in earlier_names if name not in set(names)],
+        "new": [name for name in names if name not in old_users],
+        "dropped": [name for name in earlier_names if name not in new_users],
     }
 
 
@@ -109,8 +119,8 @@ def _check_same_model(run: Path, recipe: Recipe, earlier: Recipe, inputs: Inputs
     Raises:
         RecipeError: One of them differs, or users of the new run are not in memory.
     """
-    if recipe.runtime.store != "memory":
-        raise RecipeError(f"continue_from: got runtime.store: {recipe.runtime.store}; allowed: memory")
+    if recipe.runtime.store != MEMORY:
+        raise RecipeError(f"continue_from: got runtime.store: {recipe.runtime.store}; allowed: {MEMORY}")
     compared = {
         "method": (recipe.method.name, earlier.method.name),
         "data.kind": (inputs.kind, earlier_inputs.kind),
@@ -136,16 +146,13 @@ def _check_no_privacy_budget(federation: InProcess, earlier: Recipe) -> None:
             raise RecipeError(f"{key}: got differential privacy; allowed with continue_from: none")
 
 
-def _check_schedules(recipe: Recipe) -> None:
+def _check_constant_rates(training: TrainingSection) -> None:
     """Refuse to continue the step counts of a cosine schedule, which ended with the earlier run.
 
     Raises:
-        RecipeError: ``continue_from.moments`` is set, and a schedule is not constant.
+        RecipeError: A schedule is not constant.
     """
-    section = recipe.continue_from
-    if section is None or not section.moments:
-        return
-    for key, optimizer in (("experts", recipe.training.experts), ("router", recipe.training.router)):
+    for key, optimizer in (("experts", training.experts), ("router", training.router)):
         if optimizer.schedule != "constant":
             raise RecipeError(
                 f"training.{key}.schedule: got {optimizer.schedule!r} with continue_from.moments: true; allowed: "
@@ -173,13 +180,12 @@ def copy_rows(old: Tensor, new: Tensor, old_names: Sequence[str], new_names: Seq
     if len(old) != num_copies * len(old_names) or old.shape[1:] != new.shape[1:]:
         raise RecipeError(
             f"{where} has shape {tuple(old.shape)} for {len(old_names)} users, here {tuple(new.shape)} for "
-            f"{len(new_names)}; allowed: the ranks, experts and method settings of the earlier run (continue_from)"
+            f"{len(new_names)}; {_ALLOWED}"
         )
-    old_numbers = {name: number for number, name in enumerate(old_names)}
-    for copy in range(num_copies):
-        for number, name in enumerate(new_names):
-            if name in old_numbers:
-                new[copy * len(new_names) + number] = old[copy * len(old_names) + old_numbers[name]]
+    old_users = set(old_names)
+    common_names = [name for name in new_names if name in old_users]
+    old_rows = rows_of_names(old_names, common_names, num_copies)
+    new[rows_of_names(new_names, common_names, num_copies)] = old[old_rows].to(new.device, new.dtype)
 
 
 def _restore_server(federation: InProcess, state: Tree, earlier_names: Sequence[str], checkpoint: Path) -> None:
@@ -199,13 +205,14 @@ def _restore_server(federation: InProcess, state: Tree, earlier_names: Sequence[
     for name, initial in server.kept.items():
         where = f"{checkpoint}: tensor {'server/' + name!r}"
         if name not in state:
-            raise RecipeError(f"{where} is missing; allowed: the method settings of the earlier run (continue_from)")
-        old_tensor = state[name].to(initial.device, initial.dtype)
-        kept[name] = initial.clone()
+            raise RecipeError(f"{where} is missing; {_ALLOWED}")
         if name in server.by_user:
-            copy_rows(old_tensor, kept[name], earlier_names, server.users, where)
-        else:  # shared by all users: as if it were the only row, of one user without a name
-            copy_rows(old_tensor.unsqueeze(0), kept[name].unsqueeze(0), [""], [""], where)
+            kept[name] = initial.clone()
+            copy_rows(state[name], kept[name], earlier_names, server.users, where)
+            continue
+        if state[name].shape != initial.shape:
+            raise RecipeError(f"{where} has shape {tuple(state[name].shape)}, here {tuple(initial.shape)}; {_ALLOWED}")
+        kept[name] = state[name].to(initial.device, initial.dtype)
     server.kept = kept
 
 

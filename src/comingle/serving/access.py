@@ -39,7 +39,7 @@ class Keys:
 
     @property
     def required(self) -> bool:
-        """Whether a request needs a key."""
+        """True if a request needs a key."""
         return self._digests is not None
 
     def users_of(self, key: str) -> tuple[str, ...]:

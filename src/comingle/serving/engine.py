@@ -352,7 +352,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any text is being generated or waits for a row."""
+        """True if any text is being generated or waits for a row."""
         return bool(self.active or self.waiting)
 
     @torch.inference_mode()

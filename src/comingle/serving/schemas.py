@@ -161,7 +161,7 @@ class _Request(SamplingKeys):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream's last chunk contains the numbers of tokens."""
+        """True if a stream's last chunk contains the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 

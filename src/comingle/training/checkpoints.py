@@ -482,8 +482,8 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
         num_rows_in_file = copies * len(names_in_file)
         expected = {key: (_shape_in_file(key, t, num_rows_in_file), t.dtype) for key, t in tensors.items()}
         tensors_in_file = read_tensors(folder / file, expected, like.rows.device, besides=OF_SERVER)
-        rows_in_file = _rows_of_names(names_in_file, found_names, copies)
-        rows_in_state = _rows_of_names(names, found_names, copies)
+        rows_in_file = rows_of_names(names_in_file, found_names, copies)
+        rows_in_state = rows_of_names(names, found_names, copies)
         for key, t in tensors.items():
             if key == _BEST_ROUND:  # one number for all users
                 t.copy_(tensors_in_file[key])
@@ -594,7 +594,7 @@ def _trainers_by_file(progress: Progress) -> list[tuple[str, list[str]]]:
     return trainers_by_file
 
 
-def _rows_of_names(names: Sequence[str], wanted: Sequence[str], copies: int) -> list[int]:
+def rows_of_names(names: Sequence[str], wanted: Sequence[str], copies: int) -> list[int]:
     """Return the rows of some users, such as ``[0, 2, 3, 5]`` for users a and c of a, b, c with 2 copies each.
 
     Args:

@@ -42,7 +42,7 @@ class Scorer:
 
     @property
     def routed(self) -> bool:
-        """Whether tokens are routed to experts."""
+        """True if tokens are routed to experts."""
         return self.steps.model.routed
 
     def examine(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> Sequence[AnyScore]:

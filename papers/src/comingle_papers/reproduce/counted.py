@@ -53,7 +53,7 @@ _KEPT_SAMPLES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """How many numbers (tensor entries) a method stores and sends, or multiples of such a count.
+    """Numbers of tensor entries that a method stores and sends, or multiples of such a count.
 
     ``server``: stored by the server between rounds: the models that it averages or merges, and its state for each user.
     ``communicate``: sent by a user in a round.

@@ -169,5 +169,5 @@ class TextSection(DocumentsSection[UserSource, DatasetSource]):
 
     @property
     def in_distribution(self) -> bool:
-        """Whether users are tested on their own text, not on a mixture of all users' text."""
+        """True if users are tested on their own text, not on a mixture of all users' text."""
         return self.held_out == "own"

@@ -37,7 +37,7 @@ class AppStatus:
 
     @property
     def alive(self) -> bool:
-        """Whether the app is running."""
+        """True if the app is running."""
         return self.state == RUNNING and self.process.is_alive()
 
 

@@ -221,7 +221,7 @@ class Service:
 
     @property
     def running(self) -> bool:
-        """Whether the child runs."""
+        """True if the child runs."""
         return self._process is not None and self._process.poll() is None
 
     @property

@@ -239,7 +239,7 @@ class ConvolutionStep:
 
     @property
     def uses_running_statistics(self) -> bool:
-        """Whether the norm uses running statistics (a batch norm in eval mode)."""
+        """True if the norm uses running statistics (a batch norm in eval mode)."""
         return isinstance(self.norm, nn.BatchNorm2d) and not self.norm.training
 
     def _statistics(self, x: Maps) -> tuple[Any, Any]:

@@ -99,7 +99,7 @@ class RunData:
 
     @property
     def checks_validation_data(self) -> bool:
-        """Whether this process must check that users have the validation data that the run needs."""
+        """True if this process must check that users have the validation data that the run needs."""
         return not self.unread and not self.is_shard
 
     @property
