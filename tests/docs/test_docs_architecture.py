@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -53,6 +54,44 @@ def test_every_package_is_in_the_table_and_in_the_picture(drawing: Any) -> None:
     drawn = [name for tier in drawing.tiers() for name in tier]
     assert sorted(drawn) == sorted({*there, "comingle-papers"})
     assert len(drawn) <= 16
+
+
+def test_the_longest_chain_of_imports_is_as_long_as_the_page_says() -> None:
+    graph = {_module_of(path): path for path in SOURCE.rglob("*.py")}
+    imports = {name: _imports_at_load(path) & graph.keys() - {name} for name, path in graph.items()}
+
+    @functools.cache
+    def chain_length(module: str) -> int:
+        return 1 + max((chain_length(imported) for imported in imports[module]), default=0)
+
+    stated = re.search(r"longest chain of imports at load time is (\d+) modules", PAGE)
+    assert stated is not None
+    assert max(chain_length(module) for module in graph) == int(stated[1]) <= 20
+
+
+def _module_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def _imports_at_load(path: Path) -> set[str]:
+    """Return the modules that a module imports when it is loaded, so neither in functions nor for type checkers."""
+    imported: set[str] = set()
+    statements = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    while statements:
+        statement = statements.pop()
+        if isinstance(statement, ast.ImportFrom):
+            imported.add(str(statement.module))
+            imported |= {f"{statement.module}.{alias.name}" for alias in statement.names}
+        elif isinstance(statement, ast.Import):
+            imported |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.Try) or (isinstance(statement, ast.If) and not _is_for_types(statement)):
+            statements += [*statement.body, *statement.orelse]
+    return imported
+
+
+def _is_for_types(statement: ast.If) -> bool:
+    return "TYPE_CHECKING" in ast.unparse(statement.test)
 
 
 @pytest.mark.parametrize("name", ["architecture.svg", "message.svg"])

@@ -35,7 +35,7 @@ from comingle.cost.records import MemoryCost
 from comingle.data.populations import UserCollection
 from comingle.data.text.reading import check_local_text, local_tokenizer
 from comingle.methods.base import Phase
-from comingle.models.base import Base, logger
+from comingle.models.base import Base
 from comingle.protocol.messages import LOSS
 from comingle.training.backends.local import InProcess
 from comingle.training.client import STORES
@@ -48,6 +48,7 @@ from comingle.training.state import GRADIENTS, MOMENTS, State
 from comingle.training.steps import Steps
 from comingle.training.storage.disk import MAX_PENDING_WRITES
 from comingle.training.storage.files import RecordLayout, record_layouts
+from comingle.utils.records import logger
 from comingle.utils.trees import Tree, restrict
 
 

@@ -57,7 +57,7 @@ from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import SPLITS
 from comingle.data.text.streams import UserData
 from comingle.methods import make, settings_in_comparison
-from comingle.models.base import Base, logger
+from comingle.models.base import Base
 from comingle.models.generation import check_context_length
 from comingle.models.hardware import free_bytes, resolve_device, resolve_dtype
 from comingle.models.injection import ranks_of
@@ -82,6 +82,7 @@ from comingle.training.plan import make_plan, planned_releases, server_mechanism
 from comingle.training.settings import PassSize, pass_size, round_sizes
 from comingle.training.storage.disk import check_storable
 from comingle.utils.errors import ComingleError, DataError, RecipeError, list_names
+from comingle.utils.records import logger
 
 Participation = float | Sequence[Sequence[str]]
 """Fraction of the users in each round, or the names of each round's participants."""

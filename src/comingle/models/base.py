@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -20,8 +19,6 @@ from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.scoring import PAD, hide
 from comingle.utils.errors import DataError
 from comingle.utils.trees import digest_all
-
-logger = logging.getLogger("comingle")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from comingle.models.base import logger
 from comingle.models.folders import check_config, gguf_cache, one_line, require_memory
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.utils.errors import BaseModelError
 from comingle.utils.files import make_once
+from comingle.utils.records import logger
 
 # Part of the cached folder's name: raise it when the conversion's output changes.
 _CONVERSION_VERSION = 2

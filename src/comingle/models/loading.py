@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from comingle.models.base import Base, freeze, logger
+from comingle.models.base import Base, freeze
 from comingle.models.conversion import convert_gguf
 from comingle.models.folders import check_config, is_complete, one_line, read_folder, require_finite
 from comingle.models.hardware import DTYPES, fast_bf16, resolve_attention, resolve_device, resolve_dtype
@@ -45,7 +45,7 @@ from comingle.models.random_bases import (
 )
 from comingle.utils.errors import BaseModelError, did_you_mean, require_docstrings
 from comingle.utils.files import cache_folder
-from comingle.utils.records import expand_home
+from comingle.utils.records import expand_home, logger
 
 # Download safetensors, configuration and tokenizer; skip pickles and the subfolders with other frameworks' weights.
 _DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
