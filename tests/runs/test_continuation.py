@@ -14,6 +14,8 @@ import torch
 import yaml
 from tests.commands import comingle as comingle
 
+from comingle.data.conversations.encoding import Answers
+from comingle.data.samples.samples import Samples
 from comingle.runs import api
 from comingle.runs.continuation import start_from_run
 from comingle.runs.given import given_of
@@ -21,8 +23,10 @@ from comingle.runs.results import Run
 from comingle.runs.session import build, describe, prepare
 from comingle.training.backends.local import InProcess
 from comingle.training.kinds.base import RunData
-from comingle.utils.errors import ComingleError, RecipeError
+from comingle.training.kinds.samples import KIND as samples_kind
+from comingle.utils.errors import ComingleError, RecipeError, RunError
 from comingle.utils.files import list_checkpoints
+from comingle.utils.inputs import read_inputs
 from comingle.utils.records import read_events, read_metrics
 from comingle.utils.trees import Tree
 
@@ -167,8 +171,9 @@ def test_tensors_that_only_the_earlier_settings_keep_are_named(train: Train, tmp
 
 def test_folders_that_are_no_run_are_refused(train: Train, tmp_path: Path) -> None:
     train("earlier", texts(*USERS))
+    without_base = {"base": "no/such-base"}  # the folder is checked before the base is loaded
     with pytest.raises(ComingleError, match="no checkpoint"):
-        train("later", texts(*USERS), continue_from=str(tmp_path / "nothing"))
+        train("later", texts(*USERS), continue_from=str(tmp_path / "nothing"), **without_base)
     for out in ("earlier", "earlier/later"):
         with pytest.raises(ComingleError, match="overlaps"):
             train(out, texts(*USERS), continue_from=str(tmp_path / "earlier"), force=True)
@@ -214,6 +219,122 @@ def test_several_processes_continue_what_others_have_left(comingle: Any, tmp_pat
     assert later == scores("two, one", "--continue-from", tmp_path / "two")
 
 
+def write_texts(folder: Path, **words: str) -> dict[str, Any]:
+    """Write a file with 60 lines for each user; return the section data."""
+    folder.mkdir(exist_ok=True)
+    for name, lines in {name: texts(name, word=word)[name] for name, word in words.items()}.items():
+        (folder / f"{name}.txt").write_text("\n\n".join(lines))
+    return {"users": {name: str(folder / f"{name}.txt") for name in words}}
+
+
+MONTHLY = {**OPTIONS, "evaluation": {"every": 1, "model": "exchanged"}}
+
+
+@pytest.fixture
+def months(tmp_path: Path) -> dict[str, Run]:
+    """A run in May, and one in June that replays; ben's text is the same in both months."""
+    may = write_texts(tmp_path / "texts", ada="counts", ben="counts")
+    first = api.run({**MONTHLY, "data": may}, out=tmp_path / "may")
+    june = write_texts(tmp_path / "june texts", ada="reads and writes", ben="counts")
+    later = {**MONTHLY, "data": {**june, "replay": 0.25}}
+    return {"may": first, "june": api.run(later, out=tmp_path / "june", continue_from=str(tmp_path / "may"))}
+
+
+def streams_of(run: Run) -> dict[str, torch.Tensor]:
+    return {user.name: user.train for user in run.federation.clients.trainers}
+
+
+def test_replay_adds_random_windows_of_earlier_text(months: dict[str, Run], tmp_path: Path) -> None:
+    """A quarter of ada's training tokens, each window of them as it was; ben's text has not changed."""
+    old, new = streams_of(months["may"]), streams_of(months["june"])
+    own = read_inputs(tmp_path / "june").users["ada"].counts["train"]
+    replayed = new["ada"][own:]
+    assert len(replayed) == round(own / 3)
+    width = OPTIONS["training"]["context"] + 1
+    windows = {tuple(window) for window in old["ada"].unfold(0, width, 1).tolist()}
+    assert all(
+        tuple(window) in windows for window in replayed[: len(replayed) // width * width].view(-1, width).tolist()
+    )
+    assert torch.equal(new["ben"], old["ben"])
+    (start, *_) = read_events(tmp_path / "june")
+    assert start["continues"]["replayed"] == {"ada": len(replayed)}
+    assert start["continues"]["changed"] == ["ada"]
+    assert start["users"]["ada"]["train_tokens"] == own + len(replayed)
+
+
+def test_forgetting_is_the_change_of_the_earlier_test_score(months: dict[str, Run], tmp_path: Path) -> None:
+    """Against a third run, which scores ada's text of May before its first round."""
+    (entry,) = months["june"].metrics["earlier"]
+    assert entry["run"] == str(tmp_path / "may")
+    assert list(entry["users"]) == ["ada"]
+    scores, old = entry["users"]["ada"], months["may"].metrics["users"]["ada"]
+    assert scores["before"] == {key: old[key] for key in scores["after"]}
+    may = {"users": {name: str(tmp_path / "texts" / f"{name}.txt") for name in ("ada", "ben")}}
+    api.run({**MONTHLY, "data": may}, out=tmp_path / "july", continue_from=str(tmp_path / "june"))
+    first = next(event for event in read_events(tmp_path / "july") if event["event"] == "evaluation")
+    assert first["users"]["ada"] == pytest.approx(scores["after"], rel=1e-6)
+    assert scores["after"] != scores["before"]
+
+
+def test_nothing_is_forgotten_without_learning(months: dict[str, Run], tmp_path: Path) -> None:
+    """Two earlier runs, the latest first."""
+    data = write_texts(tmp_path / "august texts", ada="sings", ben="runs")
+    rates = {"training.experts.learning_rate": 1e-30, "training.router.learning_rate": 1e-30}
+    recipe = {**MONTHLY, "data": data}
+    run = api.run(recipe, out=tmp_path / "august", continue_from=str(tmp_path / "june"), **rates)
+    june, may = run.metrics["earlier"]
+    assert [entry["run"] for entry in (june, may)] == [str(tmp_path / month) for month in ("june", "may")]
+    assert june["users"]["ada"]["after"] == pytest.approx(june["users"]["ada"]["before"])
+    assert may["users"]["ada"]["after"] == months["june"].metrics["earlier"][0]["users"]["ada"]["after"]
+    assert set(june["users"]) == {"ada", "ben"}
+    assert set(may["users"]) == {"ada"}  # ben's text of May is that of June
+
+
+def test_earlier_text_that_is_gone_is_neither_replayed_nor_scored(
+    months: dict[str, Run], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "texts" / "ada.txt").write_text("ada writes something else\n\n" * 60)
+    july = {**write_texts(tmp_path / "july texts", ada="sings", ben="runs"), "replay": 0.5}
+    recipe = {**OPTIONS, "data": july}
+    run = api.run(recipe, out=tmp_path / "july", continue_from=str(tmp_path / "may"))
+    assert list(run.metrics["earlier"][0]["users"]) == ["ben"]
+    assert "data has changed since" in caplog.text
+    shutil.rmtree(tmp_path / "texts")
+    run = api.run(recipe, out=tmp_path / "july", continue_from=str(tmp_path / "may"), force=True)
+    assert "earlier" not in run.metrics
+    assert "is not there" in caplog.text
+
+
+def test_a_run_is_not_resumed_without_the_text_that_it_replays(months: dict[str, Run], tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "texts")
+    recipe = tmp_path / "june" / "recipe.yaml"
+    with pytest.raises(RunError, match="restore the files"):
+        api.run(recipe, out=tmp_path / "june", resume=True)
+
+
+def test_conversations_and_samples_are_drawn_whole() -> None:
+    numbers = torch.tensor([1, 2])
+    answers = Answers(
+        windows=torch.arange(12).view(3, 4),
+        owners=torch.tensor([0, 1, 1, 2]),
+        prompt_tokens=torch.tensor([1, 1, 3, 2]),
+        references=("a", "b", "c", "d"),
+        limit=2,
+        measures=("f1",),
+        ends=(0,),
+    )
+    drawn = answers.select(numbers)
+    assert drawn.windows.tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert drawn.owners.tolist() == [0, 0, 1]
+    assert drawn.prompt_tokens.tolist() == [1, 3, 2]
+    assert drawn.references == ("b", "c", "d")
+    samples = Samples(inputs=torch.arange(6.0).view(3, 2), targets=torch.tensor([4, 5, 6]))
+    assert samples.select(numbers).targets.tolist() == [5, 6]
+    chosen = samples_kind.draw_examples(samples, 2, width=9, generator=torch.Generator().manual_seed(0))
+    assert len(chosen) == 2
+    assert samples_kind.draw_examples(samples, 3, width=9, generator=torch.Generator()) is samples
+
+
 def test_commands_name_what_has_changed(comingle: Any, tmp_path: Path) -> None:
     """Also from a recipe's key, whose path is relative to the recipe; the report has the same line."""
     for name, lines in texts("ada", "ben").items():
@@ -226,6 +347,7 @@ def test_commands_name_what_has_changed(comingle: Any, tmp_path: Path) -> None:
     recipe.write_text(yaml.safe_dump({**OPTIONS, "data": data}))
     answer = comingle("run", recipe, "--out", tmp_path / "june", "--continue-from", tmp_path / "may")
     assert answer.code == 0, answer.err
+    assert "test data of" not in comingle("show", tmp_path / "june").out  # ada's is the same
     recipe.write_text(yaml.safe_dump({**OPTIONS, "data": data, "continue_from": "may"}))
     assert comingle("run", recipe, "--out", tmp_path / "by key").code == 0
     third = comingle("run", recipe, "--out", tmp_path / "july", "--continue-from", tmp_path / "june")
@@ -235,7 +357,7 @@ def test_commands_name_what_has_changed(comingle: Any, tmp_path: Path) -> None:
     assert "before it" in comingle("show", tmp_path / "july").out
     for run in ("june", "by key"):
         shown = " ".join(comingle("show", tmp_path / run).out.split())
-        assert "after 2 rounds: 1 users go on, 1 dropped (ben)" in shown
+        assert "after 2 rounds: 1 user goes on, 1 dropped (ben)" in shown
         assert comingle("report", tmp_path / run, "--no-tokens").code == 0
         assert "1 dropped (ben)" in (tmp_path / run / "report.html").read_text()
     refused = comingle("federate", recipe, "--out", tmp_path / "network")

@@ -29,6 +29,7 @@ from comingle.data.splits import OVERLAP_PHRASE, UserText
 from comingle.data.streaming import MAX_LISTED_USERS
 from comingle.data.text.streams import UserData
 from comingle.reports.formatting import Table
+from comingle.runs.continuation import check_earlier_run
 from comingle.runs.distributed import read_users_of_process, run_sharded
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import Given
@@ -303,6 +304,8 @@ def _train_with(
     resumed_folder = folder if resume else None
     recipe = run_step(partial(choose_settings, recipe, notes.append, resumed=resumed_folder, processes=num_processes))
     run_step(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
+    if not resume:
+        run_step(partial(check_earlier_run, recipe))
     notes.append(default_method_note(recipe))  # empty if the recipe names its method
 
     with reporting(quiet=quiet or not is_first) as reporter:

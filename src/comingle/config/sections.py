@@ -100,6 +100,7 @@ _LATER_DATA_KEYS = {
     "seed": None,
     "deduplicate": False,
     "max_conversations": None,
+    "replay": 0.0,
 }
 """Keys of ``data`` that are newer than published runs, with the values that those runs correspond to.
 

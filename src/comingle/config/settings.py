@@ -130,6 +130,10 @@ class DataSection(Section):
     """Determines splits, held-out mixtures, and the samples and partitions of tasks and questions, so that ``seed``
     changes only the training; by default ``seed`` determines both.
     """
+    replay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """With ``continue_from``: the share of training data that is drawn from users' earlier data, if it differs and the
+    files of the earlier runs are still there.
+    """
 
     label: ClassVar[str]
     """Name of the data in messages."""

@@ -65,6 +65,7 @@ from comingle.reports.runs import (
     epsilon_text,
     expert_curves,
     final_result,
+    forgetting_lines,
     gains_of_entries,
     verdicts,
 )
@@ -310,7 +311,7 @@ def _token_positions(tokens: Sequence[str]) -> list[tuple[int, int]]:
 
 def _affects_test_data(key: str) -> bool:
     """Return whether a recipe key affects the test data; the amount of training data does not."""
-    return key.startswith("data.") and "max_train" not in key and key != "data.task.fraction"
+    return key.startswith("data.") and "max_train" not in key and key not in ("data.task.fraction", "data.replay")
 
 
 def notices(entries: Sequence[Entry]) -> list[str]:
@@ -654,11 +655,12 @@ def _specialists_of(entry: Entry) -> dict[str, str]:
 
 
 def _continuations(entries: Sequence[Entry]) -> list[str]:
-    """Return a line for each entry that continues another run, such as "fedavg continues runs/may after 20 rounds"."""
+    """Return lines for entries that continue another run, such as "fedavg continues runs/may after 20 rounds"."""
     lines: list[str] = []
     for entry in entries:
         if "continues" in entry.first.start:
             lines.append(f"{entry.label} {continuation_line(entry.first.start['continues'])}")
+        lines += [f"{entry.label}, {line}" for line in forgetting_lines(entry.first.metrics or {})]
     return lines
 
 

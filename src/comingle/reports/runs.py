@@ -373,16 +373,43 @@ def continuation_line(continues: JsonMapping) -> str:
         continues: The entry ``continues`` of a start event (:func:`comingle.runs.continuation.start_from_run`).
     """
     num_kept = len(continues["kept"])
-    line = f"continues {continues['run']} after {continues['rounds']} rounds: {num_kept} users go on"
+    kept = "1 user goes on" if num_kept == 1 else f"{num_kept} users go on"
+    line = f"continues {continues['run']} after {continues['rounds']} rounds: {kept}"
     if continues["changed"]:
         line += f" (new data: {list_names(continues['changed'])})"
     for key in ("new", "dropped"):
         if continues[key]:
             line += f", {len(continues[key])} {key} ({list_names(continues[key])})"
+    if continues.get("replayed"):  # older runs have no such entry
+        line += f"; earlier data of {list_names(continues['replayed'])} is trained on again"
     if continues["ancestors"]:
         earlier_runs = ", ".join(f"{one['run']} ({one['rounds']} rounds)" for one in continues["ancestors"])
         line += f"; before it {earlier_runs}"
     return line
+
+
+def forgetting_lines(metrics: JsonMapping) -> list[str]:
+    """Return a line for each earlier run whose test data was scored again: the mean over users then and now.
+
+    For example ``"test data of runs/may: mean perplexity of 3 users 12.10 then, 12.60 now; most changed: ada, 9.2 to
+    10.4"``. The list is empty for runs that continue no other.
+
+    Args:
+        metrics: Metrics of a run, whose entry ``earlier`` is from :func:`comingle.runs.continuation.forgetting`.
+    """
+    lines: list[str] = []
+    for entry in metrics.get("earlier", []):
+        key = next(iter(next(iter(entry["users"].values()))["after"]))  # the measure that models are compared by
+        changes = {name: (scores["before"][key], scores["after"][key]) for name, scores in entry["users"].items()}
+        before, after = (statistics.fmean(pair[index] for pair in changes.values()) for index in (0, 1))
+        most_changed = max(changes, key=lambda name: abs(changes[name][1] - changes[name][0]))
+        then, now = changes[most_changed]
+        users = "1 user" if len(changes) == 1 else f"{len(changes)} users"
+        lines.append(
+            f"test data of {entry['run']}: mean {key.removeprefix('test_')} of {users} {before:.4g} then, {after:.4g} "
+            f"now; most changed: {most_changed}, {then:.4g} to {now:.4g}"
+        )
+    return lines
 
 
 # -------------------------------------------------------------------- grouping

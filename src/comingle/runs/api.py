@@ -17,6 +17,7 @@ from comingle.methods.base import Method
 from comingle.methods.user_files import check_origin
 from comingle.models.folders import digest_tokenizer
 from comingle.models.hardware import torch_defaults
+from comingle.runs.continuation import check_earlier_run
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import (
     NOTHING,
@@ -69,6 +70,7 @@ def recipe_for_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
     changes["evaluation.select"] = "last"
     changes["aggregation"] = "mean"
     changes["continue_from"] = None
+    changes["data.replay"] = 0.0
     return without_upload_privacy(recipe).with_changes(changes)
 
 
@@ -244,6 +246,8 @@ def run(
             check_folder(folder, full_recipe, resume=resume, force=force)
         elif resume:
             raise RunError("resume: no run folder; give out=FOLDER of the run to resume")
+        if not resume:
+            check_earlier_run(full_recipe)
         note = default_method_note(full_recipe)
         if note:
             reporter.say(note)

@@ -9,7 +9,9 @@ own tensors, and their next upload includes that round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -17,19 +19,202 @@ from torch import Tensor
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import MEMORY, TrainingSection
 from comingle.training.backends.local import InProcess
+from comingle.training.batch_sources import AnySplit, AnyUser
 from comingle.training.checkpoints import Progress, digest_of_checkpoint, read_progress, read_state, rows_of_names
+from comingle.training.client import Clients, finetuned
+from comingle.training.evaluation import measured
+from comingle.training.kinds.base import RunData
 from comingle.training.server import VERSION
 from comingle.training.state import STEP_STATE
-from comingle.utils.errors import RecipeError
+from comingle.utils.errors import ComingleError, RecipeError, RunError, list_names
 from comingle.utils.files import list_checkpoints
-from comingle.utils.inputs import Inputs, read_inputs
-from comingle.utils.records import JsonObject, is_server, read_events
+from comingle.utils.inputs import Inputs, read_inputs, recorded_date
+from comingle.utils.records import JsonObject, is_server, logger, read_events, read_metrics
+from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
 
 WHERE = "continue_from.run"
 
 _ALLOWED = "allowed: the ranks, experts and method settings of the earlier run (continue_from)"
 """End of errors of tensors that do not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierData:
+    """Data of an earlier run, as far as users of this run had other data then than now."""
+
+    run: Path
+    """Folder of the earlier run."""
+    train_users: Mapping[str, AnyUser]
+    """Users, by name, whose training data differs from that of this run and of later runs."""
+    test_splits: Mapping[str, AnySplit]
+    """Test data by user, where it differs from that of this run and of later runs."""
+
+
+def read_earlier_data(
+    recipe: Recipe, run_data: RunData, read: Callable[[Recipe, str], RunData]
+) -> Sequence[EarlierData]:
+    """Read the data of the runs that a run continues, for replay and to measure forgetting.
+
+    Data that cannot be read, or has changed since its run, is left out; with ``data.replay`` a warning names it.
+
+    Args:
+        recipe: The recipe of the new run, with ``continue_from``.
+        run_data: Base and data of the new run.
+        read: Reads the data of a recipe, given the date that chat templates write, with the base of the new run.
+
+    Returns:
+        The data of each run, the latest first.
+    """
+    assert recipe.continue_from is not None
+    log = logger.warning if recipe.data.replay else logger.info
+    seen = {(name, split): {digest} for name, digests in run_data.digests.items() for split, digest in digests.items()}
+    collected: list[EarlierData] = []
+    run = Path(recipe.continue_from.run)
+    for folder in (run, *(Path(ancestor["run"]) for ancestor in reversed(_ancestors(run)))):
+        try:
+            recorded_users = read_inputs(folder).users
+            data = read(load_recipe(folder), recorded_date(folder))
+        except ComingleError as error:
+            log("continue_from: the data of %s is not there (%s)", folder, error)
+            continue
+        train_users: dict[str, AnyUser] = {}
+        test_splits: dict[str, AnySplit] = {}
+        changed: list[str] = []
+        for user in data.users:
+            if user.name not in run_data.digests or user.name not in recorded_users:
+                continue
+            digests = data.digests[user.name]
+            if digests != recorded_users[user.name].digests:
+                changed.append(user.name)
+                continue
+            if digests["train"] not in seen[user.name, "train"]:
+                train_users[user.name] = user
+            if digests["test"] not in seen[user.name, "test"]:
+                test_splits[user.name] = user.test
+            for split, digest in digests.items():
+                seen[user.name, split].add(digest)
+        if changed:
+            log("continue_from: data has changed since %s, so it is not used again: %s", folder, list_names(changed))
+        collected.append(EarlierData(run=folder, train_users=train_users, test_splits=test_splits))
+    return collected
+
+
+def add_replay(recipe: Recipe, run_data: RunData, earlier: Sequence[EarlierData]) -> tuple[RunData, dict[str, int]]:
+    """Add earlier data to the training data of users, as their share ``data.replay`` of it.
+
+    Users whose training data is the same as before are unchanged. If a user has too little earlier data, its share is
+    smaller.
+
+    Args:
+        recipe: The recipe of the new run.
+        run_data: Base and data of the new run.
+        earlier: Data of earlier runs, from :func:`read_earlier_data`.
+
+    Returns:
+        The data with which the run trains, and the number of added tokens, conversations or samples by user.
+    """
+    kind, share = run_data.kind, recipe.data.replay
+    added: dict[str, int] = {}
+    users = list(run_data.users) if share else []
+    for number in run_data.numbers if share else ():  # users whose data is on this machine
+        user = users[number]
+        earlier_users = [data.train_users[user.name] for data in earlier if user.name in data.train_users]
+        if not earlier_users:
+            continue
+        pooled = kind.pooled(earlier_users)
+        drawn = kind.draw_examples(
+            pooled.train,
+            round(len(user.train) * share / (1 - share)),
+            width=recipe.training.context + 1,
+            generator=generator(recipe.data_seed, user.name, "replay"),
+        )
+        users[number] = replace(user, train=kind.pooled([user, replace(pooled, train=drawn)]).train)
+        added[user.name] = len(drawn)
+    return (run_data.with_users(users) if added else run_data), added
+
+
+def check_replay(folder: Path, replayed: Mapping[str, int]) -> None:
+    """Check that a resumed run replays as much earlier data as when it was started.
+
+    Args:
+        folder: The run folder.
+        replayed: Number of tokens, conversations or samples by user, from :func:`add_replay`.
+
+    Raises:
+        RunError: The data of an earlier run was there when the run was started, and is not now, or the reverse.
+    """
+    for event in read_events(folder):
+        if event["event"] == "start" and event.get("continues", {}).get("replayed", {}) != replayed:
+            recorded = event["continues"]["replayed"]
+            raise RunError(
+                f"{folder}: earlier data that the run replays has changed since it was started: now {dict(replayed)}, "
+                f"then {recorded}; restore the files of the earlier runs, or start again with --force"
+            )
+
+
+def forgetting(federation: InProcess, earlier: Sequence[EarlierData]) -> list[JsonObject]:
+    """Score the final models on the test data of earlier runs.
+
+    With several processes, each one calls this function and the first one gets the scores of all users.
+
+    Args:
+        federation: The federation after its last round.
+        earlier: Data of earlier runs, from :func:`read_earlier_data`.
+
+    Returns:
+        For each earlier run whose test data was scored, its folder (``run``), and by user the test measures ``before``,
+        at the end of that run, and ``after``, now.
+    """
+    entries: list[JsonObject] = []
+    for data in earlier:
+        after = federation.merge_users(partial(_score_test_splits, federation.clients, data.test_splits))
+        try:
+            recorded = read_metrics(data.run)["users"]
+        except RunError as error:  # a run that was interrupted has no metrics
+            logger.warning("continue_from: the earlier test data of %s is not scored (%s)", data.run, error)
+            continue
+        users = {
+            name: {"before": {measure: recorded[name][measure] for measure in scores}, "after": scores}
+            for name, scores in after.items()
+            if name in recorded
+        }
+        if users:
+            entries.append({"run": str(data.run.resolve()), "users": users})
+    return entries
+
+
+def _score_test_splits(clients: Clients, test_splits: Mapping[str, AnySplit]) -> JsonObject:
+    """Return the test measures of the evaluated users of this process on other test data, by user.
+
+    Args:
+        clients: The users of this process with their final models.
+        test_splits: Test data by user; users without any are left out.
+    """
+    rows_by_name = {
+        user.name: row
+        for user, row in zip(clients.scored_users, clients.scored_rows, strict=True)
+        if user.name in test_splits
+    }
+    if not rows_by_name:
+        return {}
+    splits = [test_splits[name] for name in rows_by_name]
+    with finetuned(clients):  # for methods that fine-tune before they are scored
+        scores = clients.scorer.examine(clients.models, splits, list(rows_by_name.values()))
+    return {name: measured(score) for name, score in zip(rows_by_name, scores, strict=True)}
+
+
+def check_earlier_run(recipe: Recipe) -> None:
+    """Check that the run in ``continue_from``, if there is one, can be continued; reads neither base nor data.
+
+    Raises:
+        RecipeError: The folder has no checkpoint of a run in one process, or the run has another method.
+    """
+    if recipe.continue_from is None:
+        return
+    run = Path(recipe.continue_from.run)
+    _newest_checkpoint(run)
+    _check_equal({"method": (recipe.method.name, load_recipe(run).method.name)}, run)
 
 
 def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> JsonObject:
@@ -126,6 +311,16 @@ def _check_same_model(run: Path, recipe: Recipe, earlier: Recipe, inputs: Inputs
         "data.kind": (inputs.kind, earlier_inputs.kind),
         "base": (inputs.base, earlier_inputs.base),
     }
+    _check_equal(compared, run)
+
+
+def _check_equal(compared: Mapping[str, tuple[str, str]], run: Path) -> None:
+    """Raise a :class:`RecipeError` for the first key whose value differs between the new and the earlier run.
+
+    Args:
+        compared: Value of the new run and value of the earlier run, by key.
+        run: Folder of the earlier run.
+    """
     for key, (value, earlier_value) in compared.items():
         if value != earlier_value:
             raise RecipeError(f"{key}: got {value!r}; allowed: as in {run}, {earlier_value!r} (continue_from)")

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,14 @@ from comingle.models.hardware import (
 )
 from comingle.models.loading import GIVEN
 from comingle.models.scoring import CROSS_ENTROPY
-from comingle.runs.continuation import start_from_run
+from comingle.runs.continuation import (
+    EarlierData,
+    add_replay,
+    check_replay,
+    forgetting,
+    read_earlier_data,
+    start_from_run,
+)
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
@@ -493,6 +501,8 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
     if not placement.routed:
         unread_by_reason[f"method {name}: has no router of tokens"] = ["adapters.top_k"]
     optimisers = {"training.experts": recipe.training.experts, "training.router": recipe.training.router}
+    if recipe.continue_from is None:
+        unread_by_reason["without continue_from no data is replayed"] = ["data.replay"]
     for section, optimiser in optimisers.items():
         unread_keys = [f"{section}.betas", f"{section}.eps"]  # of AdamW only
         if optimiser.name == "adamw":
@@ -597,7 +607,12 @@ def run_in(
         method = make(recipe.method.name, **recipe.method.settings)
     with ExitStack() as contexts:
         contexts.enter_context(own_errors(method))  # names the file of a plug-in in errors that its code raises
-        federation = build_federation(recipe, run_data, method=method)
+        earlier: Sequence[EarlierData] = ()
+        if recipe.continue_from is not None:
+            earlier = read_earlier_data(recipe, run_data, partial(_prepare_again, run_data.base))
+        train_data, replayed_here = add_replay(recipe, run_data, earlier)
+        federation = build_federation(recipe, train_data, method=method)
+        replayed = federation.merge_users(lambda: replayed_here)
         run_observers: Sequence[Observer] = ()
         if federation.is_first_process:
             run_observers = observers(federation.clients)
@@ -609,11 +624,20 @@ def run_in(
         continues: JsonObject | None = None
         if recipe.continue_from is not None and not has_checkpoint:
             continues = start_from_run(federation, recipe, _merged_inputs(federation, run_data, recipe))
+            continues["replayed"] = replayed
         if folder is None:
             finished = execute(
-                federation, recipe, None, observers=run_observers, num_classes=num_classes, continues=continues
+                federation,
+                recipe,
+                None,
+                observers=run_observers,
+                num_classes=num_classes,
+                continues=continues,
+                earlier=earlier,
             )
             return replace(finished, settings=settings)
+        if has_checkpoint and federation.is_first_process:  # only this process has the numbers of all users
+            check_replay(folder, replayed)
         inputs = _merged_inputs(federation, run_data, recipe)
         opened_folder = open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=method.placement.pooled)
         enter_folder(contexts, opened_folder)
@@ -625,8 +649,20 @@ def run_in(
             observers=run_observers,
             num_classes=num_classes,
             continues=continues,
+            earlier=earlier,
         )
     return replace(finished, settings=settings)
+
+
+def _prepare_again(base: Base | None, recipe: Recipe, date: str) -> RunData:
+    """Read the data of an earlier run, whose base is loaded already.
+
+    Args:
+        base: The base.
+        recipe: Recipe of the earlier run.
+        date: Date that chat templates wrote in the earlier run.
+    """
+    return prepare(recipe, base=base, validates=False, given=replace(NOTHING, date=date), method=check_recipe(recipe))
 
 
 def _merged_inputs(federation: InProcess, run_data: RunData, recipe: Recipe) -> Inputs:
@@ -775,6 +811,7 @@ def execute(
     observers: Sequence[Observer] = (),
     num_classes: int | None = None,
     continues: JsonObject | None = None,
+    earlier: Sequence[EarlierData] = (),
 ) -> Run:
     """Run the rounds of a federation and write its events, checkpoints and metrics.
 
@@ -790,6 +827,7 @@ def execute(
         num_classes: Number of classes of nets trained with cross-entropy; None for other models.
         continues: Result of :func:`comingle.runs.continuation.start_from_run`, for the start event; None for a run that
             continues no other.
+        earlier: Data of the runs that this one continues, to measure forgetting.
 
     Returns:
         The run. Without a folder it also holds the events.
@@ -842,6 +880,8 @@ def execute(
         if scores is None:
             scores = []
         metrics = _metrics_of_run(federation, recipe, scores, clock, evaluations, num_classes)
+        if forgotten := forgetting(federation, earlier):
+            metrics["earlier"] = forgotten
         had_finished = resume and rounds_done == metrics["rounds"]
         if folder is not None and had_finished:
             metrics.update(_recorded_wall_seconds(folder, rounds_done))

@@ -74,6 +74,19 @@ class Answers:
         """Content that a digest covers."""
         return self.windows, self.owners, self.prompt_tokens, [self.references, self.limit, self.measures, self.ends]
 
+    def select(self, numbers: Int64[Tensor, " k"]) -> Answers:
+        """Return the conversations with these numbers, which are in ascending order, with their responses."""
+        new_numbers = torch.full((len(self),), -1).index_put((numbers,), torch.arange(len(numbers)))
+        owners = new_numbers[self.owners]  # -1 for responses of other conversations
+        kept = owners >= 0
+        return replace(
+            self,
+            windows=self.windows[numbers],
+            owners=owners[kept],
+            prompt_tokens=self.prompt_tokens[kept],
+            references=tuple(compress(self.references, kept.tolist())),
+        )
+
     def prompt(self, number: int) -> Int64[Tensor, " tokens"]:
         """Return the tokens before response ``number``, including earlier turns; shape ``(tokens,)``."""
         return self.tokens(int(self.owners[number]))[: int(self.prompt_tokens[number])]

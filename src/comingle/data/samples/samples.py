@@ -66,6 +66,10 @@ class Samples:
         """Return the first ``count`` samples, or all if there are fewer."""
         return Samples(inputs=self.inputs[:count], targets=self.targets[:count])
 
+    def select(self, numbers: Int64[Tensor, " m"]) -> Samples:
+        """Return the samples with these numbers."""
+        return Samples(inputs=self.inputs[numbers], targets=self.targets[numbers])
+
 
 @dataclass(frozen=True, kw_only=True)
 class UserSamples:

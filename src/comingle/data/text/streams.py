@@ -209,6 +209,25 @@ def _shortage(split: str, stream: Int32[Tensor, " tokens"], needed: int, advice:
     return Shortage(what=f"{split} has {len(stream)} tokens but needs at least {needed}", advice=advice)
 
 
+def draw_windows(
+    stream: Int32[Tensor, " tokens"], count: int, *, width: int, generator: torch.Generator
+) -> Int32[Tensor, " drawn"]:
+    """Return at most ``count`` tokens of a stream: random windows of ``width`` tokens without overlap, in their order.
+
+    Args:
+        stream: Tokens to draw from; returned unchanged if it has at most ``count``.
+        count: Number of tokens to draw.
+        width: Tokens per window; the last window that is returned may be shorter.
+        generator: Source of randomness.
+    """
+    if len(stream) <= count:
+        return stream
+    windows = stream.split(width)
+    num_drawn = -(-count // width)  # rounded up
+    drawn = torch.randperm(len(windows), generator=generator)[:num_drawn].sort().values
+    return torch.cat([windows[number] for number in drawn.tolist()])[:count]
+
+
 def pool(users: Sequence[UserData]) -> UserData:
     """Return a user "everyone" with the concatenated streams of all users, for the centralized baseline."""
     return UserData(

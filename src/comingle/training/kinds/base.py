@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from comingle.config import Recipe
@@ -257,6 +258,19 @@ class Kind(ABC):
     def pooled(self, users: Sequence[AnyUser]) -> AnyUser:
         """Return one user named "everyone" with the data of all users, for the centralized baseline."""
         raise NotImplementedError
+
+    def draw_examples(self, split: Any, count: int, *, width: int, generator: torch.Generator) -> Any:
+        """Return at most ``count`` random examples of a split, in their order; used to train on earlier data again.
+
+        Args:
+            split: Training data of a user, in the form of this kind.
+            count: Number of tokens, conversations or samples to draw.
+            width: Tokens that text is drawn by; other kinds draw single examples.
+            generator: Source of randomness.
+        """
+        if len(split) <= count:
+            return split
+        return split.select(torch.randperm(len(split), generator=generator)[:count].sort().values)
 
     # ---------------------------------------------------------------- afterwards
 
