@@ -105,10 +105,10 @@ def make_resnet(layers: int, *, channels: int, outputs: int, norm: str = "batch"
     The stem does not pool. Each stage but the first halves the image.
 
     Args:
-        layers: A key of :data:`STAGES`.
+        layers: Number of layers: 9, 18, 34, 50, 101 or 152. From 50 on blocks are bottlenecks.
         channels: Channels of the images.
         outputs: Outputs of the head.
-        norm: A key of :data:`NORMS`.
+        norm: Normalisation after each convolution, a key of :data:`NORMS`, such as "batch".
     """
     has_bottlenecks = layers >= _MIN_BOTTLENECK_LAYERS
     convolution = partial(_convolution, NORMS[norm])

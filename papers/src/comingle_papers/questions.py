@@ -623,8 +623,8 @@ def _select_questions(groups: Mapping[str, Sequence[tuple[str, Question]]], ids:
     """Return the questions of a language that have these ids, in the order of the ids.
 
     Args:
-        groups: Pairs of id and question, all under the key ``_NO_SPLIT``.
-        ids: The ids.
+        groups: Pairs of id and question by split; all are under ``_NO_SPLIT``, as splits are drawn only later.
+        ids: Ids of the questions to return.
     """
     question_by_id = dict(groups[_NO_SPLIT])
     return [question_by_id[question_id] for question_id in ids]
@@ -653,14 +653,16 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
         return [str(find_source(self.section.name, self.section.path))]
 
     def read(self, rows: Rows) -> Generator[EncodedLanguage, None, None]:
-        """Draw the questions, and yield each language with its encoded questions and the indices of each split.
+        """Yield each language (a user) with its encoded questions and the indices of the questions in each split.
+
+        All questions are read twice: first to find those that are too long in any language, then to encode the others.
 
         Args:
-            rows: Stores the questions on disk between the two passes over them.
+            rows: Empty store, which keeps the questions on disk between the two readings.
         """
 
         def tokenizer_of_base() -> PreTrainedTokenizerBase:
-            return self.tokenizer
+            return self.tokenizer  # loads the base model's tokenizer, after the questions were read without an error
 
         return stream_questions(
             self.section.name,
@@ -677,12 +679,12 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
 
     def encode(self, unencoded: EncodedLanguage) -> UserAnswers:
         """Return the user of a language, with its questions as padded windows of tokens."""
-        language, encoded_questions, parts = unencoded
+        language, encoded_questions, indices_of_splits = unencoded
         return user_of(
             self.section.name,
             language,
             encoded_questions,
-            parts,
+            indices_of_splits,
             self.tokenizer,
             train_on_prompts=self.section.train_on_prompts,
         )
@@ -723,7 +725,7 @@ class QuestionsKind(AnswersKind):
         )
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
-        """Return the languages: each is one user."""
+        """Return the names of the users, which are the languages of the questions; reads no data."""
         questions = section(recipe)
         return choose_languages(questions.name, questions.languages)
 

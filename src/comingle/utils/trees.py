@@ -73,7 +73,7 @@ class Slot:
 
     @property
     def size(self) -> int:
-        """Number of entries."""
+        """Number of entries of one user's tensor, and so of the columns that it takes in the matrix of all users."""
         return math.prod(self.shape)
 
     def role_mask(self, roles: Set[str]) -> list[bool]:
@@ -114,17 +114,17 @@ class Layout:
 
     @cached_property
     def _only_cache(self) -> dict[frozenset[str], Layout]:
-        """Results of :meth:`only` by roles."""
+        """Results of :meth:`only`, the layouts of the slots that have no other roles, by set of roles."""
         return {}
 
     @cached_property
     def _touching_cache(self) -> dict[frozenset[str], Layout]:
-        """Results of :meth:`touching` by roles."""
+        """Results of :meth:`touching`, the layouts of the slots with at least one of the roles, by set of roles."""
         return {}
 
     @cached_property
     def _other_roles_cache(self) -> dict[frozenset[str], Tensor | None]:
-        """Results of :meth:`other_roles_mask` by roles."""
+        """Results of :meth:`other_roles_mask`, the columns that a step must not change, by set of roles."""
         return {}
 
     @cached_property

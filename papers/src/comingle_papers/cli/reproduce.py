@@ -87,14 +87,14 @@ def print_table(table: PaperTable) -> None:
 
 
 def show_measured(path: Path, name: str, selection: RunSelection, out: Path, *, baseline: str | None) -> PaperTable:
-    """Print, write and return a table of archived runs; no data is read and no run is started.
+    """Print, write and return a table of runs that were measured before and are in an archive; run nothing.
 
     Args:
-        path: The archive.
+        path: The archive, the file with the runs' results.
         name: The experiment, as ``comigs/table1``.
-        selection: The options of the command line.
-        out: The folder to write to.
-        baseline: A row or a method to compare the others with.
+        selection: The rows, columns, seeds and scale that were given on the command line.
+        out: The folder below which the table gets a folder, such as ``table1-measured``.
+        baseline: A row or a method to compare the others with; None for the default.
     """
     from comingle.utils.terminal import words
     from comingle_papers.reproduce.archive import find_archived, plan_of, read_archive

@@ -337,17 +337,17 @@ def _describe_result(record: Record) -> str:
 
 
 def add_runs(path: Path, name: str, selection: RunSelection, out: Path, waiting: Waiting) -> str:
-    """Add the finished runs of a plan to an archive; start no run.
+    """Add the finished runs of an experiment to an archive, the file with all its runs' results; start no run.
 
-    All runs must have read the same data and base models. Finished runs are checked against the inputs on this machine,
-    and so is one archived run of each column.
+    All runs of a column must have read the same data and base model. So every finished run, and one archived run of
+    each column, is checked against the data and base models on this machine.
 
     Args:
-        path: The archive.
+        path: The archive, which is created if it does not exist.
         name: The experiment, as ``comigs/table1``.
-        selection: The options of the command line.
+        selection: The rows, columns, seeds and scale that were given on the command line.
         out: The folder with the finished runs.
-        waiting: Shows what is being waited for.
+        waiting: Shows which inputs are being read.
 
     Returns:
         A sentence that says how many runs were added.

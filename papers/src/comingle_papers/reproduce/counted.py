@@ -126,7 +126,7 @@ def _count_server_state(server: ServerHalf, num_users: int) -> int:
 
 
 def _reduce_samples(user: UserSamples) -> UserSamples:
-    """Return a user with only the first few samples of each split, so that counting is fast."""
+    """Keep only a user's first few samples, so that the run in which a method's parameters are counted is fast."""
     return replace(
         user,
         train=user.train.first(_KEPT_SAMPLES),
@@ -465,8 +465,9 @@ def _parameter_ratio(cell: Cell) -> float:
 
 
 def _body_parameters(name: str) -> int:
-    """Count the parameters of a net without its last linear layer, the classifier."""
-    net = make_net(name, _IMAGE, 10, seed=0)
+    """Count the parameters of a net without its classifier (the last linear layer), to compare nets for any classes."""
+    num_classes = 10  # any number, as the classifier does not count
+    net = make_net(name, _IMAGE, num_classes, seed=0)
     linear_layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
     classifier = linear_layers[-1]
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
@@ -520,7 +521,12 @@ def write_costs(folder: Path, plan: Plan, counts: Counts, costs: Costs | None) -
 
 
 def _counted_lines(plan: Plan, counts: Counts) -> list[str]:
-    """Return the counted rows in Markdown: for each column our value and the paper's."""
+    """Return a table in Markdown: for each row and column our value, counted without a run, and the paper's.
+
+    Args:
+        plan: The plan of the table: its rows and columns.
+        counts: The counted values, such as numbers of parameters, by row and column.
+    """
     headings = [""]
     for column in plan.columns:
         headings += [plan.label(column), plan.experiment.reference]

@@ -278,7 +278,10 @@ class Cell:
 
     @property
     def work(self) -> float:
-        """Estimate of the run's computation, in a unit that is comparable among cells of one base model."""
+        """Estimate of the run's computation, from which the remaining time of an experiment is predicted.
+
+        The unit is a trained token, or a multiply-add of a small net. So only runs of one base model can be compared.
+        """
         return estimate_work(self.recipe)
 
 
@@ -314,7 +317,7 @@ class Plan:
     """Columns that are not run, with the reason."""
 
     def label(self, column: str) -> str:
-        """Return a column's heading: the experiment's label, or else the study's."""
+        """Return a column's heading: the label that the table or figure gives it, else that of the paper's study."""
         column_setting, study_column = _column_settings(self.study, self.experiment, column)
         return column_setting.label or study_column.label
 
@@ -426,17 +429,18 @@ def _merge_scale(study: Study, experiment: Experiment, name: str) -> Scale:
 
 
 def _scaled_column(study: Study, experiment: Experiment, scale: Scale, column: str) -> ScaledColumn:
-    """Return the scale's changes to a column; empty changes if it has none.
+    """Return what a scale (the size of the runs) changes in one column, such as fewer seeds; it may change nothing.
 
     Args:
-        study: The paper's study.
+        study: The paper's study, whose columns the scale refers to.
         experiment: The table or figure.
-        scale: The scale with the experiment's changes.
-        column: The experiment's column.
+        scale: The study's scale, with the experiment's changes.
+        column: Name of a column of the experiment.
     """
     column_setting, _ = _column_settings(study, experiment, column)
-    name_in_study = column_setting.of or column
-    return scale.columns.get(name_in_study, ScaledColumn())
+    name_in_study = column_setting.of or column  # without the key ``of`` both have the same name
+    no_changes = ScaledColumn()
+    return scale.columns.get(name_in_study, no_changes)
 
 
 def _has_row(study: Study, experiment: Experiment, scale: Scale, column: str, row: str) -> bool:

@@ -316,7 +316,11 @@ def load_experiment(name: str) -> tuple[Study, Experiment]:
 
 
 def _is_experiment(path: Path) -> bool:
-    """Return whether a YAML file is a table or figure of a paper, which has a study."""
+    """Return whether a YAML file describes a table or figure of a paper.
+
+    Such files lie beside ``study.yaml``, which holds what all tables of a paper share. Other files in such a folder are
+    ``study.yaml`` itself and ``theory.yaml``.
+    """
     has_study = (path.parent / f"{STUDY}.yaml").is_file()
     return has_study and path.stem not in _NO_EXPERIMENT
 
@@ -392,7 +396,8 @@ def data_folder(given: Path | None) -> Path | None:
     """Return the folder with local text and images: the given one, else ``$COMINGLE_DATA``, else None.
 
     Args:
-        given: The folder of ``--data``; None without the option. ``ASSUMED_FOLDER`` need not exist.
+        given: The folder of ``--data``; None without the option. ``ASSUMED_FOLDER``, which stands for a folder with all
+            data when only the names of runs are wanted, is returned unchecked.
 
     Raises:
         RecipeError: The folder does not exist.
@@ -412,9 +417,10 @@ def data_folder(given: Path | None) -> Path | None:
 
 
 def with_placeholder(content: object, folder: Path | None) -> Any:
-    """Replace a folder by ``{data}`` in all paths of a recipe, so that the recipe is the same on every machine.
+    """Replace the folder of local data by ``{data}`` in all paths of a recipe.
 
-    With the folder ``/home/ann/text`` the path ``/home/ann/text/en.txt`` becomes ``{data}/en.txt``.
+    A run is named by a digest of its recipe, which so becomes the same on every machine. With the folder
+    ``/home/ann/text`` the path ``/home/ann/text/en.txt`` becomes ``{data}/en.txt``.
 
     Args:
         content: Part of a recipe: a value, or nested mappings and lists of values.
@@ -427,7 +433,7 @@ def with_placeholder(content: object, folder: Path | None) -> Any:
     if folder is None or not isinstance(content, str) or not Path(content).is_relative_to(folder):
         return content
     parts = Path(content).relative_to(folder).parts
-    return str(PurePosixPath(ASSUMED_FOLDER, *parts))
+    return str(PurePosixPath("{data}", *parts))
 
 
 def resolve_inside(path: str, folder: Path | None) -> str:

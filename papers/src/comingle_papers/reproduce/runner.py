@@ -249,18 +249,18 @@ def run_cells(
     observers: Callable[[Cell, Clients], Sequence[Observer]] = lambda cell, clients: (),
     waiting: Waiting = nullcontext,
 ) -> Iterator[Outcome]:
-    """Run the cells of a table in order, each in a folder below ``out/runs``; yield the outcome of each cell.
+    """Run the cells of a table in order, each in a folder below ``out/runs``, and yield each outcome.
 
-    A finished run is not repeated without ``force``, and an interrupted run is resumed. A run whose training diverges
-    does not stop the others.
+    Of cells with the same settings only the first is run. A finished run is not repeated without ``force``, and an
+    interrupted run is resumed. A run whose training diverges does not stop the others.
 
     Args:
         cells: The runs of the table, one for each row, column and seed. Consecutive cells with the same inputs load
             their data and base model once.
         out: The folder that contains ``runs``.
         force: Repeat finished runs.
-        observers: Returns the observers of a cell's run.
-        waiting: Shows what is being waited for.
+        observers: Given a cell and the clients of its run, returns the observers of the run, such as a progress bar.
+        waiting: Shows that a base model is being loaded.
 
     Raises:
         RunError: A run folder holds another run, or was made with other data or another base model.
@@ -311,19 +311,21 @@ def _run_cell(
 
 
 def experiment_folder(out: Path, name: str, *, resume: bool, force: bool) -> Path:
-    """Return the folder of a table below ``out``, such as ``out/table1`` of ``comigs/table1``.
+    """Return the folder for the results of an experiment (a table or figure); refuse to overwrite one unasked.
+
+    The experiment ``comigs/table1`` has the folder ``out/table1``.
 
     Args:
-        out: The folder that contains the tables.
-        name: The experiment, as ``comigs/table1``.
-        resume: Continue an existing table.
-        force: Replace an existing table.
+        out: The folder below which each experiment has its folder.
+        name: The experiment's name, ``PAPER/TABLE``.
+        resume: Accept an existing folder, to continue the experiment.
+        force: Accept an existing folder, whose files the caller replaces.
 
     Raises:
         RunError: The folder exists and neither ``resume`` nor ``force`` is given.
     """
-    _, _, table_name = name.partition("/")
-    folder = out / table_name
+    _, _, name_in_paper = name.partition("/")
+    folder = out / name_in_paper
     if folder.exists() and not (resume or force):
         raise RunError(f"{folder}: exists; --resume continues it, --force replaces it, --out names another")
     return folder
@@ -394,10 +396,11 @@ class InputCache:
     """
 
     def __init__(self, waiting: Waiting = nullcontext) -> None:
+        """Start with nothing loaded; ``waiting`` shows that a base model is being loaded."""
         self._waiting = waiting
-        self._base_key = ""
+        self._base_key = ""  # settings of the cached base model; a run with others loads another
         self._base: Base | None = None
-        self._run_data_key = ""
+        self._run_data_key = ""  # settings of the cached base model and data
         self._run_data: RunData | None = None
         self._digests: dict[str, str] | None = None  # of the cached data
 
@@ -617,9 +620,10 @@ def layer_of(name: str, layers: int) -> int:
 
 
 def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
-    """Return the routing of the study's prompts in each user's model, to be drawn as coloured tokens.
+    """Route a paper's example prompts through every user's model, and return the gates, to be drawn as coloured tokens.
 
-    Prompt i belongs to user i: it is a text in the language or on the subject of this user's training data.
+    The prompts and their users have the same order: prompt i is in the language or on the subject of user i's training
+    data. Every user's model routes all prompts.
 
     Args:
         plan: The figure's plan.

@@ -539,11 +539,15 @@ def render(table: PaperTable) -> Table:
 
 
 def remarks(table: PaperTable) -> list[str]:
-    """Return the remarks below a table: on the order of rows, on lacking seeds and runs, and notes on cells.
+    """Return the remarks printed below a table: on the order of rows, on lacking seeds and runs, and notes on cells.
 
     A note begins with its letter, "(a)", which is also printed in the cells that it is about.
+
+    Args:
+        table: The table beside the paper's, the content of ``table.json``.
     """
     columns = table["columns"]
+    # A column's sentence says whether its rows have the paper's order; empty if they are not compared.
     lines = [column["sentence"] for column in columns if column["sentence"]]
     for column in columns:
         if column["seeds"] != table["seeds"]:
@@ -551,10 +555,10 @@ def remarks(table: PaperTable) -> list[str]:
     lines += [f"{text}." for text in table["about"]]  # notes on the whole table
     if table["missing"]:
         lines.append(f"Missing, since the method is not implemented: {', '.join(table['missing'])}.")
-    lines += [f"{label} repeats the runs of {first}." for label, first in table.get("repeats", {}).items()]
+    lines += [f"{later} repeats the runs of {earlier}." for later, earlier in table.get("repeats", {}).items()]
     lines += [f"Left out: {column} ({reason})." for column, reason in table["left_out"].items()]
     lines += [f"Diverged: {run}" for run in table["diverged"]]
-    lines += table.get("measured", ())  # where an archive's runs were measured
+    lines += table.get("measured", ())  # on which machines the runs were measured; only of tables from an archive
     used_notes = {index for column in columns for cell in column["cells"].values() for index in cell["notes"]}
     lines += [f"({_note_letter(index)}) {table['notes'][index]}." for index in sorted(used_notes)]
     return lines

@@ -448,6 +448,9 @@ def make_skewed(
 ) -> tuple[UserSamples, ...]:
     """Deal images out to users that differ in their labels or domain, and hold out each user's test images.
 
+    The images are first divided into groups: the clusters, the domains, or a single group of all images. The images of
+    a group are then dealt out to the users of that group.
+
     Args:
         name: The task.
         setting: The task's defaults.
@@ -467,15 +470,19 @@ def make_skewed(
         RecipeError: Numbers of users, clusters or labels do not fit.
         DataError: A user has no images, or too few of each label to hold any out.
     """
-    key: Key = (name, seed)  # of all random streams
-    groups, sizes, group_names = _group_images(setting, images, users, clusters, labels_per_cluster, key)
-    parts = deal_images(groups, sizes, images.labels, alpha=alpha, key=key, names=group_names)
-    user_names = _user_names(images, sizes)
-    group_of_user = [group for group, size in enumerate(sizes) for _ in range(size)]
-    groups_are_clusters = setting.partition != "personal"  # in which all users are in one group
+    stream_key: Key = (name, seed)  # seeds all random streams
+    groups, users_per_group, group_names = _group_images(
+        setting, images, users, clusters, labels_per_cluster, stream_key
+    )
+    indices_of_users = deal_images(
+        groups, users_per_group, images.labels, alpha=alpha, key=stream_key, names=group_names
+    )
+    user_names = _user_names(images, users_per_group)
+    group_of_user = [group for group, num_users in enumerate(users_per_group) for _ in range(num_users)]
+    groups_are_clusters = setting.partition != "personal"  # "personal": a single group of all users
     users_with_samples = []
-    for user_name, group, part in zip(user_names, group_of_user, parts, strict=True):
-        train, test = _split_part(images.labels, part, fraction, user_name)
+    for user_name, group, indices in zip(user_names, group_of_user, indices_of_users, strict=True):
+        train, test = _split_part(images.labels, indices, fraction, user_name)
         no_images = train[:0]  # validation samples are held out later
         users_with_samples.append(
             UserSamples(

@@ -276,9 +276,10 @@ def draw_dirichlet(
 
 
 def _load_partitions(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
-    """Return the indices of each user's samples; a single empty tensor if the partitioner gives up.
+    """Return the indices of each user's samples, as drawn by a partitioner; a single empty tensor if the draw fails.
 
-    It gives up after eleven draws in which a user got too few samples.
+    The partitioner gives up after eleven draws in which a user got too few samples. The caller notices that samples are
+    missing, and draws again with another seed.
 
     Args:
         partitioner: A partitioner of ``flwr-datasets`` with its data.
@@ -795,10 +796,10 @@ def read_hub(source: str, split: str, *, largest: int | None = None, domains: bo
         images.append(np.asarray(resized))
         labels.append(label)
         domain_names += domain  # empty without domains
-    pair = _convert_pair(stack_images(images, where), np.asarray(labels), where)
+    labelled_images = _convert_pair(stack_images(images, where), np.asarray(labels), where)
     if not domains:
-        return pair
-    return _with_domains(pair, np.asarray(domain_names), None, where)
+        return labelled_images
+    return _with_domains(labelled_images, np.asarray(domain_names), names=None, where=where)  # numbers have no names
 
 
 def _convert_pair(pixels: object, labels: object, where: str) -> Images:

@@ -349,8 +349,8 @@ def _make_synthetic_task(
     """Return one of FLoRAL's regressions, whose samples are generated.
 
     Args:
-        kind: The regression.
-        path: Must be None.
+        kind: The regression: linear, mlp or mlp-norm.
+        path: ``data.task.path`` of the recipe, the folder of a task's images; refused, as nothing is read.
         seed: Seed of the samples.
         users: Number of users.
         clusters: Number of clusters.
@@ -369,7 +369,7 @@ def _make_synthetic_task(
         train=setting.train,
         test=setting.test,
         seed=seed,
-        fresh_test=test_samples,
+        fresh_test=test_samples,  # newly drawn samples in place of the task's own
     )
     return Task(
         users=as_users(users_with_samples),
@@ -576,7 +576,10 @@ class TaskKind(NetKind):
         return self.run_data(prepare_task(section, recipe.data_seed))
 
     def run_data(self, task: Task) -> RunData:
-        """Return the data of a task for a run; warn of users whose test labels are not among their train labels."""
+        """Return what a run trains on: the users of a task; warn of users with test labels that they cannot train on.
+
+        There is no base model, since tasks train nets from scratch.
+        """
         has_labels = task.loss == "cross_entropy"
         if has_labels:
             warn_unseen(task.users)

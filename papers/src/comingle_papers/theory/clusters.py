@@ -293,7 +293,7 @@ def descend(
         start: First model of all clients.
         steps: Number of steps.
         replicas: Number of independent runs, computed at once; the result has their means.
-        rng: Generator of the drawn clients.
+        rng: Generator of the clients that are drawn in each step.
     """
     mu, _ = cluster.moduli
     num_clients = len(cluster.weights)
@@ -883,8 +883,8 @@ def cluster_curve(
 ) -> Curve:
     """Draw clients of two clusters, run local SGD on the first cluster, and check FLoRAL's statements.
 
-    Lemmas A.2 to A.5 and A.7 and Theorems A.9 and A.10 (as corrected) are checked on the run; eq. 31 and Lemmas A.6 and
-    A.8 on newly drawn models and sequences.
+    Lemmas A.2 to A.5 and A.7 and Theorems A.9 and A.10 (as corrected) are checked on the run. Eq. 31 and Lemmas A.6 and
+    A.8 are not about a run: they are checked on random models and random sequences.
 
     Args:
         scheme: Name of the kind of problem.
@@ -895,7 +895,8 @@ def cluster_curve(
     """
     hessians, centres = draw_clients(rng, settings.clients, settings.size, settings.condition)
     data_shares = rng.dirichlet(np.full(settings.clients, 4.0))  # p(k), moderately unequal
-    first_cluster_shares = rng.uniform(0.05, 0.95, settings.clients)  # of the first cluster in each client's router
+    # Of the first cluster in each client's router; no client is in one cluster only.
+    first_cluster_shares = rng.uniform(0.05, 0.95, settings.clients)
     routers = np.stack([first_cluster_shares, 1 - first_cluster_shares], 1)
     weights = data_shares * first_cluster_shares / (data_shares @ first_cluster_shares)  # p(k|c), c the first cluster
     cluster = Cluster(hessians=hessians, centres=centres, weights=weights)
@@ -905,7 +906,8 @@ def cluster_curve(
     mu, smoothness = cluster.moduli
     # The smallest shift for which the corrected Theorem A.10 holds, see :func:`rate_bound`.
     shift = max(settings.local_steps, 24 * smoothness / mu / uniformity(weights, initial_weights))
-    schedule = Schedule(scale=3, shift=shift, local_steps=settings.local_steps)  # steps 3 / (mu (t + shift))
+    # Steps ``3 / (mu (t + shift))``, for which the corrected Theorems A.9 and A.10 are proved.
+    schedule = Schedule(scale=3, shift=shift, local_steps=settings.local_steps)
     start = 3 * rng.standard_normal(settings.size)
     run = _descend_by_settings(cluster, schedule, settings, initial_weights, start, settings.replicas, rng)
 
@@ -984,8 +986,8 @@ def _descend_by_settings(
         initial_weights: First estimate of the clients' weights p(k|c).
         start: First model of all clients.
         replicas: Number of independent runs that are averaged.
-        rng: Generator of the drawn clients.
-        steps_factor: Factor of the settings' number of steps.
+        rng: Generator of the draws: in each step each client draws a client whose loss it descends.
+        steps_factor: Factor of the settings' number of steps; the counterexample needs more steps than other runs.
     """
     return descend(
         cluster,
@@ -1074,7 +1076,8 @@ def _check_mismatch(
     models = minimisers + rng.standard_normal((num_clients, *minimisers.shape))  # (clients, clusters, size)
     losses = np.stack([_cluster_loss(cluster, models[:, c]) for c, cluster in enumerate(clusters)], axis=1)
 
-    true_eta = float(rng.uniform(0.05, 1.0))  # inverse temperature of the true routers
+    # Inverse temperatures. The estimated routers are closer to uniform than the true ones, as early in training.
+    true_eta = float(rng.uniform(0.05, 1.0))
     estimated_eta = float(rng.uniform(0.1, 1.0)) * true_eta
     true_router = router(lowest_losses, true_eta)  # of all clients
     true_weights = aggregation_weights(np.broadcast_to(true_router, losses.shape), data_shares)  # (clients, clusters)

@@ -603,7 +603,8 @@ class LinearConstants:
 
         F minus ``m / 2`` times the squared norm of all variables is F with the weight decay ``alpha - m``, which must
         be convex. By :attr:`modulus_shares` this holds up to ``n m = 2 mu - |x|^2 (rho^2 + mu^2) / (alpha - m)``, that
-        is ``n m^2 - (n alpha + 2 mu) m + 2 mu alpha - |x|^2 (rho^2 + mu^2) = 0``. If m is not positive, nothing is
+        is ``n m^2 - (n alpha + 2 mu) m + 2 mu alpha - |x|^2 (rho^2 + mu^2) = 0``, for n samples of norm at most
+        ``|x|``, the weight mu of the divergence and the loss's largest slope rho. If m is not positive, nothing is
         proved.
         """
         n, alpha, mu = self.num_samples, self.decay, self.coupling

@@ -80,9 +80,10 @@ class Coupled:
 
     @property
     def modulus(self) -> float:
-        """Lower bound mu on the strong convexity in y, for every x (the earlier version's Assumption 2).
+        """Lower bound mu on the eigenvalues of the Hessian in y, for all x and y (the earlier version's Assumption 2).
 
-        A bound that is not positive proves nothing.
+        The term ``decay / 2 |y|^2`` adds ``decay`` to every eigenvalue, and ``<A(x), B(y)>`` subtracts at most
+        ``max_negative_curvature``. If mu is positive, the function is strongly convex in y; else it may or may not be.
         """
         return self.decay - self.max_negative_curvature
 
