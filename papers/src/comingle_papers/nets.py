@@ -182,7 +182,7 @@ _VGG_CHANNELS = (16, 32, 64, 128, 512)
 def mlp_norm(input_shape: Shape, outputs: int) -> nn.Module:
     """Return an MLP with batch norm before the activation, for FLoRAL's task "mlp-norm" (appendix F.2)."""
     (inputs,) = require_shape(input_shape, "mlp-norm", axes=1)
-    hidden = 2 * inputs
+    hidden = 2 * inputs  # a wider hidden layer than that of the task's true models
     return nn.Sequential(nn.Linear(inputs, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
 
@@ -273,8 +273,8 @@ def _resnet(layers: int, norm: str, input_shape: Shape, outputs: int) -> nn.Modu
     """Return a ResNet for images; the registered nets, such as ``resnet9``, are its partial applications.
 
     Args:
-        layers: A key of :data:`STAGES`.
-        norm: A key of :data:`NORMS`.
+        layers: Number of layers: 9, 18, 34, 50, 101 or 152.
+        norm: Normalisation after each convolution, a key of :data:`NORMS`, such as "batch".
         input_shape: Channels, height and width of the images.
         outputs: Outputs of the head.
     """

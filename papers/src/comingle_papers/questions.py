@@ -206,7 +206,7 @@ def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, .
     """Return the wanted languages, or all languages of the set; each is one user.
 
     Args:
-        name: A key of :data:`QUESTIONS`.
+        name: Name of the set of questions, "xnli" or "xquad".
         languages: The wanted languages; None for all.
 
     Raises:
@@ -250,7 +250,7 @@ def draw_parts(
     """Draw the train, valid and test questions, the same for all languages, among those that fit the context.
 
     Args:
-        name: A key of :data:`QUESTIONS`.
+        name: Name of the set of questions, "xnli" or "xquad".
         languages: The languages, for messages.
         fits_context: For each question, whether it fits the context in all languages.
         context: Length of the context in tokens.
@@ -297,7 +297,7 @@ def _check_counts(
     """Check that enough questions fit the context for the three splits.
 
     Args:
-        name: A key of :data:`QUESTIONS`.
+        name: Name of the set of questions, "xnli" or "xquad".
         languages: The languages, for the message.
         num_fitting: Number of questions that fit the context in all languages.
         num_all: Number of all questions.
@@ -330,7 +330,7 @@ def user_of(
     """Return the user of a language, with the questions of each split as padded windows of tokens.
 
     Args:
-        name: A key of :data:`QUESTIONS`.
+        name: Name of the set of questions, "xnli" or "xquad".
         language: The language.
         encoded: Encoded questions by index, at least those of ``parts``.
         parts: The indices of the questions of each split.
@@ -338,15 +338,15 @@ def user_of(
         train_on_prompts: Whether the training loss includes the prompts; the evaluation loss never does.
     """
     measures = MEASURES
-    if not QUESTIONS[name].labels:
+    if not QUESTIONS[name].labels:  # answers are free text, whose accuracy would be almost 0
         measures = tuple(measure for measure in MEASURES if measure != "accuracy")
     end_token = cast(int, tokenizer.eos_token_id)
     train, valid, test = ([encoded[index] for index in indices] for indices in parts)
-    longest = max(question.longest for question in (*train, *valid, *test))
+    longest_answer = max(question.longest for question in (*train, *valid, *test))  # in tokens; limits generation
 
     def as_windows(questions: Sequence[Encoded], *, loss_on_prompts: bool = False) -> Answers:
         return build_answers(
-            questions, limit=longest, loss_on_all=loss_on_prompts, measures=measures, ends=(end_token,)
+            questions, limit=longest_answer, loss_on_all=loss_on_prompts, measures=measures, ends=(end_token,)
         )
 
     return UserAnswers(
@@ -364,7 +364,7 @@ def find_source(name: str, path: str | Path | None) -> Path | str:
     """Return where to read a set of questions: a file, or a name on the hub.
 
     Args:
-        name: A key of :data:`QUESTIONS`.
+        name: Name of the set of questions, "xnli" or "xquad".
         path: A file, a folder or a name on the hub; None for ``$COMINGLE_DATA/NAME`` if there is such a folder, else
             for the hub.
 
@@ -387,7 +387,7 @@ def iterate_questions(
     """Yield language, id and question of all questions in these languages, in the order of the file.
 
     Args:
-        name: A key of :data:`QUESTIONS`.
+        name: Name of the set of questions, "xnli" or "xquad".
         path: A file of JSON lines, a folder with one, or ``hub:OWNER/NAME``; None for
             ``$COMINGLE_DATA/NAME`` if it exists, else the hub.
         languages: The languages to read.
@@ -427,7 +427,7 @@ def _find_file(name: str, path: Path) -> Path:
     """Return a file of JSON lines: the path itself, or the first ``NAME*.jsonl`` of a folder.
 
     Args:
-        name: A key of :data:`QUESTIONS`.
+        name: Name of the set of questions, "xnli" or "xquad".
         path: A file or a folder.
 
     Raises:
@@ -452,7 +452,7 @@ def _read_hub_rows(
     language, and the row's number where the hub has no id.
 
     Args:
-        name: A key of :data:`QUESTIONS`.
+        name: Name of the set of questions, "xnli" or "xquad".
         source: The set on the hub.
         question_set: The set's settings.
         languages: The languages to read.
@@ -563,7 +563,7 @@ def stream_questions(
     that fit the context in all of them, then to encode those that are drawn.
 
     Args:
-        name: A key of :data:`QUESTIONS`.
+        name: Name of the set of questions, "xnli" or "xquad".
         languages: The users' languages, in this order.
         rows: Stores the questions on disk between the two passes.
         tokenizer_of_base: Loads the tokenizer; called once all questions were read.
@@ -644,6 +644,7 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
     def __init__(
         self, data: DataSection, seed: int, load_base: Callable[[], Base], *, context: int, validates: bool
     ) -> None:
+        """Choose the languages (users) of the recipe; no question is read before :meth:`read`."""
         super().__init__(data, seed, load_base, context=context, validates=validates)
         self.section = cast(QuestionsDataSection, data).questions
         self.languages = choose_languages(self.section.name, self.section.languages)

@@ -16,14 +16,20 @@ from comingle.utils.errors import RecipeError
 
 
 def published_recipes() -> Path:
-    """Return the folder with one folder of recipes per paper."""
+    """Return the folder with one folder of recipes per paper, such as ``comigs``.
+
+    An installed package contains them; in a checkout they are outside of the package's sources.
+    """
     in_package = Path(__file__).parent / "shipped_recipes"
     in_checkout = Path(__file__).parents[2] / "recipes"
     return in_package if in_package.is_dir() else in_checkout
 
 
 def published_runs() -> dict[str, Path]:
-    """Return the archives of finished runs that come with comingle, by name, such as ``comigs-cpu``."""
+    """Return the archives of finished runs that come with comingle, by name, such as ``comigs-cpu``.
+
+    An installed package contains them; in a checkout they are outside of the package's sources.
+    """
     in_package = Path(__file__).parent / "shipped_measured"
     in_checkout = Path(__file__).parents[2] / "measured"
     folder = in_package if in_package.is_dir() else in_checkout

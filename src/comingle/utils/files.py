@@ -190,7 +190,11 @@ def open_private(path: Path | str, *, folder: int | None = None) -> int | None:
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Return whether a status is that of a file or folder of this user that no other user may write to."""
+    """Return whether only the current user can have written a file or folder, so that its content can be trusted.
+
+    Args:
+        status: The status of the open file or folder.
+    """
     is_file_or_folder = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
     is_writable_by_others = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
     return is_file_or_folder and status.st_uid == os.geteuid() and not is_writable_by_others

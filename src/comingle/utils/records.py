@@ -136,7 +136,7 @@ def check_name(folder: Path) -> None:
 
 
 def _refusal_of_name(folder: Path) -> str:
-    """Return why the system refuses a name, such as "File name too long"; empty if it accepts the name."""
+    """Return why no folder of this name can be created, such as "File name too long"; empty if it can."""
     try:
         os.lstat(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -338,7 +338,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def finite(value: object) -> Any:
-    """Return a value with all non-finite numbers in nested dicts and lists replaced by None; tuples become lists."""
+    """Replace NaN and infinity, which JSON does not have, by None in nested dicts and lists; tuples become lists."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -98,9 +98,10 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
     """
 
     def __init__(self, group: str, own: Mapping[str, Offered | str]) -> None:
+        """Start with the built-in implementations ``own``; those of the entry points ``group`` are looked up later."""
         self._group = group
         self._own: dict[str, Offered | str] = dict(own)
-        self._registered: dict[str, Offered] = {}
+        self._registered: dict[str, Offered] = {}  # by the running program
 
     def register(self, name: str, offered: Offered) -> None:
         """Register an implementation in this process; it replaces one that was registered under the same name.

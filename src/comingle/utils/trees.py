@@ -138,7 +138,11 @@ class Layout:
         return frozenset(role for slot in self.slots for role in slot.roles)
 
     def views(self, rows: Float[Tensor, "users columns"]) -> Tree:
-        """Return the named tensors ``(users, *shape)`` as views of ``rows``."""
+        """Return the named tensors ``(users, *shape)`` of a matrix, as views that share its memory.
+
+        Args:
+            rows: The matrix, with one row of parameters for each user.
+        """
         columns_of_slots = rows.split_with_sizes([slot.size for slot in self.slots], 1)
         views: Tree = {}
         for slot, columns in zip(self.slots, columns_of_slots, strict=True):
@@ -159,10 +163,14 @@ class Layout:
         return int(self.mask(roles).sum())
 
     def named_roles(self, roles: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Return for each slot the roles that are in ``roles``, each by all its names; leave out slots without any.
+        """Return for each tensor all names of those of its roles that are in ``roles``; leave out tensors without any.
 
-        A role has up to three names: "attention", "attention.a" with the slot's factor, and "attention.body" with its
-        part of the model. For example, ``{"layer.0.a": {"attention", "attention.a", "attention.body"}}``.
+        A role has up to three names: "attention", "attention.a" for one factor of a LoRA, and "attention.body" for one
+        part of the model. Server strategies select tensors by any of these names. For example,
+        ``{"layer.0.a": {"attention", "attention.a", "attention.body"}}``.
+
+        Args:
+            roles: The wanted roles, by any of their names.
         """
         wanted = frozenset(roles)
         names_by_slot: dict[str, frozenset[str]] = {}
@@ -299,7 +307,11 @@ def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def digest_split(split: object) -> str:
-    """Return the digest of one split of a user's data, which is a tensor of tokens or an object with ``contents``."""
+    """Return the digest of one split of a user's data, to notice that a resumed run reads other data.
+
+    Args:
+        split: A tensor of tokens, or samples or conversations, whose ``contents`` are their tensors and settings.
+    """
     contents = getattr(split, "contents", (split,))
     return digest_all(*contents)
 

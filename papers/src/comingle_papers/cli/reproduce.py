@@ -53,8 +53,8 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
 
     Args:
         planned: The plan of all runs.
-        outcomes: The outcomes by run name.
-        baseline: A row or a method to compare the others with.
+        outcomes: The runs that have ended, by run name, with their metrics or the reason why they diverged.
+        baseline: A row or a method to compare the others with; None for the default.
     """
     from comingle_papers.reproduce.runner import results, scores
     from comingle_papers.reproduce.tables import build_table
@@ -91,7 +91,7 @@ def show_measured(path: Path, name: str, selection: RunSelection, out: Path, *, 
 
     Args:
         path: The archive, the file with the runs' results.
-        name: The experiment, as ``comigs/table1``.
+        name: The table or figure, such as ``comigs/table1``.
         selection: The rows, columns, seeds and scale that were given on the command line.
         out: The folder below which the table gets a folder, such as ``table1-measured``.
         baseline: A row or a method to compare the others with; None for the default.
@@ -128,8 +128,8 @@ def check_measured(
 
     Args:
         path: The archive.
-        name: The experiment, as ``comigs/table1``.
-        selection: The options of the command line.
+        name: The table or figure, such as ``comigs/table1``.
+        selection: The rows, columns, seeds and scale that were given on the command line.
         out: The folder for the repeated runs.
         max_runs: The largest number of runs to repeat.
         jobs: The number of parallel runs; None for the plan's.
@@ -161,8 +161,8 @@ def add_measured(path: Path, name: str, selection: RunSelection, out: Path, *, q
 
     Args:
         path: The archive.
-        name: The experiment, as ``comigs/table1``.
-        selection: The options of the command line.
+        name: The table or figure, such as ``comigs/table1``.
+        selection: The rows, columns, seeds and scale that were given on the command line.
         out: The folder of the finished runs.
         quiet: Show no progress.
     """
@@ -324,13 +324,13 @@ def _run_plan(
     """Run a plan, write its table after every run, and print and return the table at the end.
 
     Args:
-        planned: The plan.
+        planned: The plan of a table: its rows, columns and runs.
         out: The folder for the table's folder and ``runs``.
         jobs: The number of parallel runs; None for the plan's.
-        resume: Continue an existing table.
+        resume: Accept that the table's folder exists, and run only what is missing.
         force: Replace an existing table and repeat finished runs.
         quiet: Show no progress.
-        baseline: A row or a method to compare the others with.
+        baseline: A row or a method to compare the others with; None for the default.
     """
     from comingle.utils.terminal import errors, words
     from comingle_papers.reproduce.runner import Estimate, check_hub, experiment_folder, unique_cells
@@ -387,7 +387,7 @@ def _count_costs(planned: Plan, out: Path, *, force: bool) -> None:
         costs = None
         if is_comigs_table3:
             methods = [cell.recipe.method.name for cell in planned.cells]
-            costs = plan_costs(any_recipe, methods, users=4)
+            costs = plan_costs(any_recipe, methods, users=4)  # as many as in the paper
         counts = count_cells(planned, costs)
     for line in write_costs(folder, planned, counts, costs):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

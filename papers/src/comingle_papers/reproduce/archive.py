@@ -199,9 +199,9 @@ def plan_of(records: Records, name: str, selection: RunSelection) -> Plan:
     under the names that they have with a folder, then under those that follow from the command line's options.
 
     Args:
-        records: The records of the archive.
-        name: The experiment, as ``comigs/table1``.
-        selection: The options of the command line.
+        records: The archive's runs by name, with their results and the digests of their inputs.
+        name: The table or figure, such as ``comigs/table1``.
+        selection: The rows, columns, seeds and scale that were given on the command line.
 
     Raises:
         RecipeError: There is no such experiment, scale, row or column, or it is a table of costs, which has no runs.
@@ -221,8 +221,8 @@ def find_archived(planned: Plan, records: Records, path: Path) -> tuple[Plan, di
     """Find the archived runs of a plan.
 
     Args:
-        planned: The plan.
-        records: The records of the archive.
+        planned: The plan of a table: its rows, columns and runs.
+        records: The archive's runs by name, with their results and the digests of their inputs.
         path: The archive, for messages.
 
     Returns:
@@ -296,8 +296,8 @@ def choose_cells(planned: Plan, records: Records, path: Path, max_runs: int) -> 
     """Choose at most ``max_runs`` of a plan's runs that are in an archive, evenly spaced, to run them again.
 
     Args:
-        planned: The plan.
-        records: The records of the archive.
+        planned: The plan of a table: its rows, columns and runs.
+        records: The archive's runs by name, with their results and the digests of their inputs.
         path: The archive, for error messages.
         max_runs: The largest number of runs.
 
@@ -344,7 +344,7 @@ def add_runs(path: Path, name: str, selection: RunSelection, out: Path, waiting:
 
     Args:
         path: The archive, which is created if it does not exist.
-        name: The experiment, as ``comigs/table1``.
+        name: The table or figure, such as ``comigs/table1``.
         selection: The rows, columns, seeds and scale that were given on the command line.
         out: The folder with the finished runs.
         waiting: Shows which inputs are being read.
@@ -381,8 +381,8 @@ def _check_columns(path: Path, records: Records, name: str, selection: RunSelect
 
     Args:
         path: The archive, for error messages.
-        records: The records of the archive.
-        name: The experiment, as ``comigs/table1``.
+        records: The archive's runs by name, with their results and the digests of their inputs.
+        name: The table or figure, such as ``comigs/table1``.
         selection: Options of the command line. Its columns are checked; rows and seeds are those of the archive.
         cache: Cache of the inputs on this machine.
 

@@ -97,6 +97,7 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     if clients.shares:  # else the method trains locally and sends nothing
         upload = upload_of(federation, user=0)
         sent_tensors += upload.tensors.values()
+        # Users also upload values such as numbers of local steps. Losses do not count, as they are for the log only.
         sent_tensors += [tensor for name, tensor in upload.reports.items() if name != LOSS]
         received_tensors += download_of(federation, user=0, names=[user.name]).tensors.values()
     (mask_of_user,) = clients.mask  # false for the padding of smaller ranks
@@ -111,15 +112,15 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
 
 
 def _count_server_state(server: ServerHalf, num_users: int) -> int:
-    """Count the numbers that the server of a run with many users stores between rounds.
+    """Count the numbers (entries of tensors) that the server of a run with many users stores between rounds.
 
     Args:
-        server: A server that was built for one user.
-        num_users: The number of users of the run; the server stores some tensors for each user.
+        server: The server of a run with a single user, which was built for counting.
+        num_users: The number of users for which to count; the server stores some tensors for each user.
     """
     names_of_tensors_per_user = server.method.server.by_user
     total = 0
-    for name, tensor in server.kept.items():
+    for name, tensor in server.kept.items():  # its state between rounds
         num_copies = num_users if name in names_of_tensors_per_user else 1
         total += num_copies * tensor.numel()
     return total
@@ -171,7 +172,7 @@ def column_net(plan: Plan, column: str) -> str:
 
 
 def _cells_of_column(plan: Plan, column: str) -> dict[str, Cell]:
-    """Return a column's cells of the first seed, by row."""
+    """Return one cell of each row of a column, by row: that of the first seed, as other seeds have the same counts."""
     cell_by_row: dict[str, Cell] = {}
     for cell in plan.cells:  # ordered by seed
         if cell.column == column:
@@ -188,7 +189,7 @@ def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Entry], folder: Pat
     The figure shows test results against these numbers.
 
     Args:
-        plan: The figure's plan.
+        plan: The plan of the figure: its rows, columns and runs.
         entries: The finished runs, by row and column; without any, nothing is written or yielded.
         folder: Where the files are written.
 
@@ -203,12 +204,12 @@ def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Entry], folder: Pat
 
 
 def write_usage(folder: Path, plan: Plan, usage_by_cell: Mapping[tuple[str, str], Usage]) -> None:
-    """Write how many numbers methods store and send: ``usage.json``, by column and row, and ``usage.md``.
+    """Write how many numbers (entries of tensors) methods store and send, to ``usage.json`` and ``usage.md``.
 
     Args:
         folder: The folder to write to.
-        plan: The figure's plan.
-        usage_by_cell: The usage, by row and column.
+        plan: The plan of the figure: its rows, columns and runs.
+        usage_by_cell: The counts of each method, by row and column, in multiples of the parameters of the column's net.
     """
     folder.mkdir(parents=True, exist_ok=True)
     by_column: dict[str, dict[str, object]] = {column: {} for column in plan.columns}
@@ -233,7 +234,7 @@ def usage_figure(
     the table.
 
     Args:
-        plan: The figure's plan.
+        plan: The plan of the figure: its rows, columns and runs.
         entries: The finished runs, by row and column.
         usage_by_cell: The usage, by row and column, in multiples of the column's net.
     """
@@ -315,7 +316,7 @@ def _points_of_line(
         if test_results is None:
             continue
         usage = getattr(usage_by_cell[row, column], kind)
-        mark_area = 26.0 + 9.0 * position  # in square points
+        mark_area = 26.0 + 9.0 * position  # in square points, so that marks differ visibly
         points.append((usage, test_results, mark_area))
     return points
 
@@ -343,7 +344,7 @@ def _draw_line(axis: Axes, points: list[Point], style: Style) -> None:
 
 
 def _format_axes(axis: Axes, measure: str, x_label: str) -> None:
-    """Format both axes of a panel; the x axis starts at zero or below.
+    """Format both axes of a panel; the x axis shows zero, so that counts can be compared by their lengths.
 
     Args:
         axis: The panel.
@@ -354,7 +355,7 @@ def _format_axes(axis: Axes, measure: str, x_label: str) -> None:
 
     from comingle.reports.formatting import tick
 
-    axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # ticks at whole per cents
+    axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # at most 6 intervals between round numbers
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
     axis.set_xlim(left=min(0.0, axis.get_xlim()[0]))
     axis.set_xlabel(x_label)
@@ -449,7 +450,7 @@ def _task_value(recipe: Recipe, key: str) -> int:
 def _participation_percent(cell: Cell) -> float:
     """Return the share of users who participate in a round, in per cent."""
     share = cell.recipe.training.participation
-    assert isinstance(share, float | int)
+    assert isinstance(share, float | int), "tables of costs need a fraction; got a list of each round's participants"
     return 100 * share
 
 

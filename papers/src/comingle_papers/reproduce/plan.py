@@ -175,13 +175,15 @@ def _task_work(recipe: Recipe, method: Method) -> float:
 
 
 def _num_passes(method: Method) -> int:
-    """Return how many passes through the net a batch needs: one for each of the models or adapters that are mixed.
+    """Return how many passes through the net a batch needs, given how a method mixes models or adapters.
 
-    It is 1 if adapters are mixed before the pass, not by the losses of a batch or of each sample.
+    If adapters are mixed in their weights or outputs, one pass through the mixed net is enough. If whole models are
+    mixed, or if the losses of the adapters are, each needs a pass of its own.
     """
     mixture = method.placement.mixture
     if mixture is None:
         return 1
+    # "losses": the adapters' losses on a batch are mixed; "samples": those on each sample.
     is_mixed_after_passes = mixture.of == "models" or mixture.at in ("losses", "samples")
     return mixture.clusters if is_mixed_after_passes else 1
 
@@ -322,7 +324,11 @@ class Plan:
         return column_setting.label or study_column.label
 
     def column_of(self, column: str) -> Column:
-        """Return the study's column that a column of the experiment refers to."""
+        """Return the settings that a paper's tables share for a column, such as its data set and base model.
+
+        Args:
+            column: A column of this table or figure, which refers to a column of the paper's study.
+        """
         _, study_column = _column_settings(self.study, self.experiment, column)
         return study_column
 
@@ -333,8 +339,8 @@ def plan(name: str, selection: RunSelection) -> Plan:
     Rows of methods that comingle lacks and columns that cannot be run are left out, and listed in the plan.
 
     Args:
-        name: The experiment, as ``comigs/table1``.
-        selection: The options of the command line.
+        name: The table or figure, such as ``comigs/table1``.
+        selection: The rows, columns, seeds and scale that were given on the command line.
 
     Raises:
         RecipeError: There is no such experiment, scale, row or column, or no run is left.
@@ -394,9 +400,9 @@ def _warn_if_folder_lacks_data(study: Study, experiment: Experiment, column: str
     """Log a warning if there is a folder without the images or questions of a column, so that the hub's are read.
 
     Args:
-        study: The paper's study.
+        study: The settings that all tables and figures of the paper share.
         experiment: The table or figure.
-        column: The experiment's column.
+        column: Name of a column of the table or figure.
         folder: The folder of local text and images, if there is one.
     """
     if folder is None:
@@ -411,7 +417,7 @@ def _merge_scale(study: Study, experiment: Experiment, name: str) -> Scale:
     """Return the study's scale (the size of its runs) with the experiment's changes to it.
 
     Args:
-        study: The paper's study.
+        study: The settings that all tables and figures of the paper share.
         experiment: The table or figure.
         name: The scale's name, the value of ``--scale``.
 
@@ -447,11 +453,11 @@ def _has_row(study: Study, experiment: Experiment, scale: Scale, column: str, ro
     """Return whether the row is run in the column: neither the experiment nor the scale leaves it out.
 
     Args:
-        study: The paper's study.
+        study: The settings that all tables and figures of the paper share.
         experiment: The table or figure.
-        scale: The scale with the experiment's changes.
-        column: The experiment's column.
-        row: The experiment's row.
+        scale: The size of the runs (``--scale``), with the changes that this table or figure makes to it.
+        column: Name of a column of the table or figure.
+        row: Name of a row of the table or figure.
     """
     if column in experiment.rows[row].without:
         return False
@@ -464,11 +470,11 @@ def _choose_seeds(
     """Return a column's seeds: those of the command line, else the scale's for this column, else the scale's for all.
 
     Args:
-        study: The paper's study.
+        study: The settings that all tables and figures of the paper share.
         experiment: The table or figure.
-        scale: The scale with the experiment's changes.
-        column: The experiment's column.
-        selection: The options of the command line.
+        scale: The size of the runs (``--scale``), with the changes that this table or figure makes to it.
+        column: Name of a column of the table or figure.
+        selection: The rows, columns, seeds and scale that were given on the command line.
     """
     if selection.seeds is not None:
         return selection.seeds
@@ -510,7 +516,7 @@ def _column_settings(study: Study, experiment: Experiment, name: str) -> tuple[C
     columns, its column is empty.
 
     Args:
-        study: The paper's study.
+        study: The settings that all tables and figures of the paper share.
         experiment: The table or figure.
         name: The experiment's column.
     """
@@ -525,12 +531,12 @@ def _reason_not_run(
     """Return the reason why a column cannot be run, for a message; empty if it can.
 
     Args:
-        study: The paper's study.
+        study: The settings that all tables and figures of the paper share.
         experiment: The table or figure.
-        scale: The scale with the experiment's changes.
-        column: The experiment's column.
+        scale: The size of the runs (``--scale``), with the changes that this table or figure makes to it.
+        column: Name of a column of the table or figure.
         folder: The folder of local text and images, if there is one.
-        selection: The options of the command line.
+        selection: The rows, columns, seeds and scale that were given on the command line.
     """
     column_setting, study_column = _column_settings(study, experiment, column)
     name_in_study = column_setting.of or column
@@ -564,14 +570,14 @@ def _build_recipe(
     study's column, the experiment's column, the scale, the scale's column, the row, and the command line.
 
     Args:
-        study: The paper's study.
+        study: The settings that all tables and figures of the paper share.
         experiment: The table or figure.
-        scale: The scale with the experiment's changes.
-        column: The experiment's column.
-        row: The experiment's row.
+        scale: The size of the runs (``--scale``), with the changes that this table or figure makes to it.
+        column: Name of a column of the table or figure.
+        row: Name of a row of the table or figure.
         seed: The run's seed.
         folder: The folder of local text and images, if there is one.
-        selection: The options of the command line.
+        selection: The rows, columns, seeds and scale that were given on the command line.
 
     Raises:
         RecipeError: The row sets an unknown setting, or the merged recipe is invalid.
@@ -615,8 +621,8 @@ def _choose_base(row: Row, selection: RunSelection, scale: Scale, column: Column
     """Return the base model to train: the row's own, else the command line's, else the scale's, else the column's.
 
     Args:
-        row: The experiment's row.
-        selection: The options of the command line.
+        row: Name of a row of the table or figure.
+        selection: The rows, columns, seeds and scale that were given on the command line.
         scale: The scale, which may name a base model, and smaller models to train in place of published ones.
         column: The study's column.
     """

@@ -62,10 +62,13 @@ class DataSet(Section):
 
     @model_validator(mode="after")
     def _check_one_kind(self) -> DataSet:
-        """Check that a data set is complete text, a task alone or questions alone, and that questions have a name.
+        """Check that a data set has the keys of one kind: text, a task (of images or synthetic), or questions.
+
+        Text needs ``users``, ``hub``, ``local`` and ``tokens``, conversations the same without ``tokens``. The other
+        kinds have their own key alone; questions also need a name.
 
         Raises:
-            ValueError: The data set is none of these kinds or a mixture of kinds, or its questions have no name.
+            ValueError: Keys are missing or belong to several kinds, or the questions have no name.
         """
         has_tokens = bool(self.tokens) or self.has_conversations  # conversations need none
         text_values = [self.users, self.hub, self.local, has_tokens]
@@ -541,7 +544,7 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
         return {"questions": _with_local_path(data.questions, data, folder)}, []
     if demo:
         section = {"users": dict(zip(data.users, study.demo, strict=True))}
-        if "held_out" in data.local:
+        if "held_out" in data.local:  # which users' text the validation and test text is taken from
             section["held_out"] = data.local["held_out"]
         return section, data.users
     section = dict(data.hub) if folder is None else _anchor_paths(data.local, folder)

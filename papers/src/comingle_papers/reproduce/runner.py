@@ -337,7 +337,7 @@ def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) 
     Missing and diverged runs are left out.
 
     Args:
-        outcomes: The outcomes by run name.
+        outcomes: The runs that have ended, by run name, with their metrics or the reason why they diverged.
         cells: The runs of the table, one for each row, column and seed.
         metric: The metric's key, as ``mean_test_accuracy``.
     """
@@ -358,7 +358,7 @@ def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str)
     Missing and diverged runs are left out.
 
     Args:
-        outcomes: The outcomes by run name.
+        outcomes: The runs that have ended, by run name, with their metrics or the reason why they diverged.
         cells: The runs of the table, one for each row, column and seed.
         metric: The key of the mean over users, as ``mean_test_accuracy``.
     """
@@ -626,7 +626,7 @@ def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
     data. Every user's model routes all prompts.
 
     Args:
-        plan: The figure's plan.
+        plan: The plan of the figure: its rows, columns and runs.
         column: The column, which determines the data set and so the prompts.
         entry: The runs of a row and column, one per seed; only the first is shown.
 
@@ -657,8 +657,8 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
     """Draw a published figure from finished runs, save it as PNG and SVG, and return the paths of the files.
 
     Args:
-        plan: The figure's plan.
-        outcomes: The outcomes by run name.
+        plan: The plan of the figure: its rows, columns and runs.
+        outcomes: The runs that have ended, by run name, with their metrics or the reason why they diverged.
         folder: The folder to write to.
 
     Raises:
@@ -694,7 +694,7 @@ def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str,
 
     Args:
         plan: The plan of the runs.
-        outcomes: The outcomes by run name.
+        outcomes: The runs that have ended, by run name, with their metrics or the reason why they diverged.
     """
     from comingle.reports.runs import Entry, read_run
 
@@ -718,7 +718,7 @@ def _curve_figures(plan: Plan, entries: Entries) -> Figures:
     figures of the mixture weights follow, for rows whose users learn to mix adapters.
 
     Args:
-        plan: The figure's plan.
+        plan: The plan of the figure: its rows, columns and runs.
         entries: The runs of all seeds, by (row, column).
     """
     from comingle.reports.figures import curves_figure
@@ -750,12 +750,12 @@ def _mixture_figures(entry_by_row: Mapping[str, Entry], column: str) -> Figures:
 
 
 def _score_figures(plan: Plan, entries: Entries) -> Figures:
-    """Yield for each column and row a figure of every layer's expert scores (CoMiGS: Figures 4 and 10).
+    """Yield for each column and row a figure of each expert's mean gate, by layer and round (CoMiGS: Figures 4 and 10).
 
     Rows without a router have no figure.
 
     Args:
-        plan: The figure's plan.
+        plan: The plan of the figure: its rows, columns and runs.
         entries: The runs of all seeds, by (row, column).
     """
     from comingle.reports.figures import scores_figure

@@ -324,7 +324,7 @@ def make_shifted(
 
     Args:
         name: The task.
-        setting: The task's defaults.
+        setting: The task's defaults, such as its numbers of users, clusters and labels.
         images_of_split: The images of the splits "train" and "test".
         seed: Seed of the partition.
         users: Number of users.
@@ -405,7 +405,7 @@ def _shifted_samples(
         cluster: The user's cluster.
         clusters: Number of clusters.
         shift: "rotate" by the cluster's share of 360 degrees, "labels" to add the cluster's number to labels; or None.
-        setting: The task's defaults.
+        setting: The task's defaults, such as its numbers of users, clusters and labels.
     """
     pixels, labels = images.as_floats(part), images.labels[part]
     if shift == "rotate":
@@ -453,7 +453,7 @@ def make_skewed(
 
     Args:
         name: The task.
-        setting: The task's defaults.
+        setting: The task's defaults, such as its numbers of users, clusters and labels.
         images: All images.
         seed: Seed of the partition.
         users: Number of users.
@@ -482,7 +482,7 @@ def make_skewed(
     groups_are_clusters = setting.partition != "personal"  # "personal": a single group of all users
     users_with_samples = []
     for user_name, group, indices in zip(user_names, group_of_user, indices_of_users, strict=True):
-        train, test = _split_part(images.labels, indices, fraction, user_name)
+        train, test = _split_images(images.labels, indices, fraction, user_name)
         no_images = train[:0]  # validation samples are held out later
         users_with_samples.append(
             UserSamples(
@@ -502,7 +502,7 @@ def _group_images(
     """Group images by cluster or domain; the images of a group will be dealt out to users of that group only.
 
     Args:
-        setting: The task's defaults.
+        setting: The task's defaults, such as its numbers of users, clusters and labels.
         images: All images.
         users: Number of users.
         clusters: Number of clusters.
@@ -569,15 +569,15 @@ def _user_names(images: Images, sizes: Sequence[int]) -> list[str]:
     return names
 
 
-def _split_part(
-    labels: Int64[Tensor, " n"], part: Int64[Tensor, " m"], fraction: float, name: str
+def _split_images(
+    labels: Int64[Tensor, " n"], indices: Int64[Tensor, " m"], fraction: float, name: str
 ) -> tuple[Int64[Tensor, " train"], Int64[Tensor, " test"]]:
     """Split a user's images into train and test images, label by label, and keep a fraction of the train images.
 
     Args:
-        labels: Labels of all images.
-        part: Indices of the user's images.
-        fraction: Share of the train images that the user keeps, but at least ``REDUCED_MINIMUM`` and one of each label.
+        labels: Labels of the images of all users.
+        indices: Indices of this user's images.
+        fraction: Share of the train images that the user keeps, but at least ten and one of each label.
         name: The user's name, for error messages.
 
     Returns:
@@ -586,13 +586,13 @@ def _split_part(
     Raises:
         DataError: No image can be held out for testing.
     """
-    train_positions, test_positions = hold_out(labels[part], TEST_SHARE)
+    train_positions, test_positions = hold_out(labels[indices], TEST_SHARE)
     if not len(test_positions):
-        got = f"no two of {len(part)} images share a label, so none can be held out for testing"
+        got = f"no two of {len(indices)} images share a label, so none can be held out for testing"
         raise DataError(
             f"user {name!r}: {got}; allowed: more images, fewer users, or a larger alpha where there is one"
         )
-    train, test = part[train_positions], part[test_positions]
+    train, test = indices[train_positions], indices[test_positions]
     num_kept = max(REDUCED_MINIMUM, round(fraction * len(train)))
     dropped_share = 1 - num_kept / len(train)  # negative if there are fewer than ``num_kept``; then none is dropped
     kept_positions, _ = hold_out(labels[train], dropped_share)  # keeps the labels' proportions

@@ -84,7 +84,7 @@ class Task(Population):
 
     @property
     def augmentation(self) -> Augment | None:
-        """Return the function that augments train batches; None if the task has no augmentation."""
+        """Function that flips and crops train batches at random; None if the task trains on its images as they are."""
         return self.augmented if self.augment else None
 
     def augmented(
@@ -112,7 +112,7 @@ class Task(Population):
         return image_tasks.crop_randomly(images, generator, fill=black).view(inputs.shape)
 
     def _quarter_turns(self, cluster: int) -> float:
-        """Return the rotation of the cluster's images in multiples of 90 degrees, such as 3.0, or 0.5 of 8 clusters."""
+        """Return the rotation of the cluster's images in multiples of 90 degrees, such as 0.5 for 45 degrees."""
         if self.shift != "rotate":
             return 0.0
         return 4 * cluster / self.clusters
@@ -222,7 +222,7 @@ def _split_and_check(task: Task, setting: Setting, *, fraction: float, valid: fl
 
     Args:
         task: The task, whose users have train and test samples.
-        setting: The task's defaults.
+        setting: The task's defaults, such as its numbers of users, clusters and labels.
         fraction: Share of their train samples that users keep.
         valid: Share of the kept train samples that become validation samples.
 
@@ -246,7 +246,7 @@ def _check_partition(
 
     Args:
         name: The task, for error messages.
-        setting: The task's defaults.
+        setting: The task's defaults, such as its numbers of users, clusters and labels.
         clusters: Number of clusters; None if not given.
         alpha: Concentration of the Dirichlet shares; None if not given.
         labels_per_cluster: Labels per cluster; None if not given.
@@ -338,7 +338,10 @@ def _choose_shift(name: str, shift: str | None) -> Shift | None:
 
 
 def _reduce_train_samples(user: UserSamples, fraction: float) -> UserSamples:
-    """Keep the first part of a user's train samples, but at least ``REDUCED_MINIMUM`` of them."""
+    """Keep the first ``fraction`` of a user's train samples, but at least ten, to test training on little data.
+
+    FLoRAL's section 5 sets this minimum.
+    """
     num_kept = max(REDUCED_MINIMUM, round(fraction * len(user.train)))
     return replace(user, train=user.train.first(num_kept))
 
@@ -429,7 +432,7 @@ def _image_task(setting: Setting, users: tuple[UserSamples, ...], clusters: int,
     """Return a classification task of users with images.
 
     Args:
-        setting: The task's defaults.
+        setting: The task's defaults, such as its numbers of users, clusters and labels.
         users: The users with their samples.
         clusters: Number of clusters.
         shift: The shift between clusters, if there is one.
@@ -451,7 +454,7 @@ def _read_splits(name: str, setting: Setting, path: str | Path | None) -> dict[s
 
     Args:
         name: The task.
-        setting: The task's defaults.
+        setting: The task's defaults, such as its numbers of users, clusters and labels.
         path: The folder or hub name of the images; None for ``$COMINGLE_DATA/images``, else the hub.
 
     Raises:

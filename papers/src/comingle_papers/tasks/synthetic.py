@@ -52,7 +52,10 @@ class Truth:
         return x @ self.weights[cluster] + self.bias
 
     def respond(self, hidden: Float[Tensor, "n d"]) -> Float[Tensor, "n outputs"]:
-        """Return the targets of hidden vectors: their first entries (task "linear"), or a readout of their relu."""
+        """Return the targets of samples from their hidden vectors (:meth:`hidden`).
+
+        In the task "linear" they are the first entries of the vectors, in the others a linear readout of their relu.
+        """
         if self.readout is None:
             return hidden[:, : OUTPUTS["linear"]]
         return hidden.relu() @ self.readout
@@ -142,7 +145,7 @@ def _make_user(
     train_inputs, test_inputs = fixed_inputs[:train], fixed_inputs[train:]
     if fresh_test is not None:
         test_inputs = _draw_inputs(kind, seed, user, "fresh", fresh_test)
-    mean, std = 0.0, 1.0
+    mean, std = 0.0, 1.0  # of the hidden vectors, which only mlp-norm normalises
     if kind == "mlp-norm":  # from the fixed samples alone, so that fresh test samples do not change train targets
         mean, std = _mean_and_std(truth.hidden(fixed_inputs, cluster))
 

@@ -144,8 +144,8 @@ def quadratic_curve(
     inequality bound the same factor if both objectives are one function.
 
     Args:
-        scheme: Name of the kind of problem.
-        instance: Number of the random problem.
+        scheme: Name of the kind of problem, by which curves are grouped.
+        instance: Index of the random problem among those of its kind.
         valid: The validation objective, which the router minimises.
         train: The training objective, which the experts minimise.
         start: The initial experts.
@@ -233,8 +233,8 @@ def linear_curve(
     - At the minimum all N + 1 experts are equal, so all shares are ``1 / (N + 1)``.
 
     Args:
-        scheme: Name of the kind of problem.
-        instance: Number of the random problem.
+        scheme: Name of the kind of problem, by which curves are grouped.
+        instance: Index of the random problem among those of its kind.
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of F.
         experts: The initial experts.
         router: The initial router.
@@ -404,7 +404,7 @@ def _format_panel(axes: Axes, curve: Curve, num_steps: int) -> None:
 
     margin = 0.02 * num_steps
     axes.set_xlim(-margin, num_steps - 1 + margin)
-    axes.set_ylim(FLOOR / 3, 5)  # the first relative residual is 1
+    axes.set_ylim(FLOOR / 3, 5)  # a margin around the relative residuals, which fall from 1 to ``FLOOR`` at the least
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(curve.scheme.replace(", ", "\n", 1))
     axes.set_xlabel("step")

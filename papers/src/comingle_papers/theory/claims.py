@@ -118,8 +118,10 @@ def largest_step_ratio(residuals: Float[np.ndarray, " steps"], floor: float | No
 def _summarise_claims(scheme: str, statement: str, claims: list[Claim]) -> Row:
     """Return the row of one statement: how many random problems ("instances") obey it, and the tightest of them.
 
+    A statement covers an instance if its conditions hold there, so that it has a bound.
+
     Args:
-        scheme: Name of the kind of problem.
+        scheme: Name of the kind of problem, by which curves are grouped.
         statement: Name of the statement.
         claims: The statement about each instance.
     """

@@ -887,8 +887,8 @@ def cluster_curve(
     A.8 are not about a run: they are checked on random models and random sequences.
 
     Args:
-        scheme: Name of the kind of problem.
-        instance: Number of the random problem.
+        scheme: Name of the kind of problem, by which curves are grouped.
+        instance: Index of the random problem among those of its kind.
         mismatch: How far the initial routers are from the true ones: 0 are the true ones, 1 uniform routers.
         settings: Settings of the clusters.
         rng: Source of the draws.
@@ -938,7 +938,7 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
     as ``1 / T^2`` after T steps, more slowly than the printed bounds.
 
     Args:
-        scheme: Name of the kind of problem.
+        scheme: Name of the kind of problem, by which curves are grouped.
         settings: Settings of the clusters; only condition, decay and number of steps matter.
     """
     hessian = np.diag([1.0, settings.condition])
@@ -1133,8 +1133,8 @@ def _make_curve(scheme: str, instance: int, run: Descent, claims: list[Claim], n
     """Return the curve of a run; its residual is the excess loss of the average of all models so far.
 
     Args:
-        scheme: Name of the kind of problem.
-        instance: Number of the random problem.
+        scheme: Name of the kind of problem, by which curves are grouped.
+        instance: Index of the random problem among those of its kind.
         run: The measured run.
         claims: The paper's statements about the run.
         notes: Constants of the problem, by name.

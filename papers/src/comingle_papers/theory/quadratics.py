@@ -238,8 +238,8 @@ def coupled_curve(
     step multiplies the distance of x from the fixed point, which is the curve's residual.
 
     Args:
-        scheme: Name of the kind of problem.
-        instance: Number of the random problem.
+        scheme: Name of the kind of problem, by which curves are grouped.
+        instance: Index of the random problem among those of its kind.
         first: The function that is minimised in y.
         second: The function that is minimised in x.
         start: The initial x.
@@ -314,7 +314,7 @@ class Quadratic:
         return self.hessian[self.experts_size :, : self.experts_size]
 
     def value(self, experts: Float[np.ndarray, " experts"], router: Float[np.ndarray, " router"]) -> float:
-        """Return ``<H (z - c), z - c> / 2`` at ``z = (experts, router)``."""
+        """Return the objective ``<H (z - c), z - c> / 2`` at ``z = (experts, router)``; c is its minimiser."""
         offset = np.concatenate([experts, router]) - self.centre  # z - c
         return float(offset @ self.hessian @ offset / 2)
 
