@@ -176,7 +176,7 @@ LARGEST = 1e38
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is an int or float of at most 1e38 in magnitude, which float32 can hold.
+    """Return whether a setting is an int or float of at most 1e38 in magnitude, which float32 can hold.
 
     NaN, infinity and booleans are not numbers in this sense.
     """

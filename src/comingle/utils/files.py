@@ -44,7 +44,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_free(folder: Path) -> None:
-    """Check that no process writes to a run folder.
+    """Check that no process writes to a run folder, before its run is replaced or resumed.
 
     Raises:
         RunError: A process writes to it. The message names the process.

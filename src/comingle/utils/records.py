@@ -119,7 +119,7 @@ class Metrics(RunScores):
 
 
 def check_name(folder: Path) -> None:
-    """Check that a folder can have this name, without creating it.
+    """Check that a folder of this name can be created, without creating it, before the results for it are computed.
 
     Raises:
         RunError: The name is too long for the file system, contains a NUL, or is below a file.

@@ -73,7 +73,11 @@ class Plugin:
 
 @cache
 def find_plugins(group: str) -> Mapping[str, Plugin]:
-    """Return the plug-ins of a group that installed packages declare, sorted by name, without importing them."""
+    """Return the plug-ins that installed packages declare, sorted by name, without importing them.
+
+    Args:
+        group: Group of entry points, one for each kind of plug-in.
+    """
     points_by_name: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=group):
         points_by_name.setdefault(point.name, []).append(point)
@@ -105,6 +109,10 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
 
     def register(self, name: str, offered: Offered) -> None:
         """Register an implementation in this process; it replaces one that was registered under the same name.
+
+        Args:
+            name: The name by which recipes refer to it.
+            offered: The implementation.
 
         Raises:
             PluginError: The name is that of a built-in implementation or of a plug-in.

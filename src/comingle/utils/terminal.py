@@ -47,7 +47,10 @@ class Terminal(Console):
         return super().render_str(printable(text, keep="\n\t"), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield segments with control characters escaped, except rich's own control codes."""
+        """Yield segments with control characters escaped, as printed text might otherwise control the terminal.
+
+        Rich's own control codes, such as those of a progress bar, stay as they are.
+        """
         for text, style, control in super().render(renderable, options):
             is_control_code = bool(control)
             shown = text if is_control_code else printable(text, keep="\n\t")

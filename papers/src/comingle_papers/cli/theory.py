@@ -124,7 +124,10 @@ def render(rows: list[Row]) -> Table:
 
 
 def _count_instances(row: Row) -> str:
-    """Return how many random problems obey a statement, as "3 of 5, 2 without bound"."""
+    """Return how many random problems obey a statement, as "3 of 5, 2 without bound".
+
+    A problem is without bound if the statement's conditions do not hold for it.
+    """
     parts = []
     if row.covered:
         parts.append(f"{row.held} of {row.covered}")
@@ -135,7 +138,7 @@ def _count_instances(row: Row) -> str:
 
 
 def number(value: float) -> str:
-    """Format a number with four digits, but a number just below 1 as ``1 - 2e-05``, to tell it from 1."""
+    """Format a number with four digits; one just below 1, as many rates of convergence, as ``1 - 2e-05``."""
     if 0.9999 < value < 1:
         return f"1 - {1 - value:.0e}"
     return f"{value:.4g}"

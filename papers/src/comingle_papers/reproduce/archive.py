@@ -67,7 +67,7 @@ Records = Mapping[str, Record]
 
 
 def record_of(folder: Path) -> Record:
-    """Return the archive record of a finished run.
+    """Read the folder of a finished run, and return the run's record for an archive, which does without the folder.
 
     Raises:
         RunError: The run folder is damaged.
@@ -312,7 +312,11 @@ def choose_cells(planned: Plan, records: Records, path: Path, max_runs: int) -> 
 
 
 def compare_run(record: Record, outcome: Outcome) -> tuple[str, bool]:
-    """Compare an archived run with the same run made here.
+    """Compare an archived run with the same run made here, to check that published results can be reproduced.
+
+    Args:
+        record: The archived run.
+        outcome: The run made here, with its folder.
 
     Returns:
         A description of both results, and whether they are equal up to rounding.

@@ -554,9 +554,13 @@ def _paper_value(plan: Plan, row: str, column: str) -> float | None:
 
 
 def _table3_lines(costs: Costs) -> list[str]:
-    """Return CoMiGS's Table 3 in Markdown, the methods' additional costs, with an explanation of each.
+    """Return CoMiGS's Table 3 in Markdown: what a CoMiGS model costs more than one of FedAvg, in compute and memory.
 
-    Each cost has the value that the paper prints, that counted in the paper's way, and the actual value.
+    Each difference is given as the paper prints it, as its way of counting gives for our model, and as counted here.
+    Below the table a line explains how the two counts differ.
+
+    Args:
+        costs: The counted costs; ``costs.table3`` has the differences, in FLOPs or bytes.
     """
     lines = [table_line(_TABLE3_HEADINGS), "|" + "---|" * len(_TABLE3_HEADINGS)]
     for cost in costs.table3:

@@ -189,7 +189,16 @@ def _num_passes(method: Method) -> int:
 
 
 def count_samples(task: TaskSection) -> tuple[int, int, int]:
-    """Return the number of a task's users, and estimate the train and test samples of each, without reading images."""
+    """Return the number of a task's users, and estimate each user's train and test samples without reading images.
+
+    The estimate is for :func:`estimate_work`.
+
+    Args:
+        task: The recipe's section ``data.task``.
+
+    Returns:
+        The number of users, and the numbers of train and of test samples of each user.
+    """
     setting = TASKS[task.name]
     num_users = task.users or setting.users
     if task.name in _NUM_IMAGES:  # all images of the data set are divided evenly among users

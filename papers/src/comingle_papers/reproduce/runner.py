@@ -458,7 +458,7 @@ def run_parallel(
 
 
 def _group_label(group: Sequence[Cell]) -> str:
-    """Return the label of cells that run in one process: their column and seed, which are equal."""
+    """Return the label, for messages, of the runs that share a process: their column and seed, which are equal."""
     any_cell = group[0]
     return f"{any_cell.column}, seed {any_cell.seed}"
 

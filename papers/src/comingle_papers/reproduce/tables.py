@@ -314,7 +314,11 @@ def build_table(
 
 
 def repeated_columns(plan: Plan) -> dict[str, str]:
-    """Find columns that have exactly the runs of an earlier column; return the earlier column by the later one."""
+    """Find columns that have exactly the runs of an earlier column, so that a table can say that they repeat it.
+
+    Returns:
+        The name of the earlier column, by that of the later one.
+    """
     first_column_by_runs: dict[frozenset[tuple[str, str]], str] = {}
     repeated: dict[str, str] = {}
     for column in plan.columns:
@@ -472,7 +476,12 @@ def _cell_numbers(mean_and_deviation: Entry | None, rank: int | None) -> CellNum
 
 
 def write_tables(folder: Path, table: PaperTable) -> None:
-    """Write ``table.md`` and ``table.json``."""
+    """Write a table to ``table.md``, for readers, and to ``table.json``, for programs.
+
+    Args:
+        folder: The folder to write to, created if it does not exist.
+        table: The table.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "table.json", dict(table))
     write_text(folder / "table.md", markdown(table))
@@ -524,7 +533,7 @@ def column_verdicts(table: PaperTable) -> list[tuple[str, BaselineComparison]]:
 
 
 def render(table: PaperTable) -> Table:
-    """Return a table for the terminal; the published numbers are dimmed."""
+    """Return a table of ours and the paper's numbers for the terminal; those of the paper are dimmed."""
     headings, rows = _text_grid(table)
     title_lines = [table["title"], *_subtitle_lines(table)]
     rendered = Table(title="\n".join(title_lines), title_justify="left", box=None)

@@ -342,13 +342,14 @@ def make_shifted(
     for split, images in images_of_split.items():
         stream = generator("task", name, seed, split)
         if shift is None:
-            parts = _deal_labels_of_clusters(images.labels, users, clusters, stream)
+            indices_of_users = _deal_labels_of_clusters(images.labels, users, clusters, stream)
         else:
-            parts = _deal_evenly(len(images), users, stream)
+            indices_of_users = _deal_evenly(len(images), users, stream)
         if split == "test":
-            parts = [part[:test_samples] for part in parts]
+            indices_of_users = [indices[:test_samples] for indices in indices_of_users]
         samples_of_split[split] = [
-            _shifted_samples(images, part, k % clusters, clusters, shift, setting) for k, part in enumerate(parts)
+            _shifted_samples(images, indices, k % clusters, clusters, shift, setting)
+            for k, indices in enumerate(indices_of_users)
         ]
     users_with_samples = []
     for k, (train, test) in enumerate(zip(samples_of_split["train"], samples_of_split["test"], strict=True)):
@@ -395,19 +396,19 @@ def _deal_labels_of_clusters(
 
 
 def _shifted_samples(
-    images: Images, part: Int64[Tensor, " m"], cluster: int, clusters: int, shift: Shift | None, setting: Setting
+    images: Images, indices: Int64[Tensor, " m"], cluster: int, clusters: int, shift: Shift | None, setting: Setting
 ) -> Samples:
     """Return a user's normalised images and its labels, after its cluster's rotation or change of labels.
 
     Args:
         images: All images of the split.
-        part: Indices of the user's images.
+        indices: Indices of the user's images.
         cluster: The user's cluster.
         clusters: Number of clusters.
         shift: "rotate" by the cluster's share of 360 degrees, "labels" to add the cluster's number to labels; or None.
         setting: The task's defaults, such as its numbers of users, clusters and labels.
     """
-    pixels, labels = images.as_floats(part), images.labels[part]
+    pixels, labels = images.as_floats(indices), images.labels[indices]
     if shift == "rotate":
         pixels = rotate(pixels, 360 * cluster / clusters)  # before normalising: corners become black
     elif shift == "labels":
@@ -519,11 +520,11 @@ def _group_images(
     if setting.partition == "domain":
         task, _ = key
         return _group_by_domain(images, users, str(task))
-    sizes = cluster_sizes(users, clusters)
+    users_per_group = cluster_sizes(users, clusters)
     labels_of_clusters = choose_labels(setting.classes, clusters, labels_per_cluster, key)
-    groups = group_by_labels(images.labels, labels_of_clusters, sizes, key)
+    groups = group_by_labels(images.labels, labels_of_clusters, users_per_group, key)
     group_names = [f"cluster {c} (labels {list_labels(labels)})" for c, labels in enumerate(labels_of_clusters)]
-    return groups, sizes, group_names
+    return groups, users_per_group, group_names
 
 
 def _group_by_domain(images: Images, users: int, task: str) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
@@ -546,22 +547,22 @@ def _group_by_domain(images: Images, users: int, task: str) -> tuple[list[Int64[
         raise RecipeError(f"task {task!r}: users={users}; allowed: from {num_domains}, one per domain")
     groups = [(images.domains == domain).nonzero().flatten() for domain in range(num_domains)]
     users_of_domains = torch.arange(users).tensor_split(num_domains)
-    sizes = [len(users_of_domain) for users_of_domain in users_of_domains]
+    users_per_group = [len(users_of_domain) for users_of_domain in users_of_domains]
     group_names = [f"domain {name!r}" for name in images.domain_names]
-    return groups, sizes, group_names
+    return groups, users_per_group, group_names
 
 
-def _user_names(images: Images, sizes: Sequence[int]) -> list[str]:
+def _user_names(images: Images, users_per_group: Sequence[int]) -> list[str]:
     """Return the users' names: "user-0", or their images' domain, as "photo", "photo-1" if it has several users.
 
     Args:
         images: All images.
-        sizes: Number of users of each group of images.
+        users_per_group: Number of users of each group of images.
     """
     if not images.domain_names:
-        return [f"user-{k}" for k in range(sum(sizes))]
+        return [f"user-{k}" for k in range(sum(users_per_group))]
     names: list[str] = []
-    for domain, num_users in zip(images.domain_names, sizes, strict=True):
+    for domain, num_users in zip(images.domain_names, users_per_group, strict=True):
         if num_users == 1:
             names.append(domain)
         else:

@@ -70,7 +70,7 @@ def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
 
 
 def check_labels(users: Sequence[UserSamples]) -> None:
-    """Check that each user's train samples have every label of its valid and test samples.
+    """Check that each user's train samples have every label of its valid and test samples, so that it can learn them.
 
     Raises:
         DataError: A user lacks a label in its train samples.
@@ -159,7 +159,7 @@ def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key
 
 
 def group_by_labels(
-    labels: Int64[Tensor, " n"], labels_of_clusters: Sequence[Sequence[int]], sizes: Sequence[int], key: Key
+    labels: Int64[Tensor, " n"], labels_of_clusters: Sequence[Sequence[int]], users_per_cluster: Sequence[int], key: Key
 ) -> list[Int64[Tensor, " _"]]:
     """Return the indices of each cluster's images: the images whose labels the cluster has.
 
@@ -168,7 +168,7 @@ def group_by_labels(
     Args:
         labels: The label of each image.
         labels_of_clusters: The labels of each cluster.
-        sizes: The number of users of each cluster.
+        users_per_cluster: The number of users of each cluster.
         key: Key of the random stream.
     """
     parts_of_clusters: list[list[Tensor]] = [[] for _ in labels_of_clusters]
@@ -176,7 +176,7 @@ def group_by_labels(
     for label in range(largest_label + 1):
         clusters = [cluster for cluster, its_labels in enumerate(labels_of_clusters) if label in its_labels]
         images_of_label = _shuffle((labels == label).nonzero().flatten(), *key, "label", label)
-        num_users = torch.tensor([float(sizes[cluster]) for cluster in clusters], dtype=torch.float64)
+        num_users = torch.tensor([float(users_per_cluster[cluster]) for cluster in clusters], dtype=torch.float64)
         ends = (num_users.cumsum(0) / num_users.sum() * len(images_of_label)).round().long()
         borders = ends[:-1]  # between the parts
         for cluster, part in zip(clusters, images_of_label.tensor_split(borders), strict=True):
@@ -186,7 +186,7 @@ def group_by_labels(
 
 def deal_images(
     groups: Sequence[Int64[Tensor, " _"]],
-    sizes: Sequence[int],
+    users_per_group: Sequence[int],
     labels: Int64[Tensor, " n"],
     *,
     alpha: float | None,
@@ -197,7 +197,7 @@ def deal_images(
 
     Args:
         groups: The indices of each group's images.
-        sizes: The number of users of each group.
+        users_per_group: The number of users of each group.
         labels: The label of each image.
         alpha: Concentration of the Dirichlet shares of each label; None deals evenly.
         key: Key of the random stream: the name of the task, also for error messages, and the seed.
@@ -207,7 +207,7 @@ def deal_images(
         DataError: A user gets no image, or Dirichlet shares cannot be drawn.
     """
     images_of_users: list[Tensor] = []
-    for number, (group, num_users) in enumerate(zip(groups, sizes, strict=True)):
+    for number, (group, num_users) in enumerate(zip(groups, users_per_group, strict=True)):
         shuffled_group = _shuffle(group, *key, "group", number)
         where = f"task {key[0]!r}"
         if names:

@@ -613,7 +613,12 @@ class TaskKind(NetKind):
 
 
 def prepare_task(section: TaskSection, seed: int) -> Task:
-    """Return a recipe's task with its users and samples; the seed is that of the samples."""
+    """Return the task that a recipe names, with its users and their samples.
+
+    Args:
+        section: The recipe's section ``data.task``.
+        seed: Seed of the samples and of their division among users.
+    """
     # Keys that the recipe does not give keep the defaults of the task.
     options = section.model_dump(exclude={"name"}, exclude_unset=True)
     return make_task(section.name, **options, seed=seed)

@@ -84,7 +84,7 @@ def draw_truth(kind: Kind, *, clusters: int, seed: int) -> Truth:
 
 
 def _draw_change(source: torch.Generator) -> Float[Tensor, "d d"]:
-    """Draw ``u v``, the difference of rank ``RANK`` between a cluster's map and the shared one."""
+    """Draw ``u v``, the low-rank difference between the linear map of a cluster and the map that all clusters share."""
     u = _draw_normal((DIMENSION, RANK), DIMENSION, source)
     v = _draw_normal((RANK, DIMENSION), RANK, source)
     return u @ v

@@ -352,7 +352,7 @@ def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
 
 
 def _legend_lines(axes: Axes) -> dict[str, Any]:
-    """Return the lines of a panel by their label."""
+    """Return the lines of a panel by their label, for a legend of all panels in which each label occurs once."""
     lines, labels = axes.get_legend_handles_labels()
     return dict(zip(labels, lines, strict=True))
 
