@@ -338,7 +338,7 @@ def user_of(
         train_on_prompts: Whether the training loss includes the prompts; the evaluation loss never does.
     """
     measures = MEASURES
-    if not QUESTIONS[name].labels:  # answers are free text, whose accuracy would be almost 0
+    if not QUESTIONS[name].labels:  # accuracy is measured only where the answers are labels
         measures = tuple(measure for measure in MEASURES if measure != "accuracy")
     end_token = cast(int, tokenizer.eos_token_id)
     train, valid, test = ([encoded[index] for index in indices] for indices in parts)

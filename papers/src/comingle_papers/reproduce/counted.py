@@ -316,7 +316,7 @@ def _points_of_line(
         if test_results is None:
             continue
         usage = getattr(usage_by_cell[row, column], kind)
-        mark_area = 26.0 + 9.0 * position  # in square points, so that marks differ visibly
+        mark_area = 26.0 + 9.0 * position  # in square points; larger for later rows
         points.append((usage, test_results, mark_area))
     return points
 
@@ -344,7 +344,7 @@ def _draw_line(axis: Axes, points: list[Point], style: Style) -> None:
 
 
 def _format_axes(axis: Axes, measure: str, x_label: str) -> None:
-    """Format both axes of a panel; the x axis shows zero, so that counts can be compared by their lengths.
+    """Format both axes of a panel; the x axis includes zero.
 
     Args:
         axis: The panel.

@@ -1076,7 +1076,7 @@ def _check_mismatch(
     models = minimisers + rng.standard_normal((num_clients, *minimisers.shape))  # (clients, clusters, size)
     losses = np.stack([_cluster_loss(cluster, models[:, c]) for c, cluster in enumerate(clusters)], axis=1)
 
-    # Inverse temperatures. The estimated routers are closer to uniform than the true ones, as early in training.
+    # Inverse temperatures: the estimated one is smaller, so the estimated routers are closer to uniform.
     true_eta = float(rng.uniform(0.05, 1.0))
     estimated_eta = float(rng.uniform(0.1, 1.0)) * true_eta
     true_router = router(lowest_losses, true_eta)  # of all clients
