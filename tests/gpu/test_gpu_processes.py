@@ -63,7 +63,7 @@ def test_two_processes_run_what_one_does(tmp_path: Path, device: str, rounding: 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Any:
-    with joined(Place(rank=0, size=1, local_rank=0, local_size=1, meeting=str(tmp_path / "meeting"))) as ranks:
+    with joined(Place(rank=0, size=1, local_rank=0, local_size=1, rendezvous_file=str(tmp_path / "meeting"))) as ranks:
         yield ranks
 
 

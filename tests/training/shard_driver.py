@@ -57,7 +57,12 @@ def fill_disk_in(name: str) -> None:
 def work(case: dict[str, Any], rank: int, meeting: str) -> int:
     size = case["processes"]
     place = Place(
-        rank=rank, size=size, local_rank=rank, local_size=size, restarts=case.get("restarts", 0), meeting=meeting
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        restarts=case.get("restarts", 0),
+        rendezvous_file=meeting,
     )
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
     torch.set_num_threads(1)

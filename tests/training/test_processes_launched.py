@@ -107,7 +107,7 @@ LEAVES = """
 import os, sys
 from comingle.training.backends.launched import Place
 from comingle.training.backends.ranks import joined
-with joined(Place(rank=int(sys.argv[1]), size=2, local_rank=0, local_size=1, meeting=sys.argv[2])) as ranks:
+with joined(Place(rank=int(sys.argv[1]), size=2, local_rank=0, local_size=1, rendezvous_file=sys.argv[2])) as ranks:
     import torch._dynamo
     ranks.run_in_first(lambda: 1)
     within = len(os.listdir("/proc/self/task"))

@@ -129,8 +129,8 @@ class Run:
                 raise DataError(f"user {name!r}: no validation data")
             (score,) = clients.steps.batch_source.score(
                 losses,
-                sets=[user.valid],
-                rows=[0],  # `losses` has only one model
+                splits=[user.valid],
+                model_numbers=[0],  # `losses` has only one model
                 pass_size=clients.pass_size,
                 gates=gates,
             )

@@ -63,12 +63,14 @@ class BatchShapes:
     def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int[Tensor, "users count ..."]:
         """Return a fake batch, with a shape but no data, as :meth:`Batches.draw` would return it.
 
+        With it the memory and operations of a training pass are counted before any data is read.
+
         Args:
             users: Number of users.
             count: Number of windows or samples of each user.
             fake: Converts a tensor on the meta device to a ``FakeTensor``, which only has a shape, dtype and device.
         """
-        window = self.plan.training.context + 1  # inputs and their targets
+        window = self.plan.training.context + 1  # tokens: the targets are the inputs shifted by one
         return fake(torch.empty(users, count, window, dtype=torch.int64, device="meta"))
 
     def blank_inputs(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Tensor:
@@ -144,7 +146,7 @@ class BatchSource(Batches, BatchShapes):
 
     @property
     def _has_own_sizes(self) -> bool:
-        """True if trainers have batch sizes of their own; the one trainer of pooled data has none."""
+        """True if ``training.batch_size`` is given by user; it is ignored if one model has the data of all users."""
         return isinstance(self.plan.training.batch_size, Mapping) and not self.plan.method.placement.pooled
 
     def size_of(self, trainer: int) -> int:
@@ -208,14 +210,19 @@ class BatchSource(Batches, BatchShapes):
 
     @abstractmethod
     def score(
-        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
+        self,
+        predict: Predict,
+        splits: Sequence[AnySplit],
+        model_numbers: Sequence[int],
+        pass_size: PassSize,
+        gates: Gates | None,
     ) -> Sequence[AnyScore]:
         """Return the scores of several held-out splits, each under a model of its own.
 
         Args:
             predict: Returns the predictions of models, given by number, for a batch of each.
-            sets: Splits to score.
-            rows: For each split, the number of the model that scores it.
+            splits: Splits to score.
+            model_numbers: For each split, the number of the model that scores it.
             pass_size: Number of users and sequences in one training pass, which bounds a scoring pass.
             gates: Collects the gates of routers; None if there are none.
         """
@@ -224,22 +231,22 @@ class BatchSource(Batches, BatchShapes):
         self,
         predict: Predict,
         generate: Generate,
-        sets: Sequence[AnySplit],
-        rows: Sequence[int],
+        splits: Sequence[AnySplit],
+        model_numbers: Sequence[int],
         pass_size: PassSize,
         gates: Gates | None,
     ) -> Sequence[AnyScore]:
-        """Return the final scores of test sets, which may require generated text; by default those of :meth:`score`.
+        """Return the final scores of test splits, which may require generated text; by default those of :meth:`score`.
 
         Args:
             predict: Returns the predictions of models, given by number, for a batch of each.
             generate: Returns tokens that models, given by number, generate after prompts.
-            sets: Splits to score.
-            rows: For each split, the number of the model that scores it.
+            splits: Splits to score.
+            model_numbers: For each split, the number of the model that scores it.
             pass_size: Number of users and sequences in one training pass, which bounds a scoring pass.
             gates: Collects the gates of routers; None if there are none.
         """
-        return self.score(predict, sets, rows, pass_size, gates)
+        return self.score(predict, splits, model_numbers, pass_size, gates)
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> BatchSource:
         """Return the source with fake tensors in place of the data of users, to estimate memory without a real pass.
@@ -272,15 +279,16 @@ class PassBatchSource(BatchSource):
         """Store the trainers and how to batch their samples.
 
         Args:
-            trainers: Owners of the samples.
+            trainers: Owners of the samples: the users, or one trainer with the samples of all users (pooled data).
             plan: Plan of the run.
             batch_size: Largest number of samples of a trainer in one batch.
-            smallest_batch: A last batch of fewer samples is not trained on.
+            smallest_batch: Smallest batch that is trained on; the last batch of an epoch is dropped if it is smaller.
         """
         self.trainers, self.plan = as_users(trainers), plan
         self.batch_size, self.smallest_batch = batch_size, smallest_batch
-        self._shuffled: dict[tuple[int, Stream, str], _ShuffledEpochs] = {}  # by trainer, split and purpose
-        self._round = -1
+        # Cache of shuffled batches of one round, by number of the trainer, split and purpose of the phase.
+        self._shuffled: dict[tuple[int, Stream, str], _ShuffledEpochs] = {}
+        self._round = -1  # the round of the cache; none yet
 
     @abstractmethod
     def count(self, trainer: int, stream: Stream) -> int:
@@ -370,12 +378,12 @@ class PassBatchSource(BatchSource):
     ) -> Int64[Tensor, " batch"]:
         """Return the sample numbers of one batch of a trainer, padded with ``PAD`` to the largest batch size.
 
-        A new epoch is shuffled when it is needed.
+        The samples of an epoch are shuffled when its first batch is needed.
 
         Args:
             trainer: Number of the trainer.
-            stream: Split to draw from, such as "train".
-            purpose: Label of the random generator, such as "before".
+            stream: Split to draw from, "train" or "valid".
+            purpose: Name of the random stream for shuffling, such as "experts" or "router"; see ``Phase.purpose``.
             round_number: The round, counted from 0.
             number: Number of the batch within the round, counted from 0 over all epochs.
         """
@@ -426,18 +434,27 @@ class Prefetcher(Batches):
     def __init__(self, batch_source: BatchSource, device: torch.device):
         """Make a prefetcher of the batches of ``batch_source``, which copies them to a CUDA device."""
         self.batch_source, self.device = batch_source, device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)  # for copies, beside the stream that computes
         self.current: Batch | None = None
+        """Batch that :meth:`draw` returned last."""
         self.ready: dict[Phase, Batch] = {}
+        """Prefetched batches that are not used yet: the next one of each phase."""
 
     def draw(self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int) -> Drawn:
-        """Return the batch that the source draws, prefetched if possible; the next call of :meth:`move` must get it.
+        """Return a batch for each trainer: the prefetched one if it is for these arguments, otherwise draw it now.
 
-        See :meth:`Batches.draw` for the arguments, which identify a batch.
+        The batch is on the CPU; :meth:`move`, which must be called next, returns its prefetched copy on the GPU.
+
+        Args:
+            trainers: Numbers of the trainers.
+            phase: Phase that the batches are for.
+            round_number: The round, counted from 0.
+            step: Local step within the round; -1 for batches that are used before the first step.
+            repeat: Repeat of the phase within the step.
         """
         arguments = (tuple(trainers), phase, round_number, step, repeat)
         batch = self.ready.pop(phase, None)
-        is_prefetched = batch is not None and batch.arguments == arguments  # False if the cohort has changed
+        is_prefetched = batch is not None and batch.arguments == arguments  # False if the trainers have changed
         if batch is None or not is_prefetched:
             drawn = self.batch_source.draw(trainers, phase, round_number, step, repeat)
             batch = Batch(arguments=arguments, drawn=drawn)
@@ -445,8 +462,13 @@ class Prefetcher(Batches):
         return batch.drawn
 
     def move(self, drawn: Drawn, device: torch.device) -> Drawn:
-        """Return the batch on the device; copy it now unless it was prefetched."""
-        batch = self.current
+        """Return a batch on the device: its prefetched copy if there is one, otherwise a copy made now.
+
+        Args:
+            drawn: The batch on the CPU, as :meth:`draw` has just returned it.
+            device: The device.
+        """
+        batch = self.current  # of the latest call of :meth:`draw`
         if batch is None or drawn is not batch.drawn or batch.on_device is None:  # not prefetched
             return drawn.to(device)
         compute_stream = torch.cuda.current_stream(device)
@@ -470,16 +492,19 @@ class Prefetcher(Batches):
         self.ready[phase] = Batch(arguments=next_arguments, drawn=drawn, on_device=on_device)
 
     def _next_arguments(self, arguments: DrawArguments) -> DrawArguments | None:
-        """Return the arguments of the batch that the same phase needs next; None if the round has no such batch.
+        """Return the arguments of :meth:`draw` for the batch to prefetch: the one that the phase needs next.
 
-        That batch is for the next repeat of the phase within the step; after the last repeat, for the first repeat in
-        the next step.
+        A phase is run ``phase.steps`` times (repeats) in each local step. So the next batch is for the next repeat, or
+        after the last one for the first repeat in the next step.
 
         Args:
             arguments: Trainers, phase, round, step and repeat of the current batch.
+
+        Returns:
+            The arguments; None if no trainer takes another step in this round, or before the first local step.
         """
         trainers, phase, round_number, step, repeat = arguments
-        if step < 0:  # before the first step, each batch is for a different phase
+        if step < 0:  # batches before the first step are each for another phase, so the next one is unknown
             return None
         if repeat + 1 < phase.steps:
             return trainers, phase, round_number, step, repeat + 1

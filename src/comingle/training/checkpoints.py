@@ -607,7 +607,13 @@ def rows_of_names(names: Sequence[str], wanted: Sequence[str], copies: int) -> l
 
 
 def _shape_in_file(name: str, t: Tensor, rows: int) -> tuple[int, ...]:
-    """Return the shape of a tensor in a file with ``rows`` rows; ``t`` is the same tensor with other rows."""
+    """Return the shape that a tensor must have in a file of a checkpoint, which may have only some of the users.
+
+    Args:
+        name: Name of the tensor.
+        t: The tensor of this run, with a row for each copy of each user's model.
+        rows: Number of such rows in the file.
+    """
     if name == _BEST_ROUND:  # a single number
         return tuple(t.shape)
     return (rows, *t.shape[1:])

@@ -267,8 +267,15 @@ class Users(UsersAndTrainers):
     ):
         """Make the state of all users before the first round, in the store that the recipe chooses.
 
-        ``trainers`` own the models with which ``users`` are evaluated. ``batch_source`` may be a function that makes
-        the source on first use. Without ``reads``, it is not checked whether users have validation data.
+        Args:
+            model: The model that all users train.
+            plan: Plan of the run.
+            trainers: Owners of the models: the users, or one trainer with the data of all users.
+            users: The users, who are evaluated with these models.
+            batch_source: Batch source of the trainers, or a function that makes it on first use.
+            reads: Whether users' data may be read now, to check that there is validation data if the run needs it.
+            skipped: Users who were left out before the run, with the reason.
+            skipped_rows: Number of rows of data that were left out.
         """
         super().__init__(plan, trainers=trainers, users=users, skipped=skipped, skipped_rows=skipped_rows)
         self.model = model
@@ -381,14 +388,16 @@ class Users(UsersAndTrainers):
             )
 
     def update_masks(self) -> None:
-        """Recompute the masks of padding after ranks were restored or changed; in memory, zero the padding.
+        """Recompute which entries of each row are padding, and set them to zero, after LoRA ranks were changed.
 
-        Users with a smaller LoRA rank or fewer experts than others have unused entries in their row, the padding.
+        The parameters of a user are a row. Users with a smaller LoRA rank or fewer experts than others have unused
+        entries in it, the padding. For tensors on disk this is done when a cohort is read (:meth:`masks`).
         """
         if not self.state.in_memory:
             self._update_may_be_padded()
             return
-        ranks_by_copy = self.state.ranks.cpu().view(-1, len(self.trainers))  # (copies, trainers)
+        # A method may keep several copies of each user's model, which may differ in rank: (copies, trainers).
+        ranks_by_copy = self.state.ranks.cpu().view(-1, len(self.trainers))
         mask_by_copy = [self.model.mask(ranks_of_copy) for ranks_of_copy in ranks_by_copy]
         has_one_copy = len(mask_by_copy) == 1
         self.mask: Bool[Tensor, "rows columns"] = mask_by_copy[0] if has_one_copy else torch.cat(mask_by_copy)
@@ -397,9 +406,13 @@ class Users(UsersAndTrainers):
             _zero_where_false(self.state, self.mask)
 
     def _update_may_be_padded(self) -> None:
-        """Compute whether any row may be padded, for tensors on disk; their masks are made for each cohort."""
+        """Set ``may_be_padded``: whether a user may lack parameters that others have, if tensors are stored on disk.
+
+        The columns of parameters that a user lacks, as its LoRA rank or its number of experts is smaller, are padding.
+        If there may be any, each cohort gets a mask when it is read from disk; a mask of all users would be too large.
+        """
         self.mask = self.model.only([0]).mask()  # of the first user
-        if self._resizes:  # ranks that shrink during the run make padding later
+        if self._resizes:  # LoRA ranks may shrink during the run
             self.may_be_padded = True
             return
         same_num_experts = isinstance(self.method.placement.specialists, int)
@@ -490,7 +503,10 @@ class Clients(Users):
 
     @cached_property
     def steps_taken(self) -> dict[int, int]:
-        """Number of local steps that trainers took in their last round, by number."""
+        """Number of local steps that each trainer took in its last round, by number of the trainer; uploads report it.
+
+        Empty at first; :func:`train` enters the participants of each round.
+        """
         return {}
 
     @property
@@ -839,15 +855,16 @@ def _split_into_cohorts(clients: Clients, participants: Sequence[int]) -> list[l
 def _plan_local_steps(
     clients: Clients, owners: Sequence[int], steps_taken: Mapping[int, int], num_cohorts_of: Mapping[int, int]
 ) -> tuple[Int[Tensor, " users"], Float[Tensor, " users"]]:
-    """Return the largest number of local steps of each row of a cohort, and the seconds after which it stops.
+    """Return the largest number of local steps of each model of a cohort, and the seconds after which it stops earlier.
 
-    If an earlier cohort had another copy of the same model, the row takes equally many steps, without a time limit.
+    A method may train several copies of a trainer's model, in one cohort or one after another in several. All copies
+    take equally many steps: the time limit of the round stops the first one, and the others repeat its number.
 
     Args:
         clients: All clients.
-        owners: Number of the trainer that owns each row.
-        steps_taken: Number of steps that trainers took in earlier cohorts of the round.
-        num_cohorts_of: Number of cohorts with copies of a trainer's model, which share its time.
+        owners: For each model of the cohort, the number of the trainer that owns it.
+        steps_taken: For trainers with a copy in an earlier cohort of this round, the number of steps it took.
+        num_cohorts_of: Number of cohorts that have copies of a trainer's model, among which its time is divided.
     """
     planned_steps, time_limits = [], []
     for owner in owners:
@@ -1009,18 +1026,20 @@ def finetuned(clients: Clients, done: int | None = None, trainers: Sequence[int]
 
 
 @torch.no_grad()
-def settle(clients: Clients, *, ends: bool = True) -> None:
+def settle(clients: Clients, *, all_users: bool = True) -> None:
     """Run the ``settle`` hooks of the method before scoring: they compute tensors that depend on trained ones.
+
+    For example, a method may fit the weights of an ensemble to the models as they are after the round.
 
     Args:
         clients: All clients.
-        ends: Whether to update all users, at the end of a run; otherwise only those that are evaluated.
+        all_users: Whether to update all users, as at the end of a run; otherwise only those that are evaluated.
     """
     hooks = clients.method.client.settling
     if not hooks:
         return
     num_trainers, copies = len(clients.trainers), range(clients.method.placement.copies)
-    trainers = range(num_trainers) if ends else clients.scored_trainers
+    trainers = range(num_trainers) if all_users else clients.scored_trainers
     all_rows = [copy * num_trainers + trainer for copy in copies for trainer in trainers]
     for rows in cohorts(all_rows, clients.pass_size.users):
         cohort = clients.cohort(rows, clients.plan.training.rounds, state=clients.state.without_moments())

@@ -45,50 +45,52 @@ class Scorer:
         """True if tokens are routed to experts."""
         return self.steps.model.routed
 
-    def examine(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> Sequence[AnyScore]:
-        """Return the final scores of several test sets, each under a model of its own, with mean gates of routers.
+    def examine(self, models: Models, splits: Sequence[AnySplit], model_numbers: Sequence[int]) -> Sequence[AnyScore]:
+        """Return the final scores of several test splits, each under a model of its own, with mean gates of routers.
 
         Unlike :meth:`score`, it generates text if a measure requires that, and records the gates.
 
         Args:
             models: Models to choose from, by number.
-            sets: Test sets.
-            numbers: For each set, the number of its model in ``models``.
+            splits: Test splits.
+            model_numbers: For each split, the number of its model in ``models``.
         """
 
-        def examine_sets(gates: Gates | None) -> Sequence[AnyScore]:
+        def examine_splits(gates: Gates | None) -> Sequence[AnyScore]:
             """Return the scores; ``gates`` collects those of routers."""
             predict, generate = partial(self.predict, models), partial(self.generate, models)
-            return self.steps.batch_source.examine(predict, generate, sets, numbers, self.steps.pass_size, gates)
+            return self.steps.batch_source.examine(
+                predict, generate, splits, model_numbers, self.steps.pass_size, gates
+            )
 
         if not self.routed:
-            return examine_sets(None)
+            return examine_splits(None)
         with self.steps.model.record_gates() as gates:
-            return examine_sets(gates)
+            return examine_splits(gates)
 
     def score(
-        self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int], gates: Gates | None = None
+        self, models: Models, splits: Sequence[AnySplit], model_numbers: Sequence[int], gates: Gates | None = None
     ) -> Sequence[AnyScore]:
-        """Return the scores of several data sets, each under a model of its own.
+        """Return the scores of several splits, each under a model of its own.
 
         Args:
             models: Models to choose from, by number.
-            sets: Token streams, conversations or samples.
-            numbers: For each set, the number of its model in ``models``.
+            splits: Token streams, conversations or samples.
+            model_numbers: For each split, the number of its model in ``models``.
             gates: Collects the gates of routers.
         """
         predict = partial(self.predict, models)
-        return self.steps.batch_source.score(predict, sets, numbers, self.steps.pass_size, gates)
+        return self.steps.batch_source.score(predict, splits, model_numbers, self.steps.pass_size, gates)
 
-    def mean_loss(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> float:
-        """Return the mean over several data sets of their mean losses in nats, each set under a model of its own.
+    def mean_loss(self, models: Models, splits: Sequence[AnySplit], model_numbers: Sequence[int]) -> float:
+        """Return the mean over several splits of their mean losses in nats, each split under a model of its own.
 
         Args:
             models: Models to choose from, by number.
-            sets: Sets to score.
-            numbers: For each set, the number of its model in ``models``.
+            splits: Splits to score.
+            model_numbers: For each split, the number of its model in ``models``.
         """
-        return fmean(score.mean_loss for score in self.score(models, sets, numbers))
+        return fmean(score.mean_loss for score in self.score(models, splits, model_numbers))
 
     def predict(self, models: Models, numbers: Sequence[int], batch: Tensor) -> Float[Tensor, "slots batch ..."]:
         """Return the predictions of several models in one pass, each for a batch of its own.
@@ -363,11 +365,13 @@ class Cohort(CohortTensors):
         owners = [self.owners[user] for user in user_of_pair]
         valid_splits = [self.trainers[owner].valid for owner in owners]
         pairs_as_models = Models(rows=parameters_of, owners=owners)
-        scores = self.scorer.score(pairs_as_models, valid_splits, numbers=range(len(owners)))
+        scores = self.scorer.score(pairs_as_models, valid_splits, model_numbers=range(len(owners)))
         return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, num_models)
 
     def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
         """Return the loss in nats of each validation token or sample of each user under the model of each cluster.
+
+        Methods fit mixture weights and temperatures to these losses.
 
         Args:
             powers: Exponents (inverse temperatures) of the probabilities that the model of each cluster predicts,
@@ -420,7 +424,14 @@ class Cohort(CohortTensors):
         return directions
 
     def _instances(self, owners: Sequence[int], count: int) -> Iterator[Int[Tensor, "users batch window"]]:
-        """Yield batches that contain ``count`` random training windows of each user in total, padded with ``PAD``."""
+        """Yield batches with ``count`` random training windows of each user in total, padded with ``PAD``.
+
+        They are the windows on which :meth:`router_directions` averages the inputs of routers.
+
+        Args:
+            owners: Numbers of the users' trainers.
+            count: Number of windows of each user, over all batches.
+        """
         batch_source = self.steps.batch_source
         # The label gives these batches a random stream that no phase of training uses.
         phase = Phase(roles=frozenset(), label="instances")
@@ -434,15 +445,16 @@ class Cohort(CohortTensors):
             window_number = num_yielded + is_window.cumsum(1)  # counted from 1
             num_yielded = window_number[:, -1:]
             is_excess = window_number > count
-            yield windows.masked_fill(is_excess.unsqueeze(-1), PAD)  # (users, batch, 1): all tokens of a window
+            # The last batch may exceed ``count``: replace all tokens of the excess windows, (users, batch, 1).
+            yield windows.masked_fill(is_excess.unsqueeze(-1), PAD)
 
     def copies(self) -> Float[Tensor, "copies users columns"]:
-        """Return a clone of the tensors, split by copy, for methods that keep several models per user.
+        """Return the parameters of each copy of the users' models, for methods that train several copies per user.
 
-        In the cohort the first copies of all users come first, then all second copies, and so on.
+        For example, copy 0 is the user's global model and copy 1 its personal one. The result is a clone.
         """
         num_copies = self.steps.plan.method.placement.copies
-        rows = self.state.rows
+        rows = self.state.rows  # first copy 0 of every user, then copy 1 of every user, and so on
         return rows.clone().view(num_copies, -1, rows.shape[1])
 
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
@@ -459,7 +471,7 @@ class Cohort(CohortTensors):
             return candidate.expand(len(numbers), -1)
 
         only_candidate = Models(rows=rows, owners=[owner])
-        return self.scorer.mean_loss(only_candidate, sets=[self.trainers[owner].valid], numbers=[0])
+        return self.scorer.mean_loss(only_candidate, splits=[self.trainers[owner].valid], model_numbers=[0])
 
     # ---------------------------------------------------------------- helpers
 
@@ -476,7 +488,11 @@ class Cohort(CohortTensors):
             yield positions, [self.owners[position] for position in positions]
 
     def _train_sweep(self, owners: Sequence[int]) -> TrainSweep:
-        """Return batches that represent the training data of some trainers in this round."""
+        """Return a sweep over the training data of some trainers, which computes losses of models on it.
+
+        Args:
+            owners: Numbers of the trainers.
+        """
         return TrainSweep(
             self.steps.batch_source, owners, self.round_number, self.steps.pass_size, self.state.rows.device
         )

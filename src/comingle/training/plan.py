@@ -267,14 +267,23 @@ def keep_key(folder: Path, *mechanisms: PrivacyMechanism, overwrite: bool = Fals
 
 
 def key_of(*mechanisms: PrivacyMechanism) -> str:
-    """Return the key of the first mechanism; an empty string without mechanisms."""
+    """Return the key that seeds the noise of a run; an empty string without mechanisms.
+
+    Args:
+        *mechanisms: Privacy mechanisms of the run, which all have the same key.
+    """
     if not mechanisms:
         return ""
     return mechanisms[0].key
 
 
 def set_key(key: str, *mechanisms: PrivacyMechanism) -> None:
-    """Set the key of mechanisms to that of another process of the run."""
+    """Set the key that seeds the noise of mechanisms, so that all processes of a run draw the same noise.
+
+    Args:
+        key: Key of the first process.
+        *mechanisms: Privacy mechanisms of this process.
+    """
     for mechanism in mechanisms:
         mechanism.key = key
 

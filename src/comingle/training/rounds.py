@@ -335,10 +335,11 @@ def _run_round(
     """Run one round: train, aggregate, evaluate and log; return the newest scores.
 
     Args:
-        backend: The users and their server.
-        plan: Plan of the round.
+        backend: The users and their server, in this process or elsewhere.
+        plan: Plan of the round: whether users upload, and whether models are evaluated before ("local") or after
+            ("exchanged") the server aggregates. ``plan.done`` is the number of rounds that are done after this one.
         participants: Numbers of the participants.
-        observe: Called with every event of the round.
+        observe: Called with every event of the round, which logs it.
         clock: Clock of the run.
         scores: Scores of the previous evaluation, which are returned if this round has none.
     """
@@ -353,7 +354,7 @@ def _run_round(
     if account is not None and (plan.exchanges or not backend.remote):
         observe({"event": "privacy", "round": plan.done, **account.spent})
     if plan.evaluates == "exchanged":
-        # Users without the newest tensors download them first.
+        # Users without the newest tensors download them first. After the last round they make their final models.
         scores = _evaluate(backend, plan.done, observe, scores, finishes=plan.ends)
     return scores
 
@@ -424,10 +425,10 @@ def _aggregate(backend: Backend[S], done: int, observe: Observer) -> None:
 
 
 def plan_round(run: RunPlan, shares: bool, round_number: int) -> RoundPlan:
-    """Return the plan of a round.
+    """Return what is done in a round: whether users upload, which models are evaluated, and if a checkpoint is saved.
 
     Args:
-        run: Plan of the run.
+        run: Plan of the run, with the intervals between evaluations and between checkpoints.
         shares: Whether users share any tensors; without any there is no exchange.
         round_number: The round, counted from 0.
     """

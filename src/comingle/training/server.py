@@ -115,7 +115,11 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
         return received
 
     def charge(self, numbers: Sequence[int]) -> None:
-        """Charge a release to the privacy budgets of users, whether or not it was aggregated."""
+        """Charge the noisy uploads of a round to the privacy budgets of users, also if they were not aggregated.
+
+        Args:
+            numbers: Numbers of the users who have uploaded.
+        """
         if self.account is not None:
             self.account.charge(numbers)
 
@@ -138,7 +142,7 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
 
     @property
     def account(self) -> Account | None:
-        """Account of what was released; None in a run without noise."""
+        """Record of the noisy uploads (releases) of each user and their privacy loss; None in a run without noise."""
         for mechanism in self:
             if mechanism.account is not None:
                 return mechanism.account
@@ -334,17 +338,20 @@ class ServerHalf(ServerState):
 
     @torch.no_grad()
     def aggregate(self, upload: Upload) -> None:
-        """Aggregate the uploads of a round, joined in one message.
+        """Aggregate the uploads of a round into the state of the method's server, ``self.kept``.
 
         Also charges the privacy budgets of the users, and stores their LoRA ranks.
+
+        Args:
+            upload: Uploads of all participants, joined in one message.
         """
         method_server = self.method.server
         numbers = self.numbers(upload.users)
         tensors = fill_ranks(decompress(upload.tensors, self.uploads), self.layout)
         self._charge_privacy(numbers)
         received = self._make_received(numbers, tensors, upload)
-        if self.normalises:
-            starts = method_server.starts(self.kept, received)
+        if self.normalises:  # by numbers of local steps, as in FedNova
+            starts = method_server.starts(self.kept, received)  # what each participant had before it trained
             received = normalise_steps(received, starts)
         server_round = ServerRound(
             round_index=upload.round - 1, names=upload.users, server=method_server, kept=self.kept
@@ -372,13 +379,15 @@ class ServerHalf(ServerState):
         return isinstance(server, Mean) and server.kind == "sum" and type(server).aggregate is Mean.aggregate
 
     def coefficients(self, names: Sequence[str], upload: Upload) -> Tree:
-        """Return the weight of each upload in the weighted sums, by tensor name; only with :attr:`needs_only_sums`.
+        """Return the weight of each upload in the server's weighted sums, by tensor name.
 
-        Weights depend on the users and their reports, not on the uploaded tensors.
+        With these weights each of several processes adds up the uploads of its own users, so that the server receives
+        only one sum per process. Requires :attr:`needs_only_sums`: weights do not depend on the uploaded tensors.
 
         Args:
             names: Names of the shared tensors.
-            upload: The joined uploads; their tensors may be empty.
+            upload: The uploads of all users in one message, with what they report, such as amounts of data. Its tensors
+                are not used and may be empty.
         """
         method_server = self.method.server
         assert isinstance(method_server, Mean)

@@ -90,8 +90,8 @@ class State:
         """Return a deep copy.
 
         Args:
-            compact: Whether a tensor of zeros takes no memory: a single zero stands for all entries. Such a tensor must
-                not be updated in place; :meth:`copy` without ``compact`` makes it a full one again.
+            compact: Whether to store a tensor of zeros, such as moments before training, as an expanded single zero,
+                which takes no memory. It must not be updated in place; copy it again without ``compact`` before that.
         """
         copies: dict[str, Tensor] = {}
         for name, t in self.tensors().items():
@@ -216,17 +216,21 @@ def initial_state(
     dtype: torch.dtype = torch.float32,
     common_values: Float[Tensor, " columns"] | None = None,
 ) -> State:
-    """Return the tensors of users before the first round; padding is zero.
+    """Return the parameters and optimizer state of users before the first round.
+
+    The trained parameters of a user are a row, in which all its tensors are flattened one after another. Columns that a
+    user does not need, such as those of ranks above its LoRA rank, are padding and stay zero.
 
     Args:
-        layout: Layout of the columns.
-        mask: True where a user has a parameter.
+        layout: Layout of the columns: which of them belong to which tensor.
+        mask: True where a user has a parameter, False on padding.
         names: Names of the users.
-        local: Columns that are drawn for each user, from (seed, user, tensor); others start equal for all users.
+        local: Columns whose initial values differ between users, from a random stream for each (seed, user, tensor);
+            others start equal for all users.
         ranks: LoRA rank of each user.
         seed: Seed of the run.
         moments: Moments that some optimizer uses, such as ``{"first"}``; others are empty.
-        accumulates: Whether to allocate :data:`GRADIENTS`.
+        accumulates: Whether to allocate a tensor that accumulates gradients over phases (:data:`GRADIENTS`).
         dtype: Dtype of parameters and moments.
         common_values: Initial values that are equal for all users; drawn here if None.
     """

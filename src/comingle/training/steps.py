@@ -238,7 +238,7 @@ class PrivateSteps:
         return names
 
     def plain_names(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
-        """Return the names of the tensors for which a phase needs plain gradients, without noise.
+        """Return the names of the tensors for which a phase needs gradients without noise, as they are not uploaded.
 
         A tensor may have entries of several roles, such as experts; one entry that is not shared is enough.
 
@@ -246,8 +246,8 @@ class PrivateSteps:
             phase: The phase. It computes gradients for the roles ``phase.reached``: those that it trains, and some that
                 a later phase trains.
             layout: Layout of the columns.
-            everything: Whether to return all tensors for which the phase computes gradients, for cohorts with further
-                copies of a user's model, which are never shared.
+            everything: Whether to return all tensors for which the phase computes gradients. This is needed if a user
+                has a second copy of its model in the cohort, none of whose tensors are uploaded.
         """
         names = []
         for slot in layout.touching(phase.reached).slots:
@@ -340,21 +340,22 @@ class PrivateSteps:
         phase: Phase,
         step_and_repeat: Sequence[int],
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return mean losses of the drawn examples, and noised gradients of the shared entries.
+        """Return the losses and noised gradients of one step of DP-SGD, for each user of a cohort.
 
-        The privacy mechanism draws the examples of each user, has their clipped gradients summed by
-        :meth:`clipped_sums`, and adds noise.
+        The privacy mechanism draws examples of each user, has :meth:`clipped_sums` clip the gradient of each example
+        and add them up, and adds noise. Only parameters that users share (upload) get such gradients.
 
         Args:
             model: The model.
-            batch_source: Source of examples.
-            pass_size: Number of sequences in one pass.
+            batch_source: Source of the users' examples, by index.
+            pass_size: Number of sequences in one forward and backward pass.
             cohort: Users of the step.
-            phase: Phase of the step.
+            phase: Phase of the step, which says which parameters it trains.
             step_and_repeat: Local step in the round and repeat of the phase within the step, such as ``(3, 0)``.
 
         Returns:
-            Losses, and gradients ``(users, ...)`` of only the shared entries of each tensor.
+            Mean loss of each user over its drawn examples, and gradients ``(users, *shape)`` by tensor name. Of a
+            tensor that is only partly shared, they have the shared entries.
         """
         layout, rows, round_number = model.layout, cohort.state.rows, cohort.round_number
         shared = self._shared_tensors(layout, rows)
@@ -365,6 +366,7 @@ class PrivateSteps:
             tensors_digest = digest({n: t[i] for n, t in shared.items()})
             streams.append((name, round_number, phase.purpose, *step_and_repeat, tensors_digest))
 
+        # Parameters that are trained without noise stay out of this pass, as they depend on the same private data.
         roles_of_pass = layout.roles - self.local_roles(layout)
         tensors = restrict(model.tensors(rows), layout, roles_of_pass)
         noised_names = self.noised_names(phase, layout)
@@ -374,7 +376,7 @@ class PrivateSteps:
             return self.clipped_sums(model, batch_source, tensors, noised_names, cohort, examples, bound)
 
         step = PrivateStep(
-            works=[self.work(batch_source, owner) for owner in cohort.owners],
+            works=[self.work(batch_source, trainer) for trainer in cohort.owners],  # numbers of examples and of steps
             streams=streams,
             batch=pass_size.sequences,
             clipped_sums=sum_clipped,
@@ -537,7 +539,7 @@ class Steps:
     source: BatchSource | Callable[[], BatchSource]
     """Batch source of the trainers, or a function that makes it on first use."""
     most_steps: int | None = None
-    """Largest number of local steps per round over all users, if some of them are in other processes."""
+    """Largest number of local steps per round over the users of all processes; None if all are in this one."""
     private: PrivateSteps | None = None
     """Steps with gradients from a privacy mechanism."""
     frozen_columns: FrozenColumns | None = None
@@ -571,8 +573,8 @@ class Steps:
 
     @property
     def local_steps(self) -> int:
-        """Largest number of local steps per round over all trainers, here and in other processes."""
-        if self.most_steps is not None:
+        """Number of local steps per round of the trainer that takes most, among those of all processes of the run."""
+        if self.most_steps is not None:  # set if other processes have trainers, too
             return self.most_steps
         return self._local_steps_here
 
@@ -900,18 +902,18 @@ class Steps:
         noise: Float[Tensor, "users *layers clusters"] | None,
         leaf_names: Collection[str],
     ) -> Tree:
-        """Return the tensors of users for a forward and backward pass, by name.
+        """Return the tensors of users for a forward and backward pass, by name, as autograd leaves where trained.
 
         Args:
-            rows: Parameters of the users.
-            noise: Noise that is added to router logits.
+            rows: Parameters of the users, which the pass does not change.
+            noise: Noise to add to each user's router logits, for methods that explore mixtures; None for none.
             leaf_names: Names of the tensors to differentiate; only these require a gradient.
         """
         tensors = self.tensors(rows)
         if noise is not None:  # a constant, so the gradient of the noisy logits is that of the logits
             tensors[CLIENT_ROUTER] = tensors[CLIENT_ROUTER] + noise
         for slot in self.model.layout.only({STATISTICS}).slots:  # running means and variances of batch norm
-            tensors[slot.name] = tensors[slot.name].clone()  # updated in place, while rows must not change yet
+            tensors[slot.name] = tensors[slot.name].clone()  # the pass updates them in place; ``rows`` stays as it is
         for name in leaf_names:
             tensors[name] = tensors[name].detach().requires_grad_()
         return tensors

@@ -31,7 +31,7 @@ class Place:
         local_rank: Rank on this machine.
         local_size: Number of processes on this machine.
         restarts: Number of restarts by the launcher.
-        meeting: File for the rendezvous; empty for the address that torchrun sets.
+        rendezvous_file: File in which processes find each other; empty for the address that torchrun sets.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class Place:
     local_rank: int
     local_size: int
     restarts: int = 0
-    meeting: str = ""
+    rendezvous_file: str = ""
 
     @property
     def is_first_process(self) -> bool:
@@ -53,8 +53,8 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     Raises:
         RunError: The launcher has set impossible values.
     """
-    meeting = environment.get(MEETING, "")  # a file in which processes meet, or torchrun's address if empty
-    needed = _NEEDED if meeting else (*_NEEDED, *_ADDRESS)
+    rendezvous_file = environment.get(MEETING, "")  # empty with torchrun, which sets an address instead
+    needed = _NEEDED if rendezvous_file else (*_NEEDED, *_ADDRESS)
     has_launcher = all(key in environment for key in needed)
     if not has_launcher:
         return None
@@ -70,7 +70,14 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
         raise RunError(f"launcher: got RANK={rank} and WORLD_SIZE={size}; allowed: RANK from 0 to WORLD_SIZE - 1")
     if size == 1:
         return None
-    return Place(rank=rank, size=size, local_rank=local_rank, local_size=local_size, restarts=restarts, meeting=meeting)
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        restarts=restarts,
+        rendezvous_file=rendezvous_file,
+    )
 
 
 def require_single_process(verb: str) -> None:

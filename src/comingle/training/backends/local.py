@@ -275,7 +275,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         is_last_round = done >= clients.plan.training.rounds
         scores_all_users = len(clients.scored) == len(clients.users)
         # Compute tensors that depend on trained ones, for all users or only for the scored ones.
-        settle(clients, ends=is_last_round or scores_all_users)
+        settle(clients, all_users=is_last_round or scores_all_users)
         selects_best_round = bool(clients.state.best)
         with finetuned(clients, done):  # once for test and validation
             scores = clients.evaluate()

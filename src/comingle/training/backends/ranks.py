@@ -271,7 +271,11 @@ class Ranks:
 
 @contextmanager
 def joined(place: Place) -> Iterator[Ranks]:
-    """Join the process group of a run; leave it on exit.
+    """Join the ``torch.distributed`` process group of a run; leave it on exit.
+
+    Args:
+        place: Rank of this process and number of processes. ``place.restarts`` counts how often torchrun has restarted
+            the processes; each such attempt has keys of its own in the store.
 
     Raises:
         RankLostError: A process did not join.
@@ -279,7 +283,8 @@ def joined(place: Place) -> Iterator[Ranks]:
     if PARENT in os.environ:  # started by ``--processes``: end with the launcher
         threading.Thread(target=_exit_with_parent, args=(int(os.environ[PARENT]),), daemon=True).start()
     with _peer_errors():
-        url = f"file://{place.meeting}" if place.meeting else "env://"
+        # Processes find each other by a file, or by the address in torchrun's environment variables.
+        url = f"file://{place.rendezvous_file}" if place.rendezvous_file else "env://"
         store = _rendezvous_store(url, place.rank, place.size)
         run_number = next(_RUN_NUMBERS)
         # The store may have keys of earlier runs, and of attempts before a restart; prefixes keep them apart.

@@ -112,7 +112,16 @@ class AnswerBatchSource(PassBatchSource):
     def examples_at(
         self, trainers: Sequence[int], indices: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch window"]:
-        """Return whole conversations, ``context`` wide, so that their lengths do not affect each other."""
+        """Return training conversations by index, one per window, for example-level privacy.
+
+        All windows are ``training.context`` tokens wide, not as wide as the longest conversation of the batch: so the
+        clipped gradient of an example does not depend on which others are drawn.
+
+        Args:
+            trainers: Numbers of the trainers.
+            indices: Indices of the conversations of each trainer; ``PAD`` gives a window of ``PAD``.
+            round_number: Not used, as conversations are not augmented.
+        """
         return self._windows(trainers, "train", indices.long(), full_width=True)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
@@ -133,13 +142,13 @@ class AnswerBatchSource(PassBatchSource):
         *,
         full_width: bool = False,
     ) -> Int64[Tensor, "users batch window"]:
-        """Return conversations by number, as wide as the longest of them.
+        """Return some conversations of each trainer as windows of tokens, padded to the longest of all with ``PAD``.
 
         Args:
             trainers: Numbers of the trainers.
-            stream: Split to read.
-            numbers: Numbers of the conversations of each trainer; ``PAD`` gives a window of ``PAD``.
-            full_width: Whether to return windows of the width ``context`` instead.
+            stream: Split to read, "train" or "valid".
+            numbers: Index of each conversation in the split of its trainer; ``PAD`` gives a window of ``PAD``.
+            full_width: Whether to pad to ``training.context`` tokens instead.
         """
         windows_by_trainer = []
         for trainer, numbers_of_trainer in zip(trainers, numbers, strict=True):
@@ -159,42 +168,48 @@ class AnswerBatchSource(PassBatchSource):
         return (targets >= 0).flatten(1).sum(1)  # hidden tokens and padding are negative
 
     def scoring_cost(self, split: Answers) -> int:
-        """Return the cost of scoring a split; computing the losses of one conversation costs 1.
+        """Return an estimate of the time to score a split, from which the interval between evaluations is chosen.
 
-        If responses are generated too, a conversation costs 2. This is a lower bound, since generating a response takes
-        at least as long as computing its losses.
+        The unit is the time to compute the losses of one conversation. If responses are generated too, a conversation
+        counts as 2: a lower bound, since generating a response takes at least as long as computing its losses.
 
         Args:
             split: The split; its ``measures`` determine whether responses are generated.
         """
-        generates_responses = any(name in JUDGES for name in split.measures)  # to compare them with the true ones
+        # ``JUDGES`` are measures that compare a generated response with the true one, such as "exact_match".
+        generates_responses = any(name in JUDGES for name in split.measures)
         cost_per_conversation = 2 if generates_responses else 1
         return len(split) * cost_per_conversation
 
     def score(
-        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
+        self,
+        predict: Predict,
+        splits: Sequence[AnySplit],
+        model_numbers: Sequence[int],
+        pass_size: PassSize,
+        gates: Gates | None,
     ) -> list[AnswerScore]:
-        """Return the losses of the responses in several sets, each set under a model of its own.
+        """Return the losses of the responses in several splits, each split under a model of its own.
 
         Args:
-            predict: Runs a pass and returns its losses.
-            sets: Conversations to score.
-            rows: For each set, the number of the model that scores it.
+            predict: Returns the losses of a batch under several models; see ``Predict``.
+            splits: Conversations to score.
+            model_numbers: For each split, the number of the model that scores it.
             pass_size: Number of users and sequences in one training pass; scoring passes have as many sequences.
             gates: Collects the gates of routers; None if there are none.
         """
         # A slot holds conversations that one model scores.
         conversations_per_slot, num_slots = pass_size.slots(SCORED_PER_SLOT)
-        batches_by_set = []
-        for answers in sets:
+        batches_by_split = []
+        for answers in splits:
             numbers_by_width = _by_width(answers.windows)  # batches of similar lengths need little padding
             batches = []
             for numbers_of_batch in numbers_by_width.split(conversations_per_slot):
                 batches.append(_trim(answers.windows[numbers_of_batch]))
-            batches_by_set.append(batches)
-        window_scores = score_windows(predict, batches_by_set, rows, slots=num_slots, gates=gates)
+            batches_by_split.append(batches)
+        window_scores = score_windows(predict, batches_by_split, model_numbers, slots=num_slots, gates=gates)
         answer_scores = []
-        for window_score, answers in zip(window_scores, sets, strict=True):
+        for window_score, answers in zip(window_scores, splits, strict=True):
             answer_scores.append(score_answers(window_score, len(answers), answers.measures))
         return answer_scores
 
@@ -202,72 +217,72 @@ class AnswerBatchSource(PassBatchSource):
         self,
         predict: Predict,
         generate: Generate,
-        sets: Sequence[AnySplit],
-        rows: Sequence[int],
+        splits: Sequence[AnySplit],
+        model_numbers: Sequence[int],
         pass_size: PassSize,
         gates: Gates | None,
     ) -> list[AnswerScore]:
         """Return the losses of the responses and, if a measure requires it, scores of generated responses.
 
         Args:
-            predict: Runs a pass and returns its losses.
-            generate: Generates tokens after prompts.
-            sets: Test sets.
-            rows: For each set, the number of the model that scores it.
+            predict: Returns the losses of a batch under several models; see ``Predict``.
+            generate: Generates tokens that continue prompts under several models; see ``Generate``.
+            splits: Test splits.
+            model_numbers: For each split, the number of the model that scores it.
             pass_size: Number of users and sequences in one training pass.
             gates: Collects the gates of routers; None if there are none.
         """
-        scores = self.score(predict, sets, rows, pass_size, gates)
-        needs_responses = any(name in JUDGES for answers in sets for name in answers.measures)
+        scores = self.score(predict, splits, model_numbers, pass_size, gates)
+        needs_responses = any(name in JUDGES for answers in splits for name in answers.measures)
         if not needs_responses:
             return scores
-        responses_by_set = self.generate_responses(generate, sets, rows, pass_size)
+        responses_by_split = self.generate_responses(generate, splits, model_numbers, pass_size)
         judged_scores = []
-        for score, responses, answers in zip(scores, responses_by_set, sets, strict=True):
+        for score, responses, answers in zip(scores, responses_by_split, splits, strict=True):
             judged_scores.append(judge(score, responses, answers.references))
         return judged_scores
 
     def generate_responses(
-        self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], pass_size: PassSize
+        self, generate: Generate, splits: Sequence[Answers], model_numbers: Sequence[int], pass_size: PassSize
     ) -> list[list[str]]:
-        """Return responses to all prompts of several sets, generated greedily, each set by a model of its own.
+        """Return responses to all prompts of several splits, generated greedily, each split by a model of its own.
 
         A response ends at an end token, or at the length of the longest true response of its user.
 
         Args:
             generate: Generates tokens after prompts from the numbers of models, prompts ``(slots, batch, tokens)``
                 and the largest number of new tokens.
-            sets: Sets with the prompts.
-            rows: For each set, the number of its model.
+            splits: Splits with the prompts.
+            model_numbers: For each split, the number of its model.
             pass_size: Number of users and sequences in one training pass, from which the size of passes here follows.
 
         Returns:
-            For each set, the responses in the order of its prompts.
+            For each split, the responses in the order of its prompts.
         """
-        prompts_per_slot, slots = _generation_shape(sets, pass_size)
-        responses_by_set = [[""] * len(answers.references) for answers in sets]
+        prompts_per_slot, slots = _generation_shape(splits, pass_size)
+        responses_by_split = [[""] * len(answers.references) for answers in splits]
         # Sort prompts by length: with similar lengths in a slot, and in the slots of a pass, there is little padding.
         jobs = []
-        for set_number, answers in enumerate(sets):
+        for split_number, answers in enumerate(splits):
             numbers_by_length = answers.prompt_tokens.argsort(stable=True)
-            jobs += [_Job(set_number, numbers) for numbers in numbers_by_length.split(prompts_per_slot)]
+            jobs += [_Job(split_number, numbers) for numbers in numbers_by_length.split(prompts_per_slot)]
 
         def longest_prompt(job: _Job) -> int:
-            return int(sets[job.set_number].prompt_tokens[job.numbers].max())
+            return int(splits[job.split_number].prompt_tokens[job.numbers].max())
 
         jobs.sort(key=longest_prompt, reverse=True)
         for start in range(0, len(jobs), slots):
             jobs_of_pass = jobs[start : start + slots]
-            models = [rows[job.set_number] for job in jobs_of_pass]
-            most_new_tokens = max(sets[job.set_number].limit for job in jobs_of_pass)
-            generated = generate(models, _prompts(jobs_of_pass, sets), most_new_tokens)
+            models = [model_numbers[job.split_number] for job in jobs_of_pass]
+            most_new_tokens = max(splits[job.split_number].limit for job in jobs_of_pass)
+            generated = generate(models, _prompts(jobs_of_pass, splits), most_new_tokens)
             for job, tokens_of_job in zip(jobs_of_pass, generated, strict=True):
-                answers = sets[job.set_number]
+                answers = splits[job.split_number]
                 # The last rows of a slot repeat a prompt to fill it; ``zip`` drops them.
                 for number, tokens in zip(job.numbers.tolist(), tokens_of_job, strict=False):
                     response = self._text(tokens[: answers.limit], answers.ends)
-                    responses_by_set[job.set_number][number] = response
-        return responses_by_set
+                    responses_by_split[job.split_number][number] = response
+        return responses_by_split
 
     def _text(self, tokens: Int64[Tensor, " new"], ends: Sequence[int]) -> str:
         """Return generated tokens as text, up to the first one that ends a response or is padding.
@@ -291,48 +306,48 @@ Each further token reads all weights, however many responses there are. With lar
 would need more memory than training."""
 
 
-def _generation_shape(sets: Sequence[Answers], pass_size: PassSize) -> tuple[int, int]:
+def _generation_shape(splits: Sequence[Answers], pass_size: PassSize) -> tuple[int, int]:
     """Return the shape of a pass that generates responses: the number of prompts per slot, and of slots.
 
-    A slot is a place in the pass for one model and several prompts, all of one set.
+    A slot is a place in the pass for one model and several prompts, all of one split.
 
     Args:
-        sets: Sets with the prompts.
+        splits: Splits with the prompts.
         pass_size: Number of users and sequences in one pass of training; there is memory for as many prompts.
     """
     longest_prompt = max(
-        (int(answers.prompt_tokens.max()) for answers in sets if len(answers.prompt_tokens)), default=1
+        (int(answers.prompt_tokens.max()) for answers in splits if len(answers.prompt_tokens)), default=1
     )
     prompts_of_training_pass = pass_size.users * pass_size.sequences
+    # Most prompts that are fast to generate from at once and that certainly fit into memory.
     prompts_of_limits = min(MAX_RESPONSES_AT_ONCE, MAX_PROMPT_TOKENS_AT_ONCE // max(1, longest_prompt))
     prompts_per_pass = max(prompts_of_training_pass, prompts_of_limits)  # more prompts in a pass are faster
-    largest_set = max((len(answers.references) for answers in sets), default=1)
-    prompts_per_set = prompts_per_pass // max(1, len(sets))
-    prompts_per_slot = max(1, min(largest_set, prompts_per_set))
+    largest_split = max((len(answers.references) for answers in splits), default=1)
+    prompts_per_split = prompts_per_pass // max(1, len(splits))
+    prompts_per_slot = max(1, min(largest_split, prompts_per_split))
     slots = max(1, prompts_per_pass // prompts_per_slot)
     return prompts_per_slot, slots
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Numbers of the prompts of one set that share a slot of one generation pass."""
+    """Numbers of the prompts of one split that share a slot of one generation pass."""
 
-    set_number: int
+    split_number: int
     numbers: Int64[Tensor, " n"]
 
 
-def _prompts(jobs: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
-    """Return the prompts of the jobs of one pass as one tensor, padded with ``PAD`` on the left.
-
-    A job with fewer prompts than others repeats its last prompt.
+def _prompts(jobs: Sequence[_Job], splits: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
+    """Return the prompts for which one pass generates responses as one tensor, padded with ``PAD`` on the left.
 
     Args:
-        jobs: Jobs, one per slot.
-        sets: Sets with the prompts.
+        jobs: Numbers of the prompts to generate from in one batch under one model, for each such batch (a slot of the
+            pass). A job with fewer prompts than others repeats its last prompt.
+        splits: Splits with the prompts.
     """
     prompts_by_job = []
     for job in jobs:
-        answers = sets[job.set_number]
+        answers = splits[job.split_number]
         prompts_by_job.append([answers.prompt(number) for number in job.numbers.tolist()])
     most_prompts = max(len(prompts) for prompts in prompts_by_job)
     width = max(len(prompt) for prompts in prompts_by_job for prompt in prompts)
@@ -426,12 +441,13 @@ class AnswersKind(LanguageKind):
             run_data: Base model and users of the run.
             plan: Plan of the run.
         """
-        plan = with_full_participation(plan)  # the one trainer of pooled data takes part in every round
+        plan = with_full_participation(plan)  # a single trainer with the data of all users takes part in every round
         assert run_data.base is not None
         if not run_data.unread:  # conversations that are read on demand are checked when they are read
             self.check_enough(run_data.present, plan.method)
             for user in run_data.present:
                 require_rows(run_data.base, user)
+        # Trainers own models: they are the users, or one trainer with the data of all users.
         users, trainers = users_and_trainers(self, run_data, plan.method)
         # The load-balancing penalty also counts padding, so padding must not depend on other users.
         penalises_padding = plan.method.placement.routed and plan.training.balance_weight > 0
@@ -484,7 +500,10 @@ class ConversationsKind(AnswersKind):
         check_shortages(users, needs_validation=method.client.needs_validation)
 
     def settings(self, run_data: RunData) -> dict[str, Any]:
-        """Return the date that the base model's chat template writes, if it writes the current date."""
+        """Return what a run folder stores so that prompts stay the same when it is opened later.
+
+        This is the date of today, if the base model's chat template writes the current date into prompts.
+        """
         if run_data.base is None or run_data.base.date is None:
             return {}
         return {DATE: run_data.base.date.isoformat()}

@@ -75,7 +75,7 @@ class SampleBatchSource(PassBatchSource):
         self.device_and_dtype = {"device": device, "dtype": dtype}
         """Device and dtype of inputs."""
         self._cached_banks: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
-        """The two sequences of sets that were scored last, with their samples in one tensor; keys are ids of sets."""
+        """The two sequences of splits that were scored last, with their samples in one tensor, by ids of the splits."""
         self.banks: dict[str, SampleBank] = {}
         """Samples of all trainers in one tensor, by split; empty if trainers are not in memory."""
         if not self.trainers.in_memory:  # samples are read for each batch instead
@@ -159,7 +159,9 @@ class SampleBatchSource(PassBatchSource):
         return inputs, targets, is_sample
 
     def _augmented(self, trainer: int, inputs: Tensor, numbers: Int[Tensor, " batch"]) -> Float[Tensor, "batch ..."]:
-        """Return the inputs of one trainer's batch, augmented at random, but equally for equal batches of a round.
+        """Return the inputs of one trainer's batch, augmented at random.
+
+        The random stream depends on the round and the samples, so a batch that is read twice in a round is the same.
 
         Args:
             trainer: Number of the trainer.
@@ -176,27 +178,31 @@ class SampleBatchSource(PassBatchSource):
         return (drawn != PAD).sum(1)
 
     def score(
-        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
+        self,
+        predict: Predict,
+        splits: Sequence[AnySplit],
+        model_numbers: Sequence[int],
+        pass_size: PassSize,
+        gates: Gates | None,
     ) -> list[SampleScore]:
-        """Return the loss, and the accuracy of classifiers, on each of several sets under a model of its own.
+        """Return the loss, and the accuracy of classifiers, on each of several splits under a model of its own.
 
         Args:
             predict: Returns the outputs of models, given by number, for a batch of each.
-            sets: Samples to score.
-            rows: For each set, the number of the model that scores it.
+            splits: Samples to score.
+            model_numbers: For each split, the number of the model that scores it.
             pass_size: Number of users and samples in one training pass, which bounds a scoring pass.
             gates: Not used; nets have no routers.
         """
-        bank = self._bank(sets)
-        sets_per_pass = max(1, min(pass_size.users, len(rows)))
+        bank = self._bank(splits)
+        splits_per_pass = max(1, min(pass_size.users, len(model_numbers)))
 
-        def forward(set_numbers: Sequence[int], inputs: Tensor) -> Tensor:
-            """Return the outputs for a batch of each of these sets, each under the model that scores the set."""
-            model_numbers = [rows[number] for number in set_numbers]
-            return predict(model_numbers, inputs)
+        def forward(split_numbers: Sequence[int], inputs: Tensor) -> Tensor:
+            """Return the outputs for a batch of each of these splits, each under the model that scores the split."""
+            return predict([model_numbers[number] for number in split_numbers], inputs)
 
         return score_samples(
-            forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=sets_per_pass
+            forward, bank, range(len(splits)), loss=self.loss, batch=SCORED_PER_SLOT, slots=splits_per_pass
         )
 
     # ---------------------------------------------------------------- counted without data
@@ -230,7 +236,9 @@ class SampleBatchSource(PassBatchSource):
         return batch_source
 
     def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int64[Tensor, "users count"]:
-        """Return a batch to count costs with; it repeats the first sample of each user.
+        """Return a batch to count costs with: the number of the first sample of each user, repeated.
+
+        The costs of samples are equal, so any sample will do.
 
         Args:
             users: Number of users.
@@ -256,21 +264,21 @@ class SampleBatchSource(PassBatchSource):
         """Return the number of samples of a user in one scoring pass: all of the largest test set, up to a limit."""
         return min(SCORED_PER_SLOT, max(len(user.test) for user in users))
 
-    def _bank(self, sets: Sequence[Samples]) -> SampleBank:
-        """Return the samples of several sets in one tensor on the device; the two latest results are cached.
+    def _bank(self, splits: Sequence[Samples]) -> SampleBank:
+        """Return the samples of several splits in one tensor on the device; the two latest results are cached.
 
         Args:
-            sets: The sets, such as the test sets of all users.
+            splits: The splits, such as the test splits of all users.
         """
-        key = tuple(id(samples) for samples in sets)
+        key = tuple(id(samples) for samples in splits)
         if key not in self._cached_banks:
-            bank = bank_of(sets, **self.device_and_dtype)
+            bank = bank_of(splits, **self.device_and_dtype)
             while len(self._cached_banks) > 1:
                 oldest_key = next(iter(self._cached_banks))
                 del self._cached_banks[oldest_key]
-            # The sets are cached with their bank: while they exist, no other object can have their ids.
-            self._cached_banks[key] = (sets, bank)
-        _sets, bank = self._cached_banks[key]
+            # The splits are cached with their bank: while they exist, no other object can have their ids.
+            self._cached_banks[key] = (splits, bank)
+        _splits, bank = self._cached_banks[key]
         return bank
 
 
@@ -544,11 +552,14 @@ def _net_trainers(
 
 
 def net_model(recipe: Recipe, population: Population, method: Method) -> StackedModel:
-    """Return the net that all users train.
+    """Return the net of a run, with a copy of its parameters for each user.
+
+    Depending on the method, it consists of one or several nets with initial weights of their own: the components of a
+    mixture, or a shared and a local net with a gate between them.
 
     Args:
-        recipe: The recipe.
-        population: Users of the run.
+        recipe: The recipe, which names the net and the device.
+        population: Users of the run, with the shape of their samples and the loss.
         method: Method of the run.
 
     Raises:
@@ -572,9 +583,9 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
         seed = recipe.seed + SEED_STEP * number  # a seed that no run with another seed uses
         nets.append(make_net_of_seed(seed))
 
-    if mixture is not None and mixture.of == "adaptors":
+    if mixture is not None and mixture.of == "adaptors":  # users mix low-rank changes of one net
         nets = [_add_adaptors(nets[0], recipe, method)]
-    if method.placement.gated:
+    if method.placement.gated:  # a gate weights a shared and a local net for each sample
         nets = [gated_pair(*nets, inputs=math.prod(population.input_shape), seed=recipe.seed)]
     compiled = recipe.runtime.compile
     if compiled == "auto":
@@ -582,7 +593,7 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     return stack(
         nets,
         name=NETS + name,
-        users=1 if method.placement.pooled else len(population.users),
+        users=1 if method.placement.pooled else len(population.users),  # pooled: one model for all users' data
         mixture=mixture,
         device=device,
         dtype=dtype,
@@ -603,15 +614,15 @@ def _count_nets(method: Method) -> int:
 
 
 def _add_adaptors(net: nn.Module, recipe: Recipe, method: Method) -> nn.Module:
-    """Add the adaptors of the method's mixture to a net, in place.
+    """Add adaptors (low-rank changes of layers) to a net, in place: one set for each component of the method's mixture.
 
     Args:
         net: The net.
         recipe: The recipe, whose section ``floral`` has the size of adaptors.
-        method: Method of the run.
+        method: Method of the run, whose mixture has adaptors as components.
 
     Raises:
-        RecipeError: There is no room for the adaptors.
+        RecipeError: The adaptors do not fit into memory.
     """
     mixture = method.placement.mixture
     assert mixture is not None
@@ -624,8 +635,7 @@ def _add_adaptors(net: nn.Module, recipe: Recipe, method: Method) -> nn.Module:
     return floral(
         net,
         copy=False,
-        # Any generator: initial values are drawn again for each user.
-        generator=torch.Generator(),
+        generator=torch.Generator(),  # unseeded, as initial values are drawn again for each user
         num_clusters=mixture.clusters,
         per_layer=mixture.per_layer,
         warn=not has_default_size,

@@ -181,21 +181,26 @@ class TextBatchSource(BatchSource):
         return (targets >= 0).flatten(1).sum(1)  # hidden tokens and padding are negative
 
     def score(
-        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
+        self,
+        predict: Predict,
+        splits: Sequence[AnySplit],
+        model_numbers: Sequence[int],
+        pass_size: PassSize,
+        gates: Gates | None,
     ) -> list[Score]:
         """Return the losses of whole token streams, in which each token is scored once.
 
         Args:
-            predict: Runs a pass and returns its losses.
-            sets: Token streams to score.
-            rows: For each stream, the number of the model that scores it.
+            predict: Returns the losses of a batch under several models; see ``Predict``.
+            splits: Token streams to score.
+            model_numbers: For each stream, the number of the model that scores it.
             pass_size: Number of users and sequences in one training pass; scoring passes have as many sequences.
             gates: Collects the gates of routers; None if there are none.
         """
-        batch, slots = pass_size.slots(SCORED_PER_SLOT)
+        batch, slots = pass_size.slots(SCORED_PER_SLOT)  # a slot of a pass has windows that one model scores
         context = self.plan.training.context
         return score_streams(
-            predict, sets, rows, batch=batch, slots=slots, gates=gates, context=context, begin=self.begin
+            predict, splits, model_numbers, batch=batch, slots=slots, gates=gates, context=context, begin=self.begin
         )
 
 
@@ -219,7 +224,7 @@ class LanguageKind(Kind):
             recipe: The recipe.
             source: Dataset of the recipe, if it has one. Its ``users`` are names, or the number of users to read.
             read_owners: Yields the name of the user of each row.
-            unread: Word for the rows that cannot be read, for the error: "text" or "rows".
+            unread: What may be missing, for the advice in the error: "text" or "rows".
 
         Raises:
             DataError: The rows cannot be read.
@@ -250,7 +255,12 @@ class TextKind(LanguageKind):
             raise RecipeError(f"evaluation.select: best {why}; allowed: last")
 
     def reader(self, request: DataRequest) -> TextReader:
-        """Return a reader of documents; the same documents give the same run from files or from a program."""
+        """Return a reader of each user's documents, from the recipe's files or as a program passes them.
+
+        Args:
+            request: The recipe, the documents that a program passes (``given``), and whether the run needs validation
+                data.
+        """
         recipe = request.recipe
         return TextReader(
             section(recipe),

@@ -2,7 +2,8 @@
 
 ``store/params.bin`` and ``store/moments.bin`` have a record of each user that took part
 (:mod:`comingle.training.storage.files`); each process has files of its own. A user that never took part has no record:
-its initial values follow from the seed and its name. A checkpoint stores a table with the places and CRC-32 of records.
+its initial values follow from the seed and its name. A checkpoint stores a table with the number and CRC-32 of each
+record.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +46,12 @@ from comingle.training.storage.files import (
     check_store,
     copy_fields,
     disk_errors,
-    places_in_file,
-    places_in_tables,
     processes_of,
     read_json,
     read_table,
     record_layouts,
+    record_numbers_in_file,
+    record_numbers_in_tables,
     remove_files,
     require_files,
     write_table,
@@ -61,8 +63,8 @@ from comingle.utils.records import to_disk, write_json
 _COPIED_AT_ONCE = 256
 """Number of records that are copied at a time."""
 
-PLACES_PER_FILE = 2**40
-"""Number of places per file: in tables, place p of file k has the number ``k * PLACES_PER_FILE + p``.
+RECORDS_PER_FILE = 2**40
+"""Largest number of records per file: in tables, record p of file k has the number ``k * RECORDS_PER_FILE + p``.
 
 File 0 is that of this process in the run folder; others are temporary, or written by other processes.
 """
@@ -76,7 +78,7 @@ MAX_PENDING_WRITES = 2
 
 
 class OnDisk(State):
-    """State of users in record files; a table has the place of each row's record.
+    """State of users in record files; a table has the number of each row's record.
 
     A row is one copy of a user's tensors; most methods have one copy, so that each user has one row.
     """
@@ -132,15 +134,19 @@ class OnDisk(State):
     # ---------------------------------------------------------------- what State does
 
     def take(self, users: Sequence[int]) -> State:
-        """Return a copy of the rows of some users."""
+        """Return the state of some users, read from disk.
+
+        Args:
+            users: Numbers of their rows; if a method keeps several copies of a user's tensors, each is a row.
+        """
         return align(self._read_rows(list(users), self._groups), users)
 
     def put(self, users: Sequence[int], taken: State) -> None:
-        """Write the rows of some users back, asynchronously.
+        """Write the state of some users to disk after a round, asynchronously.
 
         Args:
-            users: Numbers of the rows.
-            taken: Their state. If it has no moments, those on disk stay.
+            users: Numbers of their rows; if a method keeps several copies of a user's tensors, each is a row.
+            taken: Their state, from :meth:`take`. If it has no moments, those on disk stay.
         """
         rows = list(users)
         tensors = taken.tensors()
@@ -153,7 +159,7 @@ class OnDisk(State):
         num_moments = taken.first.shape[1] + taken.second.shape[1]
         if "moments" in self._groups and num_moments:
             # A row whose moments are all zero gets no record, unless it has one already.
-            has_record = torch.from_numpy(self._table.places["moments"][rows] >= 0)
+            has_record = torch.from_numpy(self._table.record_numbers["moments"][rows] >= 0)
             has_nonzero_moments = (taken.first != 0).any(1).cpu() | (taken.second != 0).any(1).cpu()
             indices = (has_record | has_nonzero_moments).nonzero().flatten().tolist()  # of rows to write
             if indices:
@@ -207,11 +213,11 @@ class OnDisk(State):
     # ---------------------------------------------------------------- rows
 
     def _read_rows(self, rows: list[int], groups: Sequence[str]) -> State:
-        """Return the state of some rows: from their records, or for rows without a record their initial state.
+        """Return the state of some rows, read from disk, or their initial state if they have never been trained.
 
         Args:
-            rows: Numbers of the rows.
-            groups: Groups of records to read. Without "moments" the moments of the state have no columns.
+            rows: Numbers of the rows; a row has one copy of a user's tensors.
+            groups: What to read: "params" and, if needed, "moments". Without it the moments have no columns.
         """
         prefetched: Mapping[str, Future[np.ndarray]] = {}
         if self._prefetched is not None:
@@ -233,7 +239,7 @@ class OnDisk(State):
             rows: Numbers of the rows.
             read: Pending read of the records in "params".
         """
-        has_record = self._table.places["params"][rows] >= 0
+        has_record = self._table.record_numbers["params"][rows] >= 0
         stored = self._layouts["params"].unpack(self._wait_for_records(read))  # of the rows with a record
         new_rows = [row for row, is_stored in zip(rows, has_record.tolist(), strict=True) if not is_stored]
         if not new_rows:
@@ -250,11 +256,11 @@ class OnDisk(State):
         return tensors
 
     def _unpack_moments(self, rows: list[int], read: Future[np.ndarray] | None) -> dict[str, Tensor]:
-        """Return the moments of some rows, ``first`` and ``second``; zero for rows without a record.
+        """Return the optimizer moments of some rows, ``first`` and ``second``, from what was read from the disk.
 
         Args:
-            rows: Numbers of the rows.
-            read: Pending read of the records in "moments"; None if moments are not needed, to return 0 columns.
+            rows: Numbers of the rows. A row is not on disk as long as its moments are zero.
+            read: Pending read of the rows that are on disk; None if moments are not needed, to return 0 columns.
         """
         if read is None:
             return {"first": self.first.new_zeros(len(rows), 0), "second": self.second.new_zeros(len(rows), 0)}
@@ -262,11 +268,11 @@ class OnDisk(State):
             "first": self.first.new_zeros(len(rows), self.first.shape[1]),
             "second": self.second.new_zeros(len(rows), self.second.shape[1]),
         }
-        stored = self._layouts["moments"].unpack(self._wait_for_records(read))  # of the rows with a record
-        has_record = self._table.places["moments"][rows] >= 0
-        stored_indices = torch.from_numpy(np.flatnonzero(has_record))
+        stored = self._layouts["moments"].unpack(self._wait_for_records(read))  # of the rows on disk
+        is_on_disk = self._table.record_numbers["moments"][rows] >= 0  # -1: no record
+        stored_indices = torch.from_numpy(np.flatnonzero(is_on_disk))
         for name, t in stored.items():
-            moments[name][stored_indices] = t.to(moments[name])
+            moments[name][stored_indices] = t.to(moments[name])  # the others stay zero
         return moments
 
     def _wait_for_records(self, read: Future[np.ndarray]) -> np.ndarray:
@@ -282,37 +288,42 @@ class OnDisk(State):
             self._wait_for_writes(most=0)  # raises the error of an earlier write, if that failed: it says more
             raise
 
-    def _start_read(self, group: str, rows: list[int], places: Sequence[int] | None = None) -> Future[np.ndarray]:
-        """Start to read the records of rows, after all pending writes; rows without a record are left out.
+    def _start_read(
+        self, group: str, rows: list[int], record_numbers: Sequence[int] | None = None
+    ) -> Future[np.ndarray]:
+        """Start to read tensors of some users, after all pending writes; rows without a record are left out.
 
         Args:
-            group: Group of tensors to read, "params" or "moments".
-            rows: Numbers of the rows in this process.
-            places: Place of the record of each row, ``k * PLACES_PER_FILE + p`` for record p of file k, or -1 for no
-                record. By default the places in the current table.
+            group: Group of tensors to read, "params" or "moments"; each group has record files of its own.
+            rows: Numbers of the rows in this process; a row has one copy of a user's tensors.
+            record_numbers: Number of the record of each row: ``k * RECORDS_PER_FILE + p`` for record p of file k, -1
+                without a record. By default those in the current table.
 
         Returns:
             A future of the records ``(records, bytes)``.
         """
-        places_of_rows: Sequence[int] = self._table.places[group][rows].tolist() if places is None else places
+        numbers: Sequence[int] = self._table.record_numbers[group][rows].tolist()
+        if record_numbers is not None:
+            numbers = record_numbers
         ids_of_rows = self._shard.ids[rows].tolist()  # row numbers in the whole run, which records contain
-        stored_places = [place for place in places_of_rows if place >= 0]
-        stored_ids = [row_id for place, row_id in zip(places_of_rows, ids_of_rows, strict=True) if place >= 0]
+        has_record = [number >= 0 for number in numbers]
+        stored_numbers = list(compress(numbers, has_record))
+        stored_ids = list(compress(ids_of_rows, has_record))
         files = self._files[group]
         record_bytes = self._layouts[group].bytes
 
         def read() -> np.ndarray:
             """Read the records, file after file; runs in the store's thread."""
-            records = np.empty((len(stored_places), record_bytes), dtype=np.uint8)
+            records = np.empty((len(stored_numbers), record_bytes), dtype=np.uint8)
             indices_by_file: dict[int, list[int]] = {}
-            for index, place in enumerate(stored_places):
-                file_number = place // PLACES_PER_FILE
+            for index, record_number in enumerate(stored_numbers):
+                file_number = record_number // RECORDS_PER_FILE
                 indices_by_file.setdefault(file_number, []).append(index)
             for file_number, indices in indices_by_file.items():
                 file = files[file_number]
                 assert file is not None
                 file.read(
-                    places=[stored_places[i] % PLACES_PER_FILE for i in indices],
+                    record_numbers=[stored_numbers[i] % RECORDS_PER_FILE for i in indices],
                     rows=[stored_ids[i] for i in indices],
                     into=[records[i] for i in indices],
                 )
@@ -321,26 +332,26 @@ class OnDisk(State):
         return self._worker.submit(read)
 
     def _write(self, group: str, rows: list[int], tensors: Mapping[str, Tensor]) -> None:
-        """Write the records of rows asynchronously, and enter their new places in the table.
+        """Write tensors of some users to their records in a file, asynchronously, and enter the numbers of the records.
 
-        A record that a checkpoint or the best round refers to is not overwritten: the row moves to another place.
+        A record that a checkpoint or the best round refers to is not overwritten: the row gets another record.
 
         Args:
-            group: Group of tensors to write, "params" or "moments".
-            rows: Numbers of the rows in this process.
+            group: Group of tensors to write, "params" or "moments"; each group has files of its own.
+            rows: Numbers of the rows in this process; a row has one copy of a user's tensors.
             tensors: Tensors of these rows ``(rows, *shape)`` by name; those of other groups are ignored.
         """
         file_number, file = self._file_to_write(group)
-        places = self._table.places[group]
-        new_places_in_file: list[int] = []
+        record_numbers = self._table.record_numbers[group]
+        new_numbers_in_file: list[int] = []
         for row in rows:
-            old_place = int(places[row])
-            has_record_in_file = old_place >= 0 and old_place // PLACES_PER_FILE == file_number
-            old_place_in_file = old_place % PLACES_PER_FILE if has_record_in_file else -1
-            new_places_in_file.append(file.place_to_write(old_place_in_file))
-        places[rows] = file_number * PLACES_PER_FILE + np.array(new_places_in_file, dtype=np.int64)
+            old_number = int(record_numbers[row])
+            has_record_in_file = old_number >= 0 and old_number // RECORDS_PER_FILE == file_number
+            old_number_in_file = old_number % RECORDS_PER_FILE if has_record_in_file else -1
+            new_numbers_in_file.append(file.record_to_write(old_number_in_file))
+        record_numbers[rows] = file_number * RECORDS_PER_FILE + np.array(new_numbers_in_file, dtype=np.int64)
         records = self._layouts[group].pack(self._shard.ids[rows].tolist(), tensors)
-        self._worker.write(file, new_places_in_file, records)
+        self._worker.write(file, new_numbers_in_file, records)
         self._wait_for_writes(MAX_PENDING_WRITES)  # more would need too much memory
 
     def _wait_for_writes(self, most: int) -> None:
@@ -374,7 +385,7 @@ class OnDisk(State):
     def remember(self, done: int) -> None:
         """Store the current rows as those of the best round, and keep their records from being overwritten.
 
-        No record is copied, only the table of their places.
+        No record is copied, only the table of their numbers.
 
         Args:
             done: Number of rounds that are done.
@@ -391,17 +402,17 @@ class OnDisk(State):
                 if may_have_checkpoints or is_only_read:  # checkpoints may need any record, until :meth:`save`
                     file.protect_records()
                 else:  # frees all records except those of the current and the best round, which it protects
-                    file.free_all_except(_restrict_to_file(self._places_in_use(group), number))
+                    file.free_all_except(_restrict_to_file(self._record_numbers_in_use(group), number))
 
     def restored_best(self) -> State:
-        """Return a store with the state after the best round, which reads the same files."""
+        """Return a store with the state after the round with the lowest validation loss; it reads the same files."""
         store = self.copy()
         assert self._best is not None
-        store._table = self._best.copy()  # the places of the records of that round
+        store._table = self._best.copy()  # which records had the users' tensors after that round
         return store
 
-    def _places_in_use(self, group: str) -> list[np.ndarray]:
-        """Return the place of each row's record in the current table and, if there is one, in that of the best round.
+    def _record_numbers_in_use(self, group: str) -> list[np.ndarray]:
+        """Return the number of each row's record in the current table and, if there is one, in that of the best round.
 
         Args:
             group: Group of tensors, "params" or "moments".
@@ -409,15 +420,18 @@ class OnDisk(State):
         Returns:
             One or two arrays of the tables themselves, not copies.
         """
-        places = [self._table.places[group]]
+        record_numbers = [self._table.record_numbers[group]]
         if self._best is not None:
-            places.append(self._best.places[group])
-        return places
+            record_numbers.append(self._best.record_numbers[group])
+        return record_numbers
 
     # ---------------------------------------------------------------- the run folder
 
     def shard(self, number: int, processes: int, users: range, population: int) -> None:
-        """Restrict the state to the rows of consecutive users, in one of several processes.
+        """Restrict the state to consecutive users, if the users of a run are divided among several processes.
+
+        Each user has one row of tensors, or several if the method keeps several copies of a user's model. Records
+        contain the number of the row in the whole run, ``copy * population + user``, which is computed here.
 
         Args:
             number: Number of this process.
@@ -427,7 +441,7 @@ class OnDisk(State):
         """
         num_copies = self._num_rows // len(users)
         ids_of_copies = []
-        for copy in range(num_copies):  # in the whole run, row ``copy * population + user`` is a copy of a user
+        for copy in range(num_copies):
             ids_of_copies.append(copy * population + np.array(users, dtype=np.int64))
         self._shard = Shard(
             process=Process(number, processes),
@@ -480,12 +494,13 @@ class OnDisk(State):
         return description
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
-        """Write the records to disk, then a table of their places; return the names of the files in the checkpoint.
+        """Flush users' tensors to disk, write a table of where they are, and return the names of the files.
 
-        Records stay in ``store/``. Places of records that no checkpoint needs become free.
+        A checkpoint has only this table: the tensors stay in the record files in ``store/``, one record per user.
+        Records that no checkpoint needs may be overwritten from now on.
 
         Args:
-            draft: Folder of the new checkpoint.
+            draft: Folder to which the new checkpoint is written; it is renamed once complete.
             checkpoints: Folders of the older ones.
             write: Not called; it writes users that are in memory.
         """
@@ -510,7 +525,7 @@ class OnDisk(State):
             write_json(draft / ABOUT, read_json(self._run / FOLDER / ABOUT))
             remove_files(self._run, [*checkpoints, draft])  # record files that none of these checkpoints uses
             written.append(ABOUT)
-        self._free_unused_places(checkpoints)
+        self._free_unused_records(checkpoints)
         return written
 
     def _own_files(self) -> dict[str, RecordFile]:
@@ -522,8 +537,8 @@ class OnDisk(State):
                 own_files[group] = file_in_run_folder
         return own_files
 
-    def _free_unused_places(self, checkpoints: Sequence[Path]) -> None:
-        """Free the places in this process's files that neither this store nor a checkpoint uses; protect all others.
+    def _free_unused_records(self, checkpoints: Sequence[Path]) -> None:
+        """Let records that neither this store nor a checkpoint uses be overwritten; protect all others of this process.
 
         Args:
             checkpoints: Folders of checkpoints.
@@ -534,13 +549,13 @@ class OnDisk(State):
         process = self._shard.process
         tables = [read_table(process.table_path(path)) for path in checkpoints if process in processes_of(path)]
         for group, file in own_files.items():
-            used = [*self._places_in_use(group), *places_in_tables(tables, group)]
+            used = [*self._record_numbers_in_use(group), *record_numbers_in_tables(tables, group)]
             file.free_all_except(_restrict_to_file(used, file_number=0))
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> OnDisk:
         """Restore this store, in place, from a checkpoint that any number of processes has written; return the store.
 
-        Only the tables of places are read; records are read when they are needed.
+        Only the tables of record numbers are read; records are read when they are needed.
 
         Args:
             checkpoint: Folder of the checkpoint.
@@ -560,26 +575,31 @@ class OnDisk(State):
             columns = read_table(table_path)
             file_numbers = self._open_files(run, process)
             current_round = ""  # columns without a prefix
-            self._load_places(columns, prefix=current_round, into=self._table, file_numbers=file_numbers)
+            self._load_record_numbers(columns, prefix=current_round, into=self._table, file_numbers=file_numbers)
             if selects_best_round:
-                self._load_places(columns, prefix=BEST, into=best_table, file_numbers=file_numbers)
+                self._load_record_numbers(columns, prefix=BEST, into=best_table, file_numbers=file_numbers)
             if BEST_ROUND in columns:
                 best_rounds.update(columns[BEST_ROUND].tolist())
         if selects_best_round:
             best_round = best_rounds.pop()  # the only one: all processes wrote the same number
             self._best = best_table
             self.best = {"round": torch.tensor(best_round)}
-        self._free_unused_places(list(checkpoint.parent.glob("round-*")))
+        self._free_unused_records(list(checkpoint.parent.glob("round-*")))
         if self._run is not None:
             self._copy_other_records()
         return self
 
     def _open_files(self, run: Path, process: Process) -> dict[str, int]:
-        """Open the record files that a process of the checkpoint wrote, for reading; return their numbers, by group.
+        """Open the files with users' tensors that a process wrote before a checkpoint, for reading.
+
+        A resumed run may have other processes than the run that wrote them, so it needs the files of all.
 
         Args:
             run: Run folder.
             process: Process that wrote the files.
+
+        Returns:
+            Index of the file in ``self._files[group]``, by group of tensors: "params" and, if there are any, "moments".
         """
         is_this_process = process == self._shard.process
         file_numbers: dict[str, int] = {}
@@ -597,18 +617,19 @@ class OnDisk(State):
                 file_numbers[group] = len(files) - 1
         return file_numbers
 
-    def _load_places(
+    def _load_record_numbers(
         self, columns: dict[str, np.ndarray], *, prefix: str, into: Table, file_numbers: dict[str, int]
     ) -> None:
-        """Copy versions and places of this process's rows from the table of a checkpoint.
+        """Copy versions and record numbers of this process's rows from the table of a checkpoint, on resuming.
 
-        Also sets the checksums that records must have when they are read.
+        Records stay in their files and are read when a user is trained; this sets the checksums that they must have.
 
         Args:
-            columns: Columns of the table; ``ROWS`` has the numbers of the rows in the whole run.
-            prefix: Prefix of the columns: empty for the current round, ``BEST`` for the best one.
+            columns: Columns of the table, which one process wrote. ``ROWS`` has the numbers of its rows in the whole
+                run; some or all of these rows may belong to other processes now.
+            prefix: Prefix of the names of columns: empty for the current round, ``BEST`` for the best one.
             into: Table to update.
-            file_numbers: Number of the file with the records, by group.
+            file_numbers: Index in ``self._files[group]`` of the file with the records, by group ("params", "moments").
         """
         if prefix + ROWS not in columns:
             return
@@ -622,17 +643,17 @@ class OnDisk(State):
         rows = sorted_order[np.searchsorted(self._shard.ids, ids_here, sorter=sorted_order)]
         into.versions[rows] = columns[prefix + VERSIONS][is_here]
         for group in self._groups:
-            places_within_file = columns[prefix + group][is_here].astype(np.int64)
-            has_record = places_within_file >= 0
-            first_place = file_numbers[group] * PLACES_PER_FILE  # of the file
-            into.places[group][rows] = np.where(has_record, first_place + places_within_file, -1)
+            numbers_in_file = columns[prefix + group][is_here].astype(np.int64)
+            has_record = numbers_in_file >= 0
+            first_number = file_numbers[group] * RECORDS_PER_FILE  # of the file
+            into.record_numbers[group][rows] = np.where(has_record, first_number + numbers_in_file, -1)
             all_crcs = columns.get(prefix + SUMS + group)
             if all_crcs is not None:  # tables of older versions have none
                 crcs_here = all_crcs[is_here]
                 file = self._files[group][file_numbers[group]]
                 assert file is not None
                 file.expect(
-                    places_within_file[has_record],
+                    numbers_in_file[has_record],
                     rows=ids_here[has_record].astype(np.int64),
                     crcs=crcs_here[has_record].view(np.uint32),
                 )
@@ -643,55 +664,60 @@ class OnDisk(State):
         If a run is resumed with another number of processes, users may move to a process that lacks their records.
         """
         for group in self._groups:
-            # Place of each row, in the current round and in the best one: the arrays of the tables, updated below.
-            places_by_table = self._places_in_use(group)
+            # Record numbers of all rows, now and in the best round: the arrays of the tables, which are updated below.
+            numbers_by_table = self._record_numbers_in_use(group)
             own_file = self._files[group][_OWN_FILE]
             assert own_file is not None
-            row_by_place: dict[int, int] = {}  # each record once, also if both tables have its place
-            for places in places_by_table:
-                for row in _rows_elsewhere(places):
-                    row_by_place[int(places[row])] = row
-            new_places: dict[int, int] = {}
-            for batch in batched(row_by_place.items(), _COPIED_AT_ONCE):
-                old_places_of_batch = [place for place, _row in batch]
-                rows = [row for _place, row in batch]
-                records = self._start_read(group, rows, old_places_of_batch).result()
-                no_place = -1  # the rows have no record in this file yet
-                new_places_of_batch = [own_file.place_to_write(no_place) for _ in batch]
-                self._worker.submit(own_file.write, new_places_of_batch, records).result()
-                new_places.update(zip(old_places_of_batch, new_places_of_batch, strict=True))
-            for places in places_by_table:
-                for row in _rows_elsewhere(places):
-                    places[row] = new_places[int(places[row])]
+            row_by_number: dict[int, int] = {}  # each record once, also if both tables refer to it
+            for record_numbers in numbers_by_table:
+                for row in _rows_elsewhere(record_numbers):
+                    row_by_number[int(record_numbers[row])] = row
+            new_numbers: dict[int, int] = {}
+            for batch in batched(row_by_number.items(), _COPIED_AT_ONCE):
+                old_numbers_of_batch = [record_number for record_number, _row in batch]
+                rows = [row for _number, row in batch]
+                records = self._start_read(group, rows, old_numbers_of_batch).result()
+                no_record = -1  # the rows have no record in this file yet
+                new_numbers_of_batch = [own_file.record_to_write(no_record) for _ in batch]
+                self._worker.submit(own_file.write, new_numbers_of_batch, records).result()
+                new_numbers.update(zip(old_numbers_of_batch, new_numbers_of_batch, strict=True))
+            for record_numbers in numbers_by_table:
+                for row in _rows_elsewhere(record_numbers):
+                    record_numbers[row] = new_numbers[int(record_numbers[row])]
             del self._files[group][1:]  # no table refers to the other files any more
 
 
-def _restrict_to_file(places: Sequence[np.ndarray], file_number: int) -> list[np.ndarray]:
-    """Return those of the places that are in one file, counted within the file.
+def _restrict_to_file(record_numbers: Sequence[np.ndarray], file_number: int) -> list[np.ndarray]:
+    """Return the numbers of the records that are in one file, counted within the file.
 
     Args:
-        places: Arrays of places ``k * PLACES_PER_FILE + p`` for record p of file k; -1 for no record.
+        record_numbers: Arrays of numbers ``k * RECORDS_PER_FILE + p`` for record p of file k; -1 for no record.
         file_number: Number k of the file.
     """
-    return [places_in_file(places_of_table, file_number, PLACES_PER_FILE) for places_of_table in places]
+    return [record_numbers_in_file(numbers, file_number, RECORDS_PER_FILE) for numbers in record_numbers]
 
 
-def _rows_elsewhere(places: np.ndarray) -> list[int]:
-    """Return the rows whose record is in a file of another process: not in file 0, which has the lowest places.
+def _rows_elsewhere(record_numbers: np.ndarray) -> list[int]:
+    """Return the rows whose records a resumed run must copy, as they are in files that another process wrote.
+
+    File 0 is that of this process; the numbers of its records are the lowest.
 
     Args:
-        places: Place of the record of each row, ``k * PLACES_PER_FILE + p`` for record p of file k.
+        record_numbers: Number of the record of each row, ``k * RECORDS_PER_FILE + p`` for record p of file k.
     """
-    return np.flatnonzero(places >= PLACES_PER_FILE).tolist()
+    return np.flatnonzero(record_numbers >= RECORDS_PER_FILE).tolist()
 
 
 class _WithoutMoments(State):
-    """View of a store that neither reads nor writes moments."""
+    """View of a store that neither reads nor writes optimizer moments, for work without optimizer steps."""
 
     in_memory = False
 
     def __init__(self, store: OnDisk):
-        """Make a view whose tensors have the shapes of the store's, except moments, which have no columns."""
+        """Make a view of a store, for work that needs no optimizer moments, such as making downloads.
+
+        Its tensors have the shapes of those of the store, but the moments have no columns.
+        """
         copy_fields(self, replace(store._template, first=store.first[:, :0], second=store.second[:, :0]))
         self._store = store
 
@@ -727,7 +753,11 @@ class DiskStore(Store):
     def read(self, kind: Kind, request: DataRequest) -> RunData:
         """Return users whose data is stored in a cache file and read from there on access.
 
-        All users are in memory for a kind of data without a reader.
+        A kind of data without a reader of single users is read into memory.
+
+        Args:
+            kind: Kind of the data: text, conversations or samples.
+            request: The recipe, and any data that the program passes instead of files.
 
         Raises:
             ComingleError: See :meth:`comingle.training.kinds.base.Kind.read`.
@@ -735,13 +765,14 @@ class DiskStore(Store):
         reader = kind.reader(request)
         if reader is None:
             return super().read(kind, request)
+        # ``totals`` are facts about all users that are stored with the cache, such as numbers of tokens.
         users, totals, skipped = read_cached(reader)
         return RunData(
             kind=kind,
             base=reader.base,
             users=users,
             common=reader.common(users, totals),
-            unread=True,
+            unread=True,  # users' data is read on demand
             skipped=skipped,
             skipped_rows=totals.get("skipped_rows", 0),
         )
@@ -768,5 +799,6 @@ def check_storable(clients: Users) -> None:
     if clients.method.placement.pooled:
         raise RecipeError(f"method {clients.method.name}: trains a single model; allowed: runtime.store: memory")
     if clients.plan.evaluation.select == "best":
-        num_users_with_validation = clients.users.about.get("valid")  # None in a store of an older version
+        # Counted when the users' data was cached on disk; None in a cache of an older version.
+        num_users_with_validation = clients.users.about.get("valid")
         clients.require_validation(num_users_with_validation is None or num_users_with_validation > 0)

@@ -1,10 +1,10 @@
-"""Files of fixed-size records, and tables with the place of each record.
+"""Files of fixed-size records, and tables with the number of each row's record.
 
 ``params`` has the parameters of a user and the tensors of its client hooks, ``moments`` the optimizer moments of users
 who took steps. A record starts with its CRC-32 and the number of its row. Checkpoints store the CRC-32 too, because a
 valid record may belong to another round or run.
 
-Between two snapshots a place is rewritten only by the same row, and never while a kept checkpoint or the best round
+Between two snapshots a record is overwritten only by the same row, and never while a kept checkpoint or the best round
 refers to it. So the records of the last checkpoint are intact whenever a process is killed. A checkpoint that was
 copied elsewhere may refer to records that have been overwritten since; the CRC-32 detects this.
 """
@@ -185,7 +185,7 @@ def copy_fields(state: State, template: State) -> None:
 def align(state: State, rows: Sequence[int]) -> State:
     """Return a state at the memory alignment that it would have as a view of the state of all users in memory.
 
-    Alignment may change the last bit of a matrix product.
+    Alignment may change the last bit of a matrix product; with it, runs with users on disk and in memory are equal.
 
     Args:
         state: State of some rows, without a best round.
@@ -200,9 +200,10 @@ def align(state: State, rows: Sequence[int]) -> State:
 
 
 def _at_offset_of_row(t: Tensor, row: int) -> Tensor:
-    """Return rows at the memory offset from a cache line that they would have in a matrix of all rows.
+    """Return users' rows at the offset from a cache line that they would have in a matrix of all users.
 
-    For example, row 3 of a matrix with rows of 40 bytes starts 120 bytes after a cache line, that is 56 bytes after the
+    The last bit of a matrix product may depend on this offset; so a run with users on disk equals one in memory. For
+    example, row 3 of a matrix with rows of 40 bytes starts 120 bytes after a cache line, that is 56 bytes after the
     next one of 64 bytes.
 
     Args:
@@ -247,9 +248,13 @@ class Process:
 
 
 def processes_of(checkpoint: Path) -> list[Process]:
-    """Return the processes that wrote the tables of record places in a checkpoint; empty without a store."""
+    """Return the processes of the run that wrote a checkpoint, from the names of its files.
+
+    With ``runtime.store: disk`` each process writes a file such as ``places-0-of-4.safetensors``, a table of the
+    records that have its users' tensors. The list is empty if users are stored in memory.
+    """
     suffixes = sorted(path.stem.removeprefix(TABLE) for path in checkpoint.glob(f"{TABLE}*.safetensors"))
-    counts: set[int] = set()
+    counts: set[int] = set()  # a complete checkpoint has one number of processes
     for suffix in suffixes:  # "-0-of-4", or empty for a single process
         _before, _separator, count = suffix.rpartition("-")
         counts.add(int(count) if suffix else 1)
@@ -356,7 +361,7 @@ MAX_RECORDS_VERIFIED_AT_LOAD = 1024
 
 
 class RecordFile:
-    """File of fixed-size records: the record at place p starts at byte ``p * size_bytes``.
+    """File of fixed-size records: record p starts at byte ``p * size_bytes``.
 
     Args:
         path: Path of the file.
@@ -374,114 +379,121 @@ class RecordFile:
         if temporary:
             os.unlink(path)  # the open file stays usable, and its space is freed when it is closed
         self.end = 0
-        """First place after all records."""
+        """Number of records that the file has room for; the next new record gets this number."""
         self.num_snapshots = 0
-        """Number of snapshots (checkpoints and best rounds), which refer to records by place."""
+        """Number of snapshots (checkpoints and best rounds), which refer to records by number."""
         self._first_written = np.zeros(0, dtype=np.int64)
-        """For each place, number of the first snapshot, counted from 1, that can refer to the record there."""
+        """For each record, number of the first snapshot, counted from 1, that can refer to it."""
         self._crcs = np.zeros(0, dtype=np.uint32)
         """CRC-32 of each record; accessed by the store thread, and by others only while it is idle."""
         self._free: deque[int] = deque()
-        """Places that no table refers to."""
+        """Numbers of records that no table refers to, which may be overwritten."""
 
-    # ---------------------------------------------------------------- places
+    # ---------------------------------------------------------------- which records may be overwritten
 
-    def place_to_write(self, current: int) -> int:
-        """Return the place (number of the record in the file) to write a row to.
+    def record_to_write(self, current: int) -> int:
+        """Return the number of the record to write a user's tensors to: its current one, or a free or new one.
 
-        It is the current place of the row, or a free one if a checkpoint or the best round refers to the current one.
+        A snapshot (a checkpoint or the best round) refers to records by number. So the current record may only be
+        overwritten if it was written after the last snapshot.
 
         Args:
-            current: Current place of the row in this file; -1 for none.
+            current: Number of the user's current record in this file; -1 for none.
         """
         next_snapshot = self.num_snapshots + 1
+        # ``_first_written[p]`` is the number of the first snapshot that can refer to record p.
         is_newer_than_snapshots = current >= 0 and self._first_written[current] == next_snapshot
-        if is_newer_than_snapshots:  # no snapshot refers to it, so it may be overwritten
+        if is_newer_than_snapshots:
             return current
-        place = self._free.popleft() if self._free else self.end
-        self.end = max(self.end, place + 1)
-        self._first_written = _grown(self._first_written, place + 1)
-        self._first_written[place] = next_snapshot
-        return place
+        record_number = self._free.popleft() if self._free else self.end
+        self.end = max(self.end, record_number + 1)
+        self._first_written = _grown(self._first_written, record_number + 1)
+        self._first_written[record_number] = next_snapshot
+        return record_number
 
     def free_all_except(self, used: Sequence[Int64[np.ndarray, " _"]]) -> None:
-        """Free all places for new records, except those in use, whose records are protected from being overwritten.
+        """Let all records be overwritten, except those in use, which are protected.
 
         Args:
-            used: Arrays of places (numbers of records in the file) in use; a place may be in several arrays.
+            used: Arrays of the numbers of records in use; a number may be in several arrays.
         """
-        for places in used:
-            last_place = int(places.max(initial=-1))
-            self.end = max(self.end, last_place + 1)  # number of places of the file
+        for record_numbers in used:
+            last_number = int(record_numbers.max(initial=-1))
+            self.end = max(self.end, last_number + 1)
         is_used = np.zeros(self.end, dtype=bool)
-        for places in used:
-            is_used[places] = True
+        for record_numbers in used:
+            is_used[record_numbers] = True
         self._first_written = _grown(self._first_written, self.end)
         self._free = deque(np.flatnonzero(~is_used).tolist())
         self.protect_records()
 
     def protect_records(self) -> None:
         """Protect all current records from being overwritten until :meth:`free_all_except` frees them."""
-        self.num_snapshots += 1  # :meth:`place_to_write` rewrites only records that are newer than all snapshots
+        self.num_snapshots += 1  # :meth:`record_to_write` rewrites only records that are newer than all snapshots
 
     # ---------------------------------------------------------------- checksums
 
-    def crcs(self, places: Int64[np.ndarray, " some"]) -> UInt32[np.ndarray, " some"]:
+    def crcs(self, record_numbers: Int64[np.ndarray, " some"]) -> UInt32[np.ndarray, " some"]:
         """Return the CRC-32 of some records.
 
         Args:
-            places: Numbers of the records in the file; -1, for no record, gives :data:`UNKNOWN`.
+            record_numbers: Numbers of the records in the file; -1, for no record, gives 0 (:data:`UNKNOWN`).
         """
-        last_place = int(places.max(initial=-1))
-        self._crcs = _grown(self._crcs, last_place + 1)
-        crcs = np.full(len(places), UNKNOWN, dtype=np.uint32)
-        has_record = places >= 0
-        crcs[has_record] = self._crcs[places[has_record]]
+        last_number = int(record_numbers.max(initial=-1))
+        self._crcs = _grown(self._crcs, last_number + 1)
+        crcs = np.full(len(record_numbers), UNKNOWN, dtype=np.uint32)
+        has_record = record_numbers >= 0
+        crcs[has_record] = self._crcs[record_numbers[has_record]]
         return crcs
 
     def expect(
-        self, places: Int64[np.ndarray, " some"], rows: Int64[np.ndarray, " some"], crcs: UInt32[np.ndarray, " some"]
+        self,
+        record_numbers: Int64[np.ndarray, " some"],
+        rows: Int64[np.ndarray, " some"],
+        crcs: UInt32[np.ndarray, " some"],
     ) -> None:
-        """Set the CRC-32 that records must have when they are read; verify at most 1024 of the records now.
+        """Set the CRC-32 that records must have when they are read, as a checkpoint says; called to resume a run.
+
+        At most 1024 records are verified now, so that a store of another run is found early.
 
         Args:
-            places: Numbers of the records in the file.
-            rows: Numbers of their rows in the whole run.
-            crcs: Their CRC-32, from a checkpoint.
+            record_numbers: Numbers of the records in the file.
+            rows: Number of the row in the whole run that each record must contain.
+            crcs: Their CRC-32, from a checkpoint; :data:`UNKNOWN` if an old checkpoint has none.
 
         Raises:
-            RunError: A record has another CRC-32.
+            RunError: A record has another CRC-32 or belongs to another row.
         """
-        last_place = int(places.max(initial=-1))
-        self._crcs = _grown(self._crcs, last_place + 1)
-        self._crcs[places] = crcs
-        stride = max(1, math.ceil(len(places) / MAX_RECORDS_VERIFIED_AT_LOAD))  # verify every stride-th record
-        for index in range(0, len(places), stride):
-            place, row, expected_crc = int(places[index]), int(rows[index]), int(crcs[index])
-            first_bytes = os.pread(self._handle, 8, place * self.size_bytes)  # a record begins with its CRC-32
+        last_number = int(record_numbers.max(initial=-1))
+        self._crcs = _grown(self._crcs, last_number + 1)
+        self._crcs[record_numbers] = crcs
+        stride = max(1, math.ceil(len(record_numbers) / MAX_RECORDS_VERIFIED_AT_LOAD))  # verify every stride-th record
+        for index in range(0, len(record_numbers), stride):
+            record_number, row, expected_crc = int(record_numbers[index]), int(rows[index]), int(crcs[index])
+            first_bytes = os.pread(self._handle, 8, record_number * self.size_bytes)  # a record begins with its CRC-32
             stored_crc = int.from_bytes(first_bytes, sys.byteorder)
             if expected_crc not in (stored_crc, UNKNOWN):
                 buffer = np.empty(self.size_bytes, dtype=np.uint8)
-                self.read([place], [row], [buffer])  # raises an error that says what is wrong
+                self.read([record_number], [row], [buffer])  # raises an error that says what is wrong
 
     # ---------------------------------------------------------------- bytes
 
-    def write(self, places: Sequence[int], records: np.ndarray) -> None:
+    def write(self, record_numbers: Sequence[int], records: np.ndarray) -> None:
         """Write records into the file, with their CRC-32.
 
         Args:
-            places: Numbers that the records get in the file.
+            record_numbers: Numbers that the records get in the file.
             records: The records ``(records, bytes)``.
 
         Raises:
             OSError: The disk cannot be written to.
         """
-        self._crcs = _grown(self._crcs, max(places, default=-1) + 1)
+        self._crcs = _grown(self._crcs, max(record_numbers, default=-1) + 1)
         try:
-            for place, record in zip(places, records, strict=True):
-                self._crcs[place] = write_crc(record)
+            for record_number, record in zip(record_numbers, records, strict=True):
+                self._crcs[record_number] = write_crc(record)
                 content = record.data
-                start = place * self.size_bytes
+                start = record_number * self.size_bytes
                 written_bytes = 0
                 while written_bytes < self.size_bytes:  # a call may write only a part
                     written_bytes += os.pwrite(self._handle, content[written_bytes:], start + written_bytes)
@@ -489,22 +501,22 @@ class RecordFile:
             error.filename = str(self.path)  # a write to an open handle names no file; the message needs the name
             raise
 
-    def read(self, places: Sequence[int], rows: Sequence[int], into: Sequence[np.ndarray]) -> None:
+    def read(self, record_numbers: Sequence[int], rows: Sequence[int], into: Sequence[np.ndarray]) -> None:
         """Read and check records.
 
         Args:
-            places: Numbers of the records in the file.
+            record_numbers: Numbers of the records in the file.
             rows: Numbers of their rows, which the records must contain.
             into: Buffers to read into.
 
         Raises:
             RunError: A record is damaged or not the expected one.
         """
-        self._crcs = _grown(self._crcs, max(places, default=-1) + 1)
-        for place, row, record in zip(places, rows, into, strict=True):
-            num_read_bytes = os.preadv(self._handle, [record.data], place * self.size_bytes)
+        self._crcs = _grown(self._crcs, max(record_numbers, default=-1) + 1)
+        for record_number, row, record in zip(record_numbers, rows, into, strict=True):
+            num_read_bytes = os.preadv(self._handle, [record.data], record_number * self.size_bytes)
             record[num_read_bytes:] = 0  # a truncated file leaves uninitialised memory
-            check_record(record, row, int(self._crcs[place]), self.path)
+            check_record(record, row, int(self._crcs[record_number]), self.path)
 
     def to_disk(self) -> None:
         """Flush all records to disk, so that they survive a power failure."""
@@ -527,15 +539,15 @@ class StoreThread:
         """Call a function in the thread, after all calls that were submitted before; return a future of its result."""
         return self._pool.submit(work, *args, **kwargs)
 
-    def write(self, file: RecordFile, places: Sequence[int], records: np.ndarray) -> None:
+    def write(self, file: RecordFile, record_numbers: Sequence[int], records: np.ndarray) -> None:
         """Write records after all that was submitted before.
 
         Args:
             file: File to write to.
-            places: Numbers that the records get in the file.
+            record_numbers: Numbers that the records get in the file.
             records: The records ``(records, bytes)``.
         """
-        self._pending.append(self.submit(file.write, places, records))
+        self._pending.append(self.submit(file.write, record_numbers, records))
 
     def wait(self, most: int) -> None:
         """Wait until at most ``most`` writes are pending.
@@ -572,13 +584,13 @@ def _grown(array: np.ndarray, size: int) -> np.ndarray:
 
 
 ROWS, VERSIONS, SUMS = "rows", "versions", "sums/"
-"""Names of columns of a table besides places, which have the name of their group; ``SUMS`` is a prefix."""
+"""Names of columns of a table besides record numbers, which have the name of their group; ``SUMS`` is a prefix."""
 
 BEST, BEST_ROUND = "best/", "best/round"
 """Prefix of the columns of the best round, and the column with its number."""
 
 CrcsOf = Mapping[str, Callable[[Int64[np.ndarray, " some"]], UInt32[np.ndarray, " some"]]]
-"""Maps each group to a function that returns the CRC-32 of the records at some places."""
+"""Maps each group to a function that returns the CRC-32 of records, given their numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -586,24 +598,24 @@ class Table:
     """Table of where the record of each row is.
 
     Attributes:
-        places: Place of the record of each row, by group ("params", "moments"). A place is the number of a record in
-            its file; -1 stands for no record.
+        record_numbers: Number of the record of each row, by group ("params", "moments"): record p of file k has the
+            number ``k * RECORDS_PER_FILE + p``, which is p in the file of this process; -1 stands for no record.
         versions: Server version that each row last downloaded.
     """
 
-    places: dict[str, Int64[np.ndarray, " rows"]]
+    record_numbers: dict[str, Int64[np.ndarray, " rows"]]
     versions: Int[np.ndarray, " rows"]
 
     def copy(self) -> Table:
         """Return a deep copy."""
-        places = {group: places_of_group.copy() for group, places_of_group in self.places.items()}
-        return Table(places=places, versions=self.versions.copy())
+        record_numbers = {group: numbers_of_group.copy() for group, numbers_of_group in self.record_numbers.items()}
+        return Table(record_numbers=record_numbers, versions=self.versions.copy())
 
     @classmethod
     def without_records(cls, groups: Iterable[str], versions: Int[np.ndarray, " rows"]) -> Table:
         """Return a table in which no row has a record."""
-        places = {group: np.full(len(versions), -1, dtype=np.int64) for group in groups}
-        return cls(places=places, versions=versions.copy())
+        record_numbers = {group: np.full(len(versions), -1, dtype=np.int64) for group in groups}
+        return cls(record_numbers=record_numbers, versions=versions.copy())
 
 
 def write_table(
@@ -623,7 +635,7 @@ def write_table(
         now: Current table.
         best: Table of the best round; None without one.
         best_round: Number of the best round; None without one.
-        crcs: For each group, a function that returns the CRC-32 of the records at some places.
+        crcs: For each group, a function that returns the CRC-32 of records, given their numbers.
     """
     columns = _columns(ids, now, crcs)
     if best is not None:
@@ -634,23 +646,26 @@ def write_table(
 
 
 def _columns(ids: np.ndarray, table: Table, crcs: CrcsOf) -> dict[str, torch.Tensor]:
-    """Return the columns of a table by name, with one entry for each row that has a record.
+    """Return the table that a checkpoint stores: where each user's tensors are in the record files, as columns by name.
 
-    Columns are ``"params"`` and ``"moments"`` (places), ``"sums/params"`` and ``"sums/moments"`` (CRC-32), ``"rows"``
-    (numbers of the rows) and ``"versions"`` (server version that a row last downloaded).
+    Each column has one entry for each row (a copy of a user's tensors) that has a record. Users who have never taken
+    part have none.
+
+    Columns are ``"params"`` and ``"moments"`` (record numbers), ``"sums/params"`` and ``"sums/moments"`` (CRC-32),
+    ``"rows"`` (numbers of the rows) and ``"versions"`` (server version that a row last downloaded).
 
     Args:
         ids: Number of each row among those of all processes.
         table: The table.
-        crcs: For each group, a function that returns the CRC-32 of the records at some places.
+        crcs: For each group, a function that returns the CRC-32 of records, given their numbers.
     """
-    has_record = table.places["params"] >= 0  # a row without a record in "params" has none in "moments"
+    has_record = table.record_numbers["params"] >= 0  # a row without a record in "params" has none in "moments"
     rows = np.flatnonzero(has_record)
     columns: dict[str, torch.Tensor] = {}
-    for group, places in table.places.items():
-        columns[group] = torch.from_numpy(places[rows]).int()
-    for group, places in table.places.items():
-        crcs_of_rows = crcs[group](places[rows])
+    for group, record_numbers in table.record_numbers.items():
+        columns[group] = torch.from_numpy(record_numbers[rows]).int()
+    for group, record_numbers in table.record_numbers.items():
+        crcs_of_rows = crcs[group](record_numbers[rows])
         columns[SUMS + group] = torch.from_numpy(crcs_of_rows.view(np.int32))  # the file format has no uint32
     columns[ROWS] = torch.from_numpy(ids[rows]).int()
     columns[VERSIONS] = torch.from_numpy(table.versions[rows])
@@ -662,8 +677,8 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
     return {name: t.numpy() for name, t in load_file(path).items()}
 
 
-def places_in_tables(tables: Sequence[dict[str, np.ndarray]], group: str) -> list[np.ndarray]:
-    """Return the places of the records of a group that tables of checkpoints refer to, as one array per column.
+def record_numbers_in_tables(tables: Sequence[dict[str, np.ndarray]], group: str) -> list[np.ndarray]:
+    """Return the numbers of the records of a group that tables of checkpoints refer to, as one array per column.
 
     Args:
         tables: Columns of each table. A table has a column for the current round and may have one for the best round.
@@ -677,17 +692,19 @@ def places_in_tables(tables: Sequence[dict[str, np.ndarray]], group: str) -> lis
     return columns
 
 
-def places_in_file(places: Int64[np.ndarray, " rows"], file_number: int, size: int) -> Int64[np.ndarray, " some"]:
-    """Return the places that lie in one file, counted from the start of this file.
+def record_numbers_in_file(
+    record_numbers: Int64[np.ndarray, " rows"], file_number: int, size: int
+) -> Int64[np.ndarray, " some"]:
+    """Return the numbers of the records that are in one file, counted within this file.
 
     Args:
-        places: Places counted over all files, in which file k begins at ``k * size``; -1 without a record.
+        record_numbers: Numbers of records: ``k * size + p`` for record p of file k; -1 for rows without a record.
         file_number: Number of the file.
-        size: Number of places per file.
+        size: Step between the numbers of two files, larger than any file.
     """
-    places_of_records = places[places >= 0]
-    is_in_file = places_of_records // size == file_number
-    return places_of_records[is_in_file] % size
+    stored_numbers = record_numbers[record_numbers >= 0]
+    is_in_file = stored_numbers // size == file_number
+    return stored_numbers[is_in_file] % size
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
