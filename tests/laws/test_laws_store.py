@@ -20,7 +20,7 @@ def outcome(federation: InProcess) -> tuple[dict[str, torch.Tensor], list[Any], 
     """Everybody's tensors after all rounds, their scores, and what the server keeps."""
     scores = run_rounds(federation, observe=lambda event: None)
     state = federation.clients.state
-    whole = state.take(list(range(federation.clients.rows))).tensors()
+    whole = state.take(list(range(federation.clients.num_rows))).tensors()
     return whole, [score.measures for score in scores], federation.server.state
 
 

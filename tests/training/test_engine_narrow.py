@@ -40,7 +40,7 @@ def first_gradients(federate: Federate, method: str, **changes: Any) -> set[torc
     federation = federate(method, base=BASE, dtype="bfloat16", changes=changes)
     clients = federation.clients
     federation.download(everyone(federation))
-    cohort, phase = clients.cohort(list(range(clients.rows)), 0), clients.method.client.phases[0]
+    cohort, phase = clients.cohort(list(range(clients.num_rows)), 0), clients.method.client.phases[0]
     gradients = clients.steps.gradient(cohort, clients.batch_source.draw(cohort.owners, phase, 0, 0, 0), phase)[1]
     return {gradient.dtype for gradient in gradients.values()}
 

@@ -28,7 +28,7 @@ def first_gradients(federate: Federate, name: str, dtype: str = "float16") -> tu
     federation = federate(name, base=BASE, dtype=dtype)
     clients = federation.clients
     federation.download(everyone(federation))
-    rows = list(range(clients.rows))
+    rows = list(range(clients.num_rows))
     with torch.random.fork_rng():
         torch.manual_seed(0)  # nobody's tensors are zero: then all of them have gradients
         clients.state.rows.add_(0.02 * torch.randn(clients.state.rows.shape))

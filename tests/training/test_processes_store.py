@@ -52,7 +52,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable[[Pat
 def everything(folder: Path) -> dict[str, torch.Tensor]:
     federation = api.load(folder).federation
     clients = federation.clients
-    return clients.state.take(list(range(clients.rows))).tensors() | federation.server.state
+    return clients.state.take(list(range(clients.num_rows))).tensors() | federation.server.state
 
 
 def require_same(one: Path, other: Path) -> None:

@@ -226,7 +226,7 @@ def _largest_store_bytes(rehearsal: Rehearsal, kept_checkpoints: int) -> int:
         participants=rehearsal.num_participants * copies,
         evaluated_users=num_evaluated * copies,
         rounds=plan.training.rounds,
-        evaluate_every=plan.period,  # rounds between evaluations
+        evaluate_every=plan.evaluation_interval,  # rounds between evaluations
         checkpoint_every=plan.checkpoints.every,
         kept_checkpoints=kept_checkpoints,
     )

@@ -536,7 +536,7 @@ def _session_tensors(session: ServerSession) -> Tree:
         # Single numbers:
         "local_steps": session.local_steps,
         "best_round": session.best_round,
-        "evaluate_every": session.context.plan.period,
+        "evaluate_every": session.context.plan.evaluation_interval,
     }
     return {_SESSION_PREFIX + name: torch.tensor(value) for name, value in numbers.items()}
 

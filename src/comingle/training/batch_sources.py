@@ -54,9 +54,14 @@ class BatchShapes:
     """Whether scoring passes are larger than training passes, so that they may set the peak memory."""
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the batches of a user in one epoch of training, and in one :meth:`sweep` over its data.
+        """Return the sizes of the batches of a user, from which the time of local steps and of sweeps is estimated.
 
-        Sources without epochs, such as text, return ``((batch_size,), (batch_size,))``.
+        Args:
+            user: The user.
+
+        Returns:
+            Sizes of all batches in one epoch of training, and of those in one :meth:`sweep` over the training data,
+            such as ``((4, 4), (4, 4, 1))``. Sources without epochs, such as text, have one size in each.
         """
         return (self.batch_size,), (self.batch_size,)
 
@@ -87,6 +92,8 @@ class BatchShapes:
 
     def scored_at_once(self, users: Sequence[AnyUser], pass_size: PassSize) -> int:
         """Return the number of windows or samples of a user in one scoring pass, by default as in a training pass.
+
+        The peak memory of scoring is estimated from it.
 
         Args:
             users: The users who are scored.

@@ -81,13 +81,13 @@ class Store:
 
     def begin(self, clients: Users) -> State:
         """Return the state of all users before the first round, after checking that it fits into memory."""
-        trained_bytes = 4 * clients.rows * clients.model.layout.columns  # float32
+        trained_bytes = 4 * clients.num_rows * clients.model.layout.columns  # float32
         require_bytes(
             f"method {clients.method.name}: the trained tensors of {len(clients.trainers)} users",
             trained_bytes,
             "; runtime.store: disk keeps users who are not training on disk",
         )
-        all_rows = range(clients.rows)
+        all_rows = range(clients.num_rows)
         return clients.begin(all_rows)
 
     def read(self, kind: Kind, request: DataRequest) -> RunData:
@@ -155,9 +155,16 @@ class UsersAndTrainers:
         skipped: Mapping[str, str] = MappingProxyType({}),
         skipped_rows: int = 0,
     ):
-        """Assign rows of the state to trainers and users.
+        """Assign rows of the state to trainers and users; a row holds the parameters of one model.
 
         For example, trainers a and b with 2 copies of a model each own the rows ``[a, b, a, b]``.
+
+        Args:
+            plan: Plan of the run; its method decides how many copies of its model a trainer has.
+            trainers: Owners of the models: the users, or one trainer with the data of all users.
+            users: The users, who are evaluated with these models.
+            skipped: Users who were left out before the run, with the reason.
+            skipped_rows: Number of rows of data that were left out.
         """
         placement = plan.method.placement
         self.plan = plan
@@ -168,8 +175,8 @@ class UsersAndTrainers:
         self.names = self.trainers.names
         self.numbers = UserNumbers(self.names)
         self.population_names = self.names  # of all users of the run, in other processes too
-        self.rows = placement.copies * len(trainers)
-        first_row_of_last_copy = self.rows - len(trainers)  # users are evaluated with their last copy
+        self.num_rows = placement.copies * len(trainers)
+        first_row_of_last_copy = self.num_rows - len(trainers)  # users are evaluated with their last copy
         self.row_of: Sequence[int]
         """Row that holds the model of each user."""
         if placement.pooled:  # all users have the model of the one trainer
@@ -320,9 +327,13 @@ class Users(UsersAndTrainers):
         return draw(self.model.layout, self.plan.seed, "server")
 
     def begin(self, rows: Sequence[int]) -> State:
-        """Return the state of some rows before the first round: parameters, moments, and tensors that hooks keep.
+        """Return the state of some users before the first round: parameters, moments, and tensors that hooks keep.
 
-        It depends only on the seed and the names of the rows' owners. So a store need not save rows that are untrained.
+        It depends only on the seed and the names of the users. So a store on disk need not save users that are
+        untrained.
+
+        Args:
+            rows: Numbers of the rows; a user has one, or several if the method trains copies of its model.
         """
         layout, method, owners = self.model.layout, self.method, self.owners(rows)
         names = [self.names[owner] for owner in owners]
@@ -332,7 +343,7 @@ class Users(UsersAndTrainers):
             layout,
             model_of_rows.mask(),
             names=names,
-            local=trained & ~shared,
+            local=trained & ~shared,  # columns that are never aggregated, so that users may start differently
             ranks=model_of_rows.ranks,
             seed=self.plan.seed,
             common_values=self._common_initial_values,
@@ -538,15 +549,20 @@ class Clients(Users):
 
     @torch.no_grad()
     def receive(self, download: Download) -> None:
-        """Write a download into the state of the users it is addressed to.
+        """Write a download into the state of the users it is addressed to, before they train or are evaluated.
 
         A client hook of the method may combine several downloaded models into one.
+
+        Args:
+            download: Message of the server to one or several users: shared tensors ``(users, models, *shape)`` and,
+                with an adaptive clip norm, that norm.
         """
         receivers = self.numbers(download.users)
         layout = self.model.layout
         state = self.state.without_moments()
         cohort = self.cohort(receivers, download.version, state=state)
-        clip_norms, tensors = split_clip_norms(download.tensors)  # a download may contain clip norms for the users
+        clip_norms, tensors = split_clip_norms(download.tensors)
+        # Between peers, a user's own model need not be sent to itself.
         models = self._insert_own_models(cohort, replace(download, tensors=fill_ranks(tensors, layout)))
         combined_model: Tree | None = None
         for hook in self.method.client.parts:
@@ -657,11 +673,11 @@ class Clients(Users):
 
     @property
     def models(self) -> Models:
-        """Current tensors of all rows, by row number, and the trainer that owns each row."""
-        if self.rows == len(self.trainers):  # a single copy each: row i belongs to trainer i
-            owners: Sequence[int] = range(self.rows)
+        """Current models to score: the tensors of each model, by number of its row, and the trainer who owns it."""
+        if self.num_rows == len(self.trainers):  # a single copy each: row i belongs to trainer i
+            owners: Sequence[int] = range(self.num_rows)
         else:
-            owners = self.owners(range(self.rows))
+            owners = self.owners(range(self.num_rows))
         return Models(rows=self.state.rows_of, owners=owners)
 
     def evaluate(self) -> Sequence[AnyScore]:

@@ -355,7 +355,7 @@ def _run_round(
         observe({"event": "privacy", "round": plan.done, **account.spent})
     if plan.evaluates == "exchanged":
         # Users without the newest tensors download them first. After the last round they make their final models.
-        scores = _evaluate(backend, plan.done, observe, scores, finishes=plan.ends)
+        scores = _evaluate(backend, plan.done, observe, scores, finishes=plan.is_last)
     return scores
 
 
@@ -373,7 +373,7 @@ def _end_early(backend: Backend[S], run: RunPlan, done: int, observe: Observer, 
     """
     method = run.method
     logger.warning("%s: the privacy budget is spent after round %d of %d", method.name, done, run.training.rounds)
-    were_scored = done % run.period == 0
+    were_scored = done % run.evaluation_interval == 0
     evaluates_exchanged = evaluates_aggregated(run)  # and not the users' own models before aggregation
     makes_final_models = evaluates_exchanged and bool(method.client.finishing)
     if were_scored and not makes_final_models and not backend.remote:  # a remote backend evaluates in any case
@@ -435,12 +435,12 @@ def plan_round(run: RunPlan, shares: bool, round_number: int) -> RoundPlan:
     done = round_number + 1
     is_last = done == run.training.rounds
     evaluates = None
-    if is_last or done % run.period == 0:
+    if is_last or done % run.evaluation_interval == 0:
         # Models after the server's aggregation, or the users' own before it.
         evaluates = "exchanged" if evaluates_aggregated(run) else "local"
     return RoundPlan(
         number=round_number,
-        ends=is_last,
+        is_last=is_last,
         exchanges=exchanged_after(run, shares, done),
         evaluates=evaluates,
         saves=is_last or done % run.checkpoints.every == 0,

@@ -607,6 +607,7 @@ def _check_uploads_and_ranks(model: Model, plan: RunPlan) -> None:
         raise RecipeError(
             f"training.uploads: got {number_format!r} for {method.name}, whose users mix uploads; allowed: float32"
         )
+    # The server sends its own models to all users, already before the first round or after merging uploads.
     needs_equal_ranks = method.server.first_download or method.server.one_rank
     has_padding = not bool(model.mask().all())  # of users with a smaller rank than others
     if needs_equal_ranks and has_padding:

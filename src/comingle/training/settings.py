@@ -71,7 +71,7 @@ class RunPlan:
     test_limit: str = ""
 
     @property
-    def period(self) -> int:
+    def evaluation_interval(self) -> int:
         """Number of rounds between evaluations; the smallest allowed one until the interval is resolved."""
         return SHORTEST if self.evaluation.every == AUTO else self.evaluation.every
 
@@ -334,9 +334,12 @@ def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
 
 
 def evaluates_aggregated(plan: RunPlan) -> bool:
-    """Return whether a run is evaluated with the models after aggregation instead of the local models.
+    """Return whether users are evaluated with their models after aggregation, not with their local models before it.
 
-    The last round then ends with an exchange.
+    Then the users of the last round also upload, and download the aggregated model before the final evaluation.
+
+    Args:
+        plan: Plan of the run; the recipe chooses with ``evaluation.model``, unless the method needs aggregated models.
     """
     return plan.evaluation.model == "exchanged" or plan.method.client.ends_exchanged
 

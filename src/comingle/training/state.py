@@ -142,7 +142,9 @@ class State:
     # ---------------------------------------------------------------- the run folder
 
     def shard(self, number: int, processes: int, users: range, population: int) -> None:
-        """Tell a store on disk which rows of the whole run this process has; does nothing for tensors in memory.
+        """Tell a store on disk which users this process has, if those of a run are divided among several processes.
+
+        Does nothing for tensors in memory.
 
         Args:
             number: The process, counted from 0.

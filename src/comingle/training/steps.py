@@ -299,7 +299,10 @@ class PrivateSteps:
         noised_users: Sequence[int],
         plain: tuple[Float[Tensor, " users"], Tree] | None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return losses and gradients of a step in which some users' shared tensors get noised gradients.
+        """Return losses and gradients of a step in which tensors that are uploaded get noised gradients.
+
+        A user may have several copies of its model in the cohort. Only the first copy is uploaded, so further copies
+        get gradients without noise.
 
         Args:
             model: The model.
@@ -308,7 +311,7 @@ class PrivateSteps:
             cohort: The cohort.
             phase: Phase of the step.
             step_and_repeat: Local step in the round and repeat of the phase within the step, such as ``(3, 0)``.
-            noised_users: Positions in the cohort of the users whose shared gradients are noised.
+            noised_users: Positions in the cohort of the first copies of users, whose shared tensors are uploaded.
             plain: Losses and gradients without noise, for everything that is not noised; None if the phase trains only
                 shared tensors.
 
@@ -681,12 +684,12 @@ class Steps:
     def _private_gradients(
         self, cohort: CohortTensors, phase: Phase, step: int, repeat: int
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return losses and gradients: noised for the entries of tensors that are uploaded, plain for others.
+        """Return losses and gradients of a step: with noise for what users upload, without noise for what stays local.
 
-        A method may keep several copies of the model per user, of which only the first one is uploaded.
+        A method may train several copies of a user's model, of which only the first one is uploaded.
 
         Args:
-            cohort: The cohort.
+            cohort: The models of the step; further copies come as rows of their own.
             phase: The phase.
             step: Local step within the round.
             repeat: Repeat of the phase within the step.
@@ -825,8 +828,9 @@ class Steps:
             drawn: A batch of each user, as drawn.
             phase: The phase.
             noise: Noise that is added to router logits.
-            names: Names of the tensors to differentiate; all that the phase reaches if None.
-            scales: Factor of the loss of each user in the backward pass; none if None.
+            names: Names of the tensors to differentiate; all that the phase reaches if None. Only needed if other
+                tensors get noised gradients.
+            scales: Factor of the loss of each user in the backward pass, against underflow in float16; None for 1.
 
         Returns:
             Mean losses, and gradients that are multiplied by the scales.
@@ -919,7 +923,7 @@ class Steps:
         return tensors
 
     def _preconditioned(self, tensors: Tree, gradients: Tree) -> Tree:
-        """Return the gradients of a mixture multiplied by its preconditioner; unchanged for methods without one.
+        """Return the gradients of low-rank adaptors multiplied by their preconditioner, if the method has one (FLoRAL).
 
         Args:
             tensors: Tensors of the users, from which the preconditioner is computed.

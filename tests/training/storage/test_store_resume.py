@@ -66,7 +66,7 @@ def stopped(recipe: Path, tmp_path: Path) -> Path:
 
 def everything(folder: Path) -> dict[str, torch.Tensor]:
     clients = api.load(folder).federation.clients
-    return clients.state.take(list(range(clients.rows))).tensors()
+    return clients.state.take(list(range(clients.num_rows))).tensors()
 
 
 def require_same(folder: Path, whole: Path) -> None:

@@ -30,7 +30,7 @@ class RoundPlan:
 
     Attributes:
         number: The round, counted from 0.
-        ends: Whether it is the last planned round.
+        is_last: Whether it is the last planned round.
         exchanges: Whether participants upload and the server aggregates.
         evaluates: Models to evaluate: local ones, before the server aggregates, or exchanged ones; None for no
             evaluation.
@@ -38,7 +38,7 @@ class RoundPlan:
     """
 
     number: int
-    ends: bool
+    is_last: bool
     exchanges: bool
     evaluates: Literal["local", "exchanged"] | None
     saves: bool

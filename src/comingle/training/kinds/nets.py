@@ -119,9 +119,12 @@ class SampleBatchSource(PassBatchSource):
     def examples_at(
         self, trainers: Sequence[int], indices: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch"]:
-        """Return the indices of samples as a batch of this source, which consists of indices.
+        """Return a batch of samples by index, for example-level privacy: the indices, which :meth:`read` reads.
 
-        Also sets the round, on which augmentation depends.
+        Args:
+            trainers: Not used.
+            indices: Indices of the samples of each trainer; ``PAD`` for none.
+            round_number: The round, counted from 0, on which the augmentation of these samples will depend.
         """
         self.enter(round_number)
         return indices.long()
@@ -210,7 +213,13 @@ class SampleBatchSource(PassBatchSource):
     scores_more = True
 
     def with_trainers(self, trainers: Sequence[UserSamples]) -> SampleBatchSource:
-        """Return a batch source of other trainers with the same settings, but without augmentation."""
+        """Return a batch source of other trainers with the same settings, but without augmentation.
+
+        The memory and operations of a step are counted with one, for as many users as train at once.
+
+        Args:
+            trainers: The trainers, with samples of the same shape.
+        """
         inputs = self.banks["train"].inputs
         return SampleBatchSource(
             trainers,

@@ -355,9 +355,14 @@ class TextKind(LanguageKind):
         return self.known_names(recipe, source, read_owners, "text")
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
-        """Return the recipes, the names of users with too little text, and a note about these.
+        """Return the recipes unchanged, as they have text already, and find the users with too little text.
 
-        If the number of ``users`` is given, no text is read and no user is named.
+        Args:
+            recipes: Recipes of several methods with the same data, whose costs are to be counted.
+            users: Number of users, if it is given; then no text is read, and no user is found to have too little.
+
+        Returns:
+            The recipes, the names of the users that a run would leave out, and a note about these for the user.
         """
         if users is not None:
             return list(recipes), set(), ""

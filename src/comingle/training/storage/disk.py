@@ -383,9 +383,9 @@ class OnDisk(State):
     # ---------------------------------------------------------------- the best round
 
     def remember(self, done: int) -> None:
-        """Store the current rows as those of the best round, and keep their records from being overwritten.
+        """Remember the users' current tensors as those of the best round, and keep them from being overwritten on disk.
 
-        No record is copied, only the table of their numbers.
+        No tensors are copied, only the table of which record in a file has those of which user.
 
         Args:
             done: Number of rounds that are done.
@@ -399,9 +399,10 @@ class OnDisk(State):
                 if file is None:
                     continue
                 is_only_read = self._write_numbers.get(group) != number
-                if may_have_checkpoints or is_only_read:  # checkpoints may need any record, until :meth:`save`
+                if may_have_checkpoints or is_only_read:
+                    # A checkpoint may need any record. :meth:`save` frees the others, as it knows the checkpoints.
                     file.protect_records()
-                else:  # frees all records except those of the current and the best round, which it protects
+                else:  # free the records of the previous best round
                     file.free_all_except(_restrict_to_file(self._record_numbers_in_use(group), number))
 
     def restored_best(self) -> State:
@@ -487,7 +488,10 @@ class OnDisk(State):
 
     @property
     def _description(self) -> dict[str, Any]:
-        """Number of rows of all processes, and the tensors in a record of each group, to compare with a checkpoint."""
+        """Number of rows of the whole run, and name, shape and dtype of each tensor that is stored for a row.
+
+        A checkpoint stores it, too, and must have the same one when a run is resumed.
+        """
         description: dict[str, Any] = {"rows": self._shard.total_rows}
         for group in self._groups:
             description[group] = [field.description for field in self._layouts[group].fields]
@@ -555,7 +559,8 @@ class OnDisk(State):
     def load(self, checkpoint: Path, read: Callable[[], State]) -> OnDisk:
         """Restore this store, in place, from a checkpoint that any number of processes has written; return the store.
 
-        Only the tables of record numbers are read; records are read when they are needed.
+        Only tables are read, which say in which record of a file the tensors of a user are. Records are read when they
+        are needed.
 
         Args:
             checkpoint: Folder of the checkpoint.
@@ -567,7 +572,7 @@ class OnDisk(State):
         run = checkpoint.parent.parent
         check_store(run, checkpoint, self._description, self._groups)
         selects_best_round = bool(self.best)
-        best_table = Table.without_records(self._groups, self._table.versions)
+        best_table = Table.without_records(self._groups, self._table.versions)  # filled below
         best_rounds: set[int] = set()
         for process in processes_of(checkpoint):
             table_path = process.table_path(checkpoint)
@@ -659,13 +664,13 @@ class OnDisk(State):
                 )
 
     def _copy_other_records(self) -> None:
-        """Copy records of this process's users from files of other processes to its own files, and update all tables.
+        """Copy users' tensors that are in files of other processes to files of this one, and update the tables.
 
         If a run is resumed with another number of processes, users may move to a process that lacks their records.
         """
         for group in self._groups:
             # Record numbers of all rows, now and in the best round: the arrays of the tables, which are updated below.
-            numbers_by_table = self._record_numbers_in_use(group)
+            numbers_by_table = self._record_numbers_in_use(group)  # one or two arrays
             own_file = self._files[group][_OWN_FILE]
             assert own_file is not None
             row_by_number: dict[int, int] = {}  # each record once, also if both tables refer to it
@@ -748,7 +753,7 @@ class DiskStore(Store):
         used_moments = clients.plan.training.experts.moments | clients.plan.training.router.moments
         if rounds_moments and not MOMENTS & used_moments:
             raise RecipeError("runtime.store: disk-bf16 rounds moments, but no optimizer here has any; allowed: disk")
-        return OnDisk(clients.begin, clients.rows, self.moments, names=clients.names)
+        return OnDisk(clients.begin, clients.num_rows, self.moments, names=clients.names)
 
     def read(self, kind: Kind, request: DataRequest) -> RunData:
         """Return users whose data is stored in a cache file and read from there on access.

@@ -84,7 +84,9 @@ class RecordLayout:
         return HEAD + size if size else 0
 
     def pack(self, rows: Sequence[int], tensors: Mapping[str, Tensor]) -> np.ndarray:
-        """Return records ``(rows, bytes)`` without CRC-32, which :func:`write_crc` adds.
+        """Return users' tensors as the bytes of records ``(rows, bytes)``, without the CRC-32, which is added later.
+
+        A record begins with 8 bytes for the CRC-32 and 8 for the number of its row.
 
         Args:
             rows: Number of the row of each record in the whole run.
@@ -415,7 +417,8 @@ class RecordFile:
         """Let all records be overwritten, except those in use, which are protected.
 
         Args:
-            used: Arrays of the numbers of records in use; a number may be in several arrays.
+            used: Numbers of the records that the current state, the best round or a checkpoint refers to, as one array
+                for each; a number may be in several.
         """
         for record_numbers in used:
             last_number = int(record_numbers.max(initial=-1))
