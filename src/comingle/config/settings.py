@@ -886,8 +886,8 @@ class TrainingSection(Section):
 class EvaluationSection(Section):
     """Evaluation interval, the models that are evaluated, and the selection of the best round.
 
-    :func:`comingle.training.evaluation.evaluation_interval` chooses the interval for ``every: auto``. The local model is
-    the one that Algorithm 1 of CoMiGS returns.
+    :func:`comingle.training.evaluation.evaluation_interval` chooses the interval for ``every: auto``. The local model
+    is the one that Algorithm 1 of CoMiGS returns.
     """
 
     every: Literal["auto"] | Count = AUTO

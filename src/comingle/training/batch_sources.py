@@ -376,7 +376,7 @@ class PassBatchSource(BatchSource):
         return drawn[:, : max(1, largest_batch)]
 
     def enter(self, round_number: int) -> None:
-        """Set the current round, and drop the shuffled epochs that are cached for an earlier round."""
+        """Set the current round, before its first batch; delete the cached batches of the previous round."""
         if round_number != self._round:
             self._shuffled, self._round = {}, round_number
 

@@ -458,7 +458,7 @@ class Cohort(CohortTensors):
         return rows.clone().view(num_copies, -1, rows.shape[1])
 
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
-        """Return the mean validation loss in nats of a user with another model than its own.
+        """Return the mean validation loss in nats of a user with another model than its own, to choose between models.
 
         Args:
             candidate: Parameters of the other model.
@@ -466,11 +466,11 @@ class Cohort(CohortTensors):
         """
         owner = self.owners[user]
 
-        def rows(numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
-            """Return the candidate for each of these models, all of which have number 0."""
+        def parameters_of(numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
+            """Return the candidate, which is the only model, once for each place in a pass; ``numbers`` are all 0."""
             return candidate.expand(len(numbers), -1)
 
-        only_candidate = Models(rows=rows, owners=[owner])
+        only_candidate = Models(rows=parameters_of, owners=[owner])
         return self.scorer.mean_loss(only_candidate, splits=[self.trainers[owner].valid], model_numbers=[0])
 
     # ---------------------------------------------------------------- helpers

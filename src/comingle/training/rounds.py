@@ -272,9 +272,9 @@ def run_rounds(
 ) -> S | None:
     """Train from ``first_round`` to the end and return the scores of the final models.
 
-    If local models are evaluated (``evaluation.model``), the last exchange is left out, so that the run ends with the
-    models that were evaluated. With ``evaluation.select: best`` the run ends with the models of the evaluated round
-    with the lowest validation loss.
+    If local models are evaluated (``evaluation.model``), the last round has no upload and no aggregation, so that the
+    run ends with the models that were evaluated. With ``evaluation.select: best`` the run ends with the models of the
+    evaluated round with the lowest validation loss.
 
     Args:
         backend: The users and their server.
@@ -317,7 +317,7 @@ def run_rounds(
         return scores
     # A run without rounds is evaluated once here. A run that was resumed after its last round has logged its event.
     bytes_before = clock.upload_bytes, clock.download_bytes
-    receives = evaluates_aggregated(run) or not was_stopped
+    receives = evaluates_aggregated(run) or not was_stopped  # whether users download the aggregated model first
     scores = _evaluate(backend, num_rounds, observe, scores, receives=receives, silent=was_resumed)
     if was_resumed or not backend.remote:  # the messages were counted before, or were not sent over a network
         clock.upload_bytes, clock.download_bytes = bytes_before
@@ -416,7 +416,7 @@ def _aggregate(backend: Backend[S], done: int, observe: Observer) -> None:
         done: The round, counted from 1.
         observe: Called with the events.
     """
-    failure = backend.aggregate()
+    failure = backend.aggregate()  # the reason if a secure sum fails, such as too few users
     if failure:
         observe({"event": "no_sum", "round": done, "reason": failure})
     rule_result = backend.server.mechanisms.rule_result  # None without such a rule

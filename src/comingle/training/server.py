@@ -105,7 +105,7 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
             server_round: The round and the method's server state.
 
         Returns:
-            The uploads as the method aggregates them; None if there is nothing to aggregate.
+            The uploads as the method aggregates them; None if too few are left, so that the model stays unchanged.
         """
         for mechanism in self:
             protected = mechanism.server_sum(received, server_round)

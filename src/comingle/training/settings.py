@@ -72,7 +72,7 @@ class RunPlan:
 
     @property
     def evaluation_interval(self) -> int:
-        """Number of rounds between evaluations; the smallest allowed one until the interval is resolved."""
+        """Number of rounds between evaluations; 5 as long as ``evaluation.every: auto`` is not resolved yet."""
         return SHORTEST if self.evaluation.every == AUTO else self.evaluation.every
 
     @property
@@ -142,7 +142,7 @@ TOKENS_PER_PASS = {"cpu": 2048, "cuda": 65536}
 
 @dataclass(frozen=True, kw_only=True)
 class PassSize:
-    """Number of users, and of sequences or samples of each, in one pass."""
+    """Number of users, and of sequences or samples of each, in one forward and backward pass."""
 
     users: int
     sequences: int
@@ -165,10 +165,10 @@ class PassSize:
 
 
 def pass_size(plan: RunPlan, device: torch.device, batch_size: int) -> PassSize:
-    """Return the size of a pass: by default whole batches of as many users as :data:`TOKENS_PER_PASS` allows.
+    """Return how many users are trained at once in a forward and backward pass, and how many sequences of each.
 
-    A batch that does not fit is split. The number of sequences does not depend on ``users_per_step``, so neither do
-    results.
+    By default these are whole batches of as many users as :data:`TOKENS_PER_PASS` allows. A batch that does not fit is
+    split into micro-batches. The number of sequences does not depend on ``users_per_step``, so neither do results.
 
     Args:
         plan: Plan of the run; ``runtime.micro_batch`` and ``runtime.users_per_step`` replace the defaults.

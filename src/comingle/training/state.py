@@ -69,7 +69,7 @@ class State:
         return named
 
     def filled(self, tensors: dict[str, Tensor], best: Tree) -> State:
-        """Return a state with other tensors.
+        """Return a state of the same type and device with all tensors replaced, such as by those of a checkpoint.
 
         Args:
             tensors: The tensors, under the names of :meth:`tensors`.
@@ -125,12 +125,24 @@ class State:
         return self._with_tensors({name: self.best[name].clone() for name in self.tensors()})
 
     def take(self, users: Sequence[int]) -> State:
-        """Return the rows of some users: a view if they are consecutive, otherwise a copy."""
+        """Return the state of some users, to train them; :meth:`put` writes it back.
+
+        Args:
+            users: Numbers of their rows: of users or, if a method trains several copies of a user's model, of copies.
+
+        Returns:
+            A state that is a view if the rows are consecutive, otherwise a copy.
+        """
         index = _slice_or_list(users)
         return self._with_tensors({name: t[index] for name, t in self.tensors().items()})
 
     def put(self, users: Sequence[int], taken: State) -> None:
-        """Write back the result of :meth:`take`; does nothing for consecutive users, as the result was a view."""
+        """Write back the result of :meth:`take`; does nothing for consecutive rows, as the result was a view.
+
+        Args:
+            users: Numbers of the rows, as in :meth:`take`.
+            taken: The state of these rows.
+        """
         index = _slice_or_list(users)
         was_view = isinstance(index, slice)
         if was_view:

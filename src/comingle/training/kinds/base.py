@@ -281,8 +281,8 @@ class Kind(ABC):
         Args:
             name: Name of the user.
             model: The model that all users train.
-            tensors: Tensors of the user ``(1, ...)``.
-            row: Row of the user in the federation.
+            tensors: Trained tensors of the user by name, ``(1, *shape)``.
+            row: Number of the user's model among those of all users, for models that differ in rank or experts.
         """
 
     def with_inputs(self, personal: Personal, recipe: Recipe, settings: Mapping[str, Any]) -> Personal:
@@ -595,15 +595,16 @@ def language_model(recipe: Recipe, base: Base, method: Method, num_trainers: int
 def adapt_base(
     recipe: Recipe, base: Base, method: Method, num_trainers: int, num_tokens: int
 ) -> AdaptedModel | EnsembleModel:
-    """Return the base model with the adapters that recipe and method require.
+    """Return the frozen base model with trainable LoRA adapters, as recipe and method require.
 
-    In a mixture of whole models, each component has an adapter of its own, which counts as a generalist.
+    An adapted layer has one or several experts: generalists, which users share, and specialists, which are local. If
+    the method mixes whole models, each of them is an adapter, represented as an expert.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe, with the adapters' rank and settings of the runtime, such as compilation and GPU kernels.
         base: The base model.
         method: Method of the run.
-        num_trainers: Number of trainers.
+        num_trainers: Number of users that own a model; 1 if the data of all users is pooled.
         num_tokens: Number of training tokens of the run, to decide whether to compile.
     """
     settings = recipe.adapters
@@ -614,7 +615,7 @@ def adapt_base(
     specialists = placement.specialists_of(num_trainers)
     if mixture is None:
         counts = ExpertCounts(generalists=placement.generalists, specialists=specialists)
-    else:  # no specialists
+    else:  # the adapters of all models of the mixture, in one layout, with no specialists
         counts = ExpertCounts(generalists=mixture.experts, specialists=(0,) * num_trainers)
     native_code = recipe.runtime.native_code
     model = adapt(

@@ -90,7 +90,12 @@ class AnswerBatchSource(PassBatchSource):
         return owner.valid if stream == "valid" else owner.train
 
     def pass_size(self, device: torch.device, columns: int) -> PassSize:
-        """Return how many users and sequences one pass takes, as if all conversations were as long as the longest."""
+        """Return how many users and sequences one pass takes, as if all conversations were as long as the longest.
+
+        Args:
+            device: Device of the model.
+            columns: Not used.
+        """
         if self.fixed_shape:
             width = self.plan.training.context
         elif "most_width" in self.trainers.about:  # stored with users that are read from disk

@@ -113,7 +113,7 @@ class SampleBatchSource(PassBatchSource):
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch"]:
-        """Return the sample numbers of the next batch of each trainer."""
+        """Return the sample numbers of the next batch of each trainer; see :meth:`Batches.draw` for the arguments."""
         return self.numbers(trainers, phase, round_number, step, repeat)
 
     def examples_at(

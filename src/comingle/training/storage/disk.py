@@ -92,13 +92,14 @@ class OnDisk(State):
         moments: torch.dtype | None = None,
         names: Sequence[str] = (),
     ):
-        """Start a store in which no row has a record yet; files are made at the first write.
+        """Start a store in which no user is on disk yet; a user's tensors are written after it has trained.
 
         Args:
-            initial_state: Returns the state of rows that have no record, given their numbers.
+            initial_state: Returns the state of rows that are not on disk, given their numbers. A row is one copy of a
+                user's tensors.
             num_rows: Number of users times number of copies of the tensors that the method keeps for each user.
-            moments: Dtype of optimizer moments in records; None for their dtype in memory.
-            names: Names of the users, to copy their files to the run folder if they are :class:`StoredNames`.
+            moments: Dtype of optimizer moments on disk; None for their dtype in memory.
+            names: Names of the users. If they are in files (:class:`StoredNames`), these are copied to the run folder.
         """
         self._initial_state = initial_state
         self._num_rows = num_rows
@@ -191,6 +192,8 @@ class OnDisk(State):
     def copy(self, *, compact: bool = False) -> OnDisk:
         """Return a copy that reads the same files but writes its changes to temporary ones.
 
+        So models can be fine-tuned and scored without a change to the run.
+
         Args:
             compact: Ignored; the tensors are not in memory.
         """
@@ -233,11 +236,13 @@ class OnDisk(State):
         return self._template.filled({name: t.to(self._device) for name, t in tensors.items()}, best={})
 
     def _unpack_params(self, rows: list[int], read: Future[np.ndarray]) -> dict[str, Tensor]:
-        """Return the tensors of some rows, except moments. Rows without a record get their initial tensors.
+        """Return the tensors of some users, except moments, from what was read from disk.
+
+        Users who have never been trained are not on disk; they get their initial tensors.
 
         Args:
-            rows: Numbers of the rows.
-            read: Pending read of the records in "params".
+            rows: Numbers of the users' rows; a row is one copy of a user's tensors.
+            read: Pending read of those rows that are on disk, in order.
         """
         has_record = self._table.record_numbers["params"][rows] >= 0
         stored = self._layouts["params"].unpack(self._wait_for_records(read))  # of the rows with a record
@@ -364,9 +369,12 @@ class OnDisk(State):
             self._worker.wait(most)
 
     def _file_to_write(self, group: str) -> tuple[int, RecordFile]:
-        """Return the number of the file that new records of a group go to, and the file.
+        """Return the file to which new tensors of users are written, with its index in ``self._files[group]``.
 
         If there is none, as in a copy of a store or without a run folder, make a temporary file.
+
+        Args:
+            group: Group of tensors, "params" or "moments".
         """
         files = self._files[group]
         if group not in self._write_numbers:
@@ -451,16 +459,16 @@ class OnDisk(State):
         )
 
     def open(self, run: Path, *, new_run: bool) -> None:
-        """Open the record files in ``store/`` of a run folder, to which rows are written from now on.
+        """Open the files in ``store/`` of a run folder, to which users' tensors are written from now on.
 
         The first process must call this before the others: for a new run it makes the folder.
 
         Args:
             run: Run folder.
-            new_run: Delete existing records. False for a resumed run, whose files must exist.
+            new_run: Whether to delete existing files. False for a resumed run, whose files must exist.
 
         Raises:
-            RunError: A record file is missing, or the disk cannot be written to.
+            RunError: A file is missing, or the disk cannot be written to.
         """
         self._run = run
         if not new_run:
@@ -477,7 +485,10 @@ class OnDisk(State):
             to_disk(run / FOLDER)  # the folder's entries, so that new files survive a power failure
 
     def _make_folder(self, folder: Path) -> None:
-        """Make the folder of the records; delete old ones, and write the users' names and a random identifier."""
+        """Make the folder in which users' tensors are stored, for a new run; delete the files of an earlier run in it.
+
+        A random identifier in it, which checkpoints contain too, shows later if it belongs to another run.
+        """
         folder.mkdir(exist_ok=True)
         for path in folder.glob("*.bin"):
             path.unlink()
@@ -533,7 +544,10 @@ class OnDisk(State):
         return written
 
     def _own_files(self) -> dict[str, RecordFile]:
-        """Return the open record files of this process in the run folder, by group: "params" and maybe "moments"."""
+        """Return the open files with users' tensors that this process writes in the run folder.
+
+        By group of tensors: "params" and, if an optimizer uses them, "moments". Empty without a run folder.
+        """
         own_files: dict[str, RecordFile] = {}
         for group in self._groups:
             file_in_run_folder = self._files[group][_OWN_FILE]
@@ -693,7 +707,7 @@ class OnDisk(State):
 
 
 def _restrict_to_file(record_numbers: Sequence[np.ndarray], file_number: int) -> list[np.ndarray]:
-    """Return the numbers of the records that are in one file, counted within the file.
+    """Return the numbers of those records that are in one file, counted from the start of this file.
 
     Args:
         record_numbers: Arrays of numbers ``k * RECORDS_PER_FILE + p`` for record p of file k; -1 for no record.
@@ -742,7 +756,10 @@ class DiskStore(Store):
     """
 
     def begin(self, clients: Users) -> OnDisk:
-        """Return the state of all users before the first round; no record is written yet.
+        """Return the state of all users before the first round; nothing is written to disk yet.
+
+        Args:
+            clients: The users, and the method and plan of the run.
 
         Raises:
             RecipeError: The method trains one pooled model, or there are no moments to round.

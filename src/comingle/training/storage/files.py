@@ -373,7 +373,14 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, size_bytes: int, *, writable: bool, temporary: bool = False):
-        """Open the file."""
+        """Open the file.
+
+        Args:
+            path: Path of the file; made if it is missing and ``writable``.
+            size_bytes: Size of a record.
+            writable: Whether to open the file for writing, too.
+            temporary: Whether the file is deleted when it is closed or the process ends.
+        """
         self.path, self.size_bytes = path, size_bytes
         access = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
         no_symbolic_link = getattr(os, "O_NOFOLLOW", 0)  # not all systems have it
@@ -482,7 +489,7 @@ class RecordFile:
     # ---------------------------------------------------------------- bytes
 
     def write(self, record_numbers: Sequence[int], records: np.ndarray) -> None:
-        """Write records into the file, with their CRC-32.
+        """Write records into the file, each with its CRC-32 in front.
 
         Args:
             record_numbers: Numbers that the records get in the file.
@@ -505,12 +512,12 @@ class RecordFile:
             raise
 
     def read(self, record_numbers: Sequence[int], rows: Sequence[int], into: Sequence[np.ndarray]) -> None:
-        """Read and check records.
+        """Read records and check that they are intact and those of the expected rows.
 
         Args:
             record_numbers: Numbers of the records in the file.
-            rows: Numbers of their rows, which the records must contain.
-            into: Buffers to read into.
+            rows: For each record, the number of the row that it must contain, counted in the whole run.
+            into: For each record, a buffer of ``self.size_bytes`` bytes to read it into.
 
         Raises:
             RunError: A record is damaged or not the expected one.
@@ -630,11 +637,14 @@ def write_table(
     best_round: int | None,
     crcs: CrcsOf,
 ) -> None:
-    """Write the table of a checkpoint with the rows that have records; all others have their initial values.
+    """Write the table of a checkpoint: in which record of a file the tensors of each user are.
+
+    A row of the table is one copy of a user's tensors. Rows without a record are left out: they were never trained, so
+    their initial values follow from the seed.
 
     Args:
         path: Path of the table.
-        ids: Number of each row among those of all processes.
+        ids: Number of each row in the whole run, as this process may have only some of them.
         now: Current table.
         best: Table of the best round; None without one.
         best_round: Number of the best round; None without one.
@@ -698,7 +708,7 @@ def record_numbers_in_tables(tables: Sequence[dict[str, np.ndarray]], group: str
 def record_numbers_in_file(
     record_numbers: Int64[np.ndarray, " rows"], file_number: int, size: int
 ) -> Int64[np.ndarray, " some"]:
-    """Return the numbers of the records that are in one file, counted within this file.
+    """Return the numbers of those records that are in one file, counted from the start of this file.
 
     Args:
         record_numbers: Numbers of records: ``k * size + p`` for record p of file k; -1 for rows without a record.
