@@ -139,7 +139,12 @@ class BatchSource(Batches, BatchShapes):
 
     @abstractmethod
     def pass_size(self, device: torch.device, columns: int) -> PassSize:
-        """Return how many users and sequences one pass has on a device, with ``columns`` parameters per user."""
+        """Return how many users are trained at once in a forward and backward pass, and how many sequences of each.
+
+        Args:
+            device: Device of the model.
+            columns: Number of trained parameters per user.
+        """
 
     @abstractmethod
     def steps(self, trainer: int) -> int:
@@ -191,7 +196,11 @@ class BatchSource(Batches, BatchShapes):
 
     @abstractmethod
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch ..."]]:
-        """Yield batches of the whole validation data, each token or sample once, padded with ``PAD``."""
+        """Yield batches of the whole validation data of each trainer, each token or sample once, padded with ``PAD``.
+
+        Args:
+            trainers: Numbers of the trainers.
+        """
 
     def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch ..."]) -> Any:
         """Return a drawn batch in the form that the model takes; windows of tokens are returned unchanged.
@@ -205,14 +214,23 @@ class BatchSource(Batches, BatchShapes):
 
     @abstractmethod
     def loss_counts(self, drawn: Int[Tensor, "users batch ..."]) -> Int[Tensor, " users"]:
-        """Return the number of losses (predicted tokens or samples, without padding) in the batch of each user."""
+        """Return the number of losses in the batch of each user, by which summed losses are divided.
+
+        A loss belongs to a predicted token or a sample; padding has none.
+
+        Args:
+            drawn: Batches, as :meth:`draw` returns them.
+        """
 
     @abstractmethod
     def trained_amount(self, trainer: int) -> int:
-        """Return the number of losses (tokens or samples) in the local steps of one round of a trainer."""
+        """Return the number of predicted tokens or samples that a trainer trains on in one round."""
 
     def scoring_cost(self, split: AnySplit) -> int:
-        """Return the cost of scoring a split, in the unit of :meth:`trained_amount`: by default its length."""
+        """Return the cost of scoring a split, from which the interval between evaluations is chosen.
+
+        The unit is that of :meth:`trained_amount`: by default the cost is the number of tokens or samples.
+        """
         return len(split)
 
     @abstractmethod
@@ -336,12 +354,12 @@ class PassBatchSource(BatchSource):
         return tuple(trained_sizes), tuple(swept_sizes)
 
     def steps(self, trainer: int) -> int:
-        """Return the number of batches of all local epochs."""
+        """Return the number of local steps of a trainer in one round: the batches of all its local epochs."""
         steps_per_epoch = self._num_batches(self.count(trainer, "train"), self.size_of(trainer))
         return self.plan.training.local_epochs * steps_per_epoch
 
     def trained_amount(self, trainer: int) -> int:
-        """Return the number of training samples of one round."""
+        """Return the number of samples that a trainer trains on in one round, over all its local epochs."""
         count, size = self.count(trainer, "train"), self.size_of(trainer)
         # All samples, unless the last batch is too small and dropped.
         samples_per_epoch = min(count, self._num_batches(count, size) * size)
@@ -409,7 +427,12 @@ class PassBatchSource(BatchSource):
         return shuffled.epochs[epoch_number][number_in_epoch]
 
     def all_numbers(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:
-        """Yield the numbers of all samples of each trainer, in order and in batches, padded with ``PAD``."""
+        """Yield the numbers of all samples of each trainer, in order and in batches, padded with ``PAD``.
+
+        Args:
+            trainers: Numbers of the trainers.
+            stream: Split of the samples, "train" or "valid".
+        """
         counts = torch.tensor([self.count(trainer, stream) for trainer in trainers]).unsqueeze(1)  # (users, 1)
         for first in range(0, int(counts.max()), self.batch_size):
             numbers = torch.arange(first, first + self.batch_size).expand(len(trainers), -1)

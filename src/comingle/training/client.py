@@ -207,14 +207,15 @@ class UsersAndTrainers:
         return entries
 
     def owners(self, rows: Sequence[int]) -> list[int]:
-        """Return the number of the trainer that owns each of the rows; a trainer owns one row per copy of its model.
+        """Return for each row of the state the number of the trainer who owns it.
 
-        For example, rows 0 to 5 of 3 trainers with 2 copies each have the owners ``[0, 1, 2, 0, 1, 2]``.
+        A row holds the parameters of one model. A trainer owns one row, or one for each copy of its model. For example,
+        rows 0 to 5 of 3 trainers with 2 copies each have the owners ``[0, 1, 2, 0, 1, 2]``.
         """
         return [row % len(self.trainers) for row in rows]
 
     def name(self, row: int) -> str:
-        """Return the name of the trainer that owns a row."""
+        """Return the name of the trainer who owns a row of the state, which holds the parameters of one model."""
         return self.names[row % len(self.trainers)]
 
     @cached_property
@@ -447,11 +448,13 @@ class Users(UsersAndTrainers):
             _zero_where_false(cohort.state, self.masks(cohort.rows, cohort.state))
 
     def masks(self, rows: Sequence[int], state: State) -> Bool[Tensor, "some columns"]:
-        """Return a mask that is True where a row has a parameter and False where it is padded.
+        """Return a mask that is True where a user has a parameter and False on padding.
+
+        Users with a smaller LoRA rank or fewer experts than others have unused columns in their row, the padding.
 
         Args:
-            rows: Numbers of the rows.
-            state: State of these rows, with their ranks.
+            rows: Numbers of the rows; a row holds the parameters of one model of a user.
+            state: State of these rows, with their LoRA ranks.
         """
         if self.state.in_memory:
             return self.mask[list(rows)]
@@ -493,16 +496,27 @@ class Users(UsersAndTrainers):
         )
 
     def _initial_rows(self, rows: Sequence[int]) -> Float[Tensor, "some columns"]:
-        """Return the parameters of some rows before the first round: kept in memory, or drawn anew from the seed."""
+        """Return the parameters of some users before the first round, for methods that reset tensors to them.
+
+        They are kept in memory or, if users' tensors are on disk, drawn anew from the seed.
+
+        Args:
+            rows: Numbers of the users' rows in the state.
+        """
         if self.state.in_memory:
             return self.initial[list(rows)]
         return self.begin(rows).rows
 
 
 def _zero_where_false(state: State, mask: Bool[Tensor, "some columns"]) -> None:
-    """Set parameters and moments to zero, in place, where ``mask`` is False; without moments, only parameters."""
+    """Set padding (parameters that a user does not have) to zero in parameters and moments, in place.
+
+    Args:
+        state: State of some users; it may be without moments.
+        mask: True where a user has a parameter, False on padding.
+    """
     for values in (state.rows, state.first, state.second):
-        num_columns = values.shape[1]  # 0 for moments that are not kept
+        num_columns = values.shape[1]  # 0 for moments that the state does not have
         values.mul_(mask[:, :num_columns])
 
 
@@ -678,7 +692,7 @@ class Clients(Users):
             owners: Sequence[int] = range(self.num_rows)
         else:
             owners = self.owners(range(self.num_rows))
-        return Models(rows=self.state.rows_of, owners=owners)
+        return Models(parameters_of=self.state.rows_of, owners=owners)
 
     def evaluate(self) -> Sequence[AnyScore]:
         """Return the test score of each evaluated user with its current model, and its mean gate per expert."""
@@ -852,9 +866,17 @@ def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: 
 
 
 def _split_into_cohorts(clients: Clients, participants: Sequence[int]) -> list[list[int]]:
-    """Return the rows of the participants, all copies of each, in lists that are trained in one batch each.
+    """Divide the models of the participants into cohorts, each of which is trained in one batch.
 
     The users of a cohort have equal batch sizes: no batch is padded, so that they train exactly as they would alone.
+
+    Args:
+        clients: All clients.
+        participants: Numbers of the participants.
+
+    Returns:
+        For each cohort, the numbers of the rows that hold its models. If the method trains several copies of a
+        participant's model, each copy has a row: ``copy * (number of trainers) + participant``.
     """
     copies = range(clients.method.placement.copies)
     rows = [copy * len(clients.trainers) + participant for copy in copies for participant in participants]

@@ -22,15 +22,15 @@ from comingle.training.settings import PassSize, cohorts
 from comingle.training.steps import Steps, within_memory
 from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign
 
-Rows = Callable[[Sequence[int]], Float[Tensor, "slots columns"]]
-"""Maps numbers of models to their tensors."""
+ParametersOf = Callable[[Sequence[int]], Float[Tensor, "slots columns"]]
+"""Maps numbers of models to their parameters, one model per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """Models to score: their tensors, by number, and the trainer whose experts and rank each model has."""
+    """Models to score: their parameters, by number, and the trainer whose experts and rank each model has."""
 
-    rows: Rows
+    parameters_of: ParametersOf
     owners: Sequence[int]
 
 
@@ -108,7 +108,7 @@ class Scorer:
         model = self.steps.model
         owners = [models.owners[number] for number in numbers]
         with within_memory(self.steps.pass_size, len(numbers), model.device):
-            return model.predict(self.steps.tensors(models.rows(numbers)), owners, batch.to(model.device))
+            return model.predict(self.steps.tensors(models.parameters_of(numbers)), owners, batch.to(model.device))
 
     def generate(
         self, models: Models, numbers: Sequence[int], prompts: Tensor, limit: int
@@ -123,7 +123,7 @@ class Scorer:
             prompts: Prompts ``(slots, batch, tokens)``.
             limit: Largest number of new tokens.
         """
-        tensors = self.steps.tensors(models.rows(numbers))
+        tensors = self.steps.tensors(models.parameters_of(numbers))
         owners = [models.owners[number] for number in numbers]
         return self.steps.model.generate(tensors, owners, prompts, limit)
 
@@ -249,9 +249,12 @@ class Cohort(CohortTensors):
         parameters[:, columns] = initial_parameters[:, columns]
 
     def reset_moments(self, roles: frozenset[str]) -> None:
-        """Reset the optimizer moments of some roles to zero.
+        """Reset the optimizer moments of some roles to zero, so that they are trained as if from a new optimizer.
 
         If an optimizer trains no other roles, its step count, which bias correction uses, is reset too.
+
+        Args:
+            roles: Roles whose moments are reset, such as the specialists.
         """
         is_reset = self.layout.mask(roles).to(self.state.rows.device)  # for each column
         for moments in (self.state.first, self.state.second):
@@ -267,8 +270,8 @@ class Cohort(CohortTensors):
                 step_count.zero_()
 
     def take_steps(self, phase: Phase) -> None:
-        """Take the optimizer steps of a phase before the local steps of the round."""
-        self.steps.take_phase(self, phase, step=-1)
+        """Take the optimizer steps of a phase before the local steps of the round, as some client hooks do."""
+        self.steps.take_phase(self, phase, step=-1)  # -1: before local step 0
 
     @torch.no_grad()
     def component_losses(self) -> Float[Tensor, "users clusters"]:
@@ -364,7 +367,7 @@ class Cohort(CohortTensors):
 
         owners = [self.owners[user] for user in user_of_pair]
         valid_splits = [self.trainers[owner].valid for owner in owners]
-        pairs_as_models = Models(rows=parameters_of, owners=owners)
+        pairs_as_models = Models(parameters_of=parameters_of, owners=owners)
         scores = self.scorer.score(pairs_as_models, valid_splits, model_numbers=range(len(owners)))
         return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, num_models)
 
@@ -470,7 +473,7 @@ class Cohort(CohortTensors):
             """Return the candidate, which is the only model, once for each place in a pass; ``numbers`` are all 0."""
             return candidate.expand(len(numbers), -1)
 
-        only_candidate = Models(rows=parameters_of, owners=[owner])
+        only_candidate = Models(parameters_of=parameters_of, owners=[owner])
         return self.scorer.mean_loss(only_candidate, splits=[self.trainers[owner].valid], model_numbers=[0])
 
     # ---------------------------------------------------------------- helpers
@@ -498,7 +501,12 @@ class Cohort(CohortTensors):
         )
 
     def _loss_function(self, rows: Float[Tensor, "users columns"], owners: Sequence[int]) -> Losses:
-        """Return a function that maps a batch of each user to losses ``(users, 1, ...)`` of its model in ``rows``."""
+        """Return a function that maps a batch of each user to the losses of its model, ``(users, 1, ...)``.
+
+        Args:
+            rows: Parameters of the model of each user.
+            owners: Numbers of the users' trainers.
+        """
         tensors, model = self.steps.tensors(rows), self.steps.model
 
         def losses_of(batch: Any) -> Float[Tensor, "users models batch ..."]:
@@ -509,5 +517,13 @@ class Cohort(CohortTensors):
         return losses_of
 
     def _component_loss_function(self, tensors: Tree, owners: Sequence[int]) -> Losses:
-        """Return a function that maps a batch of each user to its losses ``(users, clusters, ...)`` by component."""
+        """Return a function that maps a batch of each user to its losses under each component of the mixture.
+
+        Args:
+            tensors: Tensors of the users by name, ``(users, *shape)``.
+            owners: Numbers of the users' trainers.
+
+        Returns:
+            The function; its losses are ``(users, clusters, ...)``.
+        """
         return lambda batch: self.steps.model.component_losses(tensors, owners, batch)

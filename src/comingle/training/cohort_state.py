@@ -113,7 +113,7 @@ class CohortTensors(base.Cohort):
 
     @contextmanager
     def subset(self, positions: Sequence[int]) -> Iterator[CohortTensors]:
-        """Yield a cohort of some users of this cohort; on exit, write the changes of their tensors back.
+        """Yield a cohort of some users of this cohort, for a step that others skip; on exit, write their changes back.
 
         Args:
             positions: Positions of the users in this cohort, such as ``[0, 2]``.
@@ -246,7 +246,7 @@ def learning_rate(settings: OptimizerSection, step: int, total: int) -> float:
 
 
 def clip(gradient: Rows, norm: float) -> Rows:
-    """Scale the gradient of each user down to a norm of at most ``norm``."""
+    """Scale the gradient of each user down to a norm of at most ``norm``, over all its tensors together."""
     norms = gradient.norm(dim=1, keepdim=True)
     factors = norm / norms.clamp(min=norm)  # 1 for gradients within the norm
     return gradient * factors

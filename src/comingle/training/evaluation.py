@@ -226,7 +226,7 @@ def mixtures_event(names: Sequence[str], mixtures: Float[Tensor, "users clusters
 
 
 def _has_no_negative(mixtures: Float[Tensor, "users clusters"]) -> bool:
-    """Return whether no weight is negative; weights with which a server merges models may be."""
+    """Return whether no mixture weight is negative, as the entropy requires; weights that merge models may be."""
     return bool((mixtures >= 0).all())
 
 
@@ -287,7 +287,16 @@ def mismatch(
 
 
 def users_report(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
-    """Return scores, routing and mixtures of the users of this process, for an evaluation event."""
+    """Return what an evaluation event needs of the users of this process; the reports of all processes are merged.
+
+    Args:
+        clients: Clients of this process.
+        scores: Scores of its evaluated users.
+
+    Returns:
+        "users" has the scores by user name, "routing" the mean gates of experts (:func:`experts_event`), and "mixtures"
+        the mixture weights (:func:`mixtures_of_users`).
+    """
     users = {user.name: measured(score) for user, score in zip(clients.scored_users, scores, strict=True)}
     return {"users": users, "routing": experts_event(clients, scores), "mixtures": mixtures_of_users(clients)}
 
@@ -424,7 +433,7 @@ def users_routing(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Jso
 
 
 def measured(score: AnyScore) -> dict[str, float]:
-    """Return the measures of a score under the keys of events and metrics."""
+    """Return the measures of a test score under the keys of events and metrics, such as ``{"test_loss": 2.1}``."""
     return {f"test_{name}": value for name, value in score.measures.items()}
 
 
@@ -456,7 +465,12 @@ def end_event(metrics: JsonMapping) -> JsonObject:
 
 
 def amounts(user: AnyUser, unit: str) -> dict[str, int]:
-    """Return the amount of training and test data of a user, in the unit of its kind."""
+    """Return the amount of training and test data of a user, such as ``{"train_tokens": 6400, "test_tokens": 800}``.
+
+    Args:
+        user: The user.
+        unit: Unit in which data is counted, "tokens" or "samples".
+    """
     return {f"train_{unit}": len(user.train), f"test_{unit}": len(user.test)}
 
 

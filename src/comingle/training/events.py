@@ -93,7 +93,7 @@ class QuantileTracker:
     """A tracker that records quantiles over users; for runs with more than :data:`MAX_SERIES` users."""
 
     def __init__(self, tracker: Tracker):
-        """Record quantiles of each event with ``tracker``."""
+        """Record with ``tracker``, but quantiles over users instead of each user's values."""
         self._tracker = tracker
         self.close = tracker.close
 

@@ -130,12 +130,12 @@ def check_normalisation(recipe: Recipe, method: Method) -> None:
 
 
 def test_limit_of(recipe: Recipe) -> str:
-    """Return the recipe key that limits the test data of a user; empty if the kind of data has none."""
+    """Return the recipe key that limits the test data of a user, to name it in advice; empty without such a key."""
     return "data.max_test_tokens" if hasattr(recipe.data, "max_test_tokens") else ""
 
 
 def aggregation_of(recipe: Recipe) -> AggregationSection | None:
-    """Return the aggregation rule of a recipe; None for the mean."""
+    """Return the recipe's section on robust aggregation; None if uploads are averaged."""
     return None if recipe.aggregation.is_mean else recipe.aggregation
 
 
@@ -214,12 +214,17 @@ def with_sums(plan: RunPlan, users: Sequence[str]) -> RunPlan:
 
 
 def client_mechanisms(plan: RunPlan) -> tuple[PrivacyMechanism, ...]:
-    """Return the privacy mechanisms of a client."""
+    """Return the privacy mechanisms that a client applies, such as clipping and noising its uploads."""
     return make_mechanisms(plan.privacy, sums=plan.sums, participation=plan.participation, key=_key(plan))
 
 
 def server_mechanisms(plan: RunPlan, users: Sequence[str]) -> tuple[PrivacyMechanism, ...]:
-    """Return the privacy mechanisms of the server in a federation of the named users."""
+    """Return the mechanisms that the server applies to uploads: privacy noise, secure sums, robust aggregation.
+
+    Args:
+        plan: Plan of the run.
+        users: Names of all users.
+    """
     return make_mechanisms(
         plan.privacy,
         plan.aggregation,

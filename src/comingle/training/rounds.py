@@ -168,7 +168,13 @@ def _remedy(metrics: JsonMapping) -> str:
 
 
 def _result(record: JsonMapping, name: str, measure: str) -> float | None:
-    """Return a user's test result in an evaluation event or in metrics; None if it was not finite."""
+    """Return a user's test result; None if it was not finite, which JSON cannot store.
+
+    Args:
+        record: Evaluation event, or metrics of a run.
+        name: Name of the user.
+        measure: Name of the measure, such as "loss".
+    """
     return record["users"][name][f"test_{measure}"]
 
 

@@ -67,7 +67,7 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
         return state
 
     def restore(self, state: Tree) -> None:
-        """Restore the mechanisms from a checkpoint."""
+        """Restore the mechanisms from a checkpoint, whose state has the keys of :attr:`state` and maybe others."""
         for mechanism in self:
             mechanism.restore(state)
 
@@ -231,7 +231,7 @@ class ServerState:
         return self.ranks.clone()
 
     def restore(self, state: Tree) -> None:
-        """Restore the state from a checkpoint."""
+        """Restore the state from a checkpoint, in which :attr:`state` was saved."""
         self.mechanisms.restore(state)
         # All other tensors of the checkpoint are those that the method keeps.
         other_keys = {VERSION, RANKS, LOWEST, *self.mechanisms.state}
@@ -318,10 +318,15 @@ class ServerHalf(ServerState):
                 logger.warning("%s", warning)
 
     def download(self, users: Sequence[str]) -> Download:
-        """Return the current download of some users, joined in one message.
+        """Return what some users download now, joined in one message.
 
-        It has the shared tensors ``(users, models, *shape)``, their version, the users' LoRA ranks, and for
-        peer-to-peer methods the names of the users whose models they are.
+        Args:
+            users: Names of the users.
+
+        Returns:
+            The shared tensors ``(users, models, *shape)``, as a user may download several models; their version (number
+            of rounds done); the users' LoRA ranks; and for peer-to-peer methods the names of the users who uploaded
+            the models.
         """
         numbers = self.numbers(users)
         senders = self.method.server.senders(self.kept)
@@ -492,7 +497,7 @@ class ServerHalf(ServerState):
 
 
 def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
-    """Return float64 weights proportional to counts, with sum 1."""
+    """Return the weight of each upload in a mean: proportional to a count per user, with sum 1, in float64."""
     return counts.double() / counts.double().sum()
 
 

@@ -86,7 +86,10 @@ class RunPlan:
         return self.training.rounds * self.training.most_local_steps
 
     def local_steps_of(self, user: str) -> int:
-        """Return the number of local steps of a trainer, by name, in a round; other data than text has epochs."""
+        """Return the number of local steps of a trainer, by name, in one round of training on text.
+
+        For other data the number follows from the local epochs.
+        """
         return _value_of(self.training.local_steps, user)
 
     def batch_size_of(self, user: str) -> int:
@@ -325,7 +328,14 @@ def _rounds_of_users(
 
 
 def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
-    """Return the set of all numbers of participants that a round may have, such as ``{3, 5}``."""
+    """Return the set of all numbers of participants that a round may have, such as ``{3, 5}``.
+
+    Privacy mechanisms check with it that every round has enough participants.
+
+    Args:
+        plan: Plan of the run.
+        users: Names of all users.
+    """
     participation = plan.participation
     if isinstance(participation, float | int):
         return {sample_size(participation, len(users))}

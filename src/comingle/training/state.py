@@ -106,17 +106,29 @@ class State:
         return replace(self, first=self.first[:, :0], second=self.second[:, :0])
 
     def rows_of(self, users: Sequence[int]) -> Float[Tensor, "some columns"]:
-        """Return a copy of the parameters of some users; a user may occur twice."""
+        """Return a copy of the parameters of some users.
+
+        Args:
+            users: Numbers of their rows, in any order; a row may occur twice.
+        """
         return self.rows[list(users)]
 
     def prefetch(self, users: Sequence[int]) -> None:
-        """Start to read the rows that will be taken next."""
+        """Start to read from disk the users that :meth:`take` needs next; does nothing for tensors in memory.
+
+        Args:
+            users: Numbers of their rows.
+        """
 
     def release(self) -> None:
         """Free the resources of a state made by :meth:`copy`."""
 
     def remember(self, done: int) -> None:
-        """Store a copy of all tensors as those of the best round, after ``done`` rounds."""
+        """Store a copy of all tensors as those of the best round, for ``evaluation.select: best``.
+
+        Args:
+            done: Number of rounds that are done.
+        """
         copies = {name: t.clone() for name, t in self.tensors().items()}
         self.best = {**copies, "round": torch.tensor(done)}
 

@@ -220,7 +220,12 @@ class PrivateSteps:
     plan: RunPlan
 
     def applies(self, phase: Phase, layout: Layout) -> bool:
-        """Return whether gradients of a phase need noise: it trains shared tensors, and its results are uploaded."""
+        """Return whether gradients of a phase need noise: it trains shared tensors, and its results are uploaded.
+
+        Args:
+            phase: The phase.
+            layout: Layout of the model's trainable tensors.
+        """
         is_uploaded = phase.label != TUNING  # fine-tuned models stay local
         return is_uploaded and bool(self.noised_names(phase, layout))
 
@@ -228,6 +233,10 @@ class PrivateSteps:
         """Return the names of the tensors that get noised gradients: users share them, and the phase trains them.
 
         A tensor may have entries of several roles, such as experts; one entry that is shared and trained is enough.
+
+        Args:
+            phase: The phase.
+            layout: Layout of the model's trainable tensors.
         """
         names = []
         for slot in layout.slots:
@@ -259,7 +268,7 @@ class PrivateSteps:
         return names
 
     def local_roles(self, layout: Layout) -> frozenset[str]:
-        """Return the roles that are trained without noise."""
+        """Return the roles that users train but do not share, which are therefore trained without privacy noise."""
         return (layout.roles & self.plan.method.client.trained) - self.plan.method.shared
 
     def works(self, batch_source: BatchSource) -> dict[str, Work]:
@@ -465,7 +474,14 @@ class PrivateSteps:
         return sums, mean_losses.detach().double().view(num_users, num_examples).sum(1).cpu()
 
     def _shared_tensors(self, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
-        """Return views of the shared entries of the tensors, by name."""
+        """Return the shared tensors of users by name, as views.
+
+        Of a tensor of which users share only a part, such as some experts, the view has that part.
+
+        Args:
+            layout: Layout of the columns.
+            rows: Parameters of the users.
+        """
         return restrict(layout.views(rows), layout, self.plan.method.shared)
 
     def merge(
@@ -592,7 +608,11 @@ class Steps:
         return self.plan.training.rounds * self.local_steps
 
     def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
-        """Return the tensors of rows by name, ``(users, *shape)``, in the dtype of the model."""
+        """Return the trained tensors of users by name, ``(users, *shape)``, in the dtype of the model.
+
+        Args:
+            rows: Parameters of the users.
+        """
         return self.model.tensors(rows)
 
     # ---------------------------------------------------------------- iterations

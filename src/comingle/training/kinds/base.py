@@ -226,7 +226,12 @@ class Kind(ABC):
         )
 
     def accepts(self, data: object, options: Mapping[str, object]) -> bool:
-        """Return whether a program may pass ``data`` as one user of this kind, given the options of its section."""
+        """Return whether a program may pass ``data`` as the data of one user of this kind.
+
+        Args:
+            data: Data of any type.
+            options: Options of the recipe's section ``data``, such as names of columns.
+        """
         return False
 
     @abstractmethod
@@ -256,7 +261,7 @@ class Kind(ABC):
         """
 
     def pooled(self, users: Sequence[AnyUser]) -> AnyUser:
-        """Return one user named "everyone" with the data of all users, for the centralized baseline."""
+        """Return one user named "everyone" with the data of all users, for methods that train a single model."""
         raise NotImplementedError
 
     def draw_examples(self, split: Any, count: int, *, width: int, generator: torch.Generator) -> Any:
@@ -298,7 +303,14 @@ class Kind(ABC):
         return personal
 
     def with_test_data(self, personal: Personal, test_data: Callable[[], Any]) -> Personal:
-        """Return the model of a user with a function that reads the user's test data, if it can use one."""
+        """Return the model of a user with a function that reads the user's test data, on which it can be evaluated.
+
+        Kinds whose models are not evaluated in this way, as here, return the model unchanged.
+
+        Args:
+            personal: The model.
+            test_data: Reads the user's test data.
+        """
         return personal
 
     def settings(self, run_data: RunData) -> JsonObject:
@@ -356,17 +368,25 @@ class Kind(ABC):
 
 
 def kind_of(recipe: Recipe) -> Kind:
-    """Return the kind of data of a recipe."""
+    """Return the kind of data of a recipe (text, conversations or samples), which knows how to read and train on it."""
     return load_object(recipe.data.implementation)
 
 
 def with_full_participation(plan: RunPlan) -> RunPlan:
-    """Return a plan in which the one trainer of pooled data takes part in every round."""
+    """Return the plan, in which every round has all participants if the method trains one model on all users' data.
+
+    That single trainer cannot be sampled; other methods keep their participation.
+    """
     return replace(plan, participation=ALL_USERS) if plan.method.placement.pooled else plan
 
 
 def model_here(model: Model, run_data: RunData) -> Model:
-    """Return the model restricted to the users whose data is on this machine."""
+    """Return the model restricted to the users whose data is on this machine, with only their ranks and experts.
+
+    Args:
+        model: The model of all users of the run.
+        run_data: Users of the run; ``run_data.here`` are the numbers of those on this machine, None for all.
+    """
     return model if run_data.here is None else model.only(run_data.here)
 
 
@@ -393,7 +413,7 @@ def users_and_trainers(
 
 
 def count_trainers(run_data: RunData, method: Method) -> int:
-    """Return the number of trainers in the whole run."""
+    """Return the number of models that are trained in the whole run: one per user, or 1 if users' data is pooled."""
     return 1 if method.placement.pooled else len(run_data.users)
 
 

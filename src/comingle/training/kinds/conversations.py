@@ -380,7 +380,11 @@ def _trim(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, "n width"]:
 
 
 def _by_width(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, " n"]:
-    """Return the numbers of the conversations, the shortest first."""
+    """Return the numbers of the conversations in order of their lengths, the shortest first.
+
+    Args:
+        windows: Conversations as tokens, padded with ``PAD``.
+    """
     return (windows != PAD).sum(1).argsort(stable=True)
 
 
@@ -576,7 +580,10 @@ def section(recipe: Recipe) -> ConversationsSection:
 
 
 def training_tokens(trainers: Sequence[UserAnswers], plan: RunPlan) -> int:
-    """Return the number of tokens that trainers train on if they take part in every round."""
+    """Return the number of tokens of the whole run, if all trainers take part in every round.
+
+    It decides whether it is worth to compile the model.
+    """
     tokens_per_epoch = 0
     for trainer in trainers:
         tokens_per_epoch += int((trainer.train.windows != PAD).sum())

@@ -89,7 +89,7 @@ class SampleBatchSource(PassBatchSource):
             self.banks[split] = bank_of(samples_of_trainers, **self.device_and_dtype)
 
     def count(self, trainer: int, stream: Stream) -> int:
-        """Return the number of samples of a trainer."""
+        """Return the number of samples of a trainer in a split, "train" or "valid"."""
         owner = self.trainers[trainer]
         return len(owner.valid if stream == "valid" else owner.train)
 

@@ -277,11 +277,11 @@ class NetKind(Kind):
         check_on_nets(method)
 
     def model(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Model:
-        """Return the net, or the nets that are mixed."""
+        """Return the net that all users train, or the nets if the method mixes several."""
         return net_model(recipe, run_data.common, plan.method)
 
     def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
-        """Return the users with their copies of the net."""
+        """Return the users on this machine, each with a copy of the net."""
         return build_nets(
             recipe,
             run_data.common,
@@ -296,7 +296,7 @@ class NetKind(Kind):
         return pool_samples(users)
 
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalNet:
-        """Return the net of one user, which predicts."""
+        """Return the trained net of one user as a module, to predict with; see :meth:`Kind.personal`."""
         return personal_net(name, cast(StackedModel, model), tensors)
 
     def with_inputs(self, personal: Personal, recipe: Recipe, settings: Mapping[str, Any]) -> Personal:

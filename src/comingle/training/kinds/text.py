@@ -57,10 +57,19 @@ class TextBatchSource(BatchSource):
     def __init__(
         self, trainers: Sequence[UserData], plan: RunPlan, batch_size: int, *, begin: int | None = None
     ) -> None:
-        """Store the trainers and how to draw windows; raise an error if a batch would not fit into memory."""
+        """Store the trainers and how to draw windows from their text.
+
+        Args:
+            trainers: Owners of the text: the users, or one trainer with the text of all users.
+            plan: Plan of the run, with the context length and numbers of local steps.
+            batch_size: Largest number of windows of a trainer in one local step.
+            begin: Begin-of-text token with which each window starts; None if the base model has none.
+
+        Raises:
+            ComingleError: A batch would not fit into memory.
+        """
         self.trainers, self.plan, self.batch_size = as_users(trainers), plan, batch_size
         self.begin = begin
-        """Begin-of-text token with which each window starts; None if the base model has none."""
         width = plan.training.context + 1  # inputs, and their targets, which are shifted by one token
         batch_bytes = 8 * batch_size * width  # int64
         require_bytes(f"training.batch_size: {batch_size:,} windows of {width:,} tokens", batch_bytes)
@@ -68,7 +77,12 @@ class TextBatchSource(BatchSource):
         """Cache: the text of a trainer, by number, cut into windows."""
 
     def pass_size(self, device: torch.device, columns: int) -> PassSize:
-        """Return how many users and sequences one pass takes; activations dominate its memory."""
+        """Return how many users and sequences one forward and backward pass takes, so that activations fit into memory.
+
+        Args:
+            device: Device of the model.
+            columns: Not used, as activations need more memory than trained parameters.
+        """
         return pass_size(self.plan, device, self.batch_size)
 
     def steps(self, trainer: int) -> int:
@@ -81,7 +95,7 @@ class TextBatchSource(BatchSource):
         return self.plan.training.most_local_steps
 
     def trained_amount(self, trainer: int) -> int:
-        """Return the number of training tokens of a round."""
+        """Return the number of tokens that a trainer trains on in one round."""
         return self.steps(trainer) * self.size_of(trainer) * self.plan.training.context
 
     def draw(
@@ -116,7 +130,7 @@ class TextBatchSource(BatchSource):
         return pad_sequence(windows_by_trainer, batch_first=True, padding_value=PAD)
 
     def examples(self, trainer: int) -> int:
-        """Return the number of disjoint windows in the stream of a trainer."""
+        """Return the number of a trainer's examples for example-level privacy: disjoint windows of its text."""
         return len(self._windows(trainer))
 
     def _windows(self, trainer: int) -> Int[Tensor, "windows window"]:
@@ -212,7 +226,7 @@ class LanguageKind(Kind):
         check_on_language(recipe, method)
 
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalModel:
-        """Return the model of one user, which generates text."""
+        """Return the trained model of one user, which generates text; see :meth:`Kind.personal`."""
         return PersonalModel(name=name, model=cast(LanguageModel, model), tensors=tensors, row=row)
 
     def known_names(
@@ -331,7 +345,14 @@ class TextKind(LanguageKind):
     def draw_examples(
         self, split: Int32[Tensor, " tokens"], count: int, *, width: int, generator: torch.Generator
     ) -> Int32[Tensor, " drawn"]:
-        """Return at most ``count`` tokens of a stream, in random windows of ``width`` tokens."""
+        """Return random windows of a stream, joined into a shorter stream.
+
+        Args:
+            split: The stream.
+            count: Largest number of tokens to return.
+            width: Number of tokens in a window.
+            generator: Random generator that draws the windows.
+        """
         return draw_windows(split, count, width=width, generator=generator)
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:

@@ -173,11 +173,19 @@ class OnDisk(State):
         return torch.from_numpy(self._table.versions)
 
     def rows_of(self, users: Sequence[int]) -> Float[Tensor, "some columns"]:
-        """Return the parameters of some users, without moments."""
+        """Return the parameters of some users, read from disk.
+
+        Args:
+            users: Numbers of their rows; a row may occur twice.
+        """
         return self._read_rows(list(users), ["params"]).rows
 
     def prefetch(self, users: Sequence[int]) -> None:
-        """Start to read the rows that :meth:`take` will need next; drop those that were prefetched before."""
+        """Start to read users from disk that :meth:`take` will need next, while others train.
+
+        Args:
+            users: Numbers of their rows; they replace those that were prefetched before.
+        """
         rows = list(users)
         if not rows:
             self._prefetched = None
@@ -741,11 +749,11 @@ class _WithoutMoments(State):
         self._store = store
 
     def take(self, users: Sequence[int]) -> State:
-        """Return a copy of the rows of some users."""
+        """Return the state of some users without moments, read from disk; see :meth:`OnDisk.take`."""
         return align(self._store._read_rows(list(users), ["params"]), users)
 
     def put(self, users: Sequence[int], taken: State) -> None:
-        """Write the rows of some users back, asynchronously."""
+        """Write the state of some users to disk, where their moments stay as they are; see :meth:`OnDisk.put`."""
         self._store.put(users, taken)
 
 

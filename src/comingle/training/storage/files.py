@@ -241,11 +241,16 @@ class Process:
         return f"-{self.number}-of-{self.count}" if self.count > 1 else ""
 
     def records_path(self, run: Path, group: str) -> Path:
-        """Return the path of the records of a group."""
+        """Return the path of the file in which the process stores a group of users' tensors.
+
+        Args:
+            run: Run folder.
+            group: "params", or "moments" of optimizers.
+        """
         return run / FOLDER / f"{group}{self._suffix}.bin"
 
     def table_path(self, checkpoint: Path) -> Path:
-        """Return the path of the table in a checkpoint."""
+        """Return the path of the process's table in a checkpoint: it says in which record each user's tensors are."""
         return checkpoint / f"{TABLE}{self._suffix}.safetensors"
 
 
@@ -686,7 +691,7 @@ def _columns(ids: np.ndarray, table: Table, crcs: CrcsOf) -> dict[str, torch.Ten
 
 
 def read_table(path: Path) -> dict[str, np.ndarray]:
-    """Return the columns of the table of a checkpoint."""
+    """Return the columns of a table that :func:`write_table` has written in a checkpoint, by name."""
     return {name: t.numpy() for name, t in load_file(path).items()}
 
 
