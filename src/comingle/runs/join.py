@@ -344,7 +344,7 @@ def _shared_models(clients: Clients) -> Models:
     mixture_logits = clients.model.layout.views(rows)[CLIENT_ROUTER]  # users x models: downloaded ones, then local ones
     num_downloaded, num_models = placement.generalists, mixture.clusters
     mixture_logits[:, num_downloaded:num_models] = ZERO_SHARE_LOGIT  # the softmax of this logit is exactly 0
-    return replace(models, rows=lambda user_numbers: rows[list(user_numbers)])
+    return replace(models, parameters_of=lambda user_numbers: rows[list(user_numbers)])
 
 
 def _check_alike(run: Run, new_user: Newcomer, run_data: RunData) -> None:
