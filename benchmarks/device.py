@@ -115,7 +115,7 @@ def measure_first(asked: argparse.Namespace, variables: Mapping[str, str]) -> di
             began = time.monotonic()
             log = partial(_text, folder, "first")
             command = partial(_command, folder, variables=variables, limit_mib=asked.cgroup_mib)
-            with command("first", first) as process, Monitor(process.pid) as monitor:
+            with command("first", first) as process, Monitor(process.pid, folder / "user0") as monitor:
                 _wait(lambda: "waiting for" in _text(folder, "first"), process, log)
                 waiting = time.monotonic() - began
                 _wait(lambda: JOINED.search(_text(folder, "server")) is not None, process, log)
@@ -154,8 +154,8 @@ def measure_first(asked: argparse.Namespace, variables: Mapping[str, str]) -> di
 class Monitor:
     """Memory of a process with its children, sampled in a thread; peaks since the last reset."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid, self._peak, self._ended = pid, 0, threading.Event()
+    def __init__(self, pid: int, folder: Path | None = None) -> None:
+        self._pid, self._folder, self._peak, self._ended = pid, folder, 0, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Monitor:
@@ -173,19 +173,19 @@ class Monitor:
 
     def idle(self, seconds: float) -> dict[str, Any]:
         """Return processes, threads, memory and processor time over some idle seconds."""
-        processes = _tree(self._pid)
-        before = _cpu_seconds(self._pid)
+        processes = _tree(self._pid, self._folder)
+        before = _cpu_seconds(self._pid, self._folder)
         time.sleep(seconds)
         return {
             "processes": len(processes),
             "threads": sum(process.num_threads() for process in processes),
             "idle_mib": round(sum(map(_pss, processes)) / 2**20),
-            "idle_cpu_percent": round(100 * (_cpu_seconds(self._pid) - before) / seconds, 2),
+            "idle_cpu_percent": round(100 * (_cpu_seconds(self._pid, self._folder) - before) / seconds, 2),
         }
 
     def _watch(self) -> None:
         while not self._ended.wait(_SAMPLE_SECONDS):
-            self._peak = max(self._peak, sum(map(_pss, _tree(self._pid))))
+            self._peak = max(self._peak, sum(map(_pss, _tree(self._pid, self._folder))))
 
 
 class AnswerTimes:
@@ -243,12 +243,21 @@ class AnswerTimes:
             self._others.append((times[-1] - times[1]) / (len(times) - 2))
 
 
-def _tree(pid: int) -> list[psutil.Process]:
-    """Return a process and all its descendants."""
+def _tree(pid: int, folder: Path | None = None) -> list[psutil.Process]:
+    """Return a process and all its descendants, and processes with a folder in their command lines.
+
+    The worker of a client, up to commit cb378345, is no descendant: the process that starts it ends.
+    """
+    found: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    return []
+        found = [root, *root.children(recursive=True)]
+    if folder is not None:
+        own = {os.getpid(), *(process.pid for process in found)}
+        for process in psutil.process_iter(["cmdline"]):
+            if process.pid not in own and str(folder) in (process.info["cmdline"] or ()):
+                found.append(process)
+    return found
 
 
 def _pss(process: psutil.Process) -> int:
@@ -257,9 +266,9 @@ def _pss(process: psutil.Process) -> int:
     return 0
 
 
-def _cpu_seconds(pid: int) -> float:
+def _cpu_seconds(pid: int, folder: Path | None = None) -> float:
     total = 0.0
-    for process in _tree(pid):
+    for process in _tree(pid, folder):
         with suppress(psutil.Error):
             times = process.cpu_times()
             total += times.user + times.system
