@@ -360,16 +360,3 @@ def test_commands_name_what_has_changed(comingle: Any, tmp_path: Path) -> None:
         assert "after 2 rounds: 1 user goes on, 1 dropped (ben)" in shown
         assert comingle("report", tmp_path / run, "--no-tokens").code == 0
         assert "1 dropped (ben)" in (tmp_path / run / "report.html").read_text()
-    refused = comingle("federate", recipe, "--out", tmp_path / "network")
-    assert refused.code == 2
-    assert "continue_from" in refused.err
-
-
-def test_a_federations_file_with_it_is_refused_when_it_is_read(comingle: Any, tmp_path: Path) -> None:
-    plan = tmp_path / "federation.yaml"
-    plan.write_text(yaml.safe_dump({**OPTIONS, "participants": ["ada", "ben"], "continue_from": "runs/may"}))
-    for command in (("server", plan, "--make-certificates", tmp_path / "keys"), ("cost", plan)):
-        refused = comingle(*command)
-        assert refused.code == 2, command
-        assert "federation.yaml: continue_from: got 'runs/may'" in " ".join(refused.err.split())
-    assert not (tmp_path / "keys").exists()

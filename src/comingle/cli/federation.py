@@ -9,6 +9,7 @@ import typer
 
 from comingle.cli.options import (
     AllUsers,
+    ContinueFrom,
     Force,
     Out,
     Quiet,
@@ -22,6 +23,7 @@ from comingle.cli.options import (
     read_recipe,
     require_flower,
     show_participants,
+    with_continuation,
 )
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import expand_home
@@ -32,13 +34,14 @@ def federate(
     sets: Sets = None,
     seed: Seed = None,
     out: Out = None,
+    continue_from: ContinueFrom = None,
     resume: Resume = False,
     force: Force = False,
     all_users: AllUsers = False,
     quiet: Quiet = False,
 ) -> None:
     """Train the users of a recipe in a federation on this machine: a server, and processes and a folder per user."""
-    loaded_recipe = read_recipe(recipe, sets, seed)
+    loaded_recipe = read_recipe(recipe, with_continuation(sets, continue_from), seed)
 
     require_flower()
     from comingle.federation.launch import federate as run_federation
@@ -69,6 +72,7 @@ def server(
         Path | None,
         typer.Option("--make-certificates", metavar="FOLDER", help="Write certificates and keys for --host, and exit."),
     ] = None,
+    continue_from: ContinueFrom = None,
     all_users: AllUsers = False,
     quiet: Quiet = False,
 ) -> None:
@@ -78,7 +82,7 @@ def server(
         raise RecipeError("server: no federation file; give one, for example `comingle server federation.yaml`")
     from comingle.federation.files import load_plan
 
-    plan = load_plan(federation)
+    plan = load_plan(federation, continue_from=str(continue_from.resolve()) if continue_from else "")
     if make_certificates is not None:
         _write_certificates(make_certificates, host, plan.users)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import warnings
@@ -281,3 +282,16 @@ def default_folder(path: Path, method: str, seed: int) -> Path:
     if path.is_dir():
         return path
     return Path("runs") / f"{path.stem}-{method}-seed{seed}"
+
+
+ContinueFrom = Annotated[
+    Path | None,
+    typer.Option("--continue-from", metavar="RUN", help="Start from the users' models at the end of another run."),
+]
+
+
+def with_continuation(sets: list[str] | None, continue_from: Path | None) -> list[str] | None:
+    """Return the values of ``--set``, and after them one for ``--continue-from`` if it is given."""
+    if continue_from is None:
+        return sets
+    return [*(sets or []), f"continue_from.run={json.dumps(str(continue_from.resolve()))}"]

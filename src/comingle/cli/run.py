@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from comingle.cli.options import (
     AllUsers,
+    ContinueFrom,
     Force,
     Out,
     Quiet,
@@ -21,6 +21,7 @@ from comingle.cli.options import (
     default_folder,
     read_recipe,
     status,
+    with_continuation,
 )
 from comingle.training.backends.launched import find_place
 from comingle.utils.errors import RecipeError
@@ -30,12 +31,6 @@ Processes = Annotated[
     typer.Option(
         "--processes", metavar="<n>", min=1, max=1024, help="Split the users among N processes on this machine."
     ),
-]
-
-
-ContinueFrom = Annotated[
-    Path | None,
-    typer.Option("--continue-from", metavar="RUN", help="Start from the users' models at the end of another run."),
 ]
 
 
@@ -52,8 +47,7 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Train the users of a recipe together and write a run folder."""
-    if continue_from is not None:
-        sets = [*(sets or []), f"continue_from.run={json.dumps(str(continue_from.resolve()))}"]
+    sets = with_continuation(sets, continue_from)
     place = find_place()  # rank and number of processes; None if this is the only process
     if place is None and processes is not None and processes > 1:
         from comingle.cli.training import launch

@@ -57,7 +57,7 @@ class ContinuationSection(Section):
     """
 
     run: str
-    """Folder of the earlier run, which is only read."""
+    """Folder of the earlier run, which is only read; of a federation that of its server."""
     moments: bool = False
     """Also keep the optimisers' moments and step counts; needs constant learning rates."""
 

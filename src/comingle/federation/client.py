@@ -25,16 +25,17 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from comingle.config import Recipe, parse_recipe
-from comingle.config.sections import with_older_defaults
+from comingle.config.sections import ContinuationSection, with_older_defaults
 from comingle.config.settings import Terms
 from comingle.data.populations import as_users
 from comingle.federation.client_store import MODEL, ClientStore, check_run_limit, run_folder, save_model
@@ -75,6 +76,7 @@ from comingle.privacy.secure_client import (
 from comingle.privacy.secure_sum import VECTOR, as_words
 from comingle.protocol.messages import LOSS, LOWEST, Download, Upload, validation_report
 from comingle.protocol.wire import pack, unpack
+from comingle.runs.continuation import EarlierData, add_replay, copy_users_state, read_earlier_data
 from comingle.runs.given import Given
 from comingle.runs.session import (
     check_and_set_up,
@@ -82,8 +84,10 @@ from comingle.runs.session import (
     describe,
     memory_limit,
     prepare,
+    prepare_earlier,
     use_chosen_settings,
 )
+from comingle.training.checkpoints import read_progress, read_state
 from comingle.training.client import Clients, finetuned, finish, settle, train
 from comingle.training.evaluation import amounts, data_amounts, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import NETS, RunData, kind_of
@@ -100,6 +104,7 @@ from comingle.utils.errors import (
     RunError,
     list_names,
 )
+from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import DATE, INPUTS, SPLITS, Inputs, read_inputs, write_inputs
 from comingle.utils.records import PUBLIC, convert_disk_errors, expand_home, write_json
 
@@ -228,9 +233,14 @@ def open_store(
     date_in_prompts = str(public.settings.get(DATE, ""))  # empty if the chat template writes no date
     own_data = prepare(recipe, given=Given(date=date_in_prompts, loaded_bases=bases), method=method)
     _raise_unless_same_base(own, public, own_data)
-    run_data = _data_of_run(own, public, recipe, own_data)  # with the names of all users
+    earlier = _read_earlier_data(folder, recipe, own_data)
+    train_data, replayed = add_replay(recipe, own_data, earlier)
+    run_data = _data_of_run(own, public, recipe, train_data)  # with the names of all users
     _raise_unless_same_settings(own, public, own_data)
     clients = run_data.kind.clients(recipe, run_data, plan_of(public, recipe))
+    starts_now = not list_checkpoints(folder)
+    if recipe.continue_from is not None and starts_now:
+        _start_from_earlier_run(clients, recipe.continue_from, folder.parent, say)
 
     answers_folder = folder / "answers"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -244,13 +254,65 @@ def open_store(
         own_data=own_data,
         clients=clients,
         state_before_first_task=clients.state.copy(compact=True),
+        earlier=earlier,
     )
     has_answered = any(answers_folder.glob("*.bin"))  # whether this client has answered a task of the run
-    _check_inputs(folder, own, describe(own_data, recipe), has_answered=has_answered)
+    inputs = describe(own_data, recipe)
+    if replayed:
+        inputs.users[own.name].given[REPLAYED] = replayed[own.name]
+    _check_inputs(folder, own, inputs, has_answered=has_answered)
+    if recipe.continue_from is not None and starts_now:
+        store.save_start()
     keep_key(folder, *clients.mechanisms, begun=has_answered)  # the key from which privacy noise is drawn
     store.remove_drafts()
     store.load_newest()
     return store
+
+
+REPLAYED = "data.replay"
+"""Key of the recorded amount of data of the earlier run that a client trains on again."""
+
+
+def _read_earlier_data(folder: Path, recipe: Recipe, own_data: RunData) -> Sequence[EarlierData]:
+    """Return the user's data of the earlier run that a federation continues, if it took part to its end.
+
+    Args:
+        folder: Folder of the new run; that of the earlier run is beside it.
+        recipe: The user's recipe, in which ``continue_from`` has the name of the earlier run.
+        own_data: The user's own data, and the base model.
+    """
+    if recipe.continue_from is None:
+        return ()
+    model = run_folder(folder.parent, recipe.continue_from.run) / MODEL
+    if not model.exists():
+        return ()
+    recipe = recipe.with_changes({"continue_from.run": str(model)})
+    return read_earlier_data(recipe, own_data, partial(prepare_earlier, own_data.base))
+
+
+def _start_from_earlier_run(clients: Clients, section: ContinuationSection, state: Path, say: Say) -> None:
+    """Copy the user's tensors at the end of the earlier run; a user without any starts as a new one.
+
+    Args:
+        clients: The client group of the user, changed in place.
+        section: The recipe's section, with the name of the earlier run.
+        state: The user's state folder.
+        say: Called with a line for the user.
+
+    Raises:
+        RecipeError: The tensors have other shapes.
+        RunError: The stored state is damaged.
+    """
+    checkpoints = list_checkpoints(run_folder(state, section.run))
+    if not checkpoints:
+        say(f"continues run {section.run}, in which this user has no state here: starts as a new user")
+        return
+    newest = checkpoints[-1]
+    progress = read_progress(newest)
+    users_state, _no_server_state = read_state(newest, progress, clients.model.layout)
+    copy_users_state(clients, users_state, progress.trainers, newest, moments=section.moments)
+    clients.state.versions.fill_(0)  # the server sends the shared tensors if these are not the newest
+    say(f"continues run {section.run}: starts from this user's model at its end")
 
 
 def _data_of_run(own: Own, public: Public, recipe: Recipe, own_data: RunData) -> RunData:
@@ -303,6 +365,12 @@ def _check_inputs(folder: Path, own: Own, current: Inputs, *, has_answered: bool
         raise RunError(f"{folder}: belongs to user {owner}, not to {own.name!r}; use another --state")
     recorded_digests, current_digests = recorded.users[own.name].digests, current.users[own.name].digests
     changed_splits = [split for split in SPLITS if recorded_digests[split] != current_digests[split]]
+    recorded_replay, current_replay = (inputs.users[own.name].given.get(REPLAYED, 0) for inputs in (recorded, current))
+    if recorded_replay != current_replay:
+        raise DataError(
+            f"{folder}: user {own.name!r}: replays {current_replay} of the earlier run; at the start "
+            f"{recorded_replay}; restore the earlier data, or join again with another --state"
+        )
     if changed_splits:
         raise DataError(
             f"{folder}: user {own.name!r}: the {' and '.join(changed_splits)} data changed since the run began; "

@@ -35,6 +35,7 @@ from comingle.privacy.secure_client import Record, Session
 from comingle.privacy.secure_sum import KEY_BYTES
 from comingle.protocol.wire import unpack
 from comingle.runs.api import recipe_for_one_user
+from comingle.runs.continuation import EarlierData, forgetting
 from comingle.runs.session import build, describe
 from comingle.training.checkpoints import Clock, load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
 from comingle.training.client import Clients, finetuned
@@ -158,6 +159,7 @@ class ClientStore:
         clients: The client group that trains the user.
         state_before_first_task: Restored if the first task is reverted.
         serial: Number of the last task that was carried out.
+        earlier: Data of the run that this one continues, to measure forgetting.
     """
 
     folder: Path
@@ -167,6 +169,7 @@ class ClientStore:
     clients: Clients
     state_before_first_task: State
     serial: int = 0
+    earlier: Sequence[EarlierData] = ()
 
     @property
     def sessions(self) -> Sessions:
@@ -199,8 +202,9 @@ class ClientStore:
 
         0 is the state before the first task.
         """
-        state_before_first_task = 0
-        stored = [state_before_first_task, *(_task_number(folder) for folder in list_checkpoints(self.folder))]
+        stored = [_task_number(folder) for folder in list_checkpoints(self.folder)]
+        if self.recipe.continue_from is None:  # otherwise `save_start` has stored the state before the first task
+            stored.insert(0, 0)
         oldest = self.serial - self.num_revertible
         revertible = [number for number in stored if oldest <= number <= self.serial]
         return revertible or [self.serial]  # if the checkpoints were deleted, only the current state
@@ -261,6 +265,12 @@ class ClientStore:
             is_recent = serial - self.num_revertible < number <= serial
             if is_of_other_task or not is_recent:
                 answer_file.unlink()
+
+    def save_start(self) -> None:
+        """Store the state before the first task, which cannot be computed again if the earlier run is deleted."""
+        progress = progress_of(0, self.public.digest, [trainer.name for trainer in self.clients.trainers])
+        with convert_disk_errors(self.folder):
+            save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, dict[str, Any](), progress)
 
     def remove_drafts(self) -> None:
         """Delete unfinished answers, files and checkpoints of a process that was killed."""
@@ -444,6 +454,8 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
         empty_clock = Clock()  # only the server counts seconds and bytes of a federation
         metrics = summarise(clients, clients.evaluate(), empty_clock).as_dict()
     metrics.update(clients.left_out)  # number of rows of data that were skipped
+    if forgotten := forgetting(federation, store.earlier):
+        metrics["earlier"] = forgotten
     folder = store.folder / MODEL
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)

@@ -30,10 +30,14 @@ from comingle.utils.names import name_problem
 from comingle.utils.records import expand_home, write_text
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path, *, continue_from: str = "") -> Plan:
     """Read a server's file: a recipe without data sources, and the keys ``participants``, ``network`` and ``shapes``.
 
-    The data is text unless the file names another kind. A relative path of the base is relative to the file.
+    The data is text unless the file names another kind. Relative paths are relative to the file.
+
+    Args:
+        path: The file.
+        continue_from: Folder of an earlier run to continue, instead of the one in the file; empty for that.
 
     Raises:
         RecipeError: The file does not exist, a value is wrong, or clients on other machines cannot run the recipe.
@@ -63,6 +67,8 @@ def load_plan(path: Path) -> Plan:
                 )
         content["data"] = {"kind": "text", **data, "given": True}  # "given" makes a recipe without sources valid
     recipe = parse_recipe(content, where=str(path))
+    if continue_from:
+        recipe = recipe.with_changes({"continue_from.run": continue_from}, where="--continue-from")
     try:
         check_remote_clients(recipe)
     except RecipeError as error:
@@ -70,6 +76,8 @@ def load_plan(path: Path) -> Plan:
     base_path = path.parent / recipe.base
     if os.path.exists(base_path):
         recipe = recipe.with_changes({"base": str(base_path.resolve())})
+    if recipe.continue_from is not None:
+        recipe = recipe.with_changes({"continue_from.run": str((path.parent / recipe.continue_from.run).resolve())})
     return Plan(recipe=recipe, users=tuple(names), settings=net_settings, network=network)
 
 

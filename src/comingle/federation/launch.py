@@ -21,8 +21,8 @@ from comingle.federation.flower.processes import join_address
 from comingle.federation.flower.server import Certificates, SuperLink, supervise
 from comingle.federation.flower.server_app import encode_names
 from comingle.federation.participant import FILE, Own, Participant, save_participant
-from comingle.federation.public import public_part
-from comingle.federation.run_folder import Plan, has_ended
+from comingle.federation.public import public_part, run_name
+from comingle.federation.run_folder import Plan, has_ended, with_recorded_name
 from comingle.federation.server_session import NetworkSection
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.session import chooses_specialists
@@ -66,6 +66,9 @@ def serve(
         tls_files, public_keys = _read_tls_files(certificates, plan.users, file)
     flower_folder = folder / FLOWER  # status and logs of the server process
     flower_folder.mkdir(exist_ok=True)
+    run_config = {"federation": str(file.absolute()), "users": encode_names(plan.users)}
+    if plan.recipe.continue_from is not None:
+        run_config["continue_from"] = plan.recipe.continue_from.run
     with locked(flower_folder):  # Two servers must not share a run folder.
         link = SuperLink(
             folder=folder,
@@ -74,7 +77,7 @@ def serve(
             port=port,
             certificates=tls_files,
             keys=public_keys,
-            run_config={"federation": str(file.absolute()), "users": encode_names(plan.users)},
+            run_config=run_config,
         )
         is_port_given = port != 0  # otherwise `link` has bound a free one already
         if is_port_given:
@@ -170,6 +173,8 @@ def federate(
     """
     _refuse_auto_memory(recipe)
     recipe = with_bos_of_run(folder, recipe, resume=resume)  # a resumed run keeps its begin-of-text tokens
+    if resume:
+        recipe = with_recorded_name(folder, recipe)
     plan, settings_of_users = split_recipe(recipe, network)
     recipe_without_data = public_part(recipe, plan.users, plan.settings, base=None).whole_recipe()
     check_folder(folder, recipe_without_data, resume=resume, force=force)
@@ -183,6 +188,8 @@ def federate(
     for name in plan.users:
         state_folders[name] = (folder / USERS / as_folder(name)).absolute()
         private_keys[name], public_keys[name] = make_key(state_folders[name] / FLOWER, name)
+        if recipe.continue_from is not None and not resume:
+            _copy_state(Path(recipe.continue_from.run), name, state_folders[name])
     link = SuperLink(
         folder=folder,
         say=say,
@@ -212,6 +219,20 @@ def federate(
         for client in clients:
             client.stop()
     return read_metrics(folder)
+
+
+def _copy_state(earlier: Path, name: str, state: Path) -> None:
+    """Copy a user's state at the end of an earlier federation on this machine, from which a new one continues.
+
+    Args:
+        earlier: Folder of the earlier federation.
+        name: Name of the user; nothing is copied if it has no state there.
+        state: The user's state folder in the new federation.
+    """
+    run = f"run-{run_name(earlier)}"
+    source = earlier / USERS / as_folder(name) / run
+    if source.exists() and not (state / run).exists():
+        shutil.copytree(source, state / run, ignore=shutil.ignore_patterns("answers"))
 
 
 def _refuse_auto_memory(recipe: Recipe) -> None:

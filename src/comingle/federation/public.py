@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from comingle import __version__
@@ -25,6 +27,7 @@ from comingle.training.plan import make_plan
 from comingle.training.settings import RunPlan, work_of
 from comingle.utils.errors import DataError, MessageError, RecipeError
 from comingle.utils.names import name_problem
+from comingle.utils.records import FEDERATION
 
 ENDED = "the federation has ended"
 """Beginning of the last line that a client shows."""
@@ -90,6 +93,11 @@ class Public:
         except RecipeError as error:  # about the server's recipe, so the server may read it
             raise MessageError(str(error)) from None
         has_source = recipe.data.given is None  # `given` stands for sources in clients' files
+        continues = recipe.continue_from
+        if continues is not None and not _RUN_NAME.fullmatch(continues.run):
+            raise MessageError(
+                f"the federation's recipe: continue_from.run: got {continues.run[:70]!r}; allowed: a name"
+            )
         if has_source:
             raise MessageError("the federation's recipe: data: has a source; allowed: sources in clients' files only")
 
@@ -148,8 +156,34 @@ def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, A
     if getattr(recipe.data, BOS, False):
         data[BOS] = True
     data["given"] = True  # stands for sources in clients' files
+    if recipe.continue_from is not None:  # clients know the earlier run by its name, and not by the server's path
+        public_recipe["continue_from"]["run"] = run_name(Path(recipe.continue_from.run))
     public = Public(recipe=public_recipe, users=users, settings=dict(settings))
     return replace(public, **digests_of(base))
+
+
+_RUN_NAME = re.compile(r"[0-9a-f]{16}")
+"""Names of runs in messages. Clients have a folder for each run, so a name must not be a path."""
+
+
+def run_name(run: Path) -> str:
+    """Return the name in messages of a server's run.
+
+    Args:
+        run: The run folder of the server; a name is returned unchanged.
+
+    Raises:
+        RecipeError: The folder is not that of a federation's server.
+    """
+    if _RUN_NAME.fullmatch(str(run)):
+        return str(run)
+    try:
+        return str(json.loads((run / FEDERATION).read_text(encoding="utf-8"))["run"])
+    except (OSError, ValueError, KeyError):
+        raise RecipeError(
+            f"continue_from.run: got {run}, no federation's server; allowed: a folder of `comingle server` or "
+            "`comingle federate`"
+        ) from None
 
 
 def without_data(recipe: Recipe) -> dict[str, Any]:
@@ -168,12 +202,6 @@ def check_remote_clients(recipe: Recipe) -> None:
         RecipeError: The kind of data, the method or an option of the data needs all users' data in one place.
     """
     method = check_recipe(recipe)
-    if recipe.continue_from is not None:
-        run = recipe.continue_from.run
-        raise RecipeError(
-            f"continue_from: got {run!r}; allowed: null in a federation; each user can continue its own model alone, "
-            "with `comingle run RECIPE --continue-from STATE/run-*/model`"
-        )
     kind, mixture = kind_of(recipe).name, method.placement.mixture
     if kind not in KINDS:
         raise RecipeError(f"data: got {kind}, which needs all users in one place; allowed: {', '.join(KINDS)}")

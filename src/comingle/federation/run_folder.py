@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from comingle.config import Recipe
+from comingle.config import Recipe, load_recipe
 from comingle.config.settings import AUTO
 from comingle.federation.backend import NetworkBackend
 from comingle.federation.flower.channel import Channel
@@ -19,6 +19,14 @@ from comingle.federation.public import Public, ServerContext, check_remote_clien
 from comingle.federation.server_session import NetworkSection, ServerSession, start_session
 from comingle.methods import own_errors
 from comingle.protocol.messages import LOWEST, validation_reply
+from comingle.runs.continuation import (
+    check_constant_rates,
+    check_equal,
+    check_no_privacy_budget,
+    continuation_entry,
+    newest_checkpoint,
+    restore_server,
+)
 from comingle.runs.folders import open_folder, with_bos_of_run
 from comingle.runs.given import Given
 from comingle.training.checkpoints import (
@@ -28,6 +36,7 @@ from comingle.training.checkpoints import (
     progress_of,
     prune_checkpoints,
     read_progress,
+    read_state,
     save_checkpoint,
 )
 from comingle.training.evaluation import end_event, evaluation_interval, start_event, warn_of_share
@@ -35,11 +44,12 @@ from comingle.training.events import EventLog, Observer
 from comingle.training.kinds.base import kind_of
 from comingle.training.plan import keep_key
 from comingle.training.rounds import Evaluations, outcome_warnings, run_rounds
+from comingle.training.server import VERSION
 from comingle.training.settings import untrained_entry
 from comingle.training.state import State, initial_state
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
-from comingle.utils.inputs import SPLITS, Inputs, UserInputs, recorded_date
+from comingle.utils.inputs import SPLITS, Inputs, UserInputs, read_inputs, recorded_date
 from comingle.utils.records import (
     FEDERATION,
     PARTICIPANTS,
@@ -229,6 +239,8 @@ def run_federation(
     # A resumed run has the begin-of-text tokens, and the date in prompts, with which it was started.
     recipe = with_bos_of_run(folder, plan.recipe, resume=resume)
     date = recorded_date(folder) if resume else ""
+    if resume:
+        recipe = with_recorded_name(folder, recipe)
     plan = replace(plan, recipe=recipe)
 
     kind = kind_of(recipe)
@@ -291,12 +303,17 @@ def _run_rounds(
         keep_key(folder, *session.server.mechanisms, overwrite=not has_begun, begun=progress is not None)
         if checkpoint is not None and progress is not None:
             _restore(session, checkpoint, progress)
+        continues: JsonObject | None = None
+        if plan.recipe.continue_from is not None and progress is None:
+            continues = _start_from_run(session, Path(plan.recipe.continue_from.run))
         session.join()
         if progress is None:
             _resolve_eval_interval(session)
         has_no_start_event = progress is None or log.size_bytes == 0
         if has_no_start_event:
             started = start_event(context.plan, session.model.name, _amounts(session))
+            if continues is not None:
+                started["continues"] = continues
             observe({**started, **_skipped_rows_entry(session), **_specialists_entry(session)})
 
         first_round, stopped_after = 0, None
@@ -326,6 +343,58 @@ def _run_rounds(
     finally:
         log.close()
     return metrics
+
+
+def with_recorded_name(folder: Path, recipe: Recipe) -> Recipe:
+    """Return a recipe in which ``continue_from`` names the earlier run as in a run to resume, instead of its path.
+
+    So a run is resumed even if the earlier one was deleted.
+
+    Args:
+        folder: The run folder of the server.
+        recipe: The recipe; returned unchanged if it continues no run, or the folder has none yet.
+    """
+    path = folder / FEDERATION
+    if recipe.continue_from is None or not list_checkpoints(folder):
+        return recipe
+    recorded = read_public(json.loads(path.read_text(encoding="utf-8"))["public"])
+    return recipe.with_changes({"continue_from": recorded.recipe.get("continue_from")})
+
+
+def _start_from_run(session: ServerSession, run: Path) -> JsonObject:
+    """Copy the state of the server at the end of another federation to that of a new one, and return what continues.
+
+    Users of both federations whose shared tensors were the newest need no download, as in
+    :func:`comingle.runs.continuation.start_from_run`.
+
+    Args:
+        session: The session before its first round, which is changed.
+        run: Run folder of the earlier federation.
+
+    Raises:
+        RecipeError: The federation cannot continue the other one, for example because it has another method.
+    """
+    checkpoint, progress = newest_checkpoint(run, of_server=True)
+    recipe, public = session.context.recipe, session.public
+    earlier_recipe, earlier_inputs = load_recipe(run), read_inputs(run)
+    compared = {
+        "method": (recipe.method.name, earlier_recipe.method.name),
+        "data.kind": (recipe.data.kind, earlier_inputs.kind),
+        "base": (public.base, earlier_inputs.base),
+    }
+    check_equal(compared, run)
+    check_no_privacy_budget(session.server, earlier_recipe)
+    assert recipe.continue_from is not None
+    if recipe.continue_from.moments:
+        check_constant_rates(recipe.training)
+    _no_users, state = read_state(checkpoint, progress, session.model.layout)
+    restore_server(session.server, state, progress.trainers, checkpoint)
+    newest = int(state[VERSION])
+    versions = (state[f"{_SESSION_PREFIX}versions"] - 1).tolist()  # stored as version + 1
+    version_by_user = dict(zip(progress.trainers, versions, strict=True))
+    for name, client in session.clients.items():
+        client.version = 0 if version_by_user.get(name) == newest else -1
+    return {**continuation_entry(checkpoint, progress, public.users), "replayed": {}}
 
 
 def _open_event_log(folder: Path, progress: Progress | None, *, rounds_are_done: bool) -> EventLog:

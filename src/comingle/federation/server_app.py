@@ -22,7 +22,7 @@ def run_federation_app(channel: Channel, config: Mapping[str, Any], folder: Path
 
     Args:
         channel: Transport of messages to clients.
-        config: Run config of the Flower app.
+        config: Run config of the Flower app; ``continue_from`` has the folder of an earlier run to continue.
         folder: The run folder.
         say: Called with each line to show to the operator.
 
@@ -39,7 +39,8 @@ def run_federation_app(channel: Channel, config: Mapping[str, Any], folder: Path
 
     has_begun = (folder / "recipe.yaml").exists()
     with _warnings_shown(say):
-        run_federation(load_plan(expand_home(file)), channel, folder, resume=has_begun, observers=[show])
+        plan = load_plan(expand_home(file), continue_from=str(config.get("continue_from") or ""))
+        run_federation(plan, channel, folder, resume=has_begun, observers=[show])
 
 
 class _WarningHandler(logging.Handler):

@@ -24,7 +24,7 @@ from comingle.training.checkpoints import Progress, digest_of_checkpoint, read_p
 from comingle.training.client import Clients, finetuned
 from comingle.training.evaluation import measured
 from comingle.training.kinds.base import RunData
-from comingle.training.server import VERSION
+from comingle.training.server import VERSION, ServerHalf
 from comingle.training.state import STEP_STATE
 from comingle.utils.errors import ComingleError, RecipeError, RunError, list_names
 from comingle.utils.files import list_checkpoints
@@ -71,7 +71,7 @@ def read_earlier_data(
     seen = {(name, split): {digest} for name, digests in run_data.digests.items() for split, digest in digests.items()}
     collected: list[EarlierData] = []
     run = Path(recipe.continue_from.run)
-    for folder in (run, *(Path(ancestor["run"]) for ancestor in reversed(_ancestors(run)))):
+    for folder in (run, *(Path(ancestor["run"]) for ancestor in reversed(ancestors_of(run)))):
         try:
             recorded_users = read_inputs(folder).users
             data = read(load_recipe(folder), recorded_date(folder))
@@ -213,8 +213,8 @@ def check_earlier_run(recipe: Recipe) -> None:
     if recipe.continue_from is None:
         return
     run = Path(recipe.continue_from.run)
-    _newest_checkpoint(run)
-    _check_equal({"method": (recipe.method.name, load_recipe(run).method.name)}, run)
+    newest_checkpoint(run)
+    check_equal({"method": (recipe.method.name, load_recipe(run).method.name)}, run)
 
 
 def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> JsonObject:
@@ -240,17 +240,50 @@ def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> Jso
     section = recipe.continue_from
     assert section is not None
     run, clients = Path(section.run), federation.clients
-    checkpoint, progress = _newest_checkpoint(run)
+    checkpoint, progress = newest_checkpoint(run)
     earlier_inputs, earlier_recipe = read_inputs(run), load_recipe(run)
     _check_same_model(run, recipe, earlier_recipe, inputs, earlier_inputs)
-    _check_no_privacy_budget(federation, earlier_recipe)
+    check_no_privacy_budget(federation.server, earlier_recipe)
     if section.moments:
-        _check_constant_rates(recipe.training)
+        check_constant_rates(recipe.training)
 
     users_state, server_state = read_state(checkpoint, progress, clients.model.layout)
     earlier_names = progress.trainers
+    copy_users_state(clients, users_state, earlier_names, checkpoint, moments=section.moments)
+    # Versions count from 0 again: users without the newest shared tensors have -1 and download them.
+    was_newest = users_state["versions"] == int(server_state[VERSION])
+    new_versions = clients.state.versions.fill_(-1)
+    versions = was_newest.long() - 1  # 0 for users with the newest shared tensors, else -1
+    copy_rows(versions, new_versions, earlier_names, clients.names, "versions")
+    restore_server(federation.server, server_state, earlier_names, checkpoint)
+
+    entry = continuation_entry(checkpoint, progress, clients.population_names)
+    entry["changed"] = [name for name in entry["kept"] if _has_changed_data(name, inputs, earlier_inputs)]
+    return entry
+
+
+def copy_users_state(
+    clients: Clients,
+    users_state: Mapping[str, Tensor],
+    earlier_names: Sequence[str],
+    checkpoint: Path,
+    *,
+    moments: bool,
+) -> None:
+    """Copy the tensors of users at the end of an earlier run, except for the versions of shared tensors.
+
+    Args:
+        clients: The users of the new run, changed in place; users who are new keep their initial tensors.
+        users_state: The earlier tensors by name, with rows in the order of ``earlier_names``.
+        earlier_names: Names of the earlier run's users.
+        checkpoint: Checkpoint with these tensors, for the error.
+        moments: Whether the optimisers' moments and step counts are copied too.
+
+    Raises:
+        RecipeError: A tensor has another shape, or is not kept with the new recipe.
+    """
     new_tensors = clients.state.tensors()
-    not_copied = {"versions"} if section.moments else {"versions", *STEP_STATE}
+    not_copied = {"versions"} if moments else {"versions", *STEP_STATE}
     for name, old_tensor in users_state.items():
         where = f"{checkpoint}: tensor {name!r}"
         if name in not_copied:
@@ -258,37 +291,45 @@ def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> Jso
         if name not in new_tensors:  # other settings of the method keep other tensors
             raise RecipeError(f"{where} is not kept with this recipe; {_ALLOWED}")
         copy_rows(old_tensor, new_tensors[name], earlier_names, clients.names, where)
-    # Versions count from 0 again: users without the newest shared tensors have -1 and download them.
-    was_newest = users_state["versions"] == int(server_state[VERSION])
-    new_tensors["versions"].fill_(-1)
-    versions = was_newest.long() - 1  # 0 for users with the newest shared tensors, else -1
-    copy_rows(versions, new_tensors["versions"], earlier_names, clients.names, "versions")
     clients.update_masks()  # LoRA ranks, which methods may change in training, are in the state
-    _restore_server(federation, server_state, earlier_names, checkpoint)
 
-    names = clients.population_names
-    old_users, new_users = set(earlier_names), set(names)
-    kept = [name for name in names if name in old_users]
+
+def continuation_entry(checkpoint: Path, progress: Progress, names: Sequence[str]) -> JsonObject:
+    """Return the entry "continues" of a run's start event, for users whose data has not changed.
+
+    Args:
+        checkpoint: Checkpoint of the earlier run.
+        progress: Its progress.
+        names: Names of the new run's users.
+    """
+    run = checkpoint.parent.parent
+    old_users, new_users = set(progress.trainers), set(names)
     return {
         "run": str(run.resolve()),
         "checkpoint": digest_of_checkpoint(checkpoint),
         "rounds": progress.round,
-        "ancestors": _ancestors(run),
-        "kept": kept,
-        "changed": [name for name in kept if _has_changed_data(name, inputs, earlier_inputs)],
+        "ancestors": ancestors_of(run),
+        "kept": [name for name in names if name in old_users],
+        "changed": [],
         "new": [name for name in names if name not in old_users],
-        "dropped": [name for name in earlier_names if name not in new_users],
+        "dropped": [name for name in progress.trainers if name not in new_users],
     }
 
 
-def _newest_checkpoint(run: Path) -> tuple[Path, Progress]:
+def newest_checkpoint(run: Path, *, of_server: bool = False) -> tuple[Path, Progress]:
     """Return the newest checkpoint of a run and its progress.
+
+    Args:
+        run: The run folder.
+        of_server: Whether the run must be that of a federation's server, instead of one in this process.
 
     Raises:
         RecipeError: The folder is not a run that can be continued.
     """
-    if is_server(run):
-        raise RecipeError(f"{WHERE}: got {run}, a federation's server; allowed: a folder of `comingle run`")
+    if is_server(run) != of_server:
+        got = "a federation's server" if is_server(run) else "no federation's server"
+        command = "comingle server` or `comingle federate" if of_server else "comingle run"
+        raise RecipeError(f"{WHERE}: got {run}, {got}; allowed: a folder of `{command}`")
     checkpoints = list_checkpoints(run)
     if not checkpoints:
         raise RecipeError(f"{WHERE}: got {run}, which has no checkpoint; allowed: the folder of a run that has trained")
@@ -311,10 +352,10 @@ def _check_same_model(run: Path, recipe: Recipe, earlier: Recipe, inputs: Inputs
         "data.kind": (inputs.kind, earlier_inputs.kind),
         "base": (inputs.base, earlier_inputs.base),
     }
-    _check_equal(compared, run)
+    check_equal(compared, run)
 
 
-def _check_equal(compared: Mapping[str, tuple[str, str]], run: Path) -> None:
+def check_equal(compared: Mapping[str, tuple[str, str]], run: Path) -> None:
     """Raise a :class:`RecipeError` for the first key whose value differs between the new and the earlier run.
 
     Args:
@@ -326,14 +367,14 @@ def _check_equal(compared: Mapping[str, tuple[str, str]], run: Path) -> None:
             raise RecipeError(f"{key}: got {value!r}; allowed: as in {run}, {earlier_value!r} (continue_from)")
 
 
-def _check_no_privacy_budget(federation: InProcess, earlier: Recipe) -> None:
+def check_no_privacy_budget(server: ServerHalf, earlier: Recipe) -> None:
     """Refuse differential privacy, whose budget would have to include what the earlier run has spent.
 
     Raises:
         RecipeError: One of the two runs has it.
     """
     has_budget = {
-        "privacy.mechanism": bool(federation.server.mechanisms.state),
+        "privacy.mechanism": bool(server.mechanisms.state),
         "privacy.mechanism of the earlier run": earlier.privacy is not None and earlier.privacy.mechanism != "none",
     }
     for key, is_private in has_budget.items():
@@ -341,7 +382,7 @@ def _check_no_privacy_budget(federation: InProcess, earlier: Recipe) -> None:
             raise RecipeError(f"{key}: got differential privacy; allowed with continue_from: none")
 
 
-def _check_constant_rates(training: TrainingSection) -> None:
+def check_constant_rates(training: TrainingSection) -> None:
     """Refuse to continue the step counts of a cosine schedule, which ended with the earlier run.
 
     Raises:
@@ -383,11 +424,11 @@ def copy_rows(old: Tensor, new: Tensor, old_names: Sequence[str], new_names: Seq
     new[rows_of_names(new_names, common_names, num_copies)] = old[old_rows].to(new.device, new.dtype)
 
 
-def _restore_server(federation: InProcess, state: Tree, earlier_names: Sequence[str], checkpoint: Path) -> None:
+def restore_server(server: ServerHalf, state: Tree, earlier_names: Sequence[str], checkpoint: Path) -> None:
     """Give the server the tensors that its method kept in the earlier run; new users have initial rows.
 
     Args:
-        federation: The federation, changed in place.
+        server: The server, changed in place.
         state: State of the earlier run's server.
         earlier_names: Names of the earlier run's users, in the order of their rows.
         checkpoint: Checkpoint with this state, for the error.
@@ -395,7 +436,6 @@ def _restore_server(federation: InProcess, state: Tree, earlier_names: Sequence[
     Raises:
         RecipeError: A tensor has another shape.
     """
-    server = federation.server
     kept: dict[str, Tensor] = {}
     for name, initial in server.kept.items():
         where = f"{checkpoint}: tensor {'server/' + name!r}"
@@ -411,7 +451,7 @@ def _restore_server(federation: InProcess, state: Tree, earlier_names: Sequence[
     server.kept = kept
 
 
-def _ancestors(run: Path) -> list[JsonObject]:
+def ancestors_of(run: Path) -> list[JsonObject]:
     """Return folder, checkpoint and rounds of each run that a run continues, directly or indirectly, oldest first."""
     for event in read_events(run):
         if event["event"] == "start" and "continues" in event:

@@ -609,7 +609,7 @@ def run_in(
         contexts.enter_context(own_errors(method))  # names the file of a plug-in in errors that its code raises
         earlier: Sequence[EarlierData] = ()
         if recipe.continue_from is not None:
-            earlier = read_earlier_data(recipe, run_data, partial(_prepare_again, run_data.base))
+            earlier = read_earlier_data(recipe, run_data, partial(prepare_earlier, run_data.base))
         train_data, replayed_here = add_replay(recipe, run_data, earlier)
         federation = build_federation(recipe, train_data, method=method)
         replayed = federation.merge_users(lambda: replayed_here)
@@ -654,7 +654,7 @@ def run_in(
     return replace(finished, settings=settings)
 
 
-def _prepare_again(base: Base | None, recipe: Recipe, date: str) -> RunData:
+def prepare_earlier(base: Base | None, recipe: Recipe, date: str) -> RunData:
     """Read the data of an earlier run, whose base is loaded already.
 
     Args:
