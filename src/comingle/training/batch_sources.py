@@ -337,9 +337,10 @@ class PassBatchSource(BatchSource):
         return max(self.steps(trainer) for trainer in range(len(self.trainers)))
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the batches in one pass over the samples of a user: for training, and for all samples.
+        """Return the sizes of the batches in one pass over the samples of a user: for training, and for sweeps.
 
-        For example ``(4, 4)`` and ``(4, 4, 1)`` for 9 samples in batches of 4: a last batch of fewer than
+        A sweep reads all samples, to compare models on them, in batches of the largest batch size of the run. For
+        example ``(4, 4)`` and ``(4, 4, 1)`` for 9 samples in batches of 4: a last batch of fewer than
         ``self.smallest_batch`` samples is not trained on, as batch norm needs at least two samples.
         """
         num_samples = len(user.train)

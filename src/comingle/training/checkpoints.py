@@ -387,9 +387,13 @@ def read_tensors(
 
 
 def _same_shape_and_dtype(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:
-    """Return whether two pairs of shape and dtype match; None stands for a missing tensor.
+    """Return whether a tensor in a checkpoint has the shape and dtype that the resumed run needs.
 
     All floating dtypes match each other, as ``runtime.dtype`` may change when a run is resumed.
+
+    Args:
+        got: Shape and dtype in the checkpoint; None if the tensor is missing there.
+        wanted: Shape and dtype in the run; None if the run has no such tensor.
     """
     if got is None or wanted is None:
         return got is wanted

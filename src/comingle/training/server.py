@@ -535,8 +535,9 @@ def normalise_steps(received: Received, starts: Tree) -> Received:
 def tensors_of_components(model: Model, method: Method) -> tuple[str, ...]:
     """Return the names of the tensors whose leading axis is the components of a mixture, in the order of the layout.
 
-    They are the adaptors and, in a mixture of whole models, the running statistics of batch norm. A mixture of adaptors
-    in one model has no running statistics for each component.
+    The server averages each component with weights of its own. The tensors are the adaptors and, in a mixture of whole
+    models, the running statistics of batch norm. A mixture of adaptors in one model has no running statistics for each
+    component.
     """
     component_roles = {ADAPTOR}
     mixture = method.placement.mixture

@@ -129,12 +129,14 @@ def write_crc(record: np.ndarray) -> int:
 
 
 def check_record(record: np.ndarray, row: int, expected_crc: int, path: object) -> None:
-    """Check that a record is intact and is the expected one.
+    """Check that a record, which was read from disk, is intact and is the expected one.
+
+    A record begins with the CRC-32 of the rest and the number of its row, 8 bytes each.
 
     Args:
-        record: The record.
-        row: Expected number of its row.
-        expected_crc: Expected CRC-32, or :data:`UNKNOWN`.
+        record: The bytes of the record.
+        row: Expected number of its row, counted in the whole run.
+        expected_crc: Expected CRC-32, from a checkpoint; :data:`UNKNOWN` if an old checkpoint has none.
         path: File, for the error.
 
     Raises:
