@@ -199,7 +199,13 @@ class EnsembleModel(Model):
         return mixture_loss + zero, 0.0
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
-        """Return the mixture's losses in nats."""
+        """Return the next-token losses in nats of each user's mixture of its components' probabilities.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            batch: Windows of context + 1 tokens.
+        """
         shares, powers = self.mixing(tensors)
         losses = self.component_losses(tensors, users, batch, powers=powers)
         return mix_losses(losses, shares)

@@ -217,25 +217,28 @@ def _count_weights(path: Path) -> int:
 def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     """Load a causal language model from safetensors, without running code from its folder.
 
+    Weights are memory-mapped if the tensors in the files have the names and shapes of the model's.
+
     Args:
         folder: A folder in the Hugging Face layout.
         dtype: Number format of the weights.
         attention: Attention implementation of transformers; None: transformers' choice.
 
     Raises:
-        BaseModelError: transformers cannot load it, or its files lack tensors or have others.
+        BaseModelError: transformers cannot load the model, or its files lack tensors or have unused ones.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
+        # A configuration may name kernels on the hub, whose code transformers would download and run.
         config = drop_kernel_choice(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
-        mapped = _map_model(folder, config, dtype=dtype, attention=attention)
-        if mapped is not None:
-            return mapped
-        # The files do not match the model name by name: let transformers convert the names, or report an error.
+        memory_mapped = _map_model(folder, config, dtype=dtype, attention=attention)
+        if memory_mapped is not None:
+            return memory_mapped
+        # Names or shapes in the files differ from the model's: let transformers convert them, or report an error.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=drop_kernel_choice(config),  # again, as _map_model has set its choice of kernels
+            config=drop_kernel_choice(config),  # again, as _map_model sets `attention` in the configuration
             dtype=dtype,
             attn_implementation=attention,
             use_safetensors=True,

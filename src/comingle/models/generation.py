@@ -63,7 +63,7 @@ _Rule = tuple[Callable[[Any], bool], str]
 
 
 def _integer_rule(least: int, below: float = math.inf) -> _Rule:
-    """Return the rule for integers from ``least`` up to, but not including, ``below``."""
+    """Return a check for integers from ``least`` up to, but not including, ``below``, and the text for its errors."""
     allowed = f"a whole number from {least}"
     if below != math.inf:
         allowed += f" and below {below:,}"
@@ -291,7 +291,7 @@ def _generate_greedily(
 
 
 def can_pad(network: PreTrainedModel) -> bool:
-    """Return whether the model supports padding: in float64 soft-capped attention (Gemma 2) does not."""
+    """Return whether a model supports padded prompts; soft-capped attention (Gemma 2) in float64 does not."""
     has_softcap = getattr(network.config, "attn_logit_softcapping", None) is not None
     return not (has_softcap and network.dtype == torch.float64)
 

@@ -152,8 +152,8 @@ class TritonBackend:
     ) -> tuple[list[SharedHidden], First, Gates, list[Factor], Factor | None]:
         """Return the gradients of ``bases``, ``z``, ``gates``, ``b`` and ``a`` of :meth:`forward`, with Triton.
 
-        ``bases`` and ``b`` have one entry for a plain MLP and two for a gated one; the kernels take the first and the
-        last.
+        h_j are the hidden activations of expert j; the formulas are at :func:`expert_mlp.backward`. ``bases`` and ``b``
+        have one entry for a plain MLP and two for a gated one; the kernels take the first and the last.
 
         Args:
             act: The activation.
@@ -180,7 +180,8 @@ class TritonBackend:
         constants = _compile_time_arguments(act, biases, a)
 
         d_bases = [torch.empty_like(base) for base in bases]
-        # Each program writes the partial sum of its tile or span; the partial sums are added up below.
+        # Each Triton program writes the partial sum of its tile of columns, or of SPAN_TOKENS tokens; they are added up
+        # below.
         d_z_sums = a.new_empty(num_column_tiles, users, n, len(b) * experts * rank, dtype=torch.float32)
         d_gates_sums = a.new_empty(num_column_tiles, *gates.shape, dtype=torch.float32)
         with torch.cuda.device_of(d_mixed):
@@ -314,16 +315,17 @@ class RecordedModel(AdaptedModel):
         return hidden, penalty
 
     def _record(self, names: tuple[str, ...], arguments: Sequence[Tensor]) -> Recording | None:
-        """Record a pass; log a warning and return None if it cannot be captured.
+        """Capture a training pass as CUDA graphs; log a warning and return None if it cannot be captured.
 
         Args:
             names: Names of the users' tensors.
-            arguments: The users' tensors in the order of ``names``, the users' experts, and the tokens.
+            arguments: The users' tensors in the order of ``names``, the mask of the experts that each user has, and the
+                tokens. Later passes have the same shapes and dtypes.
         """
         # A copy, as the recording must not refer to ``self``, which holds it: a cycle would keep the memory of a pass.
         model = AdaptedModel(**{f.name: getattr(self, f.name) for f in fields(AdaptedModel)})
         pools = [recording.pool for recording in self.recordings.values() if recording is not None]
-        shared_pool = pools[0] if pools else None
+        shared_pool = pools[0] if pools else None  # all graphs share memory, as only one of them runs at a time
 
         def run_pass(*static_arguments: Tensor) -> tuple[Tensor, Tensor | float]:
             """Return hidden states and penalty for arguments in the order of ``arguments``."""
@@ -423,7 +425,8 @@ class _Replayed(torch.autograd.Function):
             static_input.detach().copy_(given_input)
         recording.replay_forward()
         ctx.recording, ctx.replay = recording, ForwardReplay()
-        recording.last_replay = weakref.ref(ctx.replay)  # makes the recording busy as long as ``ctx`` exists
+        # While `ctx` exists, its backward pass may need the graph's memory, so no other forward pass may be replayed.
+        recording.last_replay = weakref.ref(ctx.replay)
         return tuple(output.detach().clone() for output in recording.outputs)
 
     @staticmethod
@@ -477,7 +480,7 @@ _PACKING_DETECTOR = "find_packed_sequence_indices"
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for all captures on a device; only one, as cuBLAS keeps a workspace per stream."""
+    """Return the stream for capturing all CUDA graphs of a device; only one, as cuBLAS has a workspace per stream."""
     return torch.cuda.Stream(device)
 
 

@@ -285,11 +285,18 @@ def keep_buffers() -> bool:
 def return_buffers() -> bool:
     """Make glibc return large freed buffers to the system at once, which takes less memory and more time.
 
+    Called when the recipe limits memory (``runtime.memory``).
+
     Returns:
         Whether the allocator accepted the settings.
     """
     return _set_malloc_options(
-        {_M_MMAP_MAX: 1 << 20, _M_MMAP_THRESHOLD: 64 << 10, _M_TRIM_THRESHOLD: 1 << 20, _M_ARENA_MAX: 1}
+        {
+            _M_MMAP_MAX: 1 << 20,  # up to a million separate mappings, which are unmapped when they are freed
+            _M_MMAP_THRESHOLD: 64 << 10,  # blocks from 64 KiB get one
+            _M_TRIM_THRESHOLD: 1 << 20,  # the heap keeps at most 1 MiB of free memory at its end
+            _M_ARENA_MAX: 1,  # one heap for all threads, as each one keeps free memory
+        }
     )
 
 

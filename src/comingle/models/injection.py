@@ -387,7 +387,9 @@ class _NativeMixture(torch.autograd.Function):
     ) -> Tokens:
         """Return the mixture's output ``W2 (sum_j p_j h_j) + b2 + s sum_j p_j B2_j A2_j h_j``, as in :class:`_Mixture`.
 
-        The backend computes ``sum_j p_j h_j`` and ``p_j s A2_j h_j``; the products with W and B2 are PyTorch's.
+        h_j are the hidden activations of expert j, p_j its probability, s the LoRA scale; W2, b2, A2_j and B2_j belong
+        to the MLP's last layer. The backend computes ``sum_j p_j h_j`` and ``p_j s A2_j h_j``; the products with W and
+        B2 are PyTorch's.
 
         Args:
             ctx: Autograd context.
@@ -666,9 +668,9 @@ class Adapters:
         return replace(self, present=self.present[rows], ranks=self.ranks[rows], scales=self.scales[rows])
 
     def without(self, roles: frozenset[str]) -> Adapters:
-        """Return the adapters without the experts of some roles, such as all specialists.
+        """Return the adapters without the experts of some roles, for a phase that trains without the specialists, say.
 
-        :func:`comingle.utils.trees.restrict` removes the same experts from tensors.
+        :func:`comingle.utils.trees.restrict` removes the same experts from the users' tensors.
 
         Args:
             roles: Roles of the experts to leave out.
@@ -755,7 +757,8 @@ class Adapters:
     def _slot_mask(self, slot: Slot, ranks: Int[Tensor, " users"]) -> Bool[Tensor, "users ..."]:
         """Return the mask of one trainable tensor, ``(users, *slot.shape)``: False for padding.
 
-        Users with fewer experts or a smaller rank than others are padded. A user with a single expert has no router.
+        All users' tensors have the shape of the largest, so users with fewer experts (``self.present`` is False) or a
+        smaller LoRA rank are padded. A user with a single expert has no router.
 
         Args:
             slot: Name, shape and roles of the tensor.
@@ -766,7 +769,7 @@ class Adapters:
         if slot.name.endswith(".router"):
             num_rows, _width = slot.shape
             return self._router_row_mask(num_rows).unsqueeze(-1).expand(full_shape)
-        if slot.roles[0] == RESIDUAL:  # all users have the same rank of the residual
+        if slot.roles[0] == RESIDUAL:  # a frozen change beside each LoRA; its rank is the same for all users
             if len(slot.shape) == 2:  # (rank, width), without experts
                 return torch.ones(users, dtype=torch.bool).view(users, 1, 1).expand(full_shape)
             return self.present.view(*self.present.shape, 1, 1).expand(full_shape)
@@ -901,7 +904,10 @@ def _lora_targets(
 
 
 def _residual_slots(lora_targets: Sequence[LoraTarget], experts: int, rank: int) -> list[Slot]:
-    """Return the descriptions of the residuals' factors, which a server changes and users never train.
+    """Return names, shapes and roles of the residuals' factors, for the layout of all tensors.
+
+    A residual is a frozen low-rank change of a linear's weight, beside its LoRA. The server sets it; users never train
+    it.
 
     Args:
         lora_targets: The linears that get a LoRA and a residual.
@@ -978,14 +984,20 @@ def _replace_mlp(layer: nn.Module, targets: TargetsSection, mlp: RoutedMLP) -> N
 
 
 def _a_slot(target: LoraTarget) -> Slot:
-    """Return the description of a linear's LoRA factor A, ``(*leading, d_in)``."""
+    """Return name, shape, roles and initialiser of a linear's LoRA factor A, for the layout of trainable tensors.
+
+    Its shape is ``(rank, d_in)`` in attention and ``(experts, rank, d_in)`` in an MLP.
+    """
     _d_out, d_in = weight_shape(target.linear)
     shape = (*target.leading, d_in)
     return Slot(name=f"{target.name}.a", shape=shape, roles=target.roles, init=init_a, factor="a")
 
 
 def _b_slot(target: LoraTarget) -> Slot:
-    """Return the description of a linear's LoRA factor B, ``(*leading, d_out)``, which starts at zero."""
+    """Return name, shape, roles and initialiser of a linear's LoRA factor B, for the layout of trainable tensors.
+
+    B is stored transposed: ``(rank, d_out)`` in attention and ``(experts, rank, d_out)`` in an MLP. It starts at zero.
+    """
     d_out, _d_in = weight_shape(target.linear)
     shape = (*target.leading, d_out)
     return Slot(name=f"{target.name}.b", shape=shape, roles=target.roles, init=init_zero, factor="b")

@@ -172,9 +172,9 @@ ALIASES = {
 
 
 def is_public(name: str) -> bool:
-    """Return whether a base's name means the same on every machine, other than a local path.
+    """Return whether a base's name means the same model on every machine, so that it can be sent to other machines.
 
-    Such a name is an alias, a random base, or has the form of a hub name, such as "owner/model".
+    This holds for an alias, a random base, or a name on the Hugging Face hub such as "owner/model", not for a path.
     """
     if name in ALIASES or name.startswith(RANDOM_BASE_PREFIX):
         return True
@@ -462,7 +462,7 @@ def load_base(
                 source.folder, dtype=torch_dtype, device=torch_device, attention=implementation, bits=bits
             )
             display_name, origin = source.name, source.folder
-        ends = freeze(model, tokenizer)
+        ends = freeze(model, tokenizer)  # tokens that end a text
     torch.nn.Module.to(model, torch_device)  # not model.to, which transformers overrides
     return Base(
         model=model,
@@ -547,7 +547,7 @@ def given_base(
     implementation = resolve_attention(attention, base.device)
     if implementation is not None:
         shared.set_attn_implementation(implementation)
-    ends = freeze(shared, tokenizer)
+    ends = freeze(shared, tokenizer)  # tokens that end a text
     require_finite(Path(base.name), shared)
     return replace(base, ends=ends)
 

@@ -92,8 +92,13 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, d_losses: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        """Return the gradient of ``hidden``; head and targets have none."""
-        (gradients,) = ctx.saved_tensors  # (n, width), of each position's loss
+        """Return the gradient of ``hidden``; None for targets and head, which have no gradient.
+
+        Args:
+            ctx: Autograd context.
+            d_losses: Gradient of the loss of each position, ``(n,)``.
+        """
+        (gradients,) = ctx.saved_tensors  # (n, width): d loss / d hidden of each position, from the forward pass
         d_hidden = gradients * d_losses.unsqueeze(1).to(gradients.dtype)
         return d_hidden, None, None
 

@@ -160,18 +160,26 @@ class ClientMixing:
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
     ) -> Float[Tensor, "users clusters batch ..."]:
-        """Return the losses under each component of the users' mixtures alone; requires a client-level mixture.
+        """Return the losses that each component of the users' mixtures has alone, without the other components.
+
+        A component is one of the models or sets of adaptors that a client-level mixture combines. Models with such a
+        mixture override this.
 
         Args:
             tensors: Tensors of ``users``.
             users: Indices of the users, in the order of the rows of ``tensors``.
             batch: The users' data: windows of tokens, or samples.
             train: Run in training mode.
+
+        Returns:
+            The loss of each sample, or of each token of each window.
         """
         raise NotImplementedError(f"{self.name}: no client-level mixture")
 
     def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
-        """Return the gradients, preconditioned in mixtures of adaptors; by default they are unchanged.
+        """Precondition gradients before the optimiser step; by default return them unchanged.
+
+        Mixtures of adaptors divide the gradient of each low-rank factor by the other's Gram matrix (FLoRAL eq. 36).
 
         Args:
             tensors: The users' tensors by name, at which the gradients were taken.
@@ -180,7 +188,9 @@ class ClientMixing:
         return gradients
 
     def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
-        """Return tensors with the mean of the components' adaptors moved into the base; by default they are unchanged.
+        """Move the mean of the components' adaptors into the base; by default return the tensors unchanged.
+
+        The base then holds what all components have in common, and the adaptors only differences (FLoRAL eq. 37).
 
         Args:
             tensors: Tensors of base and adaptors by name.
@@ -190,9 +200,9 @@ class ClientMixing:
 
     @property
     def other_initial_rows(self) -> Float[Tensor, "others columns"] | None:
-        """Initial models of a server that keeps several, without the first, one per row.
+        """Initial models 2, 3, ... of a server that keeps several models, one per row.
 
-        None if the server draws them from the layout, as it draws the first.
+        None: the server draws them at random from the layout's initialisers, as it always draws model 1.
         """
         return None
 
@@ -227,7 +237,7 @@ class Model(TokenRouting, ClientMixing, ABC):
     @property
     @abstractmethod
     def base_parameters(self) -> int:
-        """Number of parameters of the base, or of one copy of the net."""
+        """Number of parameters of the base model; with nets, which have no base, those of one user's net."""
 
     @abstractmethod
     def only(self, users: Sequence[int]) -> Model:
@@ -260,9 +270,10 @@ class Model(TokenRouting, ClientMixing, ABC):
     def losses_in_fixed_order(
         self, tensors: Tree, users: Sequence[int], batch: Any
     ) -> Float[Tensor, "users batch ..."]:
-        """Return the training losses, each bitwise independent of which other tokens have targets.
+        """Return the training losses, each with the same bits whether or not other tokens of the batch have a target.
 
-        By default the result of :meth:`losses`, for models that compute the loss of every sample in any case.
+        Differential privacy needs it: the clipped gradient of an example must not depend on the other examples. By
+        default the result of :meth:`losses`, for models that compute the loss of every sample in any case.
 
         Args:
             tensors: Tensors of ``users``.
@@ -285,7 +296,7 @@ class Model(TokenRouting, ClientMixing, ABC):
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
-        """Continue each prompt greedily.
+        """Continue each prompt greedily; language models override this, as other nets cannot.
 
         Args:
             tensors: Tensors of ``users``.

@@ -193,7 +193,10 @@ def _trim_ranks(changes: Sequence[Change]) -> list[Change]:
 
 
 def _used_rank(change: Change) -> int:
-    """Return the number of ranks, without those at the end that are zero in A or B of all experts; at least 1."""
+    """Return the smallest rank to which A and B can be truncated without changing ``B A``; at least 1.
+
+    A user with a smaller rank than other users has zeros in the last ranks.
+    """
     largest_a = change.a.abs().amax((0, 2))  # of each rank, over experts and columns
     largest_b = change.b.abs().amax((0, 2))
     nonzero_ranks = (largest_a * largest_b).nonzero()
@@ -385,12 +388,15 @@ class Personal:
     ) -> list[str]: ...
 
     def generate(self, prompt: object, generation_config: GenerationConfig | None = None, **options: Any) -> object:
-        """Continue ``prompt``, or respond to it; language models only.
+        """Continue ``prompt``, or respond to it; only :class:`PersonalModel` overrides this.
 
         Args:
             prompt: A text, a list of texts, or messages.
             generation_config: Settings of transformers.
             options: Settings by name, which override ``generation_config``.
+
+        Raises:
+            DataError: The model is not a language model.
         """
         raise self._unsupported("generate")
 
@@ -417,13 +423,16 @@ class Personal:
     def export(
         self, folder: str | Path, *, format: str = "transformers", dtype: str | None = None, force: bool = False
     ) -> Exported:
-        """Write the model for other programs; language models only.
+        """Write the model for other programs; only :class:`PersonalModel` overrides this.
 
         Args:
             folder: A new folder.
             format: Format of the files.
             dtype: Number format of the weights; None for the base's.
             force: Replace an earlier export.
+
+        Raises:
+            DataError: The model is not a language model.
         """
         raise self._unsupported("export")
 
@@ -688,7 +697,11 @@ class PersonalModel(Personal):
         return self.score(tokens, context=context).perplexity
 
     def _tokenize(self, text: str) -> Int[Tensor, " tokens"]:
-        """Tokenize like training and scoring: the spelling of a special token is plain text."""
+        """Tokenize a text as in training and scoring, where text such as "</s>" never becomes a special token.
+
+        Raises:
+            DataError: The text is not valid Unicode.
+        """
         require_characters(text)
         encoded: Any = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
         return torch.tensor(encoded["input_ids"], dtype=torch.int64)

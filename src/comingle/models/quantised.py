@@ -241,7 +241,10 @@ def packed_parameters(model: nn.Module) -> int:
 
 @contextmanager
 def unpack_in_backward() -> Iterator[None]:
-    """Save packed weights for the backward pass in the context, instead of unpacked ones."""
+    """Let autograd save quantised weights for the backward pass in the context, and unpack them again there.
+
+    Otherwise it would keep the unpacked, larger copies of all layers' weights until the backward pass.
+    """
     with torch.autograd.graph.saved_tensors_hooks(_pack_saved, _restore_saved):
         yield
 

@@ -140,7 +140,7 @@ class Router(nn.Module):
 
         Args:
             logits: Products of ``x`` with :attr:`weight`, one logit per row of the weight.
-            x: Input of the router, which a method's gating may read.
+            x: Input of the router, which a method's own gating function (``self.gating``) may read.
         """
         if self.gating is not None:
             gates = self.gating(self, logits, x)  # may set the penalty
@@ -216,7 +216,7 @@ class ClientMixture:
 
     @property
     def merges_models(self) -> bool:
-        """True if whole models are mixed in their weights."""
+        """True if each user's model is the weighted mean of whole models' weights, not of adaptors beside one base."""
         return self.of == "models" and self.at == "weights"
 
     @property
@@ -280,7 +280,9 @@ def mix_losses(
 
 
 def merge_models(tensors: Tree, shares: Float[Tensor, "users clusters"]) -> Tree:
-    """Return each user's merged model ``sum_c pi_c w_c`` (FLoRAL's FML); running statistics are merged too.
+    """Return each user's weighted mean of whole models, ``sum_c pi_c w_c`` ("FML" in FLoRAL).
+
+    Running statistics of norms are averaged too.
 
     Args:
         tensors: Tensors w ``(users, clusters, ...)`` by name, and the router, which is left out.

@@ -45,7 +45,10 @@ def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
 
 @contextmanager
 def record_router_inputs(adapters: Adapters) -> Iterator[Tree]:
-    """Yield a tree that holds each router's input of the latest forward pass, by the name of the router's tensor."""
+    """Yield a tree that holds each router's input of the latest forward pass, by the name of the router's tensor.
+
+    Methods that learn routers from the hidden states call it around a forward pass.
+    """
     inputs_by_name = Tree()
 
     def record_input_of(mlp_name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

@@ -164,10 +164,13 @@ def _is_first(windows: Int64[Tensor, "windows width"]) -> Bool[Tensor, "windows 
 def begin_windows(
     windows: Int64[Tensor, "*batch width"], begin: int, *, begins_stream: Bool[Tensor, "*batch 1"]
 ) -> Int64[Tensor, "*batch window"]:
-    """Prepend ``begin`` to windows, and hide the first token of windows from the middle of a stream (:func:`hide`).
+    """Prepend the begin-of-text token to windows, so that each forward pass starts as the base's pretraining did.
+
+    The first token of a window, an input only so far, would thereby become a target. In the middle of a stream it was
+    the last target of the window before, so it is hidden (:func:`hide`): an input without a loss.
 
     Args:
-        windows: Tokens of a stream.
+        windows: Windows of consecutive tokens of a stream; the last token of one is the first of the next.
         begin: Begin-of-text token.
         begins_stream: True for windows from the stream's start, whose first token is not hidden.
     """
@@ -280,15 +283,18 @@ def score_windows(
 ) -> list[Score]:
     """Return the sum of losses on each of several sets of windows, such as the users' test sets.
 
-    A forward pass has up to ``slots`` slots. Each slot processes one batch of a set with the set's model, so that a
-    pass may score batches of several sets.
+    A forward pass processes up to ``slots`` batches, each with the model of its set, so that a pass may score batches
+    of several sets.
 
     Args:
-        losses: Function that runs a pass and returns the loss of each token.
+        losses: Function that runs a pass for the models and windows of its batches, and returns the loss of each token.
         batches_by_set: For each set its batches, each a tensor ``(batch, window)`` of windows.
-        models: For each set the index of the model to score it with, the first argument of ``losses``.
+        models: For each set the index of the model to score it with; passed to ``losses``.
         slots: Largest number of batches in a pass.
         gates: Function that returns the routers' gates in the last pass, to average them; None without routers.
+
+    Returns:
+        A score for each set, in their order.
     """
     num_sets = len(batches_by_set)
     loss_sums = [0.0] * num_sets  # of each set
@@ -306,7 +312,7 @@ def score_windows(
         slot_losses = losses(models_of_slots, windows).double().sum((1, 2)).cpu()
         slot_gates = _sum_gates(gates(), windows) if gates else [0.0] * len(jobs_of_pass)
         for slot, job in enumerate(jobs_of_pass):
-            is_target = job.windows[:, 1:] >= 0  # neither PAD nor hidden
+            is_target = job.windows[:, 1:] >= 0  # negative: padding, or an input without a loss
             loss_sums[job.set_index] += float(slot_losses[slot])
             target_counts[job.set_index] += int(is_target.sum())
             gate_sums[job.set_index] = gate_sums[job.set_index] + slot_gates[slot]

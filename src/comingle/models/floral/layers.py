@@ -93,7 +93,11 @@ class Geometry:
 
     @property
     def inner_kernel_size(self) -> tuple[int, ...]:
-        """Kernel size of the inner factor: 1 in the dimensions that the outer factor holds."""
+        """Kernel size of the inner factor.
+
+        The two factors of a convolution's adaptor divide the kernel dimensions among them, such as (3, 1) and (1, 3)
+        for a 3x3 kernel: a dimension has the base's size in one factor, and 1 in the other.
+        """
         return tuple(size if in_inner else 1 for size, in_inner in zip(self.kernel, self.in_inner, strict=True))
 
     @property
@@ -103,30 +107,30 @@ class Geometry:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the outer factor's matrix for one group of channels (:meth:`outer_matrix`).
+        """Number of rows of the outer factor's matrix for one group of a grouped convolution (:meth:`outer_matrix`).
 
-        A row is an output channel of the group at a position of the outer factor's kernel (``outer_kernel_size``).
+        There is a row for each pair of an output channel of the group and an entry of the outer factor's kernel.
         """
         return self.d_out // self.groups * math.prod(self.outer_kernel_size)
 
     @property
     def columns(self) -> int:
-        """Number of columns of the inner factor's matrix for one group of channels (:meth:`inner_matrix`); its fan-in.
+        """Number of columns of the inner factor's matrix for one group of a grouped convolution; its fan-in.
 
-        A column is an input channel of the group at a position of the inner factor's kernel (``inner_kernel_size``).
+        There is a column for each pair of an input channel of the group and an entry of the inner factor's kernel.
         """
         return self.d_in // self.groups * math.prod(self.inner_kernel_size)
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
-        """Shape of the inner factor."""
+        """Shape in which the inner factor is stored as a parameter: of a weight with ``groups * width`` outputs."""
         if self.kind == "linear":
             return (self.groups * self.width, self.columns)
         return (self.groups * self.width, self.d_in // self.groups, *self.inner_kernel_size)
 
     @property
     def outer_shape(self) -> tuple[int, ...]:
-        """Shape of the outer factor."""
+        """Shape in which the outer factor is stored as a parameter: of a weight with ``d_out`` outputs."""
         if self.kind == "linear":
             return (self.groups * self.rows, self.width)
         return (self.d_out, self.width, *self.outer_kernel_size)
@@ -142,9 +146,10 @@ class Geometry:
         return self.d_out * self.d_in // self.groups * math.prod(self.kernel)
 
     def inner_matrix(self, inner: Clustered) -> Float[Tensor, "... groups width columns"]:
-        """Reshape the inner factor to one matrix ``(width, columns)`` per group of channels.
+        """Reshape the inner factor to one matrix ``(width, columns)`` per group of a grouped convolution.
 
-        A column is an input channel of the group at a position of the inner factor's kernel.
+        ``outer_matrix @ inner_matrix`` is the adaptor's change of the base weight. A column is a pair of an input
+        channel of the group and an entry of the inner factor's kernel; a linear has one group and ``d_in`` columns.
         """
         num_leading = inner.ndim - len(self.inner_shape)
         return inner.reshape(*inner.shape[:num_leading], self.groups, self.width, self.columns)
@@ -155,9 +160,10 @@ class Geometry:
         return matrix.reshape(*leading, *self.inner_shape)
 
     def outer_matrix(self, outer: Clustered) -> Float[Tensor, "... groups rows width"]:
-        """Reshape the outer factor to one matrix ``(rows, width)`` per group of channels.
+        """Reshape the outer factor to one matrix ``(rows, width)`` per group of a grouped convolution.
 
-        A row is an output channel of the group at a position of the outer factor's kernel.
+        Its product with :meth:`inner_matrix` is the adaptor's change of the base weight. A row is a pair of an output
+        channel of the group and an entry of the outer factor's kernel; a linear has one group and ``d_out`` rows.
         """
         num_leading = outer.ndim - len(self.outer_shape)
         leading = outer.shape[:num_leading]
@@ -311,7 +317,12 @@ class AdaptedLayer(nn.Module, ABC):
         self.mixture = mixture
 
     def shares(self, like: Tensor) -> Float[Tensor, " clusters"]:
-        """Return alpha times this layer's mixture weights in the current forward pass, in the dtype of ``like``.
+        """Return the factors by which the clusters' adaptors are added: alpha times this layer's mixture weights.
+
+        alpha scales all adaptors, like the scale of LoRA; the mixture weights are those of the current forward pass.
+
+        Args:
+            like: Tensor whose dtype the result gets.
 
         Raises:
             RuntimeError: No forward pass of the model is under way.
@@ -641,9 +652,11 @@ def _select(values: Any, applies: tuple[bool, ...], *, other: int) -> tuple[int,
 def _padding_amounts(base: Conv, applies: tuple[bool, ...]) -> list[int]:
     """Return the padding for ``F.pad``: before and after each dimension, last dimension first.
 
+    An adaptor has two convolutions, each with some of the kernel dimensions, and pads only in its own dimensions.
+
     Args:
-        base: The layer that has the padding.
-        applies: For each dimension whether it is padded; the others get 0.
+        base: The convolution that is adapted, whose padding is used.
+        applies: For each spatial dimension whether this convolution of the adaptor pads it; the others get 0.
     """
     both_sides = list(base._reversed_padding_repeated_twice)  # such as [1, 1, 2, 2]: last dimension first
     amounts = []

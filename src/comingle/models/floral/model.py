@@ -69,7 +69,7 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
         if is_adaptable(module) and wanted(module) and id(module) not in heads:
             candidates[name] = module
     _check_registered_once(candidates)
-    owners = _parameter_owners(model)
+    owners = _parameter_owners(model)  # the modules that hold each parameter
     candidate_ids = {id(module) for module in candidates.values()}
     layers: dict[str, nn.Module] = {}
     for name, module in candidates.items():

@@ -82,7 +82,11 @@ class AdaptedNorm(AdaptedLayer):
         return ["weight"] if self.bias is None else ["weight", "bias"]
 
     def merge_into_base(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
-        """Add the clusters' gammas and betas, weighted by ``shares``, to the base's in place, and return the base."""
+        """Add the clusters' gammas and betas to the base's in place, and return the base, which then needs no adaptors.
+
+        Args:
+            shares: Mixture weight of each cluster's adaptor, times alpha.
+        """
         mixed_gamma = mix(shares.to(self.weight.dtype), self.weight)
         tensor(self.base, "weight").data.add_(mixed_gamma)
         if self.bias is not None:
@@ -195,6 +199,8 @@ class AdaptedBatchNorm(AdaptedNorm):
     def _normalise_by_batch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Normalise by the batch's statistics; in training update the base's and the local running statistics.
 
+        The base's running statistics are averaged in a federation, the local ones stay on the client.
+
         Args:
             x: Input of the norm.
             weight: Gain of the whole norm.
@@ -208,8 +214,7 @@ class AdaptedBatchNorm(AdaptedNorm):
         base.num_batches_tracked.add_(1)
         # Without momentum PyTorch keeps the mean over all batches.
         rate = base.momentum if base.momentum is not None else 1.0 / float(base.num_batches_tracked)
-        old_differences = self._local_minus_base()
-        # Updates the base's running statistics in place.
+        old_differences = self._local_minus_base()  # read first, as batch_norm updates the base's statistics in place
         y = F.batch_norm(
             x, base.running_mean, base.running_var, weight, bias, training=True, momentum=rate, eps=base.eps
         )
@@ -228,9 +233,10 @@ class AdaptedBatchNorm(AdaptedNorm):
         return mean, var, local_mean, local_var
 
     def _update_local_statistics(self, old_differences: tuple[Tensor, Tensor], *, keep: float) -> None:
-        """Update the local running mean and variance after ``F.batch_norm`` has updated the base's.
+        """Update the client's local running mean and variance after ``F.batch_norm`` has updated the base's.
 
-        Both are moving averages over the same batches, so each step multiplies their difference by ``keep``.
+        Both are moving averages over the same batches that started from other values: ``new = keep * old + (1 - keep) *
+        batch``. So each step multiplies their difference by ``keep``.
 
         Args:
             old_differences: Local mean minus base mean, and local variance minus base variance, before the update.

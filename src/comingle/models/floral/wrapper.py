@@ -134,7 +134,7 @@ class _Plan:
             rank_one, limited = self.rank_one_geometry(module), self.geometry(module)
             if rank_one is None or limited is None:  # no low-rank adaptor
                 continue
-            width_without_limit = self.rank * rank_one.width
+            width_without_limit = self.rank * rank_one.width  # the width grows in proportion to the rank
             if limited.width < width_without_limit:
                 names.append(name)
         return names
@@ -287,10 +287,13 @@ def _add_adaptors(
 
 
 def _replace_router_by_layerwise(model: FloralModel) -> None:
-    """Replace the model's router by one with a softmax per layer, with new logits."""
+    """Replace the model's router, which has one mixture for all layers, by one with a mixture per layer.
+
+    :func:`floral` calls it with ``per_layer=True``. The new logits start equal for all clusters.
+    """
     layers = list(model.layers().values())
     for index, layer in enumerate(layers):
-        layer.layer_index = index  # its row of the mixture
+        layer.layer_index = index  # the layer reads this row of the mixture weights (layers, clusters)
     old = model.router
     new = ClientRouter(model.num_clusters, temperature=old.temperature, noise=old.noise, layers=len(layers))
     model.router = new.to(old.theta).train(old.training)  # the device, dtype and mode of the old router

@@ -55,7 +55,11 @@ class StepStruct(ctypes.Structure):
 
 
 def enable(cache: Path) -> bool:
-    """Load the native code from ``cache`` (compile it if necessary); return whether this succeeded."""
+    """Use native code for convolutions from now on; return whether it could be loaded.
+
+    Args:
+        cache: Folder of compiled libraries; the code is compiled if it is not there.
+    """
     global _library
     _library = _library or load_library(cache, "layers", SOURCES)
     return _library is not None
@@ -67,7 +71,11 @@ def fits(tensor: Tensor) -> bool:
 
 
 def supports(x: Tensor) -> bool:
-    """Return whether the native code is loaded and supports the samples ``x``."""
+    """Return whether the native code for convolutions can be used for the samples ``x``.
+
+    It must be loaded, and ``x`` be a tensor on the CPU in a supported number format.
+    """
+    # Fake tensors, which have no data, are only accepted while memory is estimated.
     is_accepted_type = _accepts_fakes or type(x) is Tensor
     return _library is not None and is_accepted_type and fits(x)
 
@@ -245,8 +253,9 @@ class ConvolutionStep:
     def _statistics(self, x: Maps) -> tuple[Any, Any]:
         """Return mean and 1 / standard deviation for the norm, ``(users, channels, lanes)``; None without a norm.
 
-        They are a batch norm's running statistics in eval mode. Otherwise the tensors are uninitialised, and native
-        code writes the statistics of the batch or group to them.
+        A lane is one image of a user, or padding. A batch norm in eval mode uses its running statistics, equal for all
+        lanes. Otherwise the tensors are uninitialised, and native code writes the statistics of the batch (batch norm)
+        or of groups of channels (group norm) to them.
 
         Args:
             x: Input of the convolution, ``(users, lanes, channels, height, width)``.
@@ -334,7 +343,10 @@ class ConvolutionStep:
 
 
 def _contiguous_rows(tensor: Tensor | None) -> Tensor | None:
-    """Return a parameter whose rows (users) are contiguous, copied if necessary; None for no parameter."""
+    """Return a parameter ``(users, ...)`` with each user's values contiguous, as native code requires; None for None.
+
+    It is copied only if necessary; the users themselves may be any distance apart in memory.
+    """
     if tensor is None or tensor[0].is_contiguous():
         return tensor
     return tensor.contiguous()

@@ -31,9 +31,12 @@ _library: ctypes.CDLL | None = None
 
 
 def enable(cache: Path) -> bool:
-    """Load this module's native code from ``cache`` (compile it if necessary); return whether this succeeded.
+    """Load the native softmax, attention and unpacking of quantised weights; return whether this succeeded.
 
     Softmax and attention are used only while the kernels of :mod:`comingle.models.kernels.expert_mlp` are enabled.
+
+    Args:
+        cache: Folder of compiled libraries; the code is compiled if it is not there.
     """
     global _library
     _library = _library or _load(cache)
@@ -417,7 +420,8 @@ def _run_attention(name: str, scale: float, softmax_statistics: Tensor, **tensor
     Args:
         name: "forward" or "backward".
         scale: Factor of the scores.
-        softmax_statistics: Written by the forward pass, read by the backward pass.
+        softmax_statistics: Maximum and sum of the softmax of each query, ``(batch, heads, n, 2)``. The forward pass
+            writes them for the backward pass.
         **tensors: Inputs and outputs ``(batch, heads, n, width)`` by their field in ``struct Attention``; "k" and "v"
             have fewer heads (``groups``) in grouped-query attention.
     """

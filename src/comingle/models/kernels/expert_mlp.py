@@ -403,7 +403,11 @@ class _Mixture(ctypes.Structure):
 
 
 def enable(cache: Path) -> bool:
-    """Load the native code from ``cache`` (compile it if necessary) and use it; return whether this succeeded."""
+    """Use native code for mixtures of experts and for generation from now on; return whether it could be loaded.
+
+    Args:
+        cache: Folder of compiled libraries; the code is compiled if it is not there.
+    """
     global _library, _loaded
     if _loaded is None:
         _loaded = _load(cache)
@@ -803,14 +807,20 @@ class RowsLinear(nn.Linear):
     """A frozen linear layer that shares the weights of another and uses the kernel for generation where it fits."""
 
     def __init__(self, like: nn.Linear) -> None:
-        """Share weight and bias with ``like``; the meta device avoids an allocation for a weight of its own."""
+        """Create a layer that replaces ``like`` in a model, to generate text faster on a CPU.
+
+        Args:
+            like: A frozen layer, whose weight and bias are shared, not copied. So the weight that ``nn.Linear`` creates
+                is on the meta device, where it takes no memory.
+        """
         super().__init__(like.in_features, like.out_features, bias=False, device="meta")
         self.weight, self.bias = like.weight, like.bias
 
     def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        """Return ``W x + b``."""
+        """Return ``W x + b``: with native code for the few vectors of a generation step, else with PyTorch."""
         num_rows = input.shape[:-1].numel()
-        # `fits_rows` supports one row per user: without adapters, each row may be a user of its own.
+        # The kernel accepts one vector per user. A layer without adapters is the same for all users, so each vector
+        # can count as a user.
         if fits_rows(input, users=num_rows) and fits_weight(self.weight, input):
             return linear((self.weight, self.bias), input)
         return super().forward(input)
