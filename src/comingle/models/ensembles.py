@@ -77,13 +77,19 @@ class FoldedCache(Cache):
         return self._unfold(keys), self._unfold(values)
 
     def _fold(self, states: RowsPerComponent) -> RowsPerText:
-        """Move the component axis of states from rows to heads: ``(users * texts, components * heads, ...)``."""
+        """Store the states of all components of a text in one row of the cache, as if they were more attention heads.
+
+        transformers expects a cache with one row per text, ``(users * texts, components * heads, ...)``.
+        """
         states = states.unflatten(0, (self.users, self.components, -1))  # (users, components, texts, heads, ...)
         states = states.transpose(1, 2)  # (users, texts, components, heads, ...)
         return states.flatten(2, 3).flatten(0, 1)
 
     def _unfold(self, states: RowsPerText) -> RowsPerComponent:
-        """Move the component axis of states from heads to rows: ``(users * components * texts, heads, ...)``."""
+        """Undo :meth:`_fold`: return cached states with one row per component and text, as the model runs them.
+
+        Their shape is ``(users * components * texts, heads, ...)``.
+        """
         states = states.unflatten(0, (self.users, -1))  # (users, texts, components * heads, ...)
         states = states.unflatten(2, (self.components, -1)).transpose(1, 2)  # (users, components, texts, heads, ...)
         return states.flatten(0, 2)

@@ -371,7 +371,7 @@ class Recording:
 
     @property
     def busy(self) -> bool:
-        """True if the latest forward replay still awaits its backward pass, which needs the static memory."""
+        """True if the latest forward replay awaits its backward pass: another replay would overwrite its values."""
         if self.last_replay is None:
             return False
         last_replay = self.last_replay()  # None if autograd no longer needs it

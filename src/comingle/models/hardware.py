@@ -228,7 +228,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def private_bytes() -> int:
-    """Return the resident memory of this process without shared memory, such as mapped libraries, in bytes."""
+    """Return the bytes of memory that only this process uses: resident memory without, say, mapped libraries."""
     info = psutil.Process().memory_info()
     shared = getattr(info, "shared", 0)  # some systems do not tell it
     return info.rss - shared

@@ -871,6 +871,7 @@ def inject(
         slots += [_router_slot(name, mlp, counts.width, largest_rank) for name, mlp in experts.items()]
     if residual is not None:
         slots += _residual_slots(lora_targets, counts.width, residual)
+    # The part, "head" or "body", can be named in recipes to share or freeze only some layers.
     slots = [replace(slot, part=_slot_part(slot.name, experts)) for slot in slots]
     scales = settings.alpha / ranks.double().sqrt()
     return Adapters(
@@ -1004,9 +1005,10 @@ def _b_slot(target: LoraTarget) -> Slot:
 
 
 def _router_slot(name: str, mlp: RoutedMLP, experts: int, rank: int) -> Slot:
-    """Return the description of a router's weight, ``(rows, width)``.
+    """Return name, shape, roles and initialiser of a router's weight ``(rows, width)``, for the layout of all tensors.
 
-    A router has one row per expert, unless the method's gating defines the rows and their initial values.
+    A router has one row per expert, unless the method has its own gating, whose ``start`` returns the number of rows
+    and their initialiser.
 
     Args:
         name: Name of the MLP.

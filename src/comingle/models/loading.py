@@ -287,7 +287,7 @@ class Head:
     softcap: float | None
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Head:
-        """Return a copy with ``change`` applied to the weight and the bias."""
+        """Return a copy with ``change`` applied to the weight and the bias, for example to move them to a device."""
         weight = change(self.weight)
         bias = None if self.bias is None else change(self.bias)
         return replace(self, weight=weight, bias=bias)

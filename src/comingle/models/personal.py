@@ -108,7 +108,9 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
 
 
 def average_experts(changes: Sequence[Change]) -> list[Change]:
-    """Return the changes with the shares of the E experts of each MLP divided by E.
+    """Return the changes of weights with each MLP's E experts averaged: every expert's change gets the weight 1 / E.
+
+    Changes of attention, which has no experts, are unchanged.
 
     Args:
         changes: Changes of the weights of linear layers; those of an MLP have the key "gate", "up" or "down".
@@ -380,12 +382,12 @@ class Personal:
     @overload
     def generate(
         self, prompt: str | Sequence[Message], generation_config: GenerationConfig | None = None, **options: Any
-    ) -> str: ...
+    ) -> str: ...  # a prompt, or a conversation: a text
 
     @overload
     def generate(
         self, prompt: list[str] | tuple[str, ...], generation_config: GenerationConfig | None = None, **options: Any
-    ) -> list[str]: ...
+    ) -> list[str]: ...  # several prompts: a text for each
 
     def generate(self, prompt: object, generation_config: GenerationConfig | None = None, **options: Any) -> object:
         """Continue ``prompt``, or respond to it; only :class:`PersonalModel` overrides this.
@@ -578,12 +580,12 @@ class PersonalModel(Personal):
     @overload
     def generate(
         self, prompt: str | Sequence[Message], generation_config: GenerationConfig | None = None, **options: Any
-    ) -> str: ...
+    ) -> str: ...  # a prompt, or a conversation: a text
 
     @overload
     def generate(
         self, prompt: list[str] | tuple[str, ...], generation_config: GenerationConfig | None = None, **options: Any
-    ) -> list[str]: ...
+    ) -> list[str]: ...  # several prompts: a text for each
 
     @torch_defaults()
     def generate(

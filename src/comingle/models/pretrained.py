@@ -59,8 +59,9 @@ _INDEXING = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 @contextmanager
 def _compiler_stubs() -> Iterator[None]:
-    """Keep torch's compiler from being imported in the context: replace it by stubs unless it is loaded already.
+    """Keep torch's compiler, whose import takes seconds, from being imported with transformers in the context.
 
+    It is replaced by stubs unless it is loaded already.
     The stubs are two modules with only the names that transformers imports.
     """
     if _COMPILER in sys.modules:
@@ -80,7 +81,10 @@ def _compiler_stubs() -> Iterator[None]:
 
 
 def _do_not_decorate(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
-    """Return a function unchanged, as ``@decorator`` and as ``@decorator(option=...)``."""
+    """Stand in for a decorator of torch's compiler: return the function unchanged.
+
+    It serves both ``@decorator``, where ``function`` is given, and ``@decorator(option=...)``, where it is None.
+    """
     if function is not None:
         return function
     return _do_not_decorate

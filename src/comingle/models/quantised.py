@@ -87,7 +87,7 @@ class Code:
         """Quantise a weight.
 
         Returns:
-            Bytes with the indices of the nearest values of the table, and the blocks' scales.
+            Bytes with the index of each weight's nearest value in ``self.values``, and the scale of each block.
         """
         flat = weight.detach().float().flatten()
         num_padding = self.num_scales(len(flat)) * self.block - len(flat)  # zeros that complete the last block

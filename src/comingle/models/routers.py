@@ -161,8 +161,9 @@ class Router(nn.Module):
             return False
         if self.top_k < experts:
             return True
-        # Every token chooses all experts, so all f_j are 1. Then the "uniform" penalty is constant. So is "generalist"
-        # with two experts, which have equal weights.
+        # Every token chooses all experts. The penalty is a weighted sum of each expert's share of the tokens (here 1)
+        # times its mean probability, so "uniform" is constant, as the probabilities sum to 1. So is "generalist" with
+        # two experts, which have equal weights.
         return self.balance == "generalist" and experts > 2
 
 
@@ -226,7 +227,10 @@ class ClientMixture:
 
     @property
     def num_logits(self) -> int:
-        """Number of router parameters of a user, per layer if ``per_layer``."""
+        """Number of router parameters of a user, per layer if ``per_layer``.
+
+        There is one logit per component, and with ``tempered`` also one temperature per component.
+        """
         return 2 * self.clusters if self.tempered else self.clusters
 
     def shares(self, theta: Float[Tensor, "*users logits"]) -> Float[Tensor, "*users clusters"]:

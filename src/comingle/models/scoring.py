@@ -91,7 +91,7 @@ def evaluation_windows(
 
     For example, with a context of 2 the stream 5 6 7 8 becomes ``[5, 6, 7]`` and ``[7, 8, PAD]``, in which 5 is no
     target. With ``begin`` it becomes ``[begin, 5, 6]``, ``[begin, (6), 7]`` and ``[begin, (7), 8]``, in which the
-    tokens in parentheses are hidden (:func:`hide`).
+    tokens in parentheses are inputs but no targets (:func:`hide`), as they are targets in the window before.
 
     Args:
         stream: Token ids.
@@ -253,17 +253,21 @@ def score_streams(
 ) -> list[Score]:
     """Return the sum of losses on each token stream.
 
-    Streams are cut into windows. A forward pass has ``slots`` slots, each with up to ``batch`` windows of one stream.
+    Streams are cut into windows, and these into batches of one stream each. A forward pass processes up to ``slots``
+    batches, each with the model of its stream.
 
     Args:
-        losses: Function that runs a pass and returns the loss of each token.
+        losses: Function that runs a pass for the models and windows of its batches, and returns the loss of each token.
         streams: Token ids of each stream.
-        models: For each stream the index of the model to score it with, the first argument of ``losses``.
+        models: For each stream the index of the model to score it with; passed to ``losses``.
         context: Inputs per window.
-        batch: Largest number of windows in a slot.
-        slots: Largest number of slots in a pass.
+        batch: Largest number of windows in a batch.
+        slots: Largest number of batches in a pass.
         gates: Function that returns the routers' gates in the last pass, to average them; None without routers.
         begin: Begin-of-text token, if the base has one.
+
+    Returns:
+        A score for each stream, in their order.
     """
     batches_by_stream = []
     for stream in streams:

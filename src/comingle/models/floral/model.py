@@ -128,7 +128,8 @@ def _owners_of_parameters(module: nn.Module, owners: dict[int, dict[int, str]]) 
 
     Args:
         module: The module.
-        owners: Owners of all parameters of the model, from :func:`_parameter_owners`.
+        owners: Modules that hold each parameter of the model, ``{id(parameter): {id(module): name}}``, from
+            :func:`_parameter_owners`.
     """
     names: dict[int, str] = {}
     for parameter in module._parameters.values():
@@ -331,7 +332,11 @@ class FloralModel(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, AdaptedLayer)}
 
     def pairs(self) -> Pairs:
-        """Return the names of A and B of each LoRA (``factors``), and of bias and norm adaptors (``offsets``)."""
+        """Return the names of all adaptors with those of the base's tensors that they change.
+
+        ``factors`` are the pairs A and B of low-rank adaptors, ``offsets`` the adaptors of biases and norms. They are
+        needed to precondition gradients, and to move the adaptors' mean into the base.
+        """
         factors, offsets = [], []
         for name, layer in self.layers().items():
             layer_pairs = layer.pairs(f"{name}.")

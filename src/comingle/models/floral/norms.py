@@ -222,7 +222,7 @@ class AdaptedBatchNorm(AdaptedNorm):
         return y
 
     def _local_minus_base(self) -> tuple[Tensor, Tensor]:
-        """Return the differences of the local running mean and variance from the base's."""
+        """Return the differences of the client's local running mean and variance from those of the base norm."""
         mean, var, local_mean, local_var = self._statistics()
         return local_mean - mean, local_var - var
 

@@ -794,7 +794,7 @@ def _run_rows(call: _Rows, x: Tensor, y: Tensor, num_users: int) -> None:
     """
     call.rows = x.shape[:-1].numel()
     rows_per_user = call.rows // num_users if num_users else 1
-    call.share = rows_per_user  # 1 without adapters
+    call.share = rows_per_user  # that many consecutive rows share the adapters of one user; 1 without adapters
     call.threads = torch.get_num_threads()
     call.bf16 = x.dtype == torch.bfloat16
     call.x, call.y = x.data_ptr(), y.data_ptr()

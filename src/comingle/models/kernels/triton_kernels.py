@@ -19,8 +19,14 @@ _WIDENED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def _dot(left, right, PRECISION: tl.constexpr):
-    """Multiply tiles with float32 accumulation."""
-    if _WIDENED:  # Triton's interpreter multiplies bfloat16 as integers.
+    """Return the product of two tiles in float32.
+
+    Args:
+        left: Left tile.
+        right: Right tile.
+        PRECISION: Rounding of float32 inputs on tensor cores: "ieee" (none) or "tf32".
+    """
+    if _WIDENED:  # in Triton's interpreter (for tests), which multiplies bfloat16 as integers
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     return tl.dot(left, right, input_precision=PRECISION)
