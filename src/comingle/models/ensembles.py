@@ -278,7 +278,14 @@ class EnsembleModel(Model):
         self.inner.adapters.bind(rows, user_of_row)
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """Return the model with fake base weights, and the size in bytes of the real ones."""
+        """Replace the frozen base weights by fake tensors without data, to estimate the memory of a run.
+
+        Args:
+            fakes: Maker of fake tensors (:class:`comingle.cost.memory.Fakes`).
+
+        Returns:
+            The model, and the bytes of the replaced weights.
+        """
         inner, size = self.inner.without_weights(fakes)
         return replace(self, inner=inner), size
 

@@ -59,7 +59,7 @@ _CGROUP_FILES = {
 def torch_defaults() -> Iterator[None]:
     """Reset torch's modes, such as ``no_grad``, to those of a new process; restore the caller's on exit.
 
-    Also usable as a decorator.
+    Public methods run in it, also as a decorator, so that results do not depend on modes that the caller has set.
     """
     caller_dtype = torch.get_default_dtype()
     with ExitStack() as stack:

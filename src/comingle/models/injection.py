@@ -899,7 +899,7 @@ def _lora_targets(
     lora_targets = [LoraTarget(name, lora.linear, (rank,), (ATTENTION,)) for name, lora in attention.items()]
     for name, mlp in experts.items():
         for key, linear in [*mlp.first.items(), ("down", mlp.last)]:
-            leading = (counts.width, rank)
+            leading = (counts.width, rank)  # the largest number of experts of a user
             lora_targets.append(LoraTarget(f"{name}.{key}", linear, leading, counts.roles))
     return lora_targets
 

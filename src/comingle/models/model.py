@@ -82,7 +82,7 @@ def copy_with_tensors(net: Module, tensors: Tree, *, shared: Iterable[Tensor] = 
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model's modules that shares all parameters and buffers."""
+    """Return a copy of a model's modules that shares all parameters and buffers, for adapters to be added to."""
     not_copied: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo=not_copied)
 
@@ -264,7 +264,7 @@ class Model(TokenRouting, ClientMixing, ABC):
             users: Indices of the users, in the order of the rows of ``tensors``.
             batch: The users' data: windows of tokens, or samples.
             train: Run in training mode.
-            shares: Mixture weights of each sample, in place of the users' own.
+            shares: Mixture weights of each sample, in methods that mix losses sample by sample; None: the users' own.
         """
 
     def losses_in_fixed_order(
@@ -307,7 +307,7 @@ class Model(TokenRouting, ClientMixing, ABC):
         raise NotImplementedError(f"{self.name}: a net cannot generate text")
 
     def without(self, roles: frozenset[str]) -> Model:
-        """Return a model that predicts without the tensors of some roles.
+        """Return a model that predicts without the tensors of some roles, for a phase that leaves out the router, say.
 
         By default the model itself, if it has no tensors of these roles.
 

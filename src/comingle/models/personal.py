@@ -81,8 +81,8 @@ class Change:
 def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Change]:
     """Return the change of each adapted linear's weight by one user's adapters, for merging and exports.
 
-    The share of each expert is the LoRA scale; :func:`average_experts` divides it by the number of experts. The user's
-    tensors are bound to the model's adapters.
+    A change is a sum over experts, each weighted by the LoRA scale; :func:`average_experts` divides the weights by the
+    number of experts. As a side effect, the user's tensors are bound to the model's adapters.
 
     Args:
         model: The model of all users.
@@ -95,7 +95,7 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
     num_experts = int(present.sum())
     changes = []
     for name, lora in model.adapters.attention.items():
-        layer, shares = _layer_number(name), _equal_shares(1, lora.scale)
+        layer, shares = _layer_number(name), _equal_shares(1, lora.scale)  # no experts: one term B A, times the scale
         a, b = (_widen(factor) for factor in lora.factors)  # (1, rank, ...): the user axis serves as the expert axis
         changes.append(_change_of(module_names, lora.linear, layer, "", a, b, shares))
     for name, mlp in model.adapters.experts.items():
@@ -104,7 +104,7 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
             a, b = (factor.squeeze(0) for factor in mlp.factors[key])  # (experts, rank, ...) of the only bound user
             a, b = _widen(a)[present.to(a.device)], _widen(b)[present.to(b.device)]
             changes.append(_change_of(module_names, linear, layer, key, a, b, shares))
-    return _trim_ranks(changes)
+    return _trim_ranks(changes)  # without padding up to the largest rank of a user
 
 
 def average_experts(changes: Sequence[Change]) -> list[Change]:

@@ -59,7 +59,7 @@ _INDEXING = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 @contextmanager
 def _compiler_stubs() -> Iterator[None]:
-    """Keep torch's compiler, whose import takes seconds, from being imported with transformers in the context.
+    """Keep torch's compiler from being imported with transformers in the context, as it takes much memory.
 
     It is replaced by stubs unless it is loaded already.
     The stubs are two modules with only the names that transformers imports.

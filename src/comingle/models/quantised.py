@@ -254,7 +254,11 @@ _PackedView = tuple["QuantisedLinear", torch.Size, tuple[int, ...], int | torch.
 
 
 def _pack_saved(t: Tensor) -> Tensor | _PackedView:
-    """Return what autograd saves for a tensor: the packed linear for views of unpacked weights, else the tensor."""
+    """Return what autograd saves for a tensor, normally the tensor itself.
+
+    For a view of the unpacked weight of a quantised layer it is the layer and the view's position in the weight, so
+    that the weight can be unpacked again in the backward pass instead of staying in memory.
+    """
     storage_and_linear = _layer_by_storage.get(t.untyped_storage()._cdata)
     if storage_and_linear is None:  # not an unpacked weight
         return t

@@ -30,13 +30,16 @@ PAD = -1
 def hide(tokens: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
     """Encode tokens that are inputs but not targets as negative numbers: 0, 1, 2 become -2, -3, -4.
 
-    Hiding twice restores the tokens.
+    Such a token has no loss, for example because it is a target in another window. Hiding twice restores the tokens.
     """
     return -2 - tokens  # -1 is PAD
 
 
 def inputs_of(windows: Int[Tensor, "*batch window"]) -> Int[Tensor, "*batch context"]:
-    """Return the token ids that a model reads: without the last position, hidden tokens decoded, and 0 for ``PAD``."""
+    """Return the token ids that a model reads: each window without its last token, which is only a target.
+
+    Tokens that :func:`hide` has made negative are restored, and padding becomes token 0.
+    """
     tokens = windows[..., :-1]
     return torch.where(tokens < 0, hide(tokens), tokens).clamp(min=0)
 
@@ -327,10 +330,10 @@ def score_windows(
 
 
 def _stack_padded(batches: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots batch window"]:
-    """Stack batches of different sizes, padded with ``PAD``.
+    """Stack batches of different sizes, padded with ``PAD``, for one forward pass.
 
     Args:
-        batches: The windows ``(batch, window)`` of each slot.
+        batches: The batches, each with windows ``(batch, window)``; the result has one slot for each.
     """
     most_windows = max(len(batch) for batch in batches)
     largest_width = max(batch.shape[1] for batch in batches)
@@ -428,6 +431,8 @@ def _mse(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _mean_over_outputs(name: str, loss: Callable[..., Tensor]) -> Loss:
     """Return a loss for regression: the mean of an elementwise loss of torch over a sample's outputs.
+
+    The net must have one output per number of the target (``paired``).
 
     Args:
         name: Name of the loss in recipes.

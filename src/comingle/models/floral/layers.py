@@ -102,7 +102,7 @@ class Geometry:
 
     @property
     def outer_kernel_size(self) -> tuple[int, ...]:
-        """Kernel size of the outer factor: 1 in the dimensions that the inner factor holds."""
+        """Kernel size of the outer factor: the base's size where ``inner_kernel_size`` is 1, and 1 elsewhere."""
         return tuple(1 if in_inner else size for size, in_inner in zip(self.kernel, self.in_inner, strict=True))
 
     @property
@@ -237,10 +237,12 @@ def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], 
 def _possible_divisions(form: str, dims: int) -> list[tuple[bool, ...]]:
     """Return the ways to divide kernel dimensions among the inner and the outer factor.
 
-    A way is a tuple that says for each dimension whether the inner factor holds it, such as ``(True, False)``.
+    A way is a tuple that says for each dimension whether the inner factor has it, such as ``(True, False)``. The caller
+    takes the way with the fewest parameters.
 
     Args:
-        form: One of ``CONV_FORMS`` except "none".
+        form: One of ``CONV_FORMS`` except "none": "in" and "out" give the whole kernel to the inner or the outer
+            factor, "balanced-2d" and "filter" one dimension to each, "channel" and "linear" the whole kernel to either.
         dims: Number of kernel dimensions: 1 or 2.
     """
     all_in_inner, all_in_outer = (True,) * dims, (False,) * dims
@@ -360,7 +362,7 @@ class AdaptedLayer(nn.Module, ABC):
             prefix: Prefix of the names, such as "model.layers.0.".
             name: "bias" or "weight": name of the adaptor in this layer, and of the tensor in its base.
         """
-        dims = tensor(self.base, name).ndim
+        dims = tensor(self.base, name).ndim  # the axes after the adaptor's cluster axis
         return Offset(adaptor=f"{prefix}{name}", base=f"{prefix}base.{name}", alpha=self.alpha, dims=dims)
 
     def reset(self, generator: torch.Generator | None) -> None:

@@ -227,7 +227,7 @@ class AdaptedBatchNorm(AdaptedNorm):
         return local_mean - mean, local_var - var
 
     def _statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the base's running mean and variance, then the local running mean and variance."""
+        """Return running mean and variance of the base's norm, then those of the adaptors' norm (local statistics)."""
         mean, var = tensor(self.base, "running_mean"), tensor(self.base, "running_var")
         local_mean, local_var = tensor(self, "running_mean"), tensor(self, "running_var")
         return mean, var, local_mean, local_var
