@@ -378,7 +378,10 @@ class Recording:
         return last_replay is not None and not last_replay.done
 
     def _run_forward(self) -> None:
-        """Run the function on ``inputs``, and store its results in ``outputs``, or in ``penalty`` if it is a number."""
+        """Run the function on ``inputs``, and store its results in ``outputs``, or in ``penalty`` if it is a number.
+
+        It is captured as the CUDA graph of the forward pass.
+        """
         with torch.enable_grad():
             hidden, penalty = self.run(*self.inputs)
         if isinstance(penalty, Tensor):
@@ -387,7 +390,10 @@ class Recording:
             self.outputs, self.penalty = [hidden], penalty
 
     def _run_backward(self) -> None:
-        """Compute the gradients of the inputs from ``output_gradients``, and store them in ``gradients``."""
+        """Compute the gradients of the inputs from ``output_gradients``, and store them in ``gradients``.
+
+        It is captured as the CUDA graph of the backward pass.
+        """
         outputs, output_gradients = [], []
         for output, gradient in zip(self.outputs, self.output_gradients, strict=True):
             if gradient is not None:

@@ -172,7 +172,7 @@ ALIASES = {
 
 
 def is_public(name: str) -> bool:
-    """Return whether a base's name means the same model on every machine, so that it can be sent to other machines.
+    """Return whether a base's name means the same model on every machine, so that a server can name it to clients.
 
     This holds for an alias, a random base, or a name on the Hugging Face hub such as "owner/model", not for a path.
     """

@@ -131,7 +131,8 @@ class TokenRouting:
     ) -> Tree:
         """Return each router's input for each window: the hidden state at the last token of the window's prompt.
 
-        Routers are off in this pass: the experts are averaged. Requires token-level routers.
+        It serves to initialise a router with the mean of its inputs. Routers are off in this pass: the experts are
+        averaged. Requires token-level routers.
 
         Args:
             tensors: Tensors of ``users``; those of the routers are not used.

@@ -195,7 +195,7 @@ def _trim_ranks(changes: Sequence[Change]) -> list[Change]:
 
 
 def _used_rank(change: Change) -> int:
-    """Return the smallest rank to which A and B can be truncated without changing ``B A``; at least 1.
+    """Return how many leading ranks of A and B suffice, as the products of all later ones are zero; at least 1.
 
     A user with a smaller rank than other users has zeros in the last ranks.
     """

@@ -171,7 +171,7 @@ class QuantisedLinear(nn.Linear):
         """
         unpacked = self.unpack()
         storage = unpacked.untyped_storage()
-        key = storage._cdata
+        key = storage._cdata  # the address of the storage, the same for all views of the weight
 
         def unregister(_reference: object) -> None:
             _layer_by_storage.pop(key, None)

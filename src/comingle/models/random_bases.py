@@ -243,7 +243,7 @@ def _raise_unless_consistent(name: str, shape: Shape) -> None:
 def _num_kv_heads(shape: Shape) -> int:
     """Return the number of key-value heads of a random base with grouped-query attention.
 
-    By default it is half the number of query heads, so that tests cover groups of two; all of them if it is odd.
+    By default it is half the number of query heads, so that two of these share one; all of them if it is odd.
     """
     if shape.kv_heads:
         return shape.kv_heads

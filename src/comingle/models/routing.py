@@ -47,7 +47,7 @@ def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
 def record_router_inputs(adapters: Adapters) -> Iterator[Tree]:
     """Yield a tree that holds each router's input of the latest forward pass, by the name of the router's tensor.
 
-    Methods that learn routers from the hidden states call it around a forward pass.
+    Used to initialise each router with the mean of its inputs.
     """
     inputs_by_name = Tree()
 

@@ -167,13 +167,14 @@ def _is_first(windows: Int64[Tensor, "windows width"]) -> Bool[Tensor, "windows 
 def begin_windows(
     windows: Int64[Tensor, "*batch width"], begin: int, *, begins_stream: Bool[Tensor, "*batch 1"]
 ) -> Int64[Tensor, "*batch window"]:
-    """Prepend the begin-of-text token to windows, so that each forward pass starts as the base's pretraining did.
+    """Prepend the begin-of-text token to windows, so that each forward pass starts with it, as the base expects.
 
-    The first token of a window, an input only so far, would thereby become a target. In the middle of a stream it was
-    the last target of the window before, so it is hidden (:func:`hide`): an input without a loss.
+    The first token of a window, so far only an input, thereby becomes a target. That is right at the start of a stream.
+    In the middle of a stream, where the begin-of-text token does not precede it, the token is hidden (:func:`hide`): an
+    input without a loss.
 
     Args:
-        windows: Windows of consecutive tokens of a stream; the last token of one is the first of the next.
+        windows: Windows of consecutive tokens of a stream.
         begin: Begin-of-text token.
         begins_stream: True for windows from the stream's start, whose first token is not hidden.
     """

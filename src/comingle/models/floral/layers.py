@@ -179,7 +179,7 @@ class Geometry:
         return matrix.reshape(*leading, *self.outer_shape)
 
     def weight_from_matrix(self, matrix: Float[Tensor, "... groups rows columns"]) -> Clustered:
-        """Reshape products ``outer_matrix @ inner_matrix`` to the shape of the base weight.
+        """Reshape products ``outer_matrix @ inner_matrix`` to the shape of the base weight, to merge adaptors into it.
 
         A linear has the weight ``(d_out, d_in)``, a convolution ``(d_out, d_in / groups, *kernel)``.
         """
@@ -756,8 +756,9 @@ def _solve(gram: Gram, right: Float[Tensor, "... groups width n"], eps: float) -
 
 
 def _frobenius_norm(gram: Gram) -> Float[Tensor, "... 1 1 1"]:
-    """Return the Frobenius norm over all groups, as they are the blocks of one block-diagonal matrix.
+    """Return the Frobenius norm of a Gram matrix, by which the gradients of a convolution's adaptor are divided.
 
+    It is over all groups of channels, as their matrices are the blocks of one block-diagonal matrix.
     The axes of groups and matrices stay, with size 1.
     """
     return torch.linalg.vector_norm(gram, dim=(-3, -2, -1), keepdim=True)
@@ -803,6 +804,8 @@ def _centre_factors(
     geometry: Geometry, inner: Tensor, outer: Tensor, shares: Float[Tensor, " clusters"]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the clusters' low-rank changes ``B_c A_c`` into their mean and factors of the differences from the mean.
+
+    :func:`centre` adds the mean to the base weight, and the factors become the new adaptors.
 
     Args:
         geometry: Shapes of the factors.

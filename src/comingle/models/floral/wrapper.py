@@ -107,7 +107,7 @@ class _Plan:
         return rank_one.with_rank(rank, form=self.conv)
 
     def layers_over_budget(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the names of the layers in which even rank 1 exceeds the budget; none without a budget.
+        """Return the names of the layers in which even rank 1 exceeds the budget, for a warning; none without a budget.
 
         Args:
             layers: Layers of the model by name.
@@ -122,7 +122,7 @@ class _Plan:
         return names
 
     def layers_below_rank(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the names of the layers whose weights are too small for the rank; none with a budget.
+        """Return the names of the layers whose weights are too small for the rank, for a warning; none with a budget.
 
         Args:
             layers: Layers of the model by name.

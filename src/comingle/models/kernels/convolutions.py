@@ -214,8 +214,8 @@ class ConvolutionStep:
     def run_shared(self, x: Maps) -> tuple[Outputs, Maps]:
         """Return the step's outputs, and ``x`` for another layer that reads it, such as a shortcut.
 
-        The step's backward pass gets the other layer's gradient of ``x`` and adds its own, without an extra pass over
-        memory.
+        The other layer must read the returned ``x``. Then the step's backward pass gets that layer's gradient of ``x``
+        and adds its own in place, without an extra pass over memory.
         """
         outputs_and_input: tuple[Outputs, Maps] = self._apply(x, added=None, returns_input=True)
         return outputs_and_input
@@ -365,7 +365,7 @@ class _Fused(torch.autograd.Function):
         Args:
             ctx: Autograd context.
             step: The convolution, and the norm, ReLU and pooling after it.
-            x: Input of the convolution.
+            x: Input of the convolution, ``(users, lanes, channels, height, width)``; a lane is an image of a user.
             weight: Weights of the convolution, with a user axis like all parameters.
             bias: Biases of the convolution.
             gamma: Gamma of the norm.

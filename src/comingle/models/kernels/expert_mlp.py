@@ -807,7 +807,7 @@ class RowsLinear(nn.Linear):
     """A frozen linear layer that shares the weights of another and uses the kernel for generation where it fits."""
 
     def __init__(self, like: nn.Linear) -> None:
-        """Create a layer that replaces ``like`` in a model, to generate text faster on a CPU.
+        """Create a layer that replaces ``like``, such as the output head, to generate text faster on a CPU.
 
         Args:
             like: A frozen layer, whose weight and bias are shared, not copied. So the weight that ``nn.Linear`` creates
