@@ -8,6 +8,9 @@
 A server and two users run as typed commands. The first user joins and waits for the second, which is the idle time;
 then both train. Memory is that of all processes of the first user together, as PSS: shared pages are divided among the
 processes that share them.
+
+The first user starts with the server, which takes most of ``joined_after_seconds``. When the others have joined, after
+``others_joined_after_seconds``, the first local step begins.
 """
 
 from __future__ import annotations
@@ -126,11 +129,14 @@ def measure_first(asked: argparse.Namespace, variables: Mapping[str, str]) -> di
                 join_peak, server_before = monitor.reset_peak(), _cpu_seconds(serving.pid)
                 found = monitor.idle(asked.idle)
                 server_idle = (_cpu_seconds(serving.pid) - server_before) / asked.idle
+                others_began = time.monotonic()
                 with ExitStack() as stack:
                     for number, other in enumerate(others):
                         stack.enter_context(command(f"other{number}", other))
                     if asked.serve:
                         stack.enter_context(answers.measured_meanwhile(lambda: "round 1" in log()))
+                    _wait(lambda: len(JOINED.findall(_text(folder, "server"))) > len(others), process, log)
+                    others_joined = time.monotonic() - others_began
                     _wait(lambda: serving.poll() is not None, process, log, ends=True)
                     peak = monitor.reset_peak()
                 if serving.returncode or process.wait(60):
@@ -143,6 +149,7 @@ def measure_first(asked: argparse.Namespace, variables: Mapping[str, str]) -> di
             "settings": _setting(folder),
             "waiting_after_seconds": round(waiting, 1),
             "joined_after_seconds": round(joined, 1),
+            "others_joined_after_seconds": round(others_joined, 1),
             **found,
             "server_idle_cpu_percent": round(100 * server_idle, 2),
             "join_peak_mib": join_peak,
