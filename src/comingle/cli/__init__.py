@@ -34,7 +34,7 @@ from comingle.cli.data import data, methods
 from comingle.cli.demo import demo
 from comingle.cli.export import export
 from comingle.cli.federation import client, federate, server
-from comingle.cli.run import join, run
+from comingle.cli.run import join, leave, run
 from comingle.cli.serve import chat, serve
 from comingle.cli.show import plot, report, show
 from comingle.training.backends.launched import should_print_errors
@@ -238,8 +238,8 @@ def _build_broken_command(name: str, error: PluginError) -> object:
 
 
 COMMANDS = (
-    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, audit, chat, serve, federate,
-    server, client,
+    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, leave, audit, chat, serve,
+    federate, server, client,
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from comingle.cli.options import (
     Sets,
     console,
     default_folder,
+    line_printer,
     read_recipe,
     status,
     with_continuation,
@@ -112,3 +113,46 @@ def join(
     has_language_model = kind_of(new_user.recipe).needs_base
     use = "export, chat and serve" if has_language_model else "comingle.load in Python"
     console.print(words(f"{folder}/  a run with {name} only, for {use}", "dim"))
+
+
+def leave(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    user: Annotated[str, typer.Option("--user", metavar="NAME", help="Name of the user who leaves.")],
+    mode: Annotated[
+        str,
+        typer.Option(
+            "--mode",
+            metavar="MODE",
+            help="exact: train the others again, as if the user had never taken part; forward: delete what is the "
+            "user's alone, and keep the shared tensors.",
+        ),
+    ] = "exact",
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it; without this option only show what would be done.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Remove a user from a run and from the runs that it continues; their folders are replaced.
+
+    Without --yes nothing is changed: the command lists the files that would be deleted and the rounds to train again.
+    """
+    from comingle.runs.leaving import STATEMENTS, plan_removal, remove_user
+    from comingle.utils.terminal import words
+
+    if mode not in STATEMENTS:
+        raise RecipeError(f"--mode: got {mode}; allowed: {', '.join(STATEMENTS)}")
+    removal = plan_removal(run, user, mode)
+    say = line_printer(quiet=quiet)
+    files = removal.files
+    if not yes:
+        for path in files:
+            console.print(words(f"delete {path}", "dim"))
+        if removal.rounds:
+            minutes = removal.seconds / 60
+            console.print(f"train again: {removal.rounds} rounds; with {user} they took {minutes:.1f} min")
+        console.print(f"{mode}: {STATEMENTS[mode]}")
+        console.print(f"nothing is changed; to do it: comingle leave {run} --user {user} --mode {mode} --yes")
+        return
+    remove_user(removal, say, progress=not quiet)
+    console.print(f"{user} has left {run}: {len(files)} files deleted; {STATEMENTS[mode]}")
+    console.print(words(f"{run}/left.json is the certificate", "dim"))

@@ -24,8 +24,12 @@ BOS = "add_bos_token"
 SKIPPED = "skipped.json"
 """File of a run folder that lists the users left out, and what they have too little of."""
 
+LEFT = "left.json"
+"""File of a run folder with the certificates of users who have left the run (:mod:`comingle.runs.leaving`)."""
+
 RUN_FILES = (
     SKIPPED,
+    LEFT,
     ORIGIN,
     *NETWORK,
     FEDERATION,

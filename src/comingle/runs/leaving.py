@@ -1,0 +1,328 @@
+"""A user leaves a run, and is forgotten.
+
+There are two ways. ``exact`` trains the other users again, from the last run in which the user took no part: the result
+is that of runs in which the user never took part. ``forward`` removes the user's own tensors, scores and records, and
+leaves in the shared tensors what the user's uploads have changed.
+
+In both ways the folders of all runs with the user are replaced by folders without it. A certificate in each new folder
+states the way, and digests of the checkpoints before and after.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from comingle.config import Recipe, load_recipe
+from comingle.config.settings import KEY
+from comingle.methods.user_files import ORIGIN
+from comingle.runs.api import load, reopen_data, run
+from comingle.runs.continuation import ancestors_of, copy_rows, copy_users_state, restore_server
+from comingle.runs.folders import LEFT, SKIPPED
+from comingle.runs.given import NOTHING
+from comingle.runs.results import Run
+from comingle.runs.session import build, check_and_set_up, prepare
+from comingle.training.checkpoints import Clock, digest_of_checkpoint, progress_of, read_progress
+from comingle.training.evaluation import metrics_of
+from comingle.training.kinds.base import RunData
+from comingle.utils.errors import DataError, RecipeError, RunError, list_names
+from comingle.utils.files import list_checkpoints, locked
+from comingle.utils.inputs import SPLITS, read_inputs, recorded_date, write_inputs
+from comingle.utils.records import (
+    JsonObject,
+    convert_disk_errors,
+    is_server,
+    read_events,
+    read_metrics,
+    write_json,
+    write_text,
+)
+
+Mode = Literal["exact", "forward"]
+
+STATEMENTS: dict[Mode, str] = {
+    "exact": "the models are those of runs in which the user never took part; nothing of the user's data is in them",
+    "forward": "the user's own tensors and records are deleted; what its uploads changed in shared tensors remains",
+}
+"""Statement of a certificate, by mode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removal:
+    """Plan of the removal of a user.
+
+    Args:
+        user: Name of the user.
+        mode: How the user is removed.
+        runs: Folders to replace, the earliest first: the run that the user leaves, and those it continues, directly or
+            through other runs, back to the first one with the user.
+        rounds: Number of rounds to train again; 0 for ``forward``.
+        seconds: Seconds that these rounds took the first time.
+    """
+
+    user: str
+    mode: Mode
+    runs: tuple[Path, ...]
+    rounds: int
+    seconds: float
+
+    @property
+    def files(self) -> list[Path]:
+        """Files that are deleted, in order."""
+        return sorted(path for folder in self.runs for path in folder.rglob("*") if path.is_file())
+
+
+def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
+    """Return what the removal of a user from a run replaces and costs; changes nothing.
+
+    Args:
+        folder: The run folder.
+        user: Name of the user.
+        mode: How the user is to be removed.
+
+    Raises:
+        RunError: The folder is no finished run with this and other users, or an earlier run that is needed is gone.
+        RecipeError: The run's users cannot leave one by one, as they are made together, for example.
+    """
+    if is_server(folder):
+        raise RunError(
+            f"{folder}: a federation's server; take {user!r} out of `participants` and start a new federation with "
+            "--continue-from; the user deletes its own state folder"
+        )
+    runs = [folder, *(Path(ancestor["run"]) for ancestor in reversed(ancestors_of(folder)))]  # the latest first
+    runs_with_user: list[Path] = []
+    for position, run_folder in enumerate(runs):
+        if not run_folder.exists():
+            if mode == "exact":
+                raise RunError(f"{run_folder}: {folder} continues this run, which is gone; allowed: --mode forward")
+            continue
+        if user in read_inputs(run_folder).users:
+            runs_with_user = runs[: position + 1]  # later runs without the user continue what it has trained
+    if not runs_with_user:
+        raise RunError(f"{folder}: no user {user!r}; allowed: {list_names(read_inputs(folder).users)}")
+    if mode == "forward":
+        runs_with_user = [each for each in runs_with_user if each.exists() and user in read_inputs(each).users]
+    metrics = [read_metrics(run_folder) for run_folder in runs_with_user]  # refuses runs that have not finished
+    for run_folder in runs_with_user:
+        recipe_without(load_recipe(run_folder), list(read_inputs(run_folder).users), user)
+    repeats = mode == "exact"
+    return Removal(
+        user=user,
+        mode=mode,
+        runs=tuple(reversed(runs_with_user)),
+        rounds=sum(of_run["rounds"] for of_run in metrics) if repeats else 0,
+        seconds=sum(of_run["wall_seconds"] for of_run in metrics) if repeats else 0.0,
+    )
+
+
+def remove_user(
+    removal: Removal, say: Callable[[str], None] = lambda line: None, *, progress: bool = False
+) -> JsonObject:
+    """Carry out the removal of a user, and return the certificate of the last run.
+
+    A folder is replaced when its run without the user has ended. After an interruption the same removal continues with
+    the folders that are left.
+
+    Args:
+        removal: The plan.
+        say: Called with a line for each run.
+        progress: Whether to print the progress of training.
+
+    Raises:
+        ComingleError: The data of other users has changed or cannot be read, or the disk is full.
+    """
+    certificate: JsonObject = {}
+    date = datetime.now().isoformat(timespec="seconds")
+    if removal.mode == "exact":
+        for folder in removal.runs:
+            _read_data(folder, removal.user)  # refuses changed data before anything is replaced
+    # Only the last run is copied; the exact mode needs the earlier ones too.
+    replaced = removal.runs if removal.mode == "exact" else removal.runs[-1:]
+    for folder in replaced:
+        temporary = folder.with_name(f".{folder.name}.leaving") / folder.name
+        shutil.rmtree(temporary.parent, ignore_errors=True)  # left by a process that was killed
+        say(f"{folder}: {'training again' if removal.mode == 'exact' else 'removing'} without {removal.user}")
+        with convert_disk_errors(folder), locked(folder):
+            before = digest_of_checkpoint(list_checkpoints(folder)[-1])
+            files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+            if removal.mode == "exact":
+                _train_again(folder, temporary, removal.user, progress)
+            else:
+                _copy_without(folder, temporary, removal.user)
+            certificate = {
+                "user": removal.user,
+                "mode": removal.mode,
+                "date": date,
+                "statement": STATEMENTS[removal.mode],
+                "checkpoint_before": before,
+                "checkpoint_after": digest_of_checkpoint(list_checkpoints(temporary)[-1]),
+                "rounds_trained_again": read_metrics(temporary)["rounds"] if removal.mode == "exact" else 0,
+                "deleted": files,
+            }
+            write_json(temporary / LEFT, {"left": [*_earlier_certificates(folder), certificate]})
+        shutil.rmtree(folder)
+        temporary.rename(folder)
+        temporary.parent.rmdir()
+    for folder in removal.runs:
+        if folder not in replaced:
+            shutil.rmtree(folder)
+            say(f"{folder}: deleted")
+    return certificate
+
+
+def _earlier_certificates(folder: Path) -> list[JsonObject]:
+    """Return the certificates of users who have left a run before."""
+    path = folder / LEFT
+    if not path.exists():
+        return []
+    return list(json.loads(path.read_text(encoding="utf-8"))["left"])
+
+
+def recipe_without(recipe: Recipe, names: Sequence[str], user: str) -> Recipe:
+    """Return a recipe without one of its users.
+
+    Args:
+        recipe: The recipe.
+        names: Names of the users of its run, in order.
+        user: Name of the user to leave out; the recipe may lack it.
+
+    Raises:
+        RecipeError: The recipe does not name its users' data one by one, or a round would have no participant.
+    """
+    remaining = [name for name in names if name != user]
+    if not remaining:
+        raise RecipeError(f"{user!r} is the only user of the run; delete its folder")
+    content = recipe.data.model_dump(mode="json", exclude_unset=True)
+    changes: dict[str, Any] = {}
+    if content.get("users"):
+        changes["data.users"] = {name: source for name, source in content["users"].items() if name != user}
+    elif content.get("dataset"):
+        changes["data.dataset.users"] = remaining
+    else:
+        raise RecipeError(f"data: got {recipe.data.kind} without a source for each user; allowed: users or dataset")
+    if content.get("clusters"):
+        changes["data.clusters"] = {name: label for name, label in content["clusters"].items() if name != user}
+    for key, values in recipe.for_users(names).values_of_users().items():
+        changes[key] = dict(zip(names, values, strict=True))
+        changes[key].pop(user, None)
+    if isinstance(recipe.training.participation, list):
+        rounds = [[name for name in members if name != user] for members in recipe.training.participation]
+        if not all(rounds):
+            raise RecipeError(f"training.participation: a round has no other user than {user!r}")
+        changes["training.participation"] = rounds
+    return recipe.with_changes(changes)
+
+
+def _read_data(folder: Path, user: str) -> tuple[Recipe, RunData]:
+    """Return a run's recipe without a user, and the data of the others, which must be that of the run.
+
+    Raises:
+        DataError: The data of another user has changed or cannot be read.
+    """
+    recorded = read_inputs(folder)
+    names = list(recorded.users)
+    recipe = load_recipe(folder)
+    if user in names:
+        recipe = recipe_without(recipe, names, user)
+    given = replace(NOTHING, date=recorded_date(folder))  # chat templates may write the date of the run's start
+    run_data = prepare(recipe, given=given, method=check_and_set_up(recipe))
+    for name, digests in run_data.digests.items():
+        changed = [split for split in SPLITS if digests[split] != recorded.users[name].digests[split]]
+        if changed:
+            raise DataError(
+                f"{folder}: the {' and '.join(changed)} data of user {name!r} has changed since the run; restore it, "
+                "or use --mode forward"
+            )
+    return recipe, run_data
+
+
+def _train_again(folder: Path, target: Path, user: str, progress: bool) -> None:
+    """Train a run without a user.
+
+    Args:
+        folder: The run folder, which is only read.
+        target: Folder of the new run.
+        user: Name of the user.
+        progress: Whether to print the progress.
+    """
+    recipe, run_data = _read_data(folder, user)
+    if recipe.continue_from is not None:
+        recipe = recipe.with_changes({"continue_from.run": ancestors_of(folder)[-1]["run"]})  # an absolute path
+    run(recipe, out=target, run_data=run_data, progress=progress)
+
+
+def _copy_without(folder: Path, target: Path, user: str) -> None:
+    """Copy a finished run without the tensors, scores and records of a user; reads no user's data.
+
+    Args:
+        folder: The run folder, which is only read.
+        target: Folder of the copy.
+        user: Name of the user.
+    """
+    finished = load(folder)
+    recorded = read_inputs(folder)
+    names = list(recorded.users)
+    recipe = recipe_without(finished.recipe, names, user)
+    # The final models are copied, also if they are those of the best round.
+    recipe = recipe.with_changes({"continue_from": None, "data.replay": 0.0, "evaluation.select": "last"})
+    inputs = replace(recorded, users={name: of_user for name, of_user in recorded.users.items() if name != user})
+    method = check_and_set_up(recipe)
+    new = build(recipe, reopen_data(folder, recipe, inputs, method), method=method)
+    old, checkpoint = finished.federation, list_checkpoints(folder)[-1]
+    trainers = list(old.clients.names)
+    copy_users_state(new.clients, old.clients.state.tensors(), trainers, checkpoint, moments=True)
+    copy_rows(old.clients.state.versions, new.clients.state.versions, trainers, new.clients.names, "versions")
+    restore_server(new.server, old.server.state, trainers, checkpoint)
+    new.server.version = old.server.version
+
+    target.mkdir(parents=True, mode=0o700)
+    write_inputs(target, inputs)
+    write_text(target / "recipe.yaml", recipe.as_yaml())
+    for name in (KEY, ORIGIN, SKIPPED):
+        if (folder / name).exists():
+            shutil.copy(folder / name, target / name)
+    events = [_without_name(event, user) for event in read_events(folder) if event.get("user") != user]
+    text = "".join(f"{json.dumps(event)}\n" for event in events)
+    write_text(target / "events.jsonl", text)
+    write_json(target / "metrics.json", _metrics_without(finished, user))
+    progress = read_progress(checkpoint)
+    progress_without = progress_of(
+        progress.round,
+        recipe.fingerprint,
+        new.clients.population_names,
+        clock=progress.clock,
+        events_bytes=len(text.encode()),
+        stopped=progress.stopped,
+    )
+    new.save(target, progress_without, keep=recipe.checkpoints.keep)
+
+
+def _metrics_without(finished: Run, user: str) -> JsonObject:
+    """Return the metrics of a run without a user, with the means over the others."""
+    clients, metrics = finished.federation.clients, _without_name(finished.metrics, user)
+    over_others = metrics_of(
+        metrics["users"],
+        clients.model,
+        clients.plan,
+        Clock(),
+        rounds=metrics["rounds"],
+        selected=metrics["rounds"],
+        measure=metrics["measure"],
+        unit=clients.batch_source.unit,
+    ).as_dict()
+    means = {key: value for key, value in over_others.items() if key in metrics and "mean" in key}
+    return {**metrics, **means}
+
+
+def _without_name(value: Any, name: str) -> Any:
+    """Return the content of an event without the entries of a user, in mappings and lists at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_name(entry, name) for key, entry in value.items() if key != name}
+    if isinstance(value, list):
+        return [_without_name(entry, name) for entry in value if entry != name]
+    return value
