@@ -122,7 +122,10 @@ class ObservedFederation(InProcess):
 
 
 def uploaded(server: ServerHalf, upload: Upload) -> Tree:
-    """Return the tensors of an upload as the server reads them, ``(users, 1, *shape)``."""
+    """Return the tensors of an upload as an attacking server sees them, ``(users, 1, *shape)``.
+
+    Compressed numbers are decompressed, and LoRA factors padded to the largest rank of all users.
+    """
     tensors = fill_ranks(decompress(upload.tensors, server.uploads), server.layout)
     return {name: t.unsqueeze(1) for name, t in tensors.items()}  # a user uploads one model
 
@@ -154,7 +157,9 @@ class LastPublished:
     last: dict[str, Tree] = field(default_factory=dict)
 
     def models_before(self, view: str, users: Sequence[int]) -> Tree:
-        """Return the models that an attacker with this view compares its next observation with.
+        """Return the older models with which an attacker compares what it observes next.
+
+        The attacker scores a text by how much its loss has fallen since these models.
 
         Args:
             view: SERVER, USERS or OWN. The server compares an upload with the model that the user had downloaded (OWN);
@@ -162,7 +167,8 @@ class LastPublished:
             users: Indices of the attacked users.
 
         Returns:
-            Tensors ``(users, models, *shape)``; empty before the first publication.
+            Shared tensors ``(users, models, *shape)`` by name, where models counts the models that each user downloads;
+            empty before the first publication.
         """
         compared_view = OWN if view == SERVER else view
         last_tensors = self.last.get(compared_view, {})
@@ -917,14 +923,18 @@ def _ratios_of_run(scores: Tensor, inside: Tensor, run: int) -> Float[Tensor, " 
 
 
 def _fit_gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"], Float[Tensor, ""]]:
-    """Return how much higher each window's score is when it is included (the gap), and the variance around both means.
+    """Estimate how much training on a window (a piece of text) raises its score, for membership inference.
 
-    A window's gap is shrunk towards the mean gap of all windows, the more the spread of gaps can be explained by chance
-    (empirical Bayes). Negative gaps become 0: training on a window does not increase its loss.
+    A window's gap, the difference between its mean scores in runs with and without it, is shrunk towards the mean gap
+    of all windows, the more the spread of gaps can be explained by chance (empirical Bayes). Negative gaps become 0:
+    training on a window does not increase its loss.
 
     Args:
         scores: How much the loss of each window fell in each run, ``(runs, windows)``.
-        inside: Which windows each run included, ``(runs, windows)``.
+        inside: Which windows each run trained on, ``(runs, windows)``.
+
+    Returns:
+        The gap of each window, and the variance of scores around a window's mean with or without it, one for all.
     """
     num_inside, mean_inside = _count_and_mean(scores, inside)
     num_outside, mean_outside = _count_and_mean(scores, ~inside)

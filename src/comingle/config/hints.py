@@ -314,7 +314,10 @@ def _is_used(key: str, data: type[DataSection] | None) -> bool:
 
 
 def _method_setting(name: str) -> list[str]:
-    """Return the dotted key ``method.NAME`` in a list; an empty list if no method has a setting of this name."""
+    """Return ``["method.NAME"]`` if any method has a setting of this name, else ``[]``.
+
+    Called with the last part of an unknown key of a recipe, to suggest the setting that the user may have meant.
+    """
     from comingle.methods import REGISTRY, settings_of  # imports torch, so only when there is a mistake
 
     for method in REGISTRY:

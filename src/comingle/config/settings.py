@@ -172,7 +172,10 @@ class DataSection(Section):
 
     @property
     def cluster_numbers(self) -> dict[str, int]:
-        """The number of each user's true cluster, if the recipe names clusters."""
+        """The index of each user's true cluster, by user name; empty unless the recipe assigns users to clusters.
+
+        Kinds of data whose recipes can do so override this.
+        """
         return {}
 
     @property
@@ -703,7 +706,7 @@ class PrivacySection(Section):
 
     @property
     def first_bound(self) -> float:
-        """The clip norm of the first round."""
+        """The clip norm of the first round: the fixed norm, or the first one if ``clip_norm`` is ``adaptive``."""
         return self.first_clip_norm if isinstance(self.clip_norm, str) else self.clip_norm
 
 
@@ -800,7 +803,10 @@ class OptimizerSection(Section):
 
     @property
     def memoryless(self) -> bool:
-        """True if a step of an entry depends on its gradient alone, so that tensors can be updated one by one."""
+        """True if a step changes each number of a tensor by its own gradient alone, as plain SGD does.
+
+        Tensors can then be updated one by one. Moments need history, and clipping the norm of all gradients.
+        """
         return not self.moments and self.clip_norm is None
 
 

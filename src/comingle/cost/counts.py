@@ -566,7 +566,12 @@ class _MeasuredFlops:
         self.rehearsal.steps.model.predict(self._tensors(), [0], fake_inputs(self.rehearsal, 1, count))
 
     def _step(self, phase: Phase, count: int) -> None:
-        """Compute a phase's gradients on ``count`` sequences or samples."""
+        """Compute the gradients of one step of a phase, whose FLOPs are counted meanwhile.
+
+        Args:
+            phase: Phase of the method, which says which parameters the step trains.
+            count: Number of sequences or samples in the batch; the tensors are fake (shapes without values).
+        """
         with ignore_grad_warning():
             self.rehearsal.steps.gradient(self.cohort, fake_batch(self.rehearsal, 1, count), phase)
 

@@ -128,13 +128,13 @@ def _read_one_by_one(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[
 def conversations_as_text(kind: Kind, recipes: Sequence[Recipe], users: UserCollection) -> list[Recipe]:
     """Return recipes in which conversations are replaced with text that takes as many local steps per round.
 
-    The recipes are returned unchanged if their data is of another kind or the users' numbers of conversations are
-    unknown.
+    ``comingle cost`` counts costs for text only, so a recipe with conversations is first converted to one with text.
+    Recipes are returned unchanged if their data is no conversations or the users' numbers of conversations are unknown.
 
     Args:
-        kind: The recipes' kind of data.
+        kind: The recipes' kind of data: text, conversations or samples.
         recipes: Recipes that differ in their method alone.
-        users: The users who were read.
+        users: The users of the run, after their data was read.
     """
     if not isinstance(kind, ConversationsKind) or users.sizes is None:
         return list(recipes)
@@ -718,25 +718,26 @@ def _server_bytes(federation: InProcess, user_ratio: float) -> int:
 
 
 def _largest_step(rehearsal: Rehearsal, rows: tuple[int, ...], pass_size: PassSize) -> StepBytes:
-    """Return the peak bytes of a cohort's largest step. Results are cached.
+    """Return the peak bytes of the largest step of a cohort (users trained in one batch). Results are cached.
 
     A step of the phase that trains the most parameters is measured, as other phases keep no more activations. If an
     evaluation may read more data at once, its peak is measured too, and the larger one is returned.
 
     Args:
-        rehearsal: The run's federation, on fake tensors.
-        rows: Rows of the cohort's models in the federation's state.
-        pass_size: Numbers of users and sequences in a pass.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
+        rows: Indices of the cohort's models among all models, the rows of ``clients.state``.
+        pass_size: Numbers of users and sequences in one forward and backward pass.
     """
     if (rows, pass_size) in rehearsal.peaks:
         return rehearsal.peaks[rows, pass_size]
     layout = rehearsal.steps.model.layout
     steps = rehearsal.with_pass_size(pass_size)
+    # By number of parameters that a phase trains (columns of the state), ascending.
     phases = sorted(rehearsal.federation.clients.phases, key=lambda phase: layout.touching(phase.roles).columns)
     largest = StepBytes(passes=0, update=0, gradients=0)
-    if phases:  # in order of the parameters that they train
+    if phases:
         largest = step_peak(rehearsal, rows, phases[-1], steps)
-    if not phases or steps.batch_source.scores_more:
+    if not phases or steps.batch_source.scores_more:  # evaluation passes are larger than training passes
         evaluation_bytes = _evaluation_peak(rehearsal, rows, steps)
         if evaluation_bytes > largest.peak:
             largest = StepBytes(passes=evaluation_bytes, update=0, gradients=0)

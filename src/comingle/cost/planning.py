@@ -124,10 +124,10 @@ def add_privacy_forecast(
 
     Args:
         cost: Costs of a method.
-        recipe: The recipe whose costs they are.
+        recipe: The recipe whose costs they are. Its data may be text that stands in for the users' conversations.
         names: Names of the users.
-        participation: Fraction or names of the participants.
-        with_real_data: The recipe with the users' own data; None if ``recipe`` has it.
+        participation: Fraction of the users that train in each round, or names of the participants.
+        with_real_data: The recipe before its data was replaced; None if it was not.
 
     Raises:
         RecipeError: Rounds have too few participants.
@@ -142,7 +142,8 @@ def add_privacy_forecast(
     if method.shared:
         sizes = round_sizes(plan, names)
         for mechanism in mechanisms:
-            mechanism.check_rounds(sizes, same_ranks=True)  # only sizes are checked here, not LoRA ranks
+            # True skips the check for unequal LoRA ranks: only the numbers of participants are checked here.
+            mechanism.check_rounds(sizes, same_ranks=True)
     if recipe.privacy is None:
         return cost
     if protects_examples(recipe.privacy.mechanism):
@@ -629,15 +630,16 @@ def _user_without_text(name: str) -> UserData:
 def method_cost(
     recipe: Recipe, base: Base, names: tuple[str, ...], free: int, participation: Participation = ALL_USERS
 ) -> MethodCost:
-    """Return the costs of training a language model with the recipe's method.
+    """Return the costs of training a language model with the recipe's method, for ``comingle cost``.
 
     Args:
         recipe: The recipe.
-        base: The base; weights are not needed.
+        base: The base model; weights are not needed.
         names: Names of the users.
-        free: Free memory, in bytes.
-        participation: Fraction or names of the participants.
+        free: Free memory in bytes; as many users are trained in one batch as fit into it.
+        participation: Fraction of the users that train in each round, or names of the participants.
     """
+    # A federation whose steps run on fake tensors (shapes without values).
     rehearsal = rehearse_text(recipe, base, names, participation)
     clients = rehearsal.federation.clients
     if clients.method.placement.mixture is None:  # adapters, whose FLOPs follow from formulas

@@ -146,8 +146,8 @@ def _hub_config(repository: str) -> Path | None:
 def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] | None = None) -> InProcess:
     """Return a federation of nets from which costs are counted, with no more users than needed.
 
-    All users train nets of the same shapes, so the first users are enough: as many as train in one pass. A pooled
-    method, which trains one net on the samples of all users, gets all users.
+    All users train nets of the same shapes, so the first users are enough: as many as train in one batch (a pass). A
+    pooled method, which trains one net on the samples of all users, gets all users.
 
     Args:
         recipe: The recipe.
@@ -173,6 +173,7 @@ def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] |
     if len(users_of_pass) <= num_clusters:
         return federate(clients)
     model = clients.model.only(range(len(users_of_pass)))
+    # Trainers are the users whose models are trained; only a pooled method has other trainers than users.
     batch_source = cast(SampleBatchSource, clients.batch_source).with_trainers(users_of_pass)
     return federate(Clients(model, plan, trainers=users_of_pass, users=users_of_pass, batch_source=batch_source))
 

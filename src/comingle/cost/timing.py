@@ -496,7 +496,10 @@ def _no_barrier() -> None:
 
 
 def copy_users(run_data: RunData, count: int) -> RunData:
-    """Return the data with ``count`` users named "user 0", "user 1" and so on, copies of the given users in turn."""
+    """Return the data with ``count`` users named "user 0", "user 1" and so on, copies of the given users in turn.
+
+    Timing thus depends on how many users are planned rather than on how many have data.
+    """
     users = run_data.users
     copies = (replace(users[i % len(users)], name=f"user {i}") for i in range(count))
     return run_data.with_users(copies)

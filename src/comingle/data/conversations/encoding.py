@@ -92,10 +92,13 @@ class Answers:
         return self.tokens(int(self.owners[number]))[: int(self.prompt_tokens[number])]
 
     def tokens(self, number: int) -> Int64[Tensor, " tokens"]:
-        """Return all tokens of conversation ``number``, without padding and hiding; shape ``(tokens,)``."""
+        """Return all token ids of conversation ``number``, counted from 0, without padding.
+
+        In ``windows``, tokens without loss are stored as negative numbers; here they are decoded.
+        """
         row = self.windows[number]
         row = row[row != PAD]
-        return torch.where(row < 0, hide(row), row)
+        return torch.where(row < 0, hide(row), row)  # hiding twice restores a token
 
     def only(self, kept: Bool[Tensor, " n"]) -> Answers:
         """Return the conversations for which ``kept`` is True, with their responses; rows are numbered anew."""

@@ -365,9 +365,9 @@ def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
     For messages that are no responses, the result is always True.
 
     Args:
-        record: The message as read.
-        role: Its role.
-        where: Its place, for messages.
+        record: The message of a conversation, as read from the data.
+        role: Its role, such as ``assistant``.
+        where: Path of the message in the data, with which error messages begin.
 
     Raises:
         ValueError: A key such as ``weight`` has another value than 0 or 1, or puts the loss on a message that is no

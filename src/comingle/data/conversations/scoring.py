@@ -123,12 +123,13 @@ class AnswerScore:
 def score_answers(score: Score, num_conversations: int, measures: Sequence[str]) -> AnswerScore:
     """Return the score of one user's conversations from their losses alone.
 
-    :func:`judge` adds measures of generated responses, such as ROUGE-1.
+    :func:`judge` then adds measures of generated responses, such as ROUGE-1, if there are any.
 
     Args:
-        score: Losses of the response tokens.
+        score: Summed loss of the response tokens, and their number.
         num_conversations: Number of conversations.
-        measures: Names of the measures to report.
+        measures: Names of the measures to report, such as "rouge1" and "perplexity". Those that need generated
+            responses are reported only after :func:`judge`.
     """
     return AnswerScore(
         loss_nats=score.loss_nats,
