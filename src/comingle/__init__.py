@@ -112,7 +112,7 @@ class _MovedModules:
         """Return None, which creates an empty module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Forward attribute access to the new module."""
+        """Fill the empty module of an old name: warn, and forward its attributes to the module of the current name."""
         if (new := _moved().get(module.__name__)) is None:
             return
         warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
@@ -127,13 +127,17 @@ def __dir__() -> list[str]:
 
 
 def _module_of(name: str) -> str:
-    """Return the module of a public name; ``run`` is another one in processes that a launcher has started."""
+    """Return the module that defines a public name of this package.
+
+    In a process that a launcher such as torchrun has started, ``run`` is the function that trains in several processes.
+    """
     from comingle.training.backends.launched import find_place
 
     return "comingle.runs.distributed" if name == "run" and find_place() is not None else _MODULES[name]
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name, such as ``run``, on first use, so that ``import comingle`` is fast."""
     if name not in _MODULES:
         raise AttributeError(f"module 'comingle' has no attribute {name!r}")
     with warnings.catch_warnings():

@@ -241,7 +241,11 @@ def audit_run(
 
 
 def _exposures(trials: Sequence[Trial]) -> tuple[list[float], list[float]]:
-    """Return the exposures in bits of the canaries that a run included, and those of the canaries that it left out."""
+    """Return how exposed canaries are that a run included, and, for comparison, those that it left out, in bits.
+
+    An exposure is high if the final model gives a canary a lower loss than it gives to most reference canaries, which
+    no user trained on (:func:`exposure`).
+    """
     inserted: list[float] = []
     absent: list[float] = []
     for trial in trials:

@@ -510,10 +510,13 @@ def run_trial(recipe: Recipe, run_data: RunData, trial: int, make_observers: Mak
     training data.
 
     Args:
-        recipe: Shortened recipe, of text or conversations.
-        run_data: Data of the run.
+        recipe: Recipe of the audited run with fewer rounds; its data is text or conversations.
+        run_data: Data of the audited run.
         trial: Number of the trial, from 0.
-        make_observers: Returns the observers of a run.
+        make_observers: Returns the observers of the trial's events, such as a progress bar.
+
+    Returns:
+        Which canaries were included, their scores, and what the accountant needs to compute the trial's epsilon.
     """
     users = run_data.users
     canaries = _canaries_of_trial(recipe, run_data, trial)
@@ -535,7 +538,7 @@ def run_trial(recipe: Recipe, run_data: RunData, trial: int, make_observers: Mak
         scores={view: canary_scores.score(view) for view in (SERVER, USERS)},
         ranks=canary_scores.ranks(),
         metrics=metrics,
-        works={} if account is None else dict(account.works()),
+        works={} if account is None else dict(account.works()),  # each user's examples and steps with noise
     )
 
 
@@ -853,10 +856,13 @@ def run_shadow(recipe: Recipe, run_data: RunData, number: int, make_observers: M
     A score is how much the loss of a window fell. Windows of both halves are scored.
 
     Args:
-        recipe: Shortened recipe, of text or conversations.
-        run_data: Data of the run.
-        number: Number of the run.
-        make_observers: Returns the observers of a run.
+        recipe: Recipe of the audited run with fewer rounds; its data is text or conversations.
+        run_data: Data of the audited run.
+        number: Number of the reference run, from 0, which determines the halves.
+        make_observers: Returns the observers of the run's events, such as a progress bar.
+
+    Returns:
+        The scores of each user's windows by what the attacker sees, and whether the user trained on each of them.
     """
     users: Sequence[UserData | UserAnswers] = run_data.users
     halves = draw_halves(users, recipe.training.context, seed=recipe.seed, run=number)

@@ -204,12 +204,13 @@ def _honest_users(changes: Tree, hostile: Sequence[int]) -> list[int]:
 
 
 def _replace_hostile(changes: Tree, hostile: Sequence[int], attack: Callable[[Tensor], Tensor]) -> Tree:
-    """Return changes with those of the hostile users replaced.
+    """Simulate a poisoning attack: return users' changes of the shared model with those of hostile users replaced.
 
     Args:
-        changes: Changes of all users, ``(users, *shape)``.
+        changes: Changes of all users by tensor name, ``(users, *shape)``.
         hostile: Indices of the hostile users.
-        attack: Returns the hostile users' rows of a tensor, or one row for all of them.
+        attack: Maps a tensor of all users' changes to those that the hostile users send instead:
+            ``(hostile users, *shape)``, or ``shape`` if all of them send the same.
     """
     replaced: Tree = {}
     for name, t in changes.items():
@@ -425,6 +426,8 @@ def recover(recipe: Recipe, run_data: RunData, make_observers: MakeObservers) ->
 def _cut_to_one_window(user: UserData, seed: int, width: int) -> UserData:
     """Return a copy of a user whose training text is cut to one random window.
 
+    An upload after one step on one window is the easiest one to recover tokens from, the worst case for the user.
+
     Args:
         user: The user.
         seed: Seed of the recipe.
@@ -438,7 +441,11 @@ def _cut_to_one_window(user: UserData, seed: int, width: int) -> UserData:
 
 
 def token_factors(clients: Clients) -> list[str]:
-    """Return the names of the shared LoRA factors A in the first block's attention, whose inputs are single tokens."""
+    """Return the names of the shared LoRA factors A from whose upload tokens can be recovered.
+
+    They are in the first block's attention. Its inputs are the embeddings of single tokens, and the gradient of a
+    factor A is a combination of its inputs. The list is empty if the method shares no such factor.
+    """
     names = []
     for slot in clients.model.layout.slots:
         is_shared = all(slot.role_mask(clients.method.shared))  # all its entries
@@ -450,7 +457,8 @@ def token_factors(clients: Clients) -> list[str]:
 def _recover_from_run(title: str, recipe: Recipe, run_data: RunData, make_observers: MakeObservers) -> Recovery:
     """Run two rounds of a recipe and recover tokens from each user's upload in the second one.
 
-    The attacker guesses as many tokens as the user's text has distinct ones.
+    In the first round no factor A has a gradient, as all factors B are zero. The attacker guesses as many tokens as the
+    user's text has distinct ones.
 
     Args:
         title: Name of the attack in the results.

@@ -109,7 +109,7 @@ class CommandGroup(TyperGroup):
             return _build_command(cmd_name, plugin_function)
         if core_function is None:
             return None
-        if self._only_help_texts:
+        if self._only_help_texts:  # while the list of all subcommands is printed
             return TyperCommand(cmd_name, help=getdoc(core_function))
         return _build_command(cmd_name, core_function)
 

@@ -60,7 +60,10 @@ class _Loader(yaml.SafeLoader):
     """YAML loader that limits nesting and repetition by aliases, and refuses duplicate keys."""
 
     def __init__(self, stream: str):
-        """Start to read a YAML text."""
+        """Start to read a YAML text.
+
+        Values are counted because aliases of aliases in a small file may repeat a value exponentially often.
+        """
         super().__init__(stream)
         self._depth = 0
         """Number of nodes that contain the current one."""
@@ -69,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         self._num_repeated = 0
         """Number of those values that come from aliases."""
         self._sizes: dict[int, int] = {}
-        """Number of values in each finished node, by the node's ``id``."""
+        """Number of values in each completely read node, itself included, by the node's ``id``."""
 
     def compose_node(self, parent: yaml.Node | None, index: int | yaml.Node | None) -> yaml.Node | None:
         """Parse a value of a YAML text to a node, and record how many values are in it, itself included.
@@ -110,7 +113,7 @@ class _Loader(yaml.SafeLoader):
             raise _error_at(event, f"aliases repeat more than {MAX_REPEATED:,} values; write them out")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Return a mapping, after :func:`_check_keys`; keys keep their text, so ``1`` and ``no`` are names."""
+        """Return a mapping after a check for duplicate keys; keys keep their text, so ``1`` and ``no`` are names."""
         _check_keys(node)
         self.flatten_mapping(node)
         return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}

@@ -407,7 +407,7 @@ def _without_type_names(location: Sequence[str | int]) -> tuple[str, ...]:
 
 
 def _are_nested(place: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """Return whether one of two places is equal to the other or inside it."""
+    """Return whether one of two keys of a recipe, as tuples such as ``("data", "users")``, is or contains the other."""
     depth = min(len(place), len(other))
     return place[:depth] == other[:depth]
 

@@ -342,6 +342,8 @@ class Recipe(Section):
 def _drop_later_keys(content: dict[str, Any]) -> None:
     """Delete keys that older versions did not have, where their values are those with which older versions ran.
 
+    Otherwise a recipe would get another fingerprint than in an older version, and its runs could not be resumed.
+
     Args:
         content: Content of a recipe, as sections by key; changed in place.
     """

@@ -180,7 +180,10 @@ class DataSection(Section):
 
     @property
     def in_distribution(self) -> bool:
-        """True if users are tested on data from their training distribution."""
+        """True if users are tested on data from their own training distribution, as with most kinds of data.
+
+        If not, as with text whose held-out documents are a mixture of all users' text, it is overridden.
+        """
         return True
 
     def resolve_paths(self, resolve: PathResolver) -> dict[str, object]:
@@ -367,9 +370,9 @@ _LIMITS = ("data.max_train_tokens", "data.max_valid_tokens", "data.max_test_toke
 
 
 def unread_local_steps(items: str) -> dict[str, str]:
-    """Return the entry of ``DataSection.unread`` which says that ``training.local_epochs`` replaces ``local_steps``.
+    """Return an error for recipes that set ``training.local_steps`` where users train for whole epochs, by the key.
 
-    It is for kinds of data whose users make passes over their data.
+    The result goes into ``DataSection.unread``, the recipe keys that a kind of data does not use.
 
     Args:
         items: Plural noun for a user's data: "samples" or "conversations".
@@ -378,13 +381,14 @@ def unread_local_steps(items: str) -> dict[str, str]:
 
 
 def unread_keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -> dict[str, str]:
-    """Return entries of ``DataSection.unread`` for a kind that lacks keys of text.
+    """Return the recipe keys that text has and another kind of data does not use, each with an explanation.
 
-    For example ``{"data.max_train_tokens": "samples have no tokens", ...}``.
+    The explanations are the errors for recipes that set such a key; the result goes into ``DataSection.unread`` of the
+    kind. For example ``{"data.max_train_tokens": "samples have no tokens", ...}``.
 
     Args:
-        limits: Explanations of the token limits of train, valid and test: one text for all, or one each.
-        **instead: Explanations of other keys, such as ``held_out="all users have the same questions"``.
+        limits: Why the token limits of train, valid and test are not used: one text for all, or one each.
+        **instead: Why other keys of ``data`` are not used, such as ``held_out="all users have the same questions"``.
     """
     limit_texts = (limits, limits, limits) if isinstance(limits, str) else limits
     return {
@@ -461,7 +465,7 @@ class TargetsSection(Section):
 
     @property
     def names(self) -> set[str]:
-        """Names of all linear layers."""
+        """Names of all linear layers of a decoder layer that get adapters, in attention and MLP."""
         return {name for _, name in self.named()}
 
 
@@ -572,7 +576,10 @@ class Terms:
 
     @property
     def digest(self) -> str:
-        """Return a digest of all terms, to which keys are bound."""
+        """Return a SHA-256 digest of all fields, which users mix into all keys of the sum.
+
+        If a server gives users different terms, their masks do not cancel and the sum is useless.
+        """
         content = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -726,7 +733,7 @@ class AggregationSection(Section):
 
     @property
     def is_mean(self) -> bool:
-        """True if uploads are combined by the method's own mean."""
+        """True if the method's own weighted mean combines uploads, without a robust aggregation rule."""
         return self.rule == "mean"
 
     def hostile_among(self, users: int) -> int:
@@ -856,7 +863,7 @@ class TrainingSection(Section):
 
     @property
     def most_local_steps(self) -> int:
-        """Largest number of local steps of a user in a round; for text."""
+        """Largest number of local steps of a user in a round, for text; other kinds of data have local epochs."""
         return max(values_in(self.local_steps))
 
     @property

@@ -542,10 +542,12 @@ class _MeasuredFlops:
             self.sweep = self.forward.times(num_models)
 
     def round(self, work: LocalWork) -> float:
-        """Return the FLOPs of a user's round: a sweep, if the method has one, and the steps of all phases.
+        """Return the FLOPs of a user's round: the steps of all phases, and a forward pass on all data if needed.
+
+        Methods that choose or weight models first compute losses on all training data of the user (a sweep).
 
         Args:
-            work: The user's local work in the round.
+            work: Numbers of batches and items (sequences or samples) that the user reads in the round.
         """
         total = self.sweep.flops(work.sweep_batches, work.sweep_items)
         for phase in self.clients.phases:
@@ -562,7 +564,7 @@ class _MeasuredFlops:
 
     @torch.no_grad()
     def _predict(self, count: int) -> None:
-        """Run a forward pass on ``count`` sequences or samples."""
+        """Run the forward pass of one user on ``count`` sequences or samples, whose FLOPs are counted meanwhile."""
         self.rehearsal.steps.model.predict(self._tensors(), [0], fake_inputs(self.rehearsal, 1, count))
 
     def _step(self, phase: Phase, count: int) -> None:

@@ -68,7 +68,11 @@ class TimePlan:
     money: float | None
 
     def as_dict(self) -> dict[str, object]:
-        """Return a dictionary for JSON: the fields, the seconds of a round and of its parts, and the longest part."""
+        """Return a dictionary for JSON: the fields, the seconds of a round and of its parts, and the longest part.
+
+        ``present`` is the number of participants per round, ``money`` the price, and ``binds`` the name of the part
+        that takes the most time.
+        """
         return {
             "users": self.users,
             "present": self.present,

@@ -83,7 +83,10 @@ def text_of_equal_cost(
 
 @singledispatch
 def reads_user_data(kind: Kind, recipe: Recipe) -> bool:
-    """Return whether users' data is read before costs are counted in tokens."""
+    """Return whether the costs of a recipe depend on its users' data, which is then read before costs are counted.
+
+    False for kinds of data without an implementation below, among them samples and those of plug-ins.
+    """
     return False
 
 
@@ -168,16 +171,18 @@ class UserBytes:
 
     @property
     def record(self) -> int:
-        """Bytes of both records."""
+        """Bytes of a user on disk: the records of its model and of its optimiser moments."""
         return self.params_record + self.moments_record
 
 
 def user_bytes(state: State, store: str) -> UserBytes:
-    """Return the bytes of one user's tensors in memory, and of its records on disk.
+    """Return the bytes of one user's tensors in memory, and in the files of a run that keeps users on disk.
+
+    On disk, a user has one record (a block of fixed size) for its parameters and one for its optimiser moments.
 
     Args:
         state: Tensors of all users, in memory. All users have the same sizes.
-        store: ``runtime.store``, which determines the format of the records.
+        store: Value of ``runtime.store``, which determines the number format of stored moments.
     """
     dtype_of_stored_moments = STORES[store].moments
     layouts: Mapping[str, RecordLayout] = record_layouts(state, dtype_of_stored_moments)
@@ -236,10 +241,11 @@ class Writes:
 
     @property
     def kept_rounds(self) -> int:
-        """Largest number of rounds whose overwritten records are still on disk, because a checkpoint refers to them.
+        """Largest number of rounds whose overwritten user states are still on disk, as a checkpoint refers to them.
 
-        With a checkpoint every 5 rounds and 2 kept checkpoints, this is 15 in a run of 20 rounds or more: those of 3
-        checkpoints, since the records of a deleted checkpoint are freed only when the next one is written.
+        A user's model and optimiser moments (its records) are never overwritten in place. With a checkpoint every 5
+        rounds and 2 kept checkpoints, this is 15 in a run of 20 rounds or more: those of 3 checkpoints, since the
+        records of a deleted checkpoint are freed only when the next one is written.
         """
         rounds_after_first_checkpoint = max(0, self.rounds - self.checkpoint_every)
         return min(self.checkpoint_every * (self.kept_checkpoints + 1), rounds_after_first_checkpoint)
@@ -265,10 +271,11 @@ class Writes:
         return num_current + self._overwritten_by_steps(num_current)
 
     def _overwritten_by_steps(self, num_current: float) -> float:
-        """Return the number of records that local steps have overwritten and checkpoints still refer to.
+        """Return the number of superseded user states on disk that checkpoints still refer to.
 
-        Each checkpoint refers to the records that the rounds after it overwrite, at most one per user: with 10
-        participants and a checkpoint every 5 rounds to 50.
+        A user's state (its record) is written anew after its local steps; the older one stays. Each checkpoint refers
+        to the records that the rounds after it overwrite, at most one per user: with 10 participants and a checkpoint
+        every 5 rounds to 50.
 
         Args:
             num_current: Number of users with a record.
@@ -337,8 +344,10 @@ def _measure_process(kind: ProcessKind) -> int:
 def _smallest_recipe(kind: ProcessKind, folder: Path) -> dict[str, object]:
     """Return a recipe of one FedAvg step with the smallest model for a kind of data.
 
+    A process that runs it has little in memory beside Python and its libraries, whose bytes are measured this way.
+
     Args:
-        kind: The kind of data.
+        kind: The kind of data, "text" or "samples", on which the loaded libraries depend.
         folder: Folder to which the data of its only user is written.
     """
     if kind == "samples":
@@ -439,7 +448,10 @@ class Fakes:
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # (real, fake) by id(real)
 
     def of(self, real: Tensor, device: torch.device) -> Tensor:
-        """Return the fake of a real tensor: same shape and dtype, on ``device``; the same fake in every call."""
+        """Return a fake tensor in place of a real one, of the same shape and dtype but without values, on ``device``.
+
+        The same real tensor gets the same fake one in every call, so that shared weights stay shared.
+        """
         if id(real) not in self._pairs:
             with self._mode:
                 fake = torch.empty(real.shape, dtype=real.dtype, device=device)
@@ -457,7 +469,14 @@ class Fakes:
         return storage_bytes(module)
 
     def replace(self, module: nn.Module, device: torch.device) -> None:
-        """Replace all parameters and buffers of a module with fakes, in place; shared tensors stay shared."""
+        """Replace all parameters and buffers of a module, in place, with fake tensors (shapes without values).
+
+        Tensors that several modules share stay shared.
+
+        Args:
+            module: The module.
+            device: Device that the fake tensors claim to be on.
+        """
         for inner in module.modules():
             for tensors in (inner._parameters, inner._buffers):
                 for name, tensor in tensors.items():
@@ -516,10 +535,10 @@ class Rehearsal:
         return steps
 
     def cohort(self, rows: Sequence[int]) -> Cohort:
-        """Return a cohort with fake parameters and optimiser moments.
+        """Return a cohort (users trained in one batch) whose parameters and moments are fake: shapes without values.
 
         Args:
-            rows: Rows of the cohort's models in the federation's state.
+            rows: Indices of the cohort's models among all models, the rows of ``clients.state``.
         """
         clients, device = self.federation.clients, self.steps.model.device
         cohort = clients.cohort(list(rows), 0)  # round 0; the round does not change shapes
@@ -662,11 +681,11 @@ def _loaded_users_bytes(rehearsal: Rehearsal, pass_size: PassSize) -> tuple[int,
     copies = clients.method.placement.copies  # models per user
     user = user_bytes(clients.state, rehearsal.store)
     cohort_size = min(pass_size.users, rehearsal.num_participants * copies)
-    # Besides the cohort in training, memory holds records that are prefetched for the next cohorts, and records that
-    # wait to be written. The latter may be of models or of moments; all count as models.
+    # Besides the cohort in training, memory holds records (models or moments in their format on disk) that are
+    # prefetched for the next cohorts, and records that wait to be written. All of the latter count as models.
     num_model_records = PREFETCHED_COHORTS + MAX_PENDING_WRITES
     models_bytes = cohort_size * (user.params + num_model_records * user.params_record)
-    models_bytes += INDEX_BYTES * rehearsal.num_trainers * copies
+    models_bytes += INDEX_BYTES * rehearsal.num_trainers * copies  # where each record begins on disk
     models_bytes += clients.mask[:1].nbytes  # one mask serves all users
     moments_bytes = cohort_size * (user.moments + PREFETCHED_COHORTS * user.moments_record)
     return models_bytes, moments_bytes
@@ -784,7 +803,7 @@ def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: St
     batch = fake_batch(rehearsal, num_users, batch_size)
     micro_batch = fake_batch(rehearsal, num_users, micro_batch_size)
     has_private_examples = steps.private is not None and steps.private.applies(phase, layout)
-    with ignore_grad_warning(), _shapes_only(rehearsal), LiveBytes() as live:
+    with ignore_grad_warning(), _accept_fakes(rehearsal), LiveBytes() as live:
         if has_private_examples:
             gradients = _private_gradients(cohort, phase, steps, batch, micro_batch)
         else:
@@ -797,10 +816,11 @@ def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: St
 
 
 def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor, micro_batch: Tensor) -> Tree:
-    """Return gradients with example-level privacy, with the memory of :meth:`.PrivateSteps.step`.
+    """Compute fake gradients with example-level privacy, which take the memory of :meth:`.PrivateSteps.step`.
 
-    Shared tensors get the sum of the clipped gradients of single examples, plus zeros that take the memory of noise.
-    Tensors that stay local get plain gradients, which are in memory at the same time.
+    The peak of memory is measured meanwhile, so the values do not matter. Shared tensors get the sum of the clipped
+    gradients of single examples, plus zeros that take the memory of noise. Tensors that stay local get plain gradients,
+    which are in memory at the same time.
 
     Args:
         cohort: The cohort.
@@ -842,15 +862,15 @@ def _evaluation_peak(rehearsal: Rehearsal, rows: Sequence[int], steps: Steps) ->
     """Return the peak bytes of one forward pass of an evaluation.
 
     Args:
-        rehearsal: The run's federation, on fake tensors.
-        rows: Rows of the evaluated models in the federation's state.
-        steps: The rehearsal's steps, perhaps with another pass size.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
+        rows: Indices of the models that are evaluated together, the rows of ``clients.state``.
+        steps: The rehearsal's steps, perhaps with another number of users and sequences per forward pass.
     """
     clients = rehearsal.federation.clients
     # Sequences or samples of each user in one forward pass.
     items_per_user = steps.batch_source.scored_at_once(clients.users, steps.pass_size)
     inputs = fake_inputs(rehearsal, len(rows), items_per_user)
-    with ignore_grad_warning(), _shapes_only(rehearsal), LiveBytes() as live:
+    with ignore_grad_warning(), _accept_fakes(rehearsal), LiveBytes() as live:
         Scorer(steps=steps).predict(clients.models, rows, inputs)
     return live.peak
 
@@ -884,7 +904,7 @@ def fake_inputs(
     return rehearsal.steps.batch_source.blank_inputs(num_users, count, lambda on_meta: fakes.of(on_meta, device))
 
 
-def _shapes_only(rehearsal: Rehearsal) -> AbstractContextManager[None]:
+def _accept_fakes(rehearsal: Rehearsal) -> AbstractContextManager[None]:
     """Return a context in which a net's native code accepts tensors without data, if the net has native code."""
     native_net = getattr(rehearsal.steps.model, "native_net", None)
     return getattr(native_net, "accepting_fakes", nullcontext)()

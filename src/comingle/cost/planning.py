@@ -208,7 +208,7 @@ def complete_cost(rehearsal: Rehearsal, users: Sequence[UserCost], free: int, *,
 
 
 def _largest_store_bytes(rehearsal: Rehearsal, kept_checkpoints: int) -> int:
-    """Return the largest size of the users' records on disk during a run, in bytes; 0 if users are kept in memory.
+    """Return the largest size of all users' states on disk during a run, in bytes; 0 if users are kept in memory.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
@@ -251,11 +251,13 @@ def advise(rehearsal: Rehearsal, memory: MemoryCost, free: int) -> str:
 
 
 def smaller_pass(rehearsal: Rehearsal, memory: MemoryCost, free: int) -> PassSize | None:
-    """Return the largest pass below the run's that fits into memory; None if none does.
+    """Return with how many users and sequences per forward and backward pass a run fits into memory, if its own do not.
+
+    Users are halved down to 1, then sequences.
 
     Args:
-        rehearsal: The run's federation, on fake tensors.
-        memory: Memory that the run's own pass size needs.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
+        memory: Memory that the run needs with its own numbers of users and sequences.
         free: Free memory, in bytes.
     """
     if memory.fixed_bytes > free:  # weights and data alone do not fit
@@ -622,7 +624,7 @@ def federate_bare(
 
 
 def _user_without_text(name: str) -> UserData:
-    """Return a user with three empty splits."""
+    """Return a user without data, which stands for a real one where costs are counted: they depend on sizes only."""
     nothing = torch.empty(0, dtype=torch.int32)
     return UserData(name=name, train=nothing, valid=nothing, test=nothing)
 
@@ -660,6 +662,8 @@ def rehearse_text(
     process_bytes: int | None = None,
 ) -> Rehearsal:
     """Return the federation of a language model whose steps run on fake tensors, without weights and text.
+
+    Its memory and FLOPs can be measured without those of a real step.
 
     Args:
         recipe: The recipe.
@@ -909,11 +913,13 @@ def _checkpointing_choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def _number_formats(recipe: Recipe) -> Iterator[tuple[dict[str, Any], str, float]]:
-    """Yield number formats of the base, from the recipe's own to 4 bits; formats that the recipe sets stay.
+    """Yield ways to store the base in ever less memory, from the recipe's own format to 4 bits.
+
+    They are tried one after another until a run fits into ``runtime.memory``. Settings that the recipe has stay.
 
     Yields:
-        Changes of the recipe; the format of quantised weights, such as ``"8bit"``, empty without quantisation; and the
-        time of a step, relative to the recipe's own format.
+        Settings to change in the recipe, by dotted key; the format of quantised weights, such as ``"8bit"``, empty
+        without quantisation; and the time of a step, relative to the recipe's own format.
     """
     device = resolve_device(recipe.runtime.device)
     dtype = resolve_dtype(recipe.runtime.dtype, device)
@@ -965,7 +971,9 @@ class _MemoryByPassSize:
         own_indices: Sequence[int] | None,
         process_bytes: int | None,
     ):
-        """Build the models with few layers.
+        """Build the models with 1 and 2 decoder layers, from which the memory of all layers is extrapolated.
+
+        A small model is built with all its layers.
 
         Args:
             recipe: The recipe.
@@ -994,7 +1002,10 @@ class _MemoryByPassSize:
 
     @property
     def pass_size(self) -> PassSize:
-        """The size of a pass by the recipe's own settings, with no more users than there are."""
+        """Numbers of users and sequences in one forward and backward pass by the recipe's own settings.
+
+        The number of users is at most that of the run.
+        """
         any_rehearsal = next(iter(self._rehearsal_by_layers.values()))
         size = any_rehearsal.steps.pass_size
         return replace(size, users=min(size.users, self._num_users))
@@ -1008,7 +1019,7 @@ class _MemoryByPassSize:
         # smaller than `cost` assumes.
         bytes_without_gaps = cost.total_bytes - cost.allocator_bytes
         gap_bytes = int(RETURNED_GAPS * cost.pass_bytes)
-        return bytes_without_gaps + gap_bytes + LIBRARY_BYTES
+        return bytes_without_gaps + gap_bytes + LIBRARY_BYTES  # the latter: what libraries keep, such as for matmuls
 
     def cost_at(self, size: PassSize) -> MemoryCost:
         """Return the cost of passes of ``size``, extrapolated from models with 1 and 2 layers to all layers."""

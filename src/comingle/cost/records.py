@@ -523,7 +523,10 @@ class MemoryCost:
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes that a step, passes and update, allocates at its peak."""
+        """Peak bytes that one optimiser step allocates: gradients, beside either activations or the update's buffers.
+
+        Activations are freed before the update of the parameters begins.
+        """
         return self.gradients_bytes + max(self.activations_bytes, self.update_bytes)
 
     @property

@@ -245,6 +245,7 @@ def server_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     aggregation_seconds = parts.aggregation_core_seconds / cluster.cores_per_process  # of one upload
     if is_distributed and work.needs_only_sums:
         aggregation_seconds = 0.0  # processes sum the uploads on the way to the server
+    # Seconds in which processes send the numbers about one participant, such as its loss, to each other.
     report_seconds = parts.report_seconds if is_distributed else 0.0
     uploads_per_round = work.participants * work.exchange_share  # mean: half of them if every second round exchanges
     return parts.fixed_seconds + uploads_per_round * (aggregation_seconds + report_seconds)

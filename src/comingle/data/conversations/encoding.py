@@ -71,7 +71,7 @@ class Answers:
 
     @property
     def contents(self) -> tuple[object, ...]:
-        """Content that a digest covers."""
+        """All fields, from which the run's fingerprint of the user's data is computed."""
         return self.windows, self.owners, self.prompt_tokens, [self.references, self.limit, self.measures, self.ends]
 
     def select(self, numbers: Int64[Tensor, " k"]) -> Answers:
@@ -284,7 +284,11 @@ def _concatenate(parts: Sequence[Answers]) -> Answers:
 
 
 def widen(parts: Sequence[Int64[Tensor, "_ _"]]) -> list[Int64[Tensor, "_ window"]]:
-    """Pad windows of several users with ``PAD`` to the width of the widest."""
+    """Pad windows (token sequences) of several users with ``PAD`` to the width of the widest, to stack them.
+
+    Args:
+        parts: The windows of each user, ``(windows, width of this user)``.
+    """
     width = max(part.shape[1] for part in parts)
     return [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=PAD) for part in parts]
 
@@ -347,17 +351,20 @@ class Encoder:
     def _encode_split(
         self, name: str, conversations: Sequence[PlacedConversation], left_out_lengths: list[int]
     ) -> list[Encoded]:
-        """Return the conversations of a split as tokens, cut to the context, without those that cannot be cut.
+        """Return the conversations of a split as tokens, each with at most ``self.context`` tokens.
+
+        A longer one is cut after its last response that fits. It is left out if no response fits, or if the recipe
+        does not allow to cut.
 
         Args:
-            name: Name of the user, for messages.
-            conversations: Place and messages of each conversation.
-            left_out_lengths: Numbers of tokens of the conversations that are left out; extended.
+            name: Name of the user, for error messages.
+            conversations: File and line, and messages, of each conversation.
+            left_out_lengths: Numbers of tokens of the conversations that are left out; extended here.
         """
         fitting: list[Encoded] = []
         may_cut = self.data.too_long == "cut"
         for placed in conversations:
-            for encoded in self._encode_turns(name, placed):  # usually one
+            for encoded in self._encode_turns(name, placed):  # one, unless the template rewrites turns
                 self.longest = max(self.longest, len(encoded))
                 cut = _cut_to_context(encoded, self.context, may_cut, self.counts)
                 if cut is None:
@@ -536,7 +543,10 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
         return Encoder(self.data, ChatTemplate(self.tokenizer, self.base.date), self.context, self.bad_rows)
 
     def key(self) -> list[object]:
-        """Return the base class's key, the chat template and, if the template writes the current date, the date."""
+        """Return the part of the cache key of encoded users that conversations add: what changes their tokens.
+
+        Besides the base class's entries it is the chat template and, if the template writes the current date, the date.
+        """
         template = str(getattr(self.base.tokenizer, "chat_template", None))
         key = [*super().key(), template]
         if self.base.date is not None:

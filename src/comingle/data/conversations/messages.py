@@ -86,7 +86,10 @@ class Columns:
 
     @property
     def are_named(self) -> bool:
-        """True if the recipe names a column of prompts or responses; then columns of messages are not read."""
+        """True if the recipe names a column of prompts or responses.
+
+        Rows are then read from these columns alone, even if they also have a column with a list of messages.
+        """
         has_default_prompt = self.prompt == ("prompt",)
         has_default_response = self.response == "response"
         return not (has_default_prompt and has_default_response)

@@ -425,22 +425,25 @@ def _split_size(count: int, fraction: float) -> int:
 def _dataset_readers(
     data: ConversationsSection, rows: Rows, bad_rows: BadRows, duplicates: DuplicateFilter
 ) -> Iterator[tuple[str, Reader]]:
-    """Group the rows of a data set by user, then yield the name and the reader of each selected user.
+    """Group the rows of a data set by user, then yield the name of each selected user and a function that reads it.
 
     Args:
-        data: The recipe's section.
-        rows: Store that groups the rows by user, in memory or as JSON on disk.
-        bad_rows: Collects bad rows.
+        data: The section ``data`` of the recipe.
+        rows: Empty store that groups the rows by user, in memory or as JSON on disk; filled here.
+        bad_rows: Collects rows that cannot be read, for a report.
         duplicates: Drops duplicate conversations.
+
+    Yields:
+        The user's name, and a function that splits its conversations, given the name and the seed of the recipe.
 
     Raises:
         DataError: No row names a user, or a selected user has no rows.
     """
 
     def records() -> Iterator[tuple[str, str, Record]]:
-        """Yield user, split and record of each row."""
+        """Yield user, split and content of each row: ``(split, "FILE: line N", values by column)``."""
         for user, record in records_with_users(data, bad_rows):
-            split, _place, _row = record
+            split, _file_and_line, _row = record
             yield user, split, record
 
     def to_json(record: Record) -> bytes:
@@ -465,11 +468,17 @@ def _placeholder(value: object) -> dict[str, str]:
 
 
 def records_with_users(data: ConversationsSection, bad_rows: BadRows) -> Iterator[tuple[str, Record]]:
-    """Yield user and record of each row of a data set that has a user, up to the limit per user and split.
+    """Read the rows of a data set of many users, up to the limit of conversations per user and split.
+
+    Rows without a user are skipped.
 
     Args:
-        data: The recipe's section, with a data set.
-        bad_rows: Collects bad rows.
+        data: The section ``data`` of the recipe, with a data set.
+        bad_rows: Collects rows that cannot be read, for a report.
+
+    Yields:
+        The user's name, and the row's split, its place for messages such as "chats.jsonl: line 3", and its values by
+        column.
 
     Raises:
         DataError: No row of a file names a user.
