@@ -72,7 +72,10 @@ __all__ = [
 
 
 def _prepare_threads() -> None:
-    """Set GOMP_SPINCOUNT, which PyTorch reads when it is imported; a value that the user has set stays."""
+    """Let waiting threads of PyTorch's OpenMP sleep early, so that concurrent runs do not slow each other down.
+
+    Sets GOMP_SPINCOUNT, which is read when PyTorch is imported; a value that the user has set stays.
+    """
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         return
     if "torch" not in sys.modules:
@@ -103,7 +106,10 @@ class _MovedModules:
     """Importer of the modules of ``moved.txt``, which forwards to their new modules and warns."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec for a module that has moved, or for a package of such modules."""
+        """Return a spec if ``fullname`` is the old name of a module that has moved, or a package above such a name.
+
+        Python calls it for modules that it has not found; ``path`` and ``target`` are not needed.
+        """
         loader: Any = self
         found = fullname.startswith("comingle.") and any(f"{old}.".startswith(f"{fullname}.") for old in _moved())
         return ModuleSpec(fullname, loader, is_package=True) if found else None

@@ -757,9 +757,9 @@ def draw_halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: 
 
     Args:
         users: The users.
-        context: Inputs of a window.
+        context: Number of tokens that a model reads in a window of text, which has one token more: the last target.
         seed: Seed of the recipe.
-        run: Number of the run.
+        run: Number of the reference run, from 0. Each run draws another half.
     """
     windows_by_user, inside_by_user = [], []
     for user in users:

@@ -56,12 +56,12 @@ It returns the changes with those of the hostile users replaced.
 
 
 def sign_flip(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) -> Tree:
-    """Replace hostile changes by ``-scale`` times themselves.
+    """Attack training: replace the hostile users' changes of the model by ``-scale`` times themselves.
 
     Args:
         changes: Changes of all users, ``(users, *shape)``.
         hostile: Indices of the hostile users.
-        scale: Factor.
+        scale: How much larger the reversed change is than the original one.
     """
 
     def flip(t: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def inner_product(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) 
     Args:
         changes: Changes of all users, ``(users, *shape)``.
         hostile: Indices of the hostile users.
-        scale: Factor.
+        scale: How much larger the reversed change is than the honest mean.
     """
     honest = _honest_users(changes, hostile)
 
@@ -155,7 +155,12 @@ def all_zero(changes: Tree, hostile: Sequence[int], downloads: Tree) -> Tree:
 
 
 def copy_of(changes: Tree, hostile: Sequence[int]) -> Tree:
-    """Replace each hostile change by the change of the first honest user."""
+    """Replace each hostile user's change of the model by that of the first honest user, who then counts several times.
+
+    Args:
+        changes: Changes of all users, ``(users, *shape)``.
+        hostile: Indices of the hostile users.
+    """
     first = _honest_users(changes, hostile)[0]
     return _replace_hostile(changes, hostile, lambda t: t[first])
 

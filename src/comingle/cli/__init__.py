@@ -57,6 +57,11 @@ class CommandGroup(TyperGroup):
     core_functions: ClassVar[Mapping[str, Callable[..., None]]] = {}
 
     def __init__(self, **settings: Any) -> None:
+        """Create the group of all subcommands; each is built when it is called, as building all of them is slow.
+
+        Args:
+            settings: Settings of typer.
+        """
         super().__init__(**settings)
         self._only_help_texts = False
         for name in (*self.core_functions, *registry.find_plugins(GROUP)):

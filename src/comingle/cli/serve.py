@@ -202,12 +202,19 @@ class _Session:
     """
 
     def __init__(self, conversation: Chat, user_names: list[str], local_run: Path | None) -> None:
+        """Prepare a chat in the terminal; :meth:`run` starts it.
+
+        Args:
+            conversation: The conversation with a user's model.
+            user_names: Names of all users of the run, for ``/user``.
+            local_run: Run folder of local models, for ``/compare``; None if there is none.
+        """
         self.conversation = conversation
         self.user_names = user_names
         self.local_run = local_run
         self.console = console
-        self.last_text = ""
-        self.engine_by_run: dict[Path, Engine] = {}
+        self.last_text = ""  # the last text that the user typed
+        self.engine_by_run: dict[Path, Engine] = {}  # engines of other runs, loaded when ``/compare`` needs them
 
     def run(self) -> None:
         """Read texts and commands until the user quits; an error or Ctrl-C ends one answer, not the session."""

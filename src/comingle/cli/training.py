@@ -171,6 +171,7 @@ def _stop_processes(children: Sequence[subprocess.Popen[bytes]], *, first_signal
 
 
 def _wait_until_ended(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait until all processes have ended, but at most a number of seconds."""
     deadline = time.monotonic() + seconds
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -289,7 +290,21 @@ def _train_with(
     force: bool,
     quiet: bool,
 ) -> tuple[Path, Run] | None:
-    """Train as :func:`train_here`, with the other processes in ``ranks``; None if there are no others."""
+    """Train the users of a recipe, together with the other processes of the run.
+
+    Args:
+        ranks: The connected processes of the run; None if this is the only one.
+        path: A recipe file or a run folder.
+        sets: Values of ``--set``.
+        seed: Value of ``--seed``.
+        out: The run folder; None for the default.
+        resume: Resume an interrupted run.
+        force: Replace an existing run.
+        quiet: Do not print progress.
+
+    Returns:
+        The run folder and the run in the first process; None in others.
+    """
     is_first = ranks is None or ranks.place.is_first_process
     num_processes = 1 if ranks is None else ranks.place.size
     # ``run_in_all`` raises an error of one process in all of them; else the others would wait for it forever.

@@ -167,7 +167,7 @@ class DataSection(Section):
 
     @property
     def names(self) -> list[str]:
-        """Names of users in the recipe."""
+        """Names of the users that the recipe lists; empty for kinds of data whose users are found or made elsewhere."""
         return []
 
     @property
@@ -275,7 +275,7 @@ class OwnUsersSection(DataSection, Generic[Files]):
 
     @property
     def names(self) -> list[str]:
-        """Names of the users in the recipe; empty with a data set."""
+        """Names of the users in the recipe; empty if the rows of a data set name the users."""
         return list(self.users or {})
 
     def resolve_paths(self, resolve: PathResolver) -> dict[str, object]:
@@ -692,7 +692,7 @@ class PrivacySection(Section):
 
     @property
     def noise_at(self) -> str:
-        """Place where noise is added: ``server``, ``upload``, ``steps`` or ``none``."""
+        """Where noise is added: by the ``server`` to its sum, users to an ``upload`` or to ``steps``, or ``none``."""
         return MECHANISMS[self.mechanism].noise_at
 
     @property

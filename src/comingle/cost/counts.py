@@ -435,6 +435,7 @@ def local_work_on_text(clients: Clients) -> LocalWork:
     """Return the local work of a user of a language model in a round, which is the same for all users.
 
     Text has no epochs, as each step draws random windows. So each local step is described as an epoch of one batch.
+    Some methods also compute the losses of several models before they train (a sweep).
     """
     training, batch_size = clients.plan.training, clients.batch_size
     steps = training.most_local_steps
@@ -579,7 +580,13 @@ class _MeasuredFlops:
 
     @torch.no_grad()
     def _sweep(self, count: int) -> None:
-        """Compute the losses of each component of a mixture on ``count`` sequences or samples."""
+        """Compute the losses of each component of a client-level mixture, whose FLOPs are counted meanwhile.
+
+        Users compute them on all training data, to weight the components.
+
+        Args:
+            count: Number of sequences or samples; the tensors are fake (shapes without values).
+        """
         model, batch_source = self.rehearsal.steps.model, self.rehearsal.steps.batch_source
         batch = batch_source.read("train", [0], fake_batch(self.rehearsal, 1, count))
         model.component_losses(self._tensors(), [0], batch)

@@ -443,8 +443,11 @@ def plan_times(
 def _parts_as_dict(measurement: Measurement, cluster: Cluster) -> dict[str, object]:
     """Return the measured parts of a round, for JSON.
 
-    Other keys than seconds are the rates ``bus`` (between processes) and ``disk`` in bytes per second, ``adds``
-    (whether the server needs only sums) and ``hops`` (messages of a round that are sent one after another).
+    Keys in seconds of one core are ``user_seconds`` (local steps of a user), ``handling_seconds`` (to make and read its
+    messages), ``evaluation_seconds`` and ``upload_seconds`` (to aggregate an upload). ``words_seconds`` is for numbers
+    such as losses that processes send each other. Other keys than seconds are the rates ``bus`` (between processes) and
+    ``disk`` in bytes per second, ``adds`` (whether the server needs only sums) and ``hops`` (messages of a round that
+    are sent one after another).
 
     Args:
         measurement: Measurements of the recipe.

@@ -92,13 +92,19 @@ def reads_user_data(kind: Kind, recipe: Recipe) -> bool:
 
 @reads_user_data.register
 def _reads_conversations(kind: ConversationsKind, recipe: Recipe) -> bool:
-    """Return whether conversations are read: always, unless a program passed them."""
+    """Return whether users' conversations are read before costs are counted: unless a program passed them to a run.
+
+    Costs depend on their numbers.
+    """
     return not recipe.data.given
 
 
 @reads_user_data.register
 def _reads_text(kind: TextKind, recipe: Recipe) -> bool:
-    """Return whether text is read: if all of it is on this machine."""
+    """Return whether the users' text is read before costs are counted: if all of it is on this machine.
+
+    Costs of text on other machines, or passed by a program, are counted from the number of users alone.
+    """
     if recipe.data.given:  # a program passed the text
         return False
     is_local, _note = check_local_text(section(recipe))
@@ -251,10 +257,10 @@ class Writes:
         return min(self.checkpoint_every * (self.kept_checkpoints + 1), rounds_after_first_checkpoint)
 
     def max_model_records(self) -> float:
-        """Return the largest number of model records on disk at the same time.
+        """Return the largest number of user models on disk at the same time, older versions included.
 
-        Users that took part or were evaluated have a record, and overwritten records stay as long as a checkpoint
-        refers to them.
+        Each version of a user's model is a record. Users that took part or were evaluated have one, and superseded
+        records stay as long as a checkpoint refers to them.
         """
         num_trained = expected_participants(self.users, self.participants, self.rounds)
         share_never_trained = 1 - num_trained / self.users
@@ -266,7 +272,10 @@ class Writes:
         return num_current + self._overwritten_by_steps(num_current) + overwritten_by_evaluations
 
     def max_moment_records(self) -> float:
-        """Return the largest number of records of optimiser moments on disk; only users who took part have one."""
+        """Return the largest number of stored optimiser moments on disk, one record per user and older version.
+
+        Only users who took part have moments.
+        """
         num_current = expected_participants(self.users, self.participants, self.rounds)
         return num_current + self._overwritten_by_steps(num_current)
 
@@ -285,11 +294,13 @@ class Writes:
 
 
 def store_bytes(user: UserBytes, writes: Writes) -> int:
-    """Return the largest size of the users' records on disk during a run, in bytes.
+    """Return the largest size of all users' states on disk during a run that keeps users there, in bytes.
+
+    A user's model and its optimiser moments are stored as two records, of which older versions stay for checkpoints.
 
     Args:
         user: Bytes of one user's records.
-        writes: How often the run writes records.
+        writes: Numbers of users and rounds that determine how many records, old ones included, are on disk.
     """
     model_bytes = user.params_record * writes.max_model_records()
     return int(model_bytes + user.moments_record * writes.max_moment_records())
@@ -404,14 +415,15 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
+        """Start with no tensors: only those that are created in the ``with`` block are counted."""
         super().__init__()
-        self.live = self.peak = 0
+        self.live = self.peak = 0  # bytes of tensors now, and at most so far
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # counted ones, by address
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Run an operation and count the storages that it creates."""
+        """Run an operation of torch, which calls this for each, and count the memory that its results allocate."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         input_addresses = {tensor.untyped_storage()._cdata for tensor in inputs}
         result = func(*args, **(kwargs or {}))
@@ -779,20 +791,20 @@ class StepBytes(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The most that the step uses."""
+        """Peak bytes of the step: in its forward and backward passes, or in the update of the parameters."""
         return max(self.passes, self.update)
 
 
 def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> StepBytes:
-    """Return the peak bytes of one optimiser step of a phase: its micro-batches and the update of the parameters.
+    """Measure the peak bytes of one optimiser step of a phase: its micro-batches and the update of the parameters.
 
     At most :data:`TRACED_BATCHES` micro-batches are run, as more would not raise the peak.
 
     Args:
-        rehearsal: The run's federation, on fake tensors.
-        rows: Rows of the cohort's models in the federation's state.
-        phase: The phase.
-        steps: Steps with another pass size than the rehearsal's; None for the rehearsal's own.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
+        rows: Indices of the models that are trained together, the rows of ``clients.state``.
+        phase: The phase, which says which parameters the step trains.
+        steps: Steps with other numbers of users and sequences per pass than the rehearsal's; None for its own.
     """
     steps = steps or rehearsal.steps
     layout = steps.model.layout

@@ -235,9 +235,10 @@ def _largest_store_bytes(rehearsal: Rehearsal, kept_checkpoints: int) -> int:
 
 
 def advise(rehearsal: Rehearsal, memory: MemoryCost, free: int) -> str:
-    """Return the settings of the largest pass that fits, ``"runtime.users_per_step=2 runtime.micro_batch=8"``.
+    """Return settings with which a run fits into memory, such as ``"runtime.users_per_step=2 runtime.micro_batch=8"``.
 
-    If none fits, return a sentence that says so.
+    They reduce the users and sequences in a forward and backward pass. If no numbers fit, return a sentence that says
+    so.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
@@ -378,9 +379,10 @@ def rehearse_nets(
 
 
 def local_work_by_user(clients: Clients, population: Population) -> dict[str, LocalWork]:
-    """Return every user's local work in a round, by the user's name.
+    """Return how many batches, samples and epochs each user trains on in a round, by the user's name.
 
-    A pooled method, which trains one net on all users' samples, has a single entry: ``{"all 3 users as one": ...}``.
+    Also count the samples of a sweep, in which some methods compute losses on all training data. A pooled method, which
+    trains one net on all users' samples, has a single entry: ``{"all 3 users as one": ...}``.
 
     Args:
         clients: A federation's clients, whose batch source knows the sizes of batches.
@@ -831,9 +833,9 @@ def memory_choices(
 ) -> Iterator[MemoryChoice]:
     """Yield settings with which a language model needs less memory, those that change the model the least first.
 
-    First come smaller passes and gradient checkpointing, which change results by rounding at most, then the same with
-    the base in bfloat16, in 8 bits and in 4 bits. Each of these groups is ordered by time. Keys that the recipe sets
-    are not changed.
+    First come fewer users or sequences in a forward and backward pass, and gradient checkpointing, which change results
+    by rounding at most, then the same with the base in bfloat16, in 8 bits and in 4 bits. Each of these groups is
+    ordered by time. Keys that the recipe sets are not changed.
 
     Args:
         recipe: The recipe.
@@ -873,7 +875,7 @@ def memory_choices(
                 changes=changes, needed_bytes=memory.bytes_at(memory.pass_size) - saved_bytes, slowdown=slowdown
             )
             choices.append(largest_pass)
-            if _is_unset(recipe, "micro_batch"):  # otherwise the recipe fixes the size of a pass
+            if _is_unset(recipe, "micro_batch"):  # otherwise the recipe fixes the number of sequences in a pass
                 is_client = own_indices is not None
                 choices.extend(_with_smaller_passes(largest_pass, memory, saved_bytes, is_client=is_client))
         yield from sorted(choices, key=lambda choice: choice.slowdown)
@@ -882,10 +884,10 @@ def memory_choices(
 def _with_smaller_passes(
     choice: MemoryChoice, memory: _MemoryByPassSize, saved_bytes: int, *, is_client: bool
 ) -> Iterator[MemoryChoice]:
-    """Yield the settings of a choice with ever smaller passes.
+    """Yield the settings of a choice with ever fewer users and sequences in a forward and backward pass.
 
     Args:
-        choice: Settings with the recipe's own size of a pass.
+        choice: Settings with the recipe's own numbers of users and sequences.
         memory: Memory that a run with these settings needs without quantisation.
         saved_bytes: Bytes that quantisation saves; 0 if the settings do not quantise the base.
         is_client: Whether the settings are for a client, which trains one user at a time anyway.
@@ -906,7 +908,7 @@ def _is_unset(recipe: Recipe, key: str) -> bool:
 
 
 def _checkpointing_choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Yield changes of the recipe: none, then gradient checkpointing, unless the recipe sets that key itself."""
+    """Yield settings to try for less memory: no change, then gradient checkpointing unless the recipe sets that key."""
     yield {}
     if _is_unset(recipe, "gradient_checkpointing"):
         yield {"runtime.gradient_checkpointing": True}
@@ -1179,8 +1181,9 @@ def _fits_in_own_format(
 def step_seconds(recipe: Recipe, names: tuple[str, ...], user: int) -> float:
     """Return the seconds of a local step of one user, measured here with the recipe's base and batches of token 0.
 
-    Seconds of a phase that runs after every n-th step, such as the router's, are divided by n. Each phase is measured
-    twice after a warm-up; the shorter time counts.
+    They decide how many specialists the user can train within ``training.max_seconds_per_round``. Seconds of a phase
+    that runs after every n-th step, such as the router's, are divided by n. Each phase is measured twice after a
+    warm-up; the shorter time counts.
 
     Args:
         recipe: The recipe.

@@ -174,7 +174,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Sum of all parts."""
+        """FLOPs of the base model and all that adapters add: LoRA and router."""
         return self.base + self.lora + self.router
 
     @property
@@ -561,7 +561,11 @@ class MemoryChoice:
 
     @property
     def settings(self) -> str:
-        """The settings that affect speed or results, such as ``"dtype bfloat16, micro_batch 4"``."""
+        """The changed settings in words, such as ``"dtype bfloat16, micro_batch 4"``.
+
+        Compilation and native code are left out, as they are changed in any case. Without other changes, it is "full
+        passes": as many users and sequences go through the model at once as by default.
+        """
         shown = []
         for full_key, value in self.changes.items():
             key = full_key.removeprefix("runtime.")

@@ -93,7 +93,7 @@ class Cluster:
     @property
     def cores_per_process(self) -> float:
         """Cores per process; below 1 if there are more processes than cores."""
-        if self.gpus:
+        if self.gpus:  # steps run on the GPU, so times of the process do not depend on its cores
             return 1.0
         return cores_of_process(self.cores, self.processes, self.threads)
 

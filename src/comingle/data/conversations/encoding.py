@@ -574,7 +574,10 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
         self.bad_rows.report()
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the base class's summary, with warnings about conversations that are too long."""
+        """Return facts about all users, which are stored with them, and warnings for the start of every run.
+
+        Besides those of the base class there are warnings about conversations that are too long.
+        """
         facts, warnings = super().summary()
         return facts, [*self.encoder.notes, *warnings]
 

@@ -318,7 +318,7 @@ def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> M
 
     Args:
         record: The message as read.
-        where: Its place, for error messages.
+        where: Path of the message in its row, such as ``messages[2]``, with which error messages begin.
         remark: Called with a text about each problem of a usable message, for a warning.
 
     Raises:

@@ -135,14 +135,17 @@ def iterate_users(
 def given_readers(
     data: ConversationsSection, given: Mapping[str, object], bad_rows: BadRows, duplicates: DuplicateFilter
 ) -> dict[str, Reader]:
-    """Return a reader for the conversations of each user that a program passes.
+    """Return a function that reads and splits each user's conversations, where a program passes them.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         given: Each user's data by name: a list of rows, a ``Dataset``, a path, or a mapping from splits to lists or
             ``Dataset`` objects.
-        bad_rows: Collects bad rows.
+        bad_rows: Collects rows that cannot be used, for a report.
         duplicates: Drops duplicate conversations.
+
+    Returns:
+        The functions by name of the user; each takes the name and the seed of the splits.
 
     Raises:
         DataError: A name is not a valid user name.
@@ -197,12 +200,15 @@ Reader = Callable[[str, int], UserConversations]
 
 
 def file_readers(data: ConversationsSection, bad_rows: BadRows, duplicates: DuplicateFilter) -> dict[str, Reader]:
-    """Return a reader for each user in the recipe; warn of users that train on the same file.
+    """Return a function for each user in the recipe that reads its files; warn of users that train on the same file.
 
     Args:
-        data: The recipe's section.
-        bad_rows: Collects bad rows.
+        data: The section ``data`` of the recipe.
+        bad_rows: Collects rows that cannot be used, for a report.
         duplicates: Drops duplicate conversations.
+
+    Returns:
+        By name of the user, a function that reads and splits its conversations, given the name and the seed of splits.
     """
     users = data.users or {}
     # Not valid and test: users may well be tested on the same file.
@@ -414,7 +420,10 @@ def split_by_count(
 
 
 def _split_size(count: int, fraction: float) -> int:
-    """Return the size of a split of ``count`` conversations: at least 1 of three or more if the fraction is not 0."""
+    """Return how many of ``count`` conversations a split with a fraction of them gets.
+
+    It gets at least 1 if the fraction is above 0 and there are three or more conversations.
+    """
     minimum = 1 if fraction and count > 2 else 0  # two conversations are too few for three splits
     return max(minimum, round(count * fraction))
 
