@@ -340,7 +340,7 @@ def net_cost(
         recipe: The recipe.
         population: Users and their samples.
         net_flops: Function that returns the FLOPs of a net without the method's additions, for a user's local work.
-        free: Free memory, in bytes.
+        free: Free memory in bytes; the costs say whether the run fits into it, and with which settings if not.
         participation: Fraction or names of the participants.
     """
     rehearsal = rehearse_nets(recipe, population, participation)
@@ -640,7 +640,7 @@ def method_cost(
         recipe: The recipe.
         base: The base model; weights are not needed.
         names: Names of the users.
-        free: Free memory in bytes; as many users are trained in one batch as fit into it.
+        free: Free memory in bytes; the costs say whether the run fits into it, and with which settings if not.
         participation: Fraction of the users that train in each round, or names of the participants.
     """
     # A federation whose steps run on fake tensors (shapes without values).
