@@ -780,9 +780,10 @@ def final_result(entry: Entry, user: str | None = None, *, geometric: bool = Fal
 
 
 def gains(entry: Entry, baseline: Entry) -> list[Gain]:
-    """Return each user's change against a baseline, paired by seed, best first.
+    """Return how much better or worse each user's test result is than with a baseline, paired by seed, best first.
 
-    Users without a finite result for some seed are left out.
+    The unit is that of the measure: per cent of perplexities, percentage points of accuracies. Users without a
+    finite result for some seed are left out.
 
     Args:
         entry: Runs of one method with the same recipe and different seeds.

@@ -89,9 +89,10 @@ def without_upload_privacy(recipe: Recipe) -> Recipe:
 
 
 def changes_for_users(recipe: Recipe, select: SelectUsers) -> dict[str, Any]:
-    """Return the changes that reduce a recipe to some of its users, by dotted recipe key.
+    """Return the changes to a recipe's settings that leave only some of its users, by dotted recipe key.
 
-    If the recipe lists the participants of its rounds by name, all of these users participate in every round instead.
+    For runs of one user or of a group of users; the data itself is selected elsewhere. If the recipe lists the
+    participants of its rounds by name, all of these users participate in every round instead.
 
     Args:
         recipe: A recipe of several users, with a value for each, such as ``adapters.rank: [8, 4, 8]``. If a setting is

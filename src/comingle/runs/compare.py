@@ -673,7 +673,7 @@ def run_recipes_in_processes(
         ComingleError: There is a problem that concerns all runs, such as data that cannot be read.
     """
     folders = folders_of(recipes, folder)
-    recipes = with_bos_of_comparison(recipes, folders, resume=resume)
+    recipes = with_bos_of_comparison(recipes, folders, resume=resume)  # begin-of-text tokens as in a resumed run
     check_folders(recipes, folders, resume=resume, force=force)
     hides_progress = quiet or errors.is_terminal
     run_group = partial(

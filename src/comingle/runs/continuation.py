@@ -340,10 +340,17 @@ def newest_checkpoint(run: Path, *, of_server: bool = False) -> tuple[Path, Prog
 
 
 def _check_same_model(run: Path, recipe: Recipe, earlier: Recipe, inputs: Inputs, earlier_inputs: Inputs) -> None:
-    """Check that the new run trains the same kind of model: the same method and base.
+    """Check that a new run can start from an earlier run's models: that method, kind of data and base are the same.
+
+    Args:
+        run: Folder of the earlier run.
+        recipe: Recipe of the new run.
+        earlier: Recipe of the earlier run.
+        inputs: Base and users of the new run.
+        earlier_inputs: Base and users of the earlier run.
 
     Raises:
-        RecipeError: One of them differs, or users of the new run are not in memory.
+        RecipeError: One of them differs, or the new run keeps its users on disk, which is not supported.
     """
     if recipe.runtime.store != MEMORY:
         raise RecipeError(f"continue_from: got runtime.store: {recipe.runtime.store}; allowed: {MEMORY}")

@@ -283,14 +283,14 @@ def join_run(
 
 
 def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter: Reporter, *, given: Given) -> Joined:
-    """Train the newcomer and its two baselines, and evaluate the downloaded model before training.
+    """Train a user who joins a finished run, and two baselines; evaluate the downloaded model before training, too.
 
     The baselines are ``pretrained``, the base model without training, and ``local``, trained on the newcomer's data
     alone.
 
     Args:
         run: The run to join.
-        new_user: The newcomer's name, recipe and data.
+        new_user: The newcomer's name, recipe and data; ``passed`` is the data if a program passes it.
         folder: A new run folder for the newcomer's run; None writes nothing.
         reporter: The progress reporter.
         given: Objects that a program passes instead of names and paths in the recipe.
@@ -305,7 +305,8 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
     _check_alike(run, new_user, run_data)
     federation = build(new_user.recipe, run_data, store="memory")
     num_rounds = new_user.recipe.training.rounds
-    download_state(federation, run, rounds=num_rounds - new_user.fine_tuning_rounds)
+    num_frozen_rounds = num_rounds - new_user.fine_tuning_rounds  # in them, downloaded tensors are not trained
+    download_state(federation, run, rounds=num_frozen_rounds)
     clients = federation.clients
     newcomer_number = 0  # the only user of its federation
     test_data = [clients.users[newcomer_number].test]

@@ -154,12 +154,17 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
 
 
 def _test_tokens(run: Run, name: str) -> Any:
-    """Return the token ids of a user's test text, or of the first conversation in its test set."""
+    """Return token ids of a user's test data, whose routing is shown if no texts are given.
+
+    Returns:
+        A tensor of the token ids of the test text, or of the first conversation in the test set.
+    """
     from comingle.data.conversations.encoding import Answers
 
     user_by_name = {user.name: user for user in run.federation.clients.users}
     test_set = user_by_name[name].test
-    return test_set.tokens(0) if isinstance(test_set, Answers) else test_set
+    has_conversations = isinstance(test_set, Answers)
+    return test_set.tokens(0) if has_conversations else test_set  # a test text is a tensor of token ids
 
 
 def generating_model(run: Run, name: str) -> PersonalModel:

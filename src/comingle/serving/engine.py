@@ -508,11 +508,17 @@ class Engine:
         return Piece(text=new_text, sampled=sampled)
 
     def _free_row(self, row_index: int) -> None:
-        """Remove a row. The last row moves to its index, so that there is no gap between the remaining rows."""
+        """Remove a text that has ended or was cancelled from the batch, so that its row can generate another.
+
+        The last row moves to its index, so that there is no gap between the remaining rows.
+
+        Args:
+            row_index: Index of the text's row in the batch.
+        """
         last = len(self.active) - 1
         self.cache.leave(row_index)
         if row_index != last:
             self.row_adapters.move(last, row_index)
         self.active[row_index] = self.active[last]
         self.active.pop()
-        self._all_rows_bound = False  # the next step binds the adapters of the remaining rows
+        self._all_rows_bound = False  # the next step makes the network use the adapters of the remaining rows

@@ -131,7 +131,7 @@ def open_models(run: Path, method: str | None = None) -> UserModels:
     is_large = base.model.num_parameters() >= MIN_COMPILED_PARAMETERS
     if may_compile and is_large and expert_mlp.fits(base.device, base.dtype):
         expert_mlp.enable(cache_folder() / "native")
-    reorder_weights(base.model)
+    reorder_weights(base.model)  # column-major, which is faster for a few texts at a time
     return UserModels(models=models, answers=answers_messages(finished_run.recipe, base))
 
 

@@ -169,11 +169,13 @@ class RowCache(Cache):
         self.start, self.stop, self.capacity = self.start + shift, new_stop, new_capacity
 
     def _enlarged(self, store: States, new_stop: int, new_capacity: int) -> Stores:
-        """Return a larger tensor with a copy of all rows, whose last tokens are at ``new_stop - 1``; zeros elsewhere.
+        """Return a larger tensor with the cached keys or values of all rows, and zeros elsewhere.
+
+        Rows are texts of one batch. They are right-aligned: the last token of each is at position ``new_stop - 1``.
 
         Args:
             store: Keys or values of one layer. Without rows, only its shape and dtype are used.
-            new_stop: Position in the new tensor after the last token of each row.
+            new_stop: Position in the new tensor after the last token of each row, where the next token goes.
             new_capacity: Number of positions of the new tensor.
         """
         _rows, heads, _positions, width = store.shape
@@ -210,7 +212,12 @@ class Rows(ABC):
         """The tensors that were copied into each row; None for a row that was never used."""
 
     def set(self, row: int, name: str) -> None:
-        """Assign a row to a user: copy the user's adapters into the row, unless the row has them already."""
+        """Assign a row of the batch to a user: copy the user's adapters into the row, unless it has them already.
+
+        Args:
+            row: Index of the row; ``stacked`` has the adapters of all rows, in tensors ``(max_rows, ...)``.
+            name: The user whose text the row will generate.
+        """
         tensors = self.user_tensors[name]
         if self.names[row] == name and self.copied[row] is tensors:
             return
@@ -249,8 +256,14 @@ class AdaptedRows(Rows):
     """Rows of models with experts and routers."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+        """Allocate the adapters of all rows of a batch, in which each row is a text of one user.
+
+        Args:
+            models: Model by user; all have the same network.
+            max_rows: Largest number of rows of a batch.
+        """
         super().__init__(models, max_rows)
-        self.model = cast(AdaptedModel, next(iter(models.values())).model)
+        self.model = cast(AdaptedModel, next(iter(models.values())).model)  # all users share one, with own tensors
         self.network = self.model.network
 
     def _adapters_of(self, personal: PersonalModel) -> Tree:

@@ -209,7 +209,15 @@ def sum_over_processes(
 
 
 def _chunks(t: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Split a tensor and its weights along the users, into chunks of about ``_CHUNK_ENTRIES`` entries of the tensor."""
+    """Split a tensor and its weights along the users, as float64 copies of all users at once take too much memory.
+
+    Args:
+        t: A tensor ``(users, ...)``.
+        weights: The users' weights ``(users, ...)``.
+
+    Returns:
+        Pairs of a part of the tensor, of about ``_CHUNK_ENTRIES`` entries, and the weights of the same users.
+    """
     entries_per_user = max(1, t[:1].numel())
     users_per_chunk = max(1, _CHUNK_ENTRIES // entries_per_user)
     return list(zip(t.split(users_per_chunk), weights.split(users_per_chunk), strict=True))
@@ -248,13 +256,14 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- rounds
 
     def _resolve_eval_interval(self) -> int:
-        """Return the number of rounds between evaluations, computed in the first process from the data of all."""
+        """Return the number of rounds between evaluations, computed in the first process from the data of all users."""
         clients = self.clients
-        amounts_by_rank = self.ranks.gather(lambda: data_amounts(clients))  # such as [[3, 900, 100], [2, 700, 80]]
+        # For each process [evaluated models, tokens trained per round, tokens scored], such as [[3, 900, 100], ...].
+        amounts_by_rank = self.ranks.gather(lambda: data_amounts(clients))
 
         def interval_of_all() -> int:
             total_amounts = [sum(amounts) for amounts in zip(*amounts_by_rank, strict=True)]
-            self._amounts = total_amounts
+            self._amounts = total_amounts  # for the warning about the time that evaluations take
             return evaluation_interval(clients.plan, total_amounts, len(clients.population_names))
 
         return self.ranks.run_in_first(interval_of_all)
@@ -603,14 +612,14 @@ class Sharded(InProcess):
         return ""
 
     def _aggregate_sums(self, sums: Tree, joined: Upload | None) -> str:
-        """Aggregate the weighted sums of all uploads; runs in the first process.
+        """Aggregate uploads whose tensors the processes have already summed; runs in the first process.
 
         Args:
-            sums: The weighted sums, by tensor name.
-            joined: The uploads of all processes without tensors.
+            sums: The weighted sums over all users, by tensor name.
+            joined: The users, reports and LoRA ranks of all uploads, joined in one message without tensors.
 
         Returns:
-            An empty string: there is no reason why this may fail.
+            An empty string, as :meth:`_aggregate_all` does when aggregation succeeds; this cannot fail.
         """
         assert joined is not None  # None in the other processes
         self.server.aggregate_weighted(sums, joined)

@@ -378,10 +378,12 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return progress
 
     def _has_store_on_disk(self, progress: Progress) -> bool:
-        """Return whether this run has ``runtime.store: disk``, or the checkpoint is from a run that had.
+        """Return whether the users' tensors are on disk (``runtime.store: disk``), in this run or in the checkpoint's.
+
+        Such a checkpoint records a digest of the users' names, ``population``, instead of the names themselves.
 
         Args:
-            progress: Progress in the checkpoint; has ``population``, a digest of users' names, if its store is on disk.
+            progress: Progress that the checkpoint records.
         """
         return bool(progress.population) or not self.clients.state.in_memory
 
