@@ -491,13 +491,15 @@ def _distinguishing_label(run: RunRecord, runs: Sequence[RunRecord], keys_in_all
 def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
     """Return the recipe keys in which runs differ, such as ``["training.rounds"]``, except base, method and data.
 
-    Keys that a run lacks, such as settings newer than the run, are left out. Of privacy only the mechanism is compared.
+    The page of a comparison warns of them, as they may explain different results as well as the methods do. Keys that a
+    run lacks, such as settings newer than the run, are left out. Of privacy only the mechanism is compared.
     """
     settings_of_runs = [_settings_of(run, full_privacy=False) for run in runs]
     keys_of_runs = []
     for settings in settings_of_runs:
         keys_of_run = set(settings)
-        if settings.get("evaluation.model") is None:  # RunRecord.settings adds it to recipes that lack it
+        # RunRecord.settings adds this key, with None, to recipes that lack it; they are not to count as different.
+        if settings.get("evaluation.model") is None:
             keys_of_run.discard("evaluation.model")
         keys_of_runs.append(keys_of_run)
     common_keys = set.intersection(*keys_of_runs)
@@ -652,12 +654,13 @@ class Gain:
 
 
 def gain_over_seeds(name: str, measure: str, differences: Sequence[float], *, num_intervals: int = 1) -> Gain:
-    """Return the gain of a user, or of a mean over users, from one :func:`additive_difference` per seed.
+    """Return how much better a method is than the baseline for a user, or in the mean over users, with an interval.
 
     Args:
         name: Name of the user, or of the method whose users the mean is over.
         measure: Name of the measure of the results, such as "perplexity".
-        differences: The difference of each seed, at least one.
+        differences: Difference between the method's and the baseline's result for each seed, at least one; of
+            perplexities the logarithm of their ratio (:func:`additive_difference`).
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
     mean = as_change(statistics.fmean(differences), measure)  # for perplexities the ratio of geometric means
@@ -671,7 +674,14 @@ def gain_over_seeds(name: str, measure: str, differences: Sequence[float], *, nu
 
 
 def verdicts(measure: str) -> tuple[str, ...]:
-    """Return all verdicts on a :class:`Gain` from the best to the worst, with and without an interval."""
+    """Return all words that say how a method's result compares with the baseline's, from the best to the worst.
+
+    "gained" and "harmed" need several seeds: the confidence interval of the change excludes 0. "level" means that it
+    does not. With one seed there is no interval, so the direction is given without a judgement.
+
+    Args:
+        measure: Name of the measure of the results, such as "perplexity".
+    """
     lower, higher = "lower (one seed)", "higher (one seed)"
     if MEASURES[measure] == "lower":  # lower is better
         return ("gained", lower, "level", higher, "harmed")
@@ -852,13 +862,15 @@ def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> 
 
 
 def _labels_of_baseline(entries: Sequence[Entry], wanted: str | None) -> str | None:
-    """Return the labels of a baseline's entries, such as "local,fedavg (rank 8)".
+    """Return the labels of the runs that are the baseline of a comparison, such as "local,fedavg (rank 8)".
 
-    A method that is not a label stands for its first entry. A name that is neither stays as it is.
+    Runs that differ only in their seeds are an entry with one label. Several entries of a method have different labels,
+    such as "fedavg (rank 4)" and "fedavg (rank 8)"; the method's name then stands for the first of them. A name that is
+    neither a label nor a method stays as it is.
 
     Args:
         entries: All entries.
-        wanted: Labels or methods, separated by commas; None for ``local``.
+        wanted: Labels or names of methods, separated by commas; None for ``local``.
 
     Returns:
         The labels, separated by commas; None if ``wanted`` is None and no entry is of ``local``.

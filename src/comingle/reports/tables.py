@@ -338,11 +338,11 @@ class _PlotArea:
 
 
 def _draw_curves(mean: Curve, curve_by_user: Mapping[str, Curve], measure: str) -> str:
-    """Draw learning curves as an SVG.
+    """Draw learning curves as an SVG; a curve is a list of pairs of a round and the test result after it.
 
     Args:
         mean: The mean over users, which is drawn bold.
-        curve_by_user: Each user's curve by name; empty for many users.
+        curve_by_user: Each user's curve by name, drawn pale; empty for many users.
         measure: Name of the measure, such as "perplexity".
     """
     curves = [mean, *curve_by_user.values()]
@@ -1008,7 +1008,7 @@ def _tabular_of_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> str:
 
 
 def _latex_user_tabular(table: ComparisonTable) -> str:
-    """Return the tabular of users x methods."""
+    """Return a LaTeX tabular with a row for each user and a column for each method, for comparisons of many users."""
     rows = table["methods"]
     measure = measure_of(rows[0])
     num_seeds = [len(row["seeds"]) for row in rows]

@@ -111,14 +111,20 @@ def _warn_of_equal_users(run_data: RunData) -> Iterator[str]:
 
 
 def _hashes_of_users(run_data: RunData) -> dict[str, frozenset[int]]:
-    """Return hashes of each user's documents or samples, of all splits together, by user name."""
+    """Return hashes of each user's documents or samples, of all splits together, by user name.
+
+    They show how much data two users have in common. Data that is neither text nor samples has no hashes.
+
+    Args:
+        run_data: The data of the users, as texts if they have texts.
+    """
     hashes_by_user: dict[str, frozenset[int]] = {}
     if run_data.texts:
         for text in run_data.texts:
             documents = (*text.train, *text.valid, *text.test)
             hashes_by_user[text.name] = frozenset(hash(document) for document in documents)
         return hashes_by_user
-    for user in run_data.present:
+    for user in run_data.present:  # users whose data is on this machine
         hashes_of_user: set[int] = set()
         for split in SPLITS:
             samples = getattr(user, split)
@@ -134,6 +140,11 @@ def _warn_of_short_runs(recipe: Recipe, run_data: RunData, unit: str) -> Iterato
     """Yield a warning if all rounds together read less than a quarter of a typical user's training text.
 
     Runs that train in epochs read all of it in each round.
+
+    Args:
+        recipe: The recipe of the runs.
+        run_data: The users' data.
+        unit: The unit of the data; without tokens there is no warning.
     """
     training = recipe.training
     trains_in_epochs = "training.local_steps" in recipe.data.unread  # only training in epochs ignores this key
@@ -226,7 +237,10 @@ def advise_runs(
 def _run_groups(
     recipe: Recipe, run_data: RunData, reporter: Reporter, method: str
 ) -> Iterator[tuple[tuple[str, ...], JsonObject]]:
-    """Train each smaller group of users (:func:`groups_of`); yield the names of its users and the metrics of its run.
+    """Train groups of some of the users, such as each pair; yield the users' names and the metrics of each run.
+
+    The advice compares them with the run of all users, to tell which users help which others. :func:`groups_of` chooses
+    the groups.
 
     Args:
         recipe: The recipe of all users, with values by user as lists, such as ``adapters.rank: [8, 4, 8]``.
@@ -305,7 +319,14 @@ def _recipe_of_group(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
 
 
 def _run_and_measure(recipe: Recipe, run_data: RunData, reporter: Reporter, title: str) -> JsonObject:
-    """Train a recipe's method without a run folder and return the metrics; ``title`` is shown with the progress."""
+    """Train a recipe's method without a run folder, and return the content of a run's ``metrics.json``.
+
+    Args:
+        recipe: The recipe of the run.
+        run_data: The base model and the users' data.
+        reporter: The progress reporter.
+        title: Name of the run, which is shown with its progress.
+    """
 
     def make_observers(clients: Clients) -> list[Observer]:
         return [reporter.watch(clients, title)]

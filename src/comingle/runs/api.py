@@ -341,7 +341,7 @@ def _check_method(folder: Path, recipe: Recipe, passed: object) -> None:
     is_other_method = name is not None and name != recipe.method.name
     if is_other_method:
         raise RunError(f"{folder}: method: got {name!r}; allowed: the run's, {recipe.method.name!r}")
-    check_origin(folder, recipe.method.name)
+    check_origin(folder, recipe.method.name)  # raises if the method is not registered
 
 
 def _check_round(folder: Path, metrics: JsonMapping, progress: Progress) -> None:

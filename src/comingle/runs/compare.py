@@ -334,7 +334,9 @@ class _ComparableRuns:
     """The runs of a comparison, to which comparable ones of earlier commands can be added."""
 
     def __init__(self, finished: Mapping[Path, str]):
-        """Start with the finished runs of this command.
+        """Start with the finished runs of this command; :meth:`add` adds runs of earlier commands, if comparable.
+
+        Runs are comparable if their recipes differ only in method and seed, and they have the same users.
 
         Args:
             finished: Labels of these runs, by run folder.

@@ -432,12 +432,15 @@ def copy_rows(old: Tensor, new: Tensor, old_names: Sequence[str], new_names: Seq
 
 
 def restore_server(server: ServerHalf, state: Tree, earlier_names: Sequence[str], checkpoint: Path) -> None:
-    """Give the server the tensors that its method kept in the earlier run; new users have initial rows.
+    """Continue with the server's state of the earlier run, such as the global model and the momentum of its optimiser.
+
+    Some tensors have a row per user, such as merging weights. Users that the earlier run did not have keep their
+    initial values in them.
 
     Args:
-        server: The server, changed in place.
+        server: The server of the new run, changed in place.
         state: State of the earlier run's server.
-        earlier_names: Names of the earlier run's users, in the order of their rows.
+        earlier_names: Names of the earlier run's users, in the order of the rows of such tensors.
         checkpoint: Checkpoint with this state, for the error.
 
     Raises:
@@ -448,7 +451,7 @@ def restore_server(server: ServerHalf, state: Tree, earlier_names: Sequence[str]
         where = f"{checkpoint}: tensor {'server/' + name!r}"
         if name not in state:
             raise RecipeError(f"{where} is missing; {_ALLOWED}")
-        if name in server.by_user:
+        if name in server.by_user:  # a tensor with a row per user
             kept[name] = initial.clone()
             copy_rows(state[name], kept[name], earlier_names, server.users, where)
             continue
@@ -468,7 +471,14 @@ def ancestors_of(run: Path) -> list[JsonObject]:
 
 
 def _has_changed_data(name: str, inputs: Inputs, earlier_inputs: Inputs) -> bool:
-    """Return whether a user's data differs between two runs."""
-    if name not in inputs.users or name not in earlier_inputs.users:  # pooled data has one trainer for all users
+    """Return whether a user's data differs between two runs.
+
+    Args:
+        name: The user; for a method that pools the data of all users, the one model that is trained on it.
+        inputs: The users' data in the new run, with digests.
+        earlier_inputs: The same of the earlier run.
+    """
+    is_pooled = name not in inputs.users or name not in earlier_inputs.users
+    if is_pooled:  # compare the data of all users
         return inputs.users != earlier_inputs.users
     return inputs.users[name].digests != earlier_inputs.users[name].digests

@@ -359,7 +359,14 @@ def take_gpu(number: int) -> None:
 
 
 def take_threads(recipe: Recipe, place: Place) -> None:
-    """Divide this machine's cores among its processes, unless the recipe or ``OMP_NUM_THREADS`` sets a number."""
+    """Set torch's number of threads to this process's share of the machine's cores.
+
+    Does nothing if the recipe sets ``runtime.threads``, or the environment ``OMP_NUM_THREADS``.
+
+    Args:
+        recipe: The recipe of the run.
+        place: The rank of this process, and the number of processes on this machine.
+    """
     if recipe.runtime.threads is None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // place.local_size))
 

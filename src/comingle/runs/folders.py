@@ -286,9 +286,10 @@ def _refuse_links(folder: Path) -> None:
 
 
 def first_difference(old: Recipe, new: Recipe, *, ignored: Collection[str] = ()) -> str:
-    """Return the first difference between two recipes, such as ``"training.rounds was 10 and is 20"``.
+    """Return the first difference between two recipes, such as ``"training.rounds was 10 and is 20"``, for an error.
 
-    The first one is that of the first key in alphabetical order. The result is empty if both recipes compute the same.
+    The first one is that of the first key in alphabetical order. Only keys that change a run's result count, so not
+    those of ``runtime``, for example. The result is empty if there is no difference.
 
     Args:
         old: The recipe before.

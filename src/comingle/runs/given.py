@@ -67,12 +67,13 @@ class Given:
         if recipe.data.given and self.users is None:  # `data.given`: a program passes the users
             raise DataError(USERS_MISSING)
         self.check_base(recipe)
-        how_to_use_net = "call NETS.register"
+        how_to_use_net = "call NETS.register"  # end of the message if the recipe names a net that is not registered
         if self.users:
             how_to_use_net += ", or pass base=FUNCTION"
         self.check_net(recipe, in_python=how_to_use_net)
         if self.users is not None:
             return
+        # If the recipe names the users, it must name their net and loss, too.
         only_with_users = "got a function for users of a recipe; allowed: only with users={...}"
         if self.make_net is not None:
             raise RecipeError(f"base: {only_with_users}, or {_REGISTERED}")

@@ -421,7 +421,14 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
 
 
 def _amount_trained(run: Run, clients: Clients) -> int:
-    """Return the number of tokens or samples in all local steps of a run; a method's copies of a user count once."""
+    """Return the number of tokens or samples that a newcomer's run has trained on.
+
+    Some methods train several copies of each user's model on the same data, which then counts once.
+
+    Args:
+        run: The newcomer's run.
+        clients: Its clients, whose method says how many copies there are.
+    """
     # The key "tokens" counts samples if the users have samples.
     amount = sum(event["tokens"] for event in run.events if event["event"] == "round")
     return amount // clients.method.placement.copies

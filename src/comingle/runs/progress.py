@@ -156,12 +156,12 @@ class RunProgress:
         self._began = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
-        """Update the progress by an event."""
+        """Update the progress by an event of the run: a step of a cohort, an evaluation or the end."""
         if event["event"] == "step":
             self.round = event["round"]
-            self.evaluating = event.get("evaluating", False)
+            self.evaluating = event.get("evaluating", False)  # the event says that an evaluation begins
             if not self.evaluating:
-                self._count_steps(event["advance"])
+                self._count_steps(event["advance"])  # number of cohort steps since the last event
         elif event["event"] == "evaluation":
             self.result = f"test {_test_result(event)} after round {event['round']}"
         elif event["event"] == "end":

@@ -118,11 +118,11 @@ class Run:
         split_sizes = {key: metrics[key] for key in _SPLIT_SIZES if metrics.get(key)}
 
         def validate(losses: Losses, gates: Gates | None) -> AnyScore:
-            """Return the score of a model on the user's validation data.
+            """Return the score of a model, such as an exported one, on the user's validation data.
 
             Args:
-                losses: Computes the model's losses.
-                gates: Computes its gates; None for a model without routers.
+                losses: Computes the model's loss of each token.
+                gates: Returns the weight of each expert for these tokens; None if their means are not needed.
             """
             user = clients.users[self.users.index(name)]
             if not len(user.valid):

@@ -107,7 +107,8 @@ _KEYS_CHOSEN_FOR_MEMORY = ("dtype", "native_code", "compile", "gradient_checkpoi
 def lacks_chosen_settings(recipe: Recipe) -> bool:
     """Return whether settings, such as ``runtime.dtype``, are still to be chosen so that a run fits ``runtime.memory``.
 
-    A recipe in which they have been chosen sets all of them (:func:`with_chosen_settings`).
+    A recipe in which they have been chosen sets all of them (:func:`with_chosen_settings`). Commands that do not choose
+    settings refuse other recipes with ``runtime.memory``.
     """
     if recipe.runtime.memory is None:
         return False
@@ -622,6 +623,7 @@ def run_in(
             num_classes = settings["classes"]
         has_checkpoint = folder is not None and resume and bool(list_checkpoints(folder))
         continues: JsonObject | None = None
+        # A resumed run has already started from the earlier run, so its checkpoint is restored instead.
         if recipe.continue_from is not None and not has_checkpoint:
             continues = start_from_run(federation, recipe, _merged_inputs(federation, run_data, recipe))
             continues["replayed"] = replayed
@@ -638,7 +640,7 @@ def run_in(
             return replace(finished, settings=settings)
         if has_checkpoint and federation.is_first_process:  # only this process has the numbers of all users
             check_replay(folder, replayed)
-        inputs = _merged_inputs(federation, run_data, recipe)
+        inputs = _merged_inputs(federation, run_data, recipe)  # digests of base and data, of all processes
         opened_folder = open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=method.placement.pooled)
         enter_folder(contexts, opened_folder)
         finished = execute(
@@ -840,6 +842,7 @@ def execute(
     federation.keep_key(folder, resume=resume)  # set the key from which privacy noise is drawn; store it in the folder
     if is_first_process:
         federation.server.warn_of_noise(clients.plan)
+    # kept_bytes: length of events.jsonl at the checkpoint; later events are deleted, as their rounds are repeated.
     rounds_done, clock, kept_bytes = _restore(federation, recipe, folder, resume=resume)
     log: EventLog | None = None
     trackers: list[Tracker] = []
@@ -883,7 +886,7 @@ def execute(
         if forgotten := forgetting(federation, earlier):
             metrics["earlier"] = forgotten
         had_finished = resume and rounds_done == metrics["rounds"]
-        if folder is not None and had_finished:
+        if folder is not None and had_finished:  # this process has trained nothing, so keep the recorded time
             metrics.update(_recorded_wall_seconds(folder, rounds_done))
         observe(end_event(metrics))
     except DivergenceError as error:

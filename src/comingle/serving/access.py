@@ -57,6 +57,7 @@ class Keys:
 
 
 def _digest(key: str) -> bytes:
+    """Return the SHA-256 of a key; comparing digests takes the same time for every wrong key."""
     import hashlib  # loads OpenSSL, which `comingle --help` does not need
 
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

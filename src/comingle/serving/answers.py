@@ -23,9 +23,10 @@ class Prompts:
     """Encodes texts, tokens and messages of requests as prompts for one base model."""
 
     def __init__(self, base: Base) -> None:
+        """Create an encoder for a base with a tokenizer, whose chat template is used for messages."""
         assert base.tokenizer is not None
         self.base, self.tokenizer, self.template = base, base.tokenizer, ChatTemplate(base.tokenizer, base.date)
-        self.begin = base.begin
+        self.begin = base.begin  # the begin-of-text token; None if texts have none
 
     def of_messages(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of messages in the chat template, followed by the template's beginning of an answer.
@@ -409,6 +410,7 @@ class Chat:
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=50 if self.temperature else 0,  # transformers' default; temperature 0 does not sample
+            # With `plain` the model continues a text, which ends as the base's texts do; else a token ends the answer.
             eos_token_id=None if self.plain else self.prompts.chat_ends(),
             seed=secrets.randbits(48) if self.seed is None else self.seed,
         )

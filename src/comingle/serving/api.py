@@ -220,8 +220,8 @@ class Service:
             "object": "model",
             "created": self.started,
             "owned_by": "comingle",
-            "answers": self.answers,
-            "routed": self.engine.models[name].model.routed,
+            "answers": self.answers,  # whether it answers messages rather than continues a text
+            "routed": self.engine.models[name].model.routed,  # whether it has routers, whose gates the page can show
         }
 
     # ------------------------------------------------------------ answers

@@ -357,7 +357,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Free the rows of cancelled requests, read waiting prompts, and generate a token for every row."""
+        """Do one step of continuous batching: generate the next token of every text in the batch.
+
+        First, texts of cancelled requests are removed from the batch, and waiting requests take the free rows.
+        """
         # In reverse order, since freeing a row moves the last row to its index.
         for row_index in reversed(range(len(self.active))):
             if self.active[row_index].request.cancelled:

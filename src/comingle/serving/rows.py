@@ -58,9 +58,16 @@ class _Layer(DynamicLayer):
     def update(
         self, key_states: States, value_states: States, *args: object, **kwargs: object
     ) -> tuple[Window, Window]:
-        """Write the keys and values of new tokens in place, and return those of all positions in use.
+        """Write the keys and values of new tokens into the cache, and return those of all cached tokens.
 
-        transformers calls this in every layer.
+        transformers calls this in every layer. Texts in the batch are right-aligned, so the new tokens of all of them
+        go to the same positions, from ``cache.stop``. The longest text starts at ``cache.start``.
+
+        Args:
+            key_states: Keys of the new tokens.
+            value_states: Values of the new tokens.
+            args: Further arguments of transformers, not used.
+            kwargs: Further arguments of transformers, not used.
         """
         num_rows, num_new = len(self.cache.starts), key_states.shape[-2]
         new_positions = slice(self.cache.stop, self.cache.stop + num_new)
@@ -86,9 +93,13 @@ class RowCache(Cache):
     """
 
     def __init__(self, max_rows: int) -> None:
+        """Create a cache for at most ``max_rows`` texts of a batch, which allocates memory when texts are added."""
         super().__init__(layers=[])
-        self.max_rows, self.starts = max_rows, list[int]()
-        self.start = self.stop = self.capacity = 0
+        self.max_rows = max_rows
+        self.starts: list[int] = []  # position of each row's first token
+        self.start = 0  # the smallest of them
+        self.stop = 0  # position of the next token of every row
+        self.capacity = 0  # number of positions that are allocated
 
     def lengths(self) -> Int[Tensor, " rows"]:
         """Return the number of cached tokens of each row."""
@@ -124,7 +135,7 @@ class RowCache(Cache):
         self.start = min(self.starts)
 
     def advance(self) -> None:
-        """Count the position that every row has written as used, and make room for the next."""
+        """Go to the next position, after a forward pass has cached one more token of every row; make room for it."""
         self.stop += 1
         self._reserve(self.layers, longest_new_row=0)
 
@@ -239,7 +250,12 @@ class Rows(ABC):
         self.user_indices[personal.name] = personal.row
 
     def bind(self, rows: slice) -> None:
-        """Make the network use the adapters of these rows in each forward pass, one row per text of the batch."""
+        """Make the network use the adapters of these rows in the following forward passes.
+
+        Args:
+            rows: Rows of ``stacked``, which has a copy of the adapters for each text of a batch; one for each text of
+                the following batches, in order.
+        """
         tensors_of_rows = {key: tensor[rows] for key, tensor in self.stacked.items()}
         self._bind(tensors_of_rows, self.names[rows])
 

@@ -305,8 +305,9 @@ class PieceQueue:
     """Transfers the pieces of an answer's texts from the engine's thread to the event loop."""
 
     def __init__(self) -> None:
-        """Create an empty queue; to be called in the event loop."""
-        self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
+        """Create an empty queue; to be called in the event loop, where pieces of text are taken from it."""
+        self.loop = asyncio.get_running_loop()
+        self.queue = asyncio.Queue[tuple[int, Piece]]()  # index of a text of the answer, and the text's next piece
         self.requests: list[Request] = []  # one per text; set before `pieces` is called
 
     def callback(self, text_index: int) -> Callable[[Piece], None]:

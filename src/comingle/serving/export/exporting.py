@@ -445,7 +445,10 @@ def _losses_of_user(
 
 
 def losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
-    """Return a function that computes the loss of each token by a network of transformers.
+    """Return a function that computes the loss of each token by a network of transformers, to score an export.
+
+    It takes users' numbers, which it ignores, and windows of tokens ``(users, batch, n)``; it returns the losses of
+    tokens 1 to n - 1, each predicted from those before it.
 
     Padding and tokens outside a conversation's responses have negative numbers in the windows, and a loss of 0. For
     padding the number is ``PAD`` = -1, for the others it is lower.
@@ -668,7 +671,7 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
     """Write a network with the base's architecture that approximates a mixture of experts.
 
     The experts' LoRAs are merged into the base's weights. Each expert's LoRA is multiplied by its mean gate on the
-    user's validation data, instead of a gate for each token.
+    user's validation data, instead of a gate for each token. The perplexity of both models on this data is recorded.
 
     Args:
         source: The user's model.

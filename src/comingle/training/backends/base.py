@@ -89,11 +89,14 @@ class Backend(ABC, Generic[S]):
 
     @abstractmethod
     def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:
-        """Have participants download, take their local steps, and upload if the round exchanges.
+        """Have participants download shared tensors, take their local steps, and upload if the round has an exchange.
 
         Args:
             plan: Plan of the round.
             participants: Numbers of the users that were selected for the round.
+
+        Returns:
+            The participants' training losses, and the number and duration of their steps.
 
         Raises:
             ComingleError: Too many participants are absent, rejected or diverged.

@@ -127,6 +127,8 @@ def choose_shifts(largest: Float[Tensor, " tensors"], num_users: int) -> list[in
 def integer_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Tensor, " entries"]:
     """Return ``sum_u round(weight_u t_u 2^shift)`` over the users of this process, concatenated for all tensors.
 
+    Integers are added, since a sum of floats would depend on how the users are divided among processes.
+
     Args:
         tensors: Tensors ``(users, *shape)`` by name.
         weights: Weights of the users, by tensor name.
@@ -139,7 +141,9 @@ def integer_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[T
 
 
 def _integer_sum(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
-    """Return ``sum_u round(weight_u t_u 2^shift)`` of one tensor.
+    """Return ``sum_u round(weight_u t_u 2^shift)`` of one tensor over the users of this process.
+
+    Integers are added, since a sum of floats would depend on how the users are divided among processes.
 
     Args:
         t: Tensor ``(users, *shape)``.
@@ -330,7 +334,14 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- the run folder
 
     def open_folder(self, folder: Path, *, resume: bool) -> bool:
-        """Open the users' store in a run folder; return whether there is a checkpoint to restore."""
+        """Prepare a run folder, and return whether it has a checkpoint to restore.
+
+        With ``runtime.store: disk`` the users' tensors are written to files in this folder from now on.
+
+        Args:
+            folder: The run folder.
+            resume: Whether to resume the run; if not, old files of its store are deleted.
+        """
         store = self.clients.state
         has_checkpoint = self.ranks.run_in_first(lambda: resume and bool(list_checkpoints(folder)))
 
@@ -354,7 +365,13 @@ class Sharded(InProcess):
     def save(self, folder: Path, progress: Progress, *, keep: int) -> None:
         """Write the checkpoint of a round, and delete all but the newest ``keep``.
 
-        Each process writes the file of its users, and the first one that of the server.
+        Each process writes the file of its users, and the first one that of the server. Files are written to a draft,
+        a folder that is renamed when it is complete, so that a checkpoint is never partial.
+
+        Args:
+            folder: The run folder.
+            progress: Rounds, times and bytes so far.
+            keep: Number of checkpoints to keep.
 
         Raises:
             RunError: The disk of a process cannot be written to; older checkpoints stay.
@@ -397,15 +414,16 @@ class Sharded(InProcess):
         """
         clients, run = self.clients, final.parent.parent
 
-        def write_rows() -> list[str]:
-            """Write users that are in memory, and return the name of the file."""
+        def write_users_in_memory() -> list[str]:
+            """Write the tensors of users that are in memory, and return the name of the file."""
             file = shard_file(self.ranks.rank, len(self.shards))
             no_server: Tree = {}  # the server's state is a file of its own
             write_tensors(draft / file, named_tensors(clients.model.layout, clients.state, no_server))
             return [file]
 
         with convert_write_errors(final, None):
-            files = clients.state.save(draft, list_checkpoints(run), write_rows)
+            # A store on disk writes its own files instead.
+            files = clients.state.save(draft, list_checkpoints(run), write_users_in_memory)
             return "".join(checksum_line(draft / name).decode() for name in files)
 
     def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
@@ -424,7 +442,14 @@ class Sharded(InProcess):
         return self.ranks.run_in_all(load_server_in_first)
 
     def _restore_server(self, server_state: Tree, names: Sequence[str]) -> None:
-        """Restore the server in the first process, and the version of its state in all."""
+        """Restore the server in the first process; other processes only need the version of its state.
+
+        By the version each process tells which of its users have not downloaded the newest state.
+
+        Args:
+            server_state: The server's state in the checkpoint.
+            names: Names of all users, in the order of the state's rows.
+        """
         if self.is_first_process:
             super()._restore_server(server_state, names)
         self._share_version()
@@ -483,6 +508,7 @@ class Sharded(InProcess):
             For each process a header with the fields of its message, and the tensors ``(users, *shape)`` that are not
             common. If no process has a stale user, the header is ``{"any_stale": False}``.
         """
+        # With peer-to-peer methods the server has a download only for users that have uploaded in this round.
         names_by_process = [self.server.with_download(names) for names in stale_names_by_process]
         all_names = [name for names in names_by_process for name in names]
         if not all_names:
@@ -606,7 +632,7 @@ class Sharded(InProcess):
             Why a secure sum failed, such as too few users; an empty string if aggregation succeeded.
         """
         assert uploads is not None  # None in the other processes
-        if self.server.sums is not None:
+        if self.server.sums is not None:  # secure aggregation, in which the server sees only sums of uploads
             return self._aggregate_secure_sum(self.server.sums, uploads)
         self.server.aggregate(uploads)
         return ""
@@ -649,11 +675,14 @@ class Sharded(InProcess):
         return join_uploads(uploads)
 
     def _weighted_sums(self, own_upload: Upload, joined: Upload | None, users: Sequence[str]) -> Tree:
-        """Return the weighted sums of all uploads by tensor name; they are complete only in the first process.
+        """Return the weighted sums of the uploads of all processes, by tensor name.
+
+        Each process sums the uploads of its own users, so that only sums are sent. The result is complete only in the
+        first process, which has the server and so computes the weights.
 
         Args:
             own_upload: The upload of the users of this process.
-            joined: The uploads of all processes without tensors, in the first process.
+            joined: The users and reports of all uploads, without tensors, in the first process; None in the others.
             users: Names of all users that have uploaded.
         """
         layout = self.clients.model.layout
@@ -662,6 +691,7 @@ class Sharded(InProcess):
         names = list(empty_tensors)  # the same order in all processes
         tensors = decompress(own_upload.tensors, self.server.uploads) if own_upload.users else empty_tensors
         counts = self.ranks.gather(lambda: len(own_upload.users))
+        # Tensors with the same weights have the same key, so that these weights are sent once.
         key_by_tensor, weights_by_key = self.ranks.scatter(lambda: self._split_weights(names, joined, counts))
         return sum_over_processes(
             {name: tensors[name] for name in names},
@@ -736,11 +766,11 @@ class Sharded(InProcess):
         return fmean(losses.values()), is_lowest
 
 
-def _upload_from_tensors(done: int, users: Sequence[str], tree: Tree) -> Upload:
-    """Return an upload that was sent as tensors: the inverse of the first lines of ``_gather_uploads``.
+def _upload_from_tensors(round_number: int, users: Sequence[str], tree: Tree) -> Upload:
+    """Return the upload of another process, which ``_gather_uploads`` has received as tensors by name.
 
     Args:
-        done: Number of the round, counted from 1.
+        round_number: The round, counted from 1.
         users: Names of the users.
         tree: The uploaded tensors, the reports as ``"report/NAME"``, and the users' LoRA ranks as ``"ranks"``.
     """
@@ -753,4 +783,4 @@ def _upload_from_tensors(done: int, users: Sequence[str], tree: Tree) -> Upload:
             reports[name.removeprefix(_REPORT_PREFIX)] = t
         else:
             tensors[name] = t
-    return Upload(round=done, users=tuple(users), tensors=tensors, ranks=tree["ranks"], reports=reports)
+    return Upload(round=round_number, users=tuple(users), tensors=tensors, ranks=tree["ranks"], reports=reports)

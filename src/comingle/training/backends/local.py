@@ -124,7 +124,11 @@ class InProcess(Backend[Sequence[AnyScore]]):
     # ---------------------------------------------------------------- rounds
 
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
-        """Set observer and clock, resolve the evaluation interval, and warn of phases that no user reaches.
+        """Prepare the rounds of a run; replace ``evaluation.every: auto`` by a number of rounds between evaluations.
+
+        Args:
+            observe: Called with each event.
+            clock: Counts the time and the bytes of the run.
 
         Returns:
             The plan with the interval, and the number of rounds after which the run ends.
@@ -135,7 +139,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             if clients.plan.evaluation.every == AUTO:
                 clients.plan = clients.plan.updated("evaluation", every=self._resolve_eval_interval())
             if self.is_first_process:
-                warn_of_untrained(clients.plan, clients.steps.local_steps)
+                warn_of_untrained(clients.plan, clients.steps.local_steps)  # roles whose phase needs more local steps
         return clients.plan, clients.rounds_done
 
     def _resolve_eval_interval(self) -> int:
@@ -144,7 +148,11 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return evaluation_interval(self.clients.plan, self._amounts, len(self.clients.population_names))
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
-        """Return the participants of a round; None ends the run because the privacy budget is spent."""
+        """Return the numbers of a round's participants; None ends the run because the privacy budget is spent.
+
+        Args:
+            plan: Plan of the round. If it has no upload (``exchanges`` is False), it costs no privacy budget.
+        """
         participants = self.server.invite(self.clients.plan, plan.number, releases=plan.exchanges)
         if participants is None:
             self.clients.stopped_after = plan.number  # counted from 0, so this many rounds are done
@@ -288,13 +296,16 @@ class InProcess(Backend[Sequence[AnyScore]]):
         finish(self.clients)
 
     def choose(self, rounds: int, scores: Sequence[AnyScore] | None) -> Sequence[AnyScore] | None:
-        """Restore the models of the best round if it is selected, and return the scores of the final models.
+        """Choose the final models of a run after its last round, and return their test scores.
+
+        With ``evaluation.select: best`` they are the models of the round with the lowest validation loss, which are
+        restored; otherwise those of the last round.
 
         Args:
             rounds: Number of rounds that are done.
-            scores: The scores after these rounds.
+            scores: Test scores of the models after these rounds; None if they were not scored.
         """
-        self.clients.restore_best_round()
+        self.clients.restore_best_round()  # does nothing unless the recipe selects the best round
         if self.clients.chosen_round == rounds:  # the models were scored after the last round
             return scores
         return self._score_final_models()
@@ -307,7 +318,14 @@ class InProcess(Backend[Sequence[AnyScore]]):
     # ---------------------------------------------------------------- the run folder
 
     def open_folder(self, folder: Path, *, resume: bool) -> bool:
-        """Open the users' store in a run folder; return whether there is a checkpoint to restore."""
+        """Prepare a run folder, and return whether it has a checkpoint to restore.
+
+        With ``runtime.store: disk`` the users' tensors are written to files in this folder from now on.
+
+        Args:
+            folder: The run folder.
+            resume: Whether to resume the run; if not, old files of its store are deleted.
+        """
         found = resume and bool(list_checkpoints(folder))
         self.clients.state.open(folder, new_run=not found)
         return found
@@ -371,7 +389,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         clients = self.clients
         clients.stopped_after = progress.round if progress.stopped else None
         server_state = self._load_state(newest, progress)
-        clients.update_masks()  # the restored LoRA ranks decide which entries of the users' rows are padding
+        clients.update_masks()  # users with a smaller LoRA rank have padded tensors, so masks depend on restored ranks
         # With a store on disk the users are in the order of this run, which ``_find_checkpoint`` has checked.
         names = clients.population_names if self._has_store_on_disk(progress) else progress.trainers
         self._restore_server(server_state, names)
@@ -406,7 +424,15 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return newest, progress
 
     def _load_state(self, checkpoint: Path, progress: Progress) -> Tree:
-        """Restore the users of this process; return the server's state, with users in the order of the checkpoint."""
+        """Restore the users' tensors from a checkpoint, and return the server's state in it.
+
+        Args:
+            checkpoint: Folder of the checkpoint.
+            progress: Progress that it records, with the names of its users or how they are stored.
+
+        Returns:
+            The server's state, in which users have the order of the checkpoint.
+        """
         clients = self.clients
         was_written_by_several = bool(progress.shards)
         was_stored_on_disk = bool(progress.population)
@@ -418,7 +444,12 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return server_state
 
     def _load_users(self, checkpoint: Path, progress: Progress) -> None:
-        """Restore the users of this process from the files that have them, or from the store."""
+        """Restore the tensors of this process's users, from the checkpoint's files or from the store on disk.
+
+        Args:
+            checkpoint: Folder of the checkpoint.
+            progress: Progress that it records, with the users in each of its files.
+        """
         clients = self.clients
 
         def load_into_memory() -> State:  # not called by a store on disk
@@ -458,10 +489,14 @@ class InProcess(Backend[Sequence[AnyScore]]):
             self._send_downloads(names_of_message)
 
     def _send_downloads(self, names: Sequence[str]) -> None:
-        """Send users their downloads in one batch, and count the bytes as if each got a message of its own."""
+        """Send users the server's shared tensors in one message, and count the bytes as if each got its own.
+
+        Args:
+            names: Names of the users.
+        """
         message = self.server.download(names)
         self.clock.download_bytes += sum(packed_bytes(message))
-        if self.serialise:
+        if self.serialise:  # pack and unpack each user's message, as over a network
             message = _repack_downloads(message.split())
         self.clients.receive(message)
 
@@ -597,7 +632,7 @@ def federate(clients: Clients) -> InProcess:
     server = start_server(clients.model, clients.names, clients.plan)
     example_privacy = clients.steps.private
     if example_privacy is not None:
-        # With example-level privacy, epsilon follows from each user's numbers of examples, steps and rounds.
+        # With example-level privacy, epsilon follows from each user's numbers of examples, steps and rounds ("works").
         server.mechanisms.set_works(lambda: example_privacy.works(clients.batch_source))
     return InProcess(clients=clients, server=server)
 
