@@ -240,8 +240,8 @@ def render_curve(events: list[JsonObject]) -> Table:
 
 def _named_geometric_mean(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
     """Return the geometric mean over users by its name in tables; empty for measures other than perplexity."""
-    # geometric() has one value for perplexities, and none for other measures.
-    return dict(zip(["geometric mean"], geometric(users, measure).values(), strict=False))
+    # The function has one item for perplexities, and none for other measures.
+    return {"geometric mean": mean for mean in geometric(users, measure).values()}
 
 
 def users_with_column(names: Iterable[str]) -> list[str]:
@@ -307,7 +307,12 @@ class _PlotArea:
     top, bottom = _TOP_MARGIN, HEIGHT - _BOTTOM_MARGIN
 
     def position(self, round_number: int, value: float) -> tuple[float, float]:
-        """Return x and y of a point in pixels; y grows downwards."""
+        """Return x and y of a point of a curve in pixels; y grows downwards, and is logarithmic for perplexities.
+
+        Args:
+            round_number: The round, which determines x.
+            value: The test result after it, which determines y.
+        """
         scale = math.log if self.measure == "perplexity" else float
         across = round_number / self.last_round if self.last_round else 0.5  # fraction of the width
         up = 0.5  # fraction of the height

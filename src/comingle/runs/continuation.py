@@ -390,7 +390,12 @@ def check_no_privacy_budget(server: ServerHalf, earlier: Recipe) -> None:
 
 
 def check_constant_rates(training: TrainingSection) -> None:
-    """Refuse to continue the step counts of a cosine schedule, which ended with the earlier run.
+    """Check that learning rates are constant, if a run continues with the moments and step counts of an earlier run.
+
+    A cosine schedule ended with the earlier run, so it has no learning rate for later steps.
+
+    Args:
+        training: The section ``training`` of the new run's recipe.
 
     Raises:
         RecipeError: A schedule is not constant.

@@ -57,7 +57,7 @@ class _RankHandler(logging.Handler):
     """Log handler of processes other than the first: passes on errors, and warnings about one user's upload."""
 
     def install(self) -> None:
-        """Handle all records of ``comingle`` from now on, in place of the root logger."""
+        """Handle the log records of ``comingle`` from now on, to drop those that every process of a run repeats."""
         logger = logging.getLogger("comingle")
         # A handler, not a filter: filters of a logger do not see the records of the loggers below it.
         logger.addHandler(self)
@@ -65,7 +65,8 @@ class _RankHandler(logging.Handler):
         logger.setLevel(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a record on to the root logger."""
+        """Pass a record on to the root logger unless all processes log such records; else drop it."""
+        # Warnings of secure sums are about the uploads of this process's users.
         if record.levelno >= logging.ERROR or record.pathname == secure_sum.__file__:
             logging.getLogger().handle(record)
 
@@ -191,6 +192,7 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     trainers_by_process = ranks.gather(lambda: len(clients.trainers))
     federation.shards = ranks.run_in_first(lambda: trainers_by_process)  # for checkpoints
     if clients.steps.private is not None:  # DP-SGD
+        # The privacy accountant needs each user's numbers of examples, steps and rounds.
         works_by_user = _gather_works(clients.steps.private, clients, ranks)
         federation.server.mechanisms.set_works(lambda: works_by_user)
     if plan.evaluation.select == "best":  # needs validation data, which the users of another process may have
@@ -301,7 +303,7 @@ def _build_shard(recipe: Recipe, run_data: RunData, plan: RunPlan, ranks: Ranks)
     clients = run_data.kind.clients(recipe, run_data, plan)
     clients.population_names = names
     first_user, last_user = here[0], here[-1]  # `here` are consecutive numbers
-    # A store on disk must know which users' rows this process has.
+    # A store on disk must know which users' tensors this process keeps.
     clients.state.shard(ranks.rank, ranks.size, range(first_user, last_user + 1), len(names))
     # Sums in the order of the users do not depend on the number of processes.
     sums_in_user_order = recipe.runtime.shard_sums == "ordered"

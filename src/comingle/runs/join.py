@@ -341,9 +341,9 @@ def _shared_models(clients: Clients) -> Models:
     mixture = placement.mixture
     if mixture is None or not mixture.trains_independently:  # there are no local models
         return models
-    rows = clients.state.rows.clone()  # a row of parameters per user
-    mixture_logits = clients.model.layout.views(rows)[CLIENT_ROUTER]  # users x models: downloaded ones, then local ones
-    num_downloaded, num_models = placement.generalists, mixture.clusters
+    rows = clients.state.rows.clone()  # a row with all parameters of each user, here only the newcomer
+    mixture_logits = clients.model.layout.views(rows)[CLIENT_ROUTER]  # (users, models): downloaded models come first
+    num_downloaded, num_models = placement.generalists, mixture.clusters  # generalists are shared by all users
     mixture_logits[:, num_downloaded:num_models] = ZERO_SHARE_LOGIT  # the softmax of this logit is exactly 0
     return replace(models, parameters_of=lambda user_numbers: rows[list(user_numbers)])
 
@@ -375,14 +375,14 @@ def download_state(federation: InProcess, run: Run, *, rounds: int) -> None:
         rounds: The number of rounds in which downloaded roles are frozen.
     """
     clients, server, method = federation.clients, federation.server, federation.clients.method
-    run_state = run.federation.server.kept
+    run_state = run.federation.server.kept  # the server's tensors by name
     names_per_user = method.server.by_user  # of the server's tensors with a row per user
     new_state = dict(server.kept)
     for name in server.kept:
         if name not in names_per_user:
             new_state[name] = run_state[name].clone()
     server.kept = new_state
-    # A settled server does not update the state that it has learned from all users.
+    # The server must not update, by the newcomer's uploads alone, state that it has learned from all users of the run.
     server.method = replace(method, server=method.server.settled())
     clients.plan = replace(clients.plan, method=server.method)
     clients.state.versions.fill_(-1)  # the only user has downloaded no version, not even the initial version 0

@@ -143,6 +143,7 @@ class RunProgress:
     """
 
     def __init__(self, clients: Clients, title: str | None):
+        """Start at the first round; arguments as in the class."""
         self.title = title or f"{clients.method.name}, seed {clients.plan.seed}"
         self._count_cohort_steps = cohort_steps(clients)  # from a number n of rounds to the steps in the first n
         self.rounds = clients.plan.training.rounds if clients.method.trains else 0

@@ -411,7 +411,7 @@ def prepare(
     if given.users is not None:  # data that a program passes is in memory already
         store_name = MEMORY
     run_data = STORES[store_name].read(kind, request)
-    return with_clusters(recipe, run_data)
+    return with_clusters(recipe, run_data)  # adds users' true clusters, if the recipe has `data.clusters`
 
 
 def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
@@ -464,11 +464,11 @@ def check_and_set_up(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
 
 
 def method_of(recipe: Recipe, *, checked: bool) -> Method:
-    """Return the recipe's method; call :func:`check_and_set_up` for the recipe unless that is done.
+    """Return the recipe's method, and check the recipe and set up torch for it, unless that is done.
 
     Args:
         recipe: The recipe, which names the method and its settings.
-        checked: Whether :func:`check_and_set_up` was called for the recipe already.
+        checked: Whether :func:`check_and_set_up` was called for the recipe already, when the data was read.
 
     Raises:
         RecipeError: As :func:`check_recipe`.
@@ -520,7 +520,12 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
 def describe(run_data: RunData, recipe: Recipe) -> Inputs:
     """Return digests of a run's base and data, to notice changes when the run is resumed or opened.
 
-    Users on disk, who may be millions, have one common digest; users in memory have one each.
+    They are written to the run folder. Users on disk, who may be millions, have one common digest; users in memory have
+    one each.
+
+    Args:
+        run_data: The base model and the users' data.
+        recipe: The recipe of the run, which may set a value for each user.
     """
     kind = run_data.kind.name
     digests_of_base = digests_of(run_data.base)
@@ -543,8 +548,8 @@ def describe(run_data: RunData, recipe: Recipe) -> Inputs:
         users[user.name] = UserInputs(
             counts={split: len(getattr(user, split)) for split in SPLITS},
             digests=run_data.digests[user.name],
-            cluster=getattr(user, "cluster", None),
-            given=values_of_user,
+            cluster=getattr(user, "cluster", None),  # the true one, of users that were generated in clusters
+            given=values_of_user,  # the user's values of such recipe keys
         )
     return Inputs(kind=kind, **digests_of_base, users=users, settings=settings)
 

@@ -106,7 +106,9 @@ def read_text(text_or_path: str, number: int) -> tuple[str, str]:
 
 
 def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Sequence[str], length: int) -> TokenView:
-    """Return a token view of a run: the gates of each token of every text in the model of every user.
+    """Route texts with the users' models, and return the gates for a report page that shows how tokens are routed.
+
+    A gate is the weight of an expert for a token. Each text is routed with the model of each user.
 
     Args:
         run: A finished run of a method with routers.

@@ -201,7 +201,10 @@ class Rates:
         self._buckets: dict[str, tuple[float, float]] = {}  # by user: requests left, and the time of the last request
 
     def take_request(self, name: str) -> float:
-        """Take one request from a user's bucket.
+        """Count a request of a user against the rate limit, by a token bucket that holds a minute's requests.
+
+        Args:
+            name: The user.
 
         Returns:
             Seconds to wait until a request is allowed; 0 if this one is.

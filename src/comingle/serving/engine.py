@@ -383,7 +383,11 @@ class Engine:
     # ------------------------------------------------------------ a step
 
     def _start_waiting(self) -> None:
-        """Add a row for each waiting request that fits, and generate the first token of the new rows."""
+        """Add waiting requests to the batch, as many as fit, and generate the first token of each.
+
+        Their prompts are read in a forward pass of their own, with the adapters of their users only; the keys and
+        values of the prompts are then added to the cache of the batch.
+        """
         requests = self._take_waiting()
         if not requests:
             return

@@ -140,7 +140,11 @@ class RowCache(Cache):
         self._reserve(self.layers, longest_new_row=0)
 
     def leave(self, row: int) -> None:
-        """Remove a row, and move the last row to its index."""
+        """Remove the cached keys and values of a text of the batch, and move the last row to its index.
+
+        Args:
+            row: Index of the text's row.
+        """
         last = len(self.starts) - 1
         if row != last:
             for layer in self.layers:
@@ -205,7 +209,7 @@ class Rows(ABC):
     """The causal language model; computes the models of the rows that were bound last."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
-        """Allocate the adapters of all rows.
+        """Allocate memory for a copy of a user's adapters per row of a batch; a row is a text of one user.
 
         Args:
             models: Model by user; all have the same base and tensors of the same shapes.
@@ -216,7 +220,7 @@ class Rows(ABC):
         """Index of each user among all users of the run."""
         any_tensors = next(iter(self.user_tensors.values()))
         self.stacked: Tree = {key: t.new_zeros(max_rows, *t.shape[1:]) for key, t in any_tensors.items()}
-        """The adapters of all rows, with shapes ``(max_rows, ...)``."""
+        """The adapters of all rows by name, with shapes ``(max_rows, ...)``; zero until :meth:`set` assigns a user."""
         self.names = [""] * max_rows
         """The user of each row."""
         self.copied: list[Tree | None] = [None] * max_rows
@@ -245,7 +249,14 @@ class Rows(ABC):
         self.names[target], self.copied[target] = self.names[source], self.copied[source]
 
     def replace(self, personal: PersonalModel) -> None:
-        """Replace or add a user's model. Rows that have the user's old adapters keep them."""
+        """Replace or add a user's model, for rows that are assigned to the user from now on.
+
+        Rows of the batch that have a copy of the user's old adapters keep it, so that texts that are being generated
+        continue with the old model.
+
+        Args:
+            personal: The new model; its tensors have the same shapes as the other users'.
+        """
         self.user_tensors[personal.name] = self._adapters_of(personal)
         self.user_indices[personal.name] = personal.row
 
@@ -293,7 +304,9 @@ class MixedRows(Rows):
     """Rows of models that mix the LoRAs of several clusters, with shares that each user learns."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
-        """Wrap each linear layer that has a LoRA, in a copy of the base that shares its weights.
+        """Add to each adapted linear layer a LoRA that may differ between the rows of a batch.
+
+        The network is a copy of the base that shares its weights. A row is a text of one user.
 
         Args:
             models: Model by user; all have the same base.
@@ -340,7 +353,7 @@ class EnsembleRows(Rows):
     """Rows of users' ensembles: several models whose predicted probabilities are mixed."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
-        """Make the network mix the predictions of the models in each row's ensemble.
+        """Make the network mix the predictions of several models, those in the ensemble of each row's user.
 
         Args:
             models: Ensemble by user; all have the same network.
@@ -349,7 +362,8 @@ class EnsembleRows(Rows):
         super().__init__(models, max_rows)
         self.model = cast(EnsembleModel, next(iter(models.values())).model)
         self.network = self.model.inner.network
-        # Weights of the models, and exponents of their probabilities, for the rows that were bound last.
+        # Weights of the models in the mixture, and exponents of their probabilities (None for 1), of the rows in use.
+        # The network's forward pass reads them; `bind` replaces them.
         self.mixing = (torch.empty(0, 0), None)
         mix_forward(self.network, lambda: self.mixing)
 
@@ -369,9 +383,13 @@ ROWS_BY_MODEL: dict[type, type[Rows]] = {
 
 
 def rows_of(models: Mapping[str, PersonalModel], max_rows: int) -> Rows:
-    """Return the rows of a batch for the users of a run.
+    """Return the copies of users' adapters, one per row of a batch, for the kind of model that the users have.
 
-    The output layer is replaced by one that is faster for few rows.
+    The network's output layer is replaced by one that is faster for batches of few rows.
+
+    Args:
+        models: Model by user, all of one run.
+        max_rows: Largest number of rows of a batch.
     """
     any_model = next(iter(models.values())).model  # all models of a run are of one class
     rows_class = ROWS_BY_MODEL[type(any_model)]

@@ -155,6 +155,7 @@ class _Request(SamplingKeys):
 
     @model_validator(mode="after")
     def _refuse_usage_without_stream(self) -> _Request:
+        """Refuse ``stream_options`` for an answer that is not streamed, as the OpenAI API does."""
         if self.includes_usage and not self.stream:
             raise ValueError("stream_options: only with stream: true")
         return self

@@ -420,7 +420,10 @@ def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]
 def _losses_of_user(
     source: Source, recorded_gates: list[Tensor] | None = None
 ) -> Callable[[Sequence[int], Tensor], Tensor]:
-    """Return a function that computes the loss of each token by the user's model.
+    """Return a function that computes the loss of each token by the user's model, to score it on validation data.
+
+    The function takes users' numbers, which it ignores, and windows of tokens ``(..., n)``; it returns the losses of
+    all tokens but the first, ``(..., n - 1)``.
 
     Args:
         source: The user's model.
@@ -447,8 +450,8 @@ def _losses_of_user(
 def losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
     """Return a function that computes the loss of each token by a network of transformers, to score an export.
 
-    It takes users' numbers, which it ignores, and windows of tokens ``(users, batch, n)``; it returns the losses of
-    tokens 1 to n - 1, each predicted from those before it.
+    It takes users' numbers, which it ignores, and windows of tokens ``(..., n)``; it returns the losses of all
+    tokens but the first, ``(..., n - 1)``.
 
     Padding and tokens outside a conversation's responses have negative numbers in the windows, and a loss of 0. For
     padding the number is ``PAD`` = -1, for the others it is lower.

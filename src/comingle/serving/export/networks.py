@@ -326,7 +326,11 @@ def unsupported_mixing(source: Source) -> str:
 
 
 def changes_of(source: Source) -> list[Change]:
-    """Return one change per adapted linear layer: the LoRAs of all the user's experts, each with a weight of 1."""
+    """Return the changes of the base's weights by the user's adapters, one per adapted linear layer.
+
+    A change has the LoRAs of all the user's experts, each as if its gate were 1; for a mixture of clusters' LoRAs it
+    has those of all clusters, with the user's mixture weights.
+    """
     if isinstance(source.model, AdaptedModel):
         return changes_of_adapted(source.model, source.tensors, source.row)
     return changes_of_mixed(source.model, source.tensors)

@@ -89,7 +89,14 @@ def largest_terms(tensors: Tree, weights: Tree) -> Float[Tensor, " tensors"]:
 
 
 def _largest_term(t: Tensor, weights: Tensor) -> Float[Tensor, ""]:
-    """Return the largest magnitude of an entry of ``weight_u t_u`` over users u, in float64; 0 without entries."""
+    """Return the largest magnitude of an entry of ``weight_u t_u`` over users u, in float64; 0 without entries.
+
+    It determines how far the terms can be scaled before they are rounded to integers (:func:`choose_shifts`).
+
+    Args:
+        t: Tensor ``(users, *shape)``.
+        weights: Weights of the users.
+    """
     largest_of_chunks: list[Tensor] = []
     for chunk, chunk_weights in _chunks(t, weights):
         if chunk.numel():
@@ -299,7 +306,7 @@ class Sharded(InProcess):
         losses: dict[str, float] = {}
         rejected: dict[str, str] = {}
         steps: dict[str, int] = {}
-        suspect_optimizers: list[str] = []  # of the first user that was rejected
+        suspect_optimizers: list[str] = []  # which may have made the first rejected user diverge, for the error
         for report in reports:
             if report.rejected and not rejected:
                 suspect_optimizers = report.suspect_optimizers
@@ -605,10 +612,13 @@ class Sharded(InProcess):
         return reason
 
     def _aggregate_weighted_sums(self, own_upload: Upload) -> str:
-        """Aggregate the weighted sum of the uploads of all processes; return an empty string, as it always succeeds.
+        """Aggregate the uploads of all processes, of which each process sends only a weighted sum.
 
         Args:
             own_upload: The upload of the users of this process.
+
+        Returns:
+            An empty string, as :meth:`aggregate` does unless a secure sum failed.
         """
         joined = self._gather_uploads(replace(own_upload, tensors={}))  # losses and ranks of all users, without tensors
 
@@ -731,7 +741,9 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- the best round
 
     def report_losses(self, done: int, losses: dict[str, float]) -> float:
-        """Report validation losses to the server; users of all processes store their models if the mean is lowest.
+        """Report validation losses after a round; if their mean is the lowest so far, store all users' models as best.
+
+        Called with ``evaluation.select: best``.
 
         Args:
             done: Number of rounds that are done.
@@ -742,7 +754,8 @@ class Sharded(InProcess):
         """
         losses_by_rank = self.ranks.gather(lambda: losses)
         mean, is_lowest = self.ranks.run_in_first(lambda: self._judge_losses(losses_by_rank, done))
-        # A message to any user makes this process store the models of all its users, also of those without losses.
+        # The server's answer to any user makes this process store the models of all its users, also of those without
+        # losses. So one receiver suffices if no user of this process has a loss.
         receivers = list(losses) or [self.clients.names[0]]
         self.clients.receive_verdict(validation_reply(receivers, done, lowest=is_lowest))
         return mean
@@ -759,7 +772,7 @@ class Sharded(InProcess):
             losses.update(losses_of_rank)
         lowest_before = self.server.lowest_loss
         report = validation_report(losses, done)
-        verdict = self.server.judge(report)  # updates the lowest loss
+        verdict = self.server.judge(report)  # a message that says whether it is the lowest; updates the lowest loss
         self.clock.upload_bytes += sum(packed_bytes(report))
         self.clock.download_bytes += sum(packed_bytes(verdict))
         is_lowest = self.server.lowest_loss < lowest_before

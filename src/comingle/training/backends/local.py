@@ -143,8 +143,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return clients.plan, clients.rounds_done
 
     def _resolve_eval_interval(self) -> int:
-        """Return the number of rounds between evaluations that keeps their share of the run's time small."""
-        self._amounts = data_amounts(self.clients)
+        """Return the number of rounds between evaluations with which they take at most 10% of the training time."""
+        self._amounts = data_amounts(self.clients)  # tokens to train on and to score; also for a later warning
         return evaluation_interval(self.clients.plan, self._amounts, len(self.clients.population_names))
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
@@ -159,7 +159,14 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return participants
 
     def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:
-        """Have participants download, take their local steps, and upload if the round exchanges.
+        """Have participants download shared tensors, take their local steps, and upload if the round has an exchange.
+
+        Participants whose loss or tensors are not finite are rejected if the method drops such users; they upload
+        nothing.
+
+        Args:
+            plan: Plan of the round.
+            participants: Numbers of the users that were selected for the round.
 
         Raises:
             DivergenceError: The loss or tensors of a user are not finite, and the method does not drop such users.
@@ -171,7 +178,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             log_rejection(self.observe, plan.done, name, reason)
         self._require_losses(report)
         if plan.exchanges:
-            accepted = list(local_round.losses)
+            accepted = list(local_round.losses)  # numbers of the users that were not rejected
             self.upload(accepted, plan.done, local_round.losses)
         return RoundResult(
             losses=report.losses,
@@ -661,7 +668,13 @@ def _check_population(newest: Path, progress: Progress, names: Sequence[str], *,
 
 
 def _repack_downloads(parts: Sequence[Download]) -> Download:
-    """Pack and unpack the message of each user, as if it were sent, and join the messages."""
+    """Pack and unpack the message of each user, as if it were sent over a network, and join the messages.
+
+    With ``serialise``, a run in one process thus computes the same as a federation over a network.
+
+    Args:
+        parts: The message of each user.
+    """
     messages = [unpack(pack(part)) for part in parts]
     return join_downloads([part for part in messages if isinstance(part, Download)])
 
