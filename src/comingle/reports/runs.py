@@ -642,7 +642,7 @@ class Gain:
 
     @property
     def text(self) -> str:
-        """The change as text."""
+        """The change against the baseline as text, such as "-9.7%" for perplexities or "+1.2 points"."""
         return change_text(self.change.mean, self.measure)
 
     @property
@@ -744,7 +744,9 @@ def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
 
 
 def _curve_of(entry: Entry, quantity: Callable[[Evaluation], float | None]) -> Curve:
-    """Return a quantity at each evaluation, with mean and deviation over seeds.
+    """Return a curve over training: a quantity at each evaluation, with mean and deviation over seeds.
+
+    Its x-axis are iterations, which are the local steps of one user since the start.
 
     Args:
         entry: Runs of one method with the same recipe and different seeds.

@@ -240,8 +240,8 @@ def render_curve(events: list[JsonObject]) -> Table:
 
 def _named_geometric_mean(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
     """Return the geometric mean over users by its name in tables; empty for measures other than perplexity."""
-    # The function has one item for perplexities, and none for other measures.
-    return {"geometric mean": mean for mean in geometric(users, measure).values()}
+    means = list(geometric(users, measure).values())  # one for perplexities, none for other measures
+    return {"geometric mean": means[0]} if means else {}
 
 
 def users_with_column(names: Iterable[str]) -> list[str]:
@@ -334,7 +334,13 @@ class _PlotArea:
         return "".join(texts)
 
     def line(self, curve: Curve, name: str, style: str) -> str:
-        """Return the markup of one curve, with ``name`` as its tooltip; values that are not finite are gaps."""
+        """Return the SVG markup of one curve; values that are not finite are gaps.
+
+        Args:
+            curve: Pairs of a round and the test result after it.
+            name: Tooltip of the curve, such as the user's name.
+            style: SVG attributes, such as the width and opacity of the stroke.
+        """
         shapes = []
         for part in _finite_parts(curve):
             points = [self.position(round_number, value) for round_number, value in part]

@@ -204,7 +204,9 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
 
 
 def _gather_works(private: PrivateSteps, clients: Clients, ranks: Ranks) -> dict[str, Work]:
-    """Return every user's amount of work by name, for the accountant of DP-SGD; every process calls this function.
+    """Return every user's numbers of examples, steps and rounds by name, from which DP-SGD's epsilon follows.
+
+    Every process calls this function and gets the numbers of all users.
 
     Args:
         private: The DP-SGD of this process's users.

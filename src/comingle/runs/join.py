@@ -179,9 +179,13 @@ def check_joinable(run: Run, method: Method) -> None:
 
 
 def _is_single_user(folder: Path) -> bool:
-    """Return whether a run folder is a newcomer's, or is in the state folder of a federation's client."""
+    """Return whether a run has one user and no server, so that no other user can join it.
+
+    That is the run of a user who joined another run, or the own run of a client of a federation.
+    """
     is_of_newcomer = (folder / JOINED).exists()
     state_folder = folder.parent  # of a client, if the run is in one
+    # Every client has these two in its state folder.
     is_in_state_folder = (state_folder / PUBLIC).exists() and (state_folder / "answers").is_dir()
     return is_of_newcomer or is_in_state_folder
 

@@ -417,6 +417,12 @@ def prepare(
 def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
     """Return the data with each user's true cluster, if the recipe has ``data.clusters``.
 
+    Methods do not see it; it is compared with the clusters that they find.
+
+    Args:
+        recipe: The recipe of the run.
+        run_data: The base model and the users' data.
+
     Raises:
         RecipeError: A user has no cluster, a cluster is of an unknown user, or users are not in memory.
     """

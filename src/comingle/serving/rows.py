@@ -241,8 +241,13 @@ class Rows(ABC):
         self.names[row], self.copied[row] = name, tensors
 
     def move(self, source: int, target: int) -> None:
-        """Copy the adapters and the user of row ``source`` to row ``target``."""
-        if self.copied[target] is self.copied[source]:
+        """Copy the adapters of a row of the batch to another row, when its text moves there.
+
+        Args:
+            source: Index of the row whose text moves.
+            target: Index of the row that the text gets.
+        """
+        if self.copied[target] is self.copied[source]:  # both are of the same user's adapters
             return
         for tensor in self.stacked.values():
             tensor[target] = tensor[source]

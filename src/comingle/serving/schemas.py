@@ -228,6 +228,7 @@ class ChatRequest(_TextAlone):
 
     @model_validator(mode="after")
     def _refuse_top_logprobs_without_logprobs(self) -> ChatRequest:
+        """Refuse a number of ``top_logprobs`` in a request without ``logprobs: true``, as the OpenAI API does."""
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs: true")
         return self

@@ -77,10 +77,14 @@ class Backend(ABC, Generic[S]):
 
     @abstractmethod
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
-        """Send events to ``observe`` and count time and bytes on ``clock`` from now on.
+        """Prepare the rounds of a run; replace ``evaluation.every: auto`` by a number of rounds between evaluations.
+
+        Args:
+            observe: Called with each event from now on.
+            clock: Counts the time and the bytes of the run from now on.
 
         Returns:
-            The settings of the run, with the evaluation interval resolved, and after how many rounds it ends.
+            The plan of the run with this number, and the number of rounds after which the run ends.
         """
 
     @abstractmethod

@@ -210,7 +210,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             row = clients.state.rows_of([first_rejected])[0]
             suspect_optimizers = list(clients.steps.suspect_optimizers(first_rejected, row))
         steps: dict[str, int] = {}
-        if clients.plan.reports_steps:
+        if clients.plan.reports_steps:  # only if the recipe lets users tell the server
             steps = {names[user]: num_steps for user, num_steps in local_round.steps.items()}
         return RoundReport(
             losses={names[user]: loss for user, loss in local_round.losses.items()},
@@ -591,7 +591,10 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return sum_masked(terms, words_by_name, largest_entry)
 
     def _count_sum_bytes(self, users: Sequence[str], round_number: int) -> None:
-        """Count the bytes of the messages of a secure sum; with too few users, only those of their public keys.
+        """Count the bytes that clients would exchange with the server for a secure sum over a network.
+
+        Each sends its public keys and then a masked vector, and receives the keys of the others. With fewer users than
+        the threshold, the sum ends after the keys are sent.
 
         Args:
             users: Names of the users in the sum.
@@ -680,6 +683,12 @@ def _repack_downloads(parts: Sequence[Download]) -> Download:
 
 
 def _repack_uploads(parts: Sequence[Upload]) -> Upload:
-    """Pack and unpack the message of each user, as if it were sent, and join the messages."""
+    """Pack and unpack the message of each user, as if it were sent over a network, and join the messages.
+
+    With ``serialise``, a run in one process thus computes the same as a federation over a network.
+
+    Args:
+        parts: The message of each user.
+    """
     messages = [unpack(pack(part)) for part in parts]
     return join_uploads([part for part in messages if isinstance(part, Upload)])
