@@ -128,7 +128,7 @@ def test_bytes_counted_are_bytes_sent(federate: Any, method: dict[str, Any]) -> 
     if not clients.method.shared:
         assert not any(counted)
         return
-    assert counted == [documented_bytes(federation, row) for row in clients.owners(clients.row_of)]
+    assert counted == [documented_bytes(federation, row) for row in clients.trainers_of(clients.row_of)]
 
 
 def test_bytes_of_users_of_unequal_rank_leave_padding_out(federate: Any) -> None:

@@ -228,7 +228,7 @@ class Silent:
 
     @contextmanager
     def waiting(self, message: str) -> Iterator[None]:
-        """Show nothing."""
+        """Show nothing while an operation such as loading the base runs; ``message`` is not used."""
         yield
 
     def say(self, line: str) -> None:

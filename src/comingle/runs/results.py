@@ -96,14 +96,14 @@ class Run:
         model = clients.model
         number = self.users.index(name)
         row = clients.row_of[number]  # the index of the user's model in the stacked tensors of all models
-        (trainer,) = clients.owners([row])  # who trains this model: the user's number, or 0 if all users share one
+        (trainer,) = clients.trainers_of([row])  # who trains this model: the user's number, or 0 if all users share one
         # Methods that fine-tune at the end do so here, for this user only and while its tensors are copied.
         with finetuned(clients, trainers=[trainer]):
             stored_tensors = personal_tensors(model.layout, clients.state, row)
             tensors = {tensor_name: tensor.to(model.dtype) for tensor_name, tensor in stored_tensors.items()}
         kind = kind_of(self.recipe)
         personal = kind.personal(name, model, tensors, trainer)
-        personal = kind.with_inputs(personal, self.recipe, self.settings)
+        personal = kind.with_inputs(personal, self.recipe, self.settings)  # adds how a net reads its inputs
         if isinstance(personal, PersonalModel):
             return replace(personal, model_info=self._model_info(name))
         return kind.with_test_data(personal, lambda: clients.users[number].test)

@@ -51,9 +51,10 @@ class _Layer(DynamicLayer):
     """
 
     def __init__(self, cache: RowCache) -> None:
+        """Create a layer without memory, which :class:`RowCache` allocates for all layers when texts are added."""
         super().__init__()
-        self.cache = cache
-        self.stores: list[Stores] = []
+        self.cache = cache  # has the positions in use, which are the same in all layers
+        self.stores: list[Stores] = []  # keys and values
 
     def update(
         self, key_states: States, value_states: States, *args: object, **kwargs: object
@@ -110,9 +111,10 @@ class RowCache(Cache):
         return torch.arange(self.start, self.stop + 1) >= torch.tensor(self.starts).unsqueeze(1)
 
     def join(self, prompts: Cache, lengths: Sequence[int]) -> None:
-        """Append a row for each prompt, and copy the prompt's keys and values into it.
+        """Add texts whose prompts were just read to the batch, each as a row with the keys and values of its prompt.
 
-        All rows end at position ``stop``, so the row of a shorter prompt starts later.
+        Rows are right-aligned: the next token of each goes to position ``stop``, so the row of a shorter prompt starts
+        later.
 
         Args:
             prompts: Keys and values of the prompts, which are padded on the left.

@@ -206,11 +206,11 @@ class UsersAndTrainers:
             entries["skipped_rows"] = self.skipped_rows
         return entries
 
-    def owners(self, rows: Sequence[int]) -> list[int]:
+    def trainers_of(self, rows: Sequence[int]) -> list[int]:
         """Return for each row of the state the number of the trainer who owns it.
 
         A row holds the parameters of one model. A trainer owns one row, or one for each copy of its model. For example,
-        rows 0 to 5 of 3 trainers with 2 copies each have the owners ``[0, 1, 2, 0, 1, 2]``.
+        rows 0 to 5 of 3 trainers with 2 copies each have the trainers ``[0, 1, 2, 0, 1, 2]``.
         """
         return [row % len(self.trainers) for row in rows]
 
@@ -336,7 +336,7 @@ class Users(UsersAndTrainers):
         Args:
             rows: Numbers of the rows; a user has one, or several if the method trains copies of its model.
         """
-        layout, method, owners = self.model.layout, self.method, self.owners(rows)
+        layout, method, owners = self.model.layout, self.method, self.trainers_of(rows)
         names = [self.names[owner] for owner in owners]
         model_of_rows = self.model.only(owners)
         trained, shared = layout.mask(method.client.trained), layout.mask(method.shared)
@@ -458,7 +458,7 @@ class Users(UsersAndTrainers):
         """
         if self.state.in_memory:
             return self.mask[list(rows)]
-        return self.model.only(self.owners(rows)).mask(state.ranks.cpu())
+        return self.model.only(self.trainers_of(rows)).mask(state.ranks.cpu())
 
     @property
     def users_per_message(self) -> int:
@@ -487,7 +487,7 @@ class Users(UsersAndTrainers):
             initial=self._initial_rows,
             layout=self.model.layout,
             rows=rows,
-            owners=self.owners(rows),
+            owners=self.trainers_of(rows),
             names=[self.name(row) for row in rows],
             state=cohort_state,
             round_number=round_number,
@@ -691,7 +691,7 @@ class Clients(Users):
         if self.num_rows == len(self.trainers):  # a single copy each: row i belongs to trainer i
             owners: Sequence[int] = range(self.num_rows)
         else:
-            owners = self.owners(range(self.num_rows))
+            owners = self.trainers_of(range(self.num_rows))
         return Models(parameters_of=self.state.rows_of, owners=owners)
 
     def evaluate(self) -> Sequence[AnyScore]:
@@ -745,7 +745,7 @@ class Clients(Users):
             counts_of_rows = (not_padded & is_trained).sum(1)
             counts = counts_of_rows.view(len(copies), len(trainers)).sum(0)  # of each trainer
             count_by_trainer.update(zip(trainers, counts.tolist(), strict=True))
-        return [count_by_trainer[trainer] for trainer in self.owners(self.scored_rows)]
+        return [count_by_trainer[trainer] for trainer in self.trainers_of(self.scored_rows)]
 
     def upload_bytes(self) -> list[int]:
         """Return the upload size in bytes per round of each evaluated user; 0 if nothing is shared.
@@ -763,7 +763,7 @@ class Clients(Users):
             any_losses = {LOSS: torch.zeros(len(trainers))}  # the size depends neither on their values nor on the round
             message = self.upload(trainers, round_number=1, losses=any_losses, counts=True)
             bytes_by_trainer.update(zip(trainers, packed_bytes(message), strict=True))
-        return [bytes_by_trainer[trainer] for trainer in self.owners(self.scored_rows)]
+        return [bytes_by_trainer[trainer] for trainer in self.trainers_of(self.scored_rows)]
 
 
 Tick = Callable[[], None]
@@ -836,7 +836,7 @@ def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: 
     rows_of_cohorts = _split_into_cohorts(clients, participants)
     num_cohorts_of: Counter[int] = Counter()  # by participant, as its copies may be in several cohorts
     for rows in rows_of_cohorts:
-        num_cohorts_of.update(set(clients.owners(rows)))
+        num_cohorts_of.update(set(clients.trainers_of(rows)))
     rows_of_next_cohorts = [*rows_of_cohorts[1:], []]
     for rows, next_rows in zip(rows_of_cohorts, rows_of_next_cohorts, strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
@@ -881,7 +881,7 @@ def _split_into_cohorts(clients: Clients, participants: Sequence[int]) -> list[l
     copies = range(clients.method.placement.copies)
     rows = [copy * len(clients.trainers) + participant for copy in copies for participant in participants]
     rows_by_batch_size: dict[int, list[int]] = {}
-    for row, owner in zip(rows, clients.owners(rows), strict=True):
+    for row, owner in zip(rows, clients.trainers_of(rows), strict=True):
         batch_size_of_owner = clients.batch_source.size_of(owner)
         rows_by_batch_size.setdefault(batch_size_of_owner, []).append(row)
     rows_of_cohorts: list[list[int]] = []

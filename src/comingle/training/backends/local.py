@@ -279,6 +279,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         Args:
             seconds: Time that this evaluation has taken.
         """
+        # `_amounts` are tokens to train on and to score, from which the interval between evaluations was computed.
         if self._amounts is None:  # warned before, or the recipe sets the interval
             return
         warn_of_share(self.clients.plan, self._amounts, len(self.clients.population_names), seconds=seconds)
@@ -553,7 +554,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
         Args:
             sums: Settings of secure sums.
-            upload: The joined uploads; each is a vector of integers.
+            upload: The joined uploads; each is one vector of integers, in which all shared tensors are encoded.
 
         Returns:
             Reason why the sum failed, for example too few users; empty if it succeeded.
@@ -577,17 +578,17 @@ class InProcess(Backend[Sequence[AnyScore]]):
         Args:
             sum_masked: Simulates the protocol.
             sums: Settings of secure sums.
-            upload: The joined uploads; each is a vector of integers.
+            upload: The joined uploads; each is one vector of integers, in which all shared tensors are encoded.
 
         Raises:
             NoSumError: There are too few users.
         """
         vectors = upload.tensors.get(VECTOR, torch.zeros(0, 0))  # without uploads there are no vectors
-        # Unsigned integers, as the protocol adds them modulo a power of two.
+        # The protocol adds unsigned integers ("words") modulo a power of two.
         words_by_name = {name: as_words(vector) for name, vector in zip(upload.users, vectors, strict=True)}
         run_id = ""  # distinguishes runs on a network; not needed within a process
         terms = terms_of(self.clients.plan, run_id, upload.round, self.server.size)
-        largest_entry = sums.grid(upload.round).largest
+        largest_entry = sums.grid(upload.round).largest  # parameters are rounded to a grid, whose points are numbered
         return sum_masked(terms, words_by_name, largest_entry)
 
     def _count_sum_bytes(self, users: Sequence[str], round_number: int) -> None:
@@ -602,6 +603,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """
         names = list(users)
         run_id = ""  # distinguishes runs on a network; not needed within a process
+        # Clients agree on the terms before a sum: the number of users needed, the length of the vector and so on.
         terms = terms_of(self.clients.plan, run_id, round_number, self.server.size)
         has_enough_users = len(names) >= terms.threshold
         for name in names:
@@ -612,7 +614,9 @@ class InProcess(Backend[Sequence[AnyScore]]):
                 self.clock.upload_bytes += keys_bytes(terms, name)
 
     def report_losses(self, done: int, losses: dict[str, float]) -> float:
-        """Report validation losses to the server; users store their models if it replies that the mean is the lowest.
+        """Report validation losses after a round; if their mean is the lowest so far, users store their models as best.
+
+        Called with ``evaluation.select: best``.
 
         Args:
             done: Number of rounds that are done.
@@ -625,7 +629,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         self.clock.upload_bytes += sum(packed_bytes(report))
         if self.serialise:
             report = _repack_uploads(report.split())
-        reply = self.server.judge(report)
+        reply = self.server.judge(report)  # a message that says whether the mean is the lowest
         self.clock.download_bytes += sum(packed_bytes(reply))
         if self.serialise:
             reply = _repack_downloads(reply.split())
