@@ -207,7 +207,7 @@ class Entry:
 
     @property
     def trained(self) -> bool:
-        """True if the method trains."""
+        """True if the method trains; False for ``pretrained``, the untrained base, whose runs have no rounds."""
         return self.first.planned_rounds > 0
 
 

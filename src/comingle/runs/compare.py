@@ -607,7 +607,9 @@ def _data_of_runs(
 def with_bos_of_comparison(
     recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool
 ) -> Mapping[Key, Recipe]:
-    """Return the recipes without begin-of-text tokens if an older version, which added none, started one of the runs.
+    """Return the recipes without begin-of-text (BOS) tokens if an older version, without them, started one of the runs.
+
+    Otherwise resumed runs would change their data, or new ones would not be comparable with them.
 
     Args:
         recipes: The recipe of each run, by label of the method and seed.

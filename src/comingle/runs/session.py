@@ -417,7 +417,7 @@ def prepare(
 def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
     """Return the data with each user's true cluster, if the recipe has ``data.clusters``.
 
-    Methods do not see it; it is compared with the clusters that they find.
+    Learned mixtures are compared with the true clusters; methods such as ``floral-optimal`` are given them.
 
     Args:
         recipe: The recipe of the run.

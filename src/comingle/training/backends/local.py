@@ -210,7 +210,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             row = clients.state.rows_of([first_rejected])[0]
             suspect_optimizers = list(clients.steps.suspect_optimizers(first_rejected, row))
         steps: dict[str, int] = {}
-        if clients.plan.reports_steps:  # only if the recipe lets users tell the server
+        if clients.plan.reports_steps:  # if the numbers may differ, as with a time limit; never with privacy
             steps = {names[user]: num_steps for user, num_steps in local_round.steps.items()}
         return RoundReport(
             losses={names[user]: loss for user, loss in local_round.losses.items()},
@@ -222,7 +222,11 @@ class InProcess(Backend[Sequence[AnyScore]]):
         )
 
     def _require_losses(self, report: RoundReport) -> None:
-        """Raise an error if all participants were rejected.
+        """Raise an error if all participants of a round were rejected, so that there is nothing to aggregate.
+
+        Args:
+            report: Result of the local steps. Rejected users, such as those with tensors that are not finite, have no
+                loss in it.
 
         Raises:
             DivergenceError: All were rejected; names the first one.
@@ -493,7 +497,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         stale_names = [self.clients.names[user] for user in stale]
         # With peer-to-peer methods the server has a download only for users that have uploaded in this round.
         names = self.server.with_download(stale_names)
-        for names_of_message in cohorts(names, self.clients.users_per_message):
+        for names_of_message in cohorts(names, self.clients.users_per_message):  # several messages, to limit memory
             self._send_downloads(names_of_message)
 
     def _send_downloads(self, names: Sequence[str]) -> None:
@@ -594,8 +598,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def _count_sum_bytes(self, users: Sequence[str], round_number: int) -> None:
         """Count the bytes that clients would exchange with the server for a secure sum over a network.
 
-        Each sends its public keys and then a masked vector, and receives the keys of the others. With fewer users than
-        the threshold, the sum ends after the keys are sent.
+        Each sends public keys, encrypted shares of secrets and a masked vector. With fewer users than the terms need,
+        the sum fails after the public keys are sent.
 
         Args:
             users: Names of the users in the sum.
