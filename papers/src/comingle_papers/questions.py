@@ -251,7 +251,7 @@ def draw_parts(
 
     Args:
         name: Name of the set of questions, "xnli" or "xquad".
-        languages: The languages, for messages.
+        languages: The languages, for error messages.
         fits_context: For each question, whether it fits the context in all languages.
         context: Length of the context in tokens.
         seed: Seed of the draw.

@@ -428,7 +428,7 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         recipe: Recipe of the runs.
         names: Names of the users.
         trials: Runs with canaries.
-        view: Who attacks, SERVER or USERS.
+        view: Who attacks, SERVER (which sees uploads) or USERS (who see downloads).
 
     Returns:
         Epsilon; None if nothing is guaranteed: without privacy, with noise that the seed determines, and for the

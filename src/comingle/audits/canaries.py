@@ -330,6 +330,9 @@ def draw_canaries(num_users: int, *, vocabulary: int, context: int, seed: int, t
         context: Largest number of predicted tokens of a canary.
         seed: Seed of the recipe.
         trial: Number of the run with canaries, from 0.
+
+    Returns:
+        The canary of each user and whether the user trains on it (``inside``), and the reference canaries.
     """
     width = min(context, MAX_CANARY_TOKENS) + 1  # the first token is not predicted
     random = generator("audit", seed, trial)
@@ -548,7 +551,7 @@ def _canaries_of_trial(recipe: Recipe, run_data: RunData, trial: int) -> Canarie
     Args:
         recipe: Recipe of the run.
         run_data: Data of the run.
-        trial: Number of the trial, from 0.
+        trial: Number of the run with canaries, from 0. Each run draws other canaries.
     """
     users, base = run_data.users, run_data.base
     assert base is not None

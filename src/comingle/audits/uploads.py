@@ -239,7 +239,7 @@ def invert_uploads(recipe: Recipe, run_data: RunData, make_observers: MakeObserv
     Args:
         recipe: Recipe of the audited run.
         run_data: Data of the run.
-        make_observers: Returns the observers of a run.
+        make_observers: Returns the observers of a run's events, such as a progress bar.
 
     Returns:
         One result for each case.
@@ -264,7 +264,7 @@ def _invert_run(title: str, recipe: Recipe, run_data: RunData, make_observers: M
         title: Name of the attack in the results.
         recipe: A recipe of one round.
         run_data: Data of the run.
-        make_observers: Returns the observers of the run.
+        make_observers: Returns the observers of a run's events, such as a progress bar.
 
     Returns:
         For each user the relative distance of the reconstruction from its nearest training input (``errors``) and, for
@@ -298,7 +298,7 @@ def _reconstruct_inputs(
     Args:
         recipe: A recipe of one round.
         run_data: Data of the run.
-        make_observers: Returns the observers of the run.
+        make_observers: Returns the observers of a run's events, such as a progress bar.
 
     Raises:
         RunError: The net's first layer is not linear with a bias, or is not shared.
@@ -398,7 +398,7 @@ def recover(recipe: Recipe, run_data: RunData, make_observers: MakeObservers) ->
     Args:
         recipe: Recipe of the audited run.
         run_data: Data of the run.
-        make_observers: Returns the observers of a run.
+        make_observers: Returns the observers of a run's events, such as a progress bar.
 
     Returns:
         One result for each case; empty if users share no factor A of a layer that reads token embeddings directly.
@@ -469,7 +469,7 @@ def _recover_from_run(title: str, recipe: Recipe, run_data: RunData, make_observ
         title: Name of the attack in the results.
         recipe: A recipe of two rounds.
         run_data: Data of the run.
-        make_observers: Returns the observers of the run.
+        make_observers: Returns the observers of a run's events, such as a progress bar.
 
     Returns:
         For each user the number of distinct tokens, the share of them that was recovered and, for comparison, the share
@@ -508,7 +508,7 @@ def _changes_in_second_round(
         built: Clients and server before the first round.
         recipe: A recipe of two rounds.
         factors: Names of the factors.
-        make_observers: Returns the observers of the run.
+        make_observers: Returns the observers of a run's events, such as a progress bar.
     """
     clients, server = built.clients, built.server
     downloads: Tree = {}  # factors that users downloaded after the first round, (users, models, *shape)

@@ -236,7 +236,7 @@ def _reproduce_command(folder: Path, table: Mapping[str, Any]) -> str:
 
 
 def _require_no_baseline(run: Path, against: str | None) -> None:
-    """Raise a :class:`RecipeError` if ``against`` is given for a single run."""
+    """Raise a :class:`RecipeError` if ``--against`` is given for a single run, which has no baseline to choose."""
     if against is not None:
         raise RecipeError(f"--against {against!r}: {run} is not the folder of a comparison")
 

@@ -219,7 +219,7 @@ def other_name_hint(
         place: The unknown key, after the sections that contain it: ``["training", "lr"]``.
         known: The keys of its section.
         recipe: The class of a whole recipe.
-        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
+        data: The section class of the key ``data``, which depends on the kind of data; None if that is unknown.
     """
     *section, name = place
     meant_keys = _KEYS_BY_SPELLING.get(_plain(name), "").split()  # such as ["training.experts.learning_rate"]
@@ -275,7 +275,7 @@ def _dotted_keys(model: type[BaseModel], data: type[DataSection] | None, prefix:
 
     Args:
         model: The class of the recipe or of the section.
-        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
+        data: The section class of the key ``data``, which depends on the kind of data; None if that is unknown.
         prefix: Dotted key of the section with a final dot; empty for a whole recipe.
     """
     for name, field in model.model_fields.items():
@@ -359,7 +359,7 @@ def first_problem(error: ValidationError, model: type[BaseModel], data: type[Dat
     Args:
         error: The error of pydantic.
         model: The class of the recipe or file that was validated.
-        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
+        data: The section class of the key ``data``, which depends on the kind of data; None if that is unknown.
     """
     return problems_of(error, model, data)[0]
 
@@ -375,7 +375,7 @@ def problems_of(
     Args:
         error: The error of pydantic.
         model: The class of the recipe or file that was validated.
-        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
+        data: The section class of the key ``data``, which depends on the kind of data; None if that is unknown.
     """
     accepted = dict(_ACCEPTED)
     if data is not None:
@@ -427,7 +427,7 @@ def _describe_problem(
         accepted: Accepted values by dotted key, for keys of several types, such as ``{"runtime.compile": "auto, true or
             false"}``; ``data.users.*`` is the entry of any user.
         model: The class of the recipe or file that was validated.
-        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
+        data: The section class of the key ``data``, which depends on the kind of data; None if that is unknown.
     """
     keys = _keys_in(problem["loc"], accepted)
     place = ".".join(keys)
@@ -489,7 +489,7 @@ def _known_keys(location: Iterable[str | int], model: Any, data: type[DataSectio
         location: Such as ``("training", "router", "lr")``: sections from the outermost inwards, then the unknown key.
             Users' names, list indices and names of types may be in between; they are skipped.
         model: The class of the recipe or file that was validated.
-        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
+        data: The section class of the key ``data``, which depends on the kind of data; None if that is unknown.
     """
     *section_names, _unknown_key = location
     section = model

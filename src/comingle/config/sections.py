@@ -293,7 +293,10 @@ class Recipe(Section):
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of :attr:`result_content`; equal for recipes that compute the same."""
+        """Short hash of :attr:`result_content`; equal for recipes whose runs have the same results.
+
+        A run is resumed only if its recipe has the same fingerprint as at its start.
+        """
         content = json.dumps(self.result_content, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 

@@ -708,7 +708,7 @@ class PrivacySection(Section):
 
     @property
     def adaptive(self) -> bool:
-        """True if the clip norm follows the users' norms."""
+        """True if the clip norm is adapted every round to a quantile of the users' norms (``clip_norm: adaptive``)."""
         return self.clip_norm == ADAPTIVE
 
     @property

@@ -457,7 +457,7 @@ def count_stacked(
     formulas for token-level experts do not apply, so FLOPs are measured on fake tensors.
 
     Args:
-        rehearsal: The run's federation, on fake tensors.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
         work_by_user: Each user's local work in a round, by name.
         flops_of_base: Function that returns the FLOPs of the base alone. The measured FLOPs beyond these count as LoRA.
     """
@@ -518,7 +518,7 @@ class _MeasuredFlops:
     """Measured FLOPs of one user, by kind of work.
 
     Args:
-        rehearsal: The run's federation, on fake tensors.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
     """
 
     def __init__(self, rehearsal: Rehearsal):

@@ -63,7 +63,7 @@ def text_of_equal_cost(
     Args:
         kind: The recipes' kind of data.
         recipes: Recipes that differ in their method alone.
-        users: Number of users if their data is not read, else None.
+        users: Number of users given with ``--users``, in place of their data; None if the data is read.
         load_base: Returns the base; weights are not needed.
 
     Returns:
@@ -541,7 +541,7 @@ class Rehearsal:
     peaks: dict[tuple[tuple[int, ...], PassSize], StepBytes] = field(default_factory=dict)
 
     def with_pass_size(self, pass_size: PassSize) -> Steps:
-        """Return a copy of the steps with other numbers of users and sequences in a pass."""
+        """Return a copy of the steps with other numbers of users and sequences in one forward and backward pass."""
         steps = replace(self.steps)
         steps.pass_size = pass_size
         return steps
@@ -613,12 +613,12 @@ def rehearse(
 
 
 def peak_memory(rehearsal: Rehearsal, *, one_user: bool = False, pass_size: PassSize | None = None) -> MemoryCost:
-    """Return the peak memory of a run on this machine, from one pass on fake tensors and the sizes of all users.
+    """Return the peak memory of a run on this machine, from one step on fake tensors and the sizes of all users.
 
     Args:
-        rehearsal: The run's federation, on fake tensors.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
         one_user: Return the peak on a device that trains only one user, the one with the largest model.
-        pass_size: Numbers of users and sequences in a pass; None for those of the run.
+        pass_size: Numbers of users and sequences in one forward and backward pass; None for those of the run.
     """
     clients, state = rehearsal.federation.clients, rehearsal.federation.clients.state
     device_type = clients.model.device.type
@@ -665,10 +665,10 @@ def peak_memory(rehearsal: Rehearsal, *, one_user: bool = False, pass_size: Pass
 
 
 def _all_users_bytes(rehearsal: Rehearsal, user_ratio: float) -> tuple[int, int]:
-    """Return the bytes of the models, and of the optimiser moments, of all users of a run.
+    """Return the bytes of the models, and of the optimiser moments, of all users of a run that keeps them in memory.
 
     Args:
-        rehearsal: The run's federation, on fake tensors. It may have fewer users than the run.
+        rehearsal: The run's federation, on fake tensors (shapes without values). It may have fewer users than the run.
         user_ratio: Number of users of the run, divided by that of the rehearsal's federation.
     """
     clients, state = rehearsal.federation.clients, rehearsal.federation.clients.state
@@ -685,9 +685,11 @@ def _all_users_bytes(rehearsal: Rehearsal, user_ratio: float) -> tuple[int, int]
 def _loaded_users_bytes(rehearsal: Rehearsal, pass_size: PassSize) -> tuple[int, int]:
     """Return the bytes in memory of models, and of optimiser moments, if users are kept on disk.
 
+    Only the users that are trained in one batch (a cohort) are then in memory, and those that are read or written.
+
     Args:
-        rehearsal: The run's federation, on fake tensors.
-        pass_size: Size of a pass; its number of users is the size of a cohort.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
+        pass_size: Numbers of users and sequences in one forward and backward pass; its users are a cohort.
     """
     clients = rehearsal.federation.clients
     copies = clients.method.placement.copies  # models per user
@@ -709,7 +711,7 @@ def _exchange_bytes(rehearsal: Rehearsal, *, one_user: bool) -> int:
     The upload of one user is measured. If users are on disk, a download may need more memory than the uploads.
 
     Args:
-        rehearsal: The run's federation, on fake tensors.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
         one_user: Whether the machine trains only one user and keeps it in memory.
     """
     clients = rehearsal.federation.clients

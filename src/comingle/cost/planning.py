@@ -183,9 +183,9 @@ def complete_cost(rehearsal: Rehearsal, users: Sequence[UserCost], free: int, *,
     """Return all costs of a method: the given costs of its users, its memory and its bytes on disk.
 
     Args:
-        rehearsal: The run's federation, on fake tensors.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
         users: Costs of the users.
-        free: Free memory, in bytes.
+        free: Free memory in bytes, with which the run's memory is compared.
         kept_checkpoints: Number of checkpoints that a run keeps.
     """
     method = rehearsal.federation.clients.method
@@ -211,7 +211,7 @@ def _largest_store_bytes(rehearsal: Rehearsal, kept_checkpoints: int) -> int:
     """Return the largest size of all users' states on disk during a run, in bytes; 0 if users are kept in memory.
 
     Args:
-        rehearsal: The run's federation, on fake tensors.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
         kept_checkpoints: Number of checkpoints that a run keeps.
     """
     if rehearsal.store == MEMORY:
@@ -241,7 +241,7 @@ def advise(rehearsal: Rehearsal, memory: MemoryCost, free: int) -> str:
     so.
 
     Args:
-        rehearsal: The run's federation, on fake tensors.
+        rehearsal: The run's federation, on fake tensors (shapes without values).
         memory: Memory that the recipe's own settings need.
         free: Free memory, in bytes.
     """
@@ -270,9 +270,10 @@ def smaller_pass(rehearsal: Rehearsal, memory: MemoryCost, free: int) -> PassSiz
 
 
 def _halved_passes(size: PassSize) -> Iterator[PassSize]:
-    """Yield ever smaller passes: users are halved down to 1, then sequences.
+    """Yield ever fewer users and sequences that go through the model together, to find numbers that fit into memory.
 
-    From 4 users with 2 sequences each: 2 users with 2, 1 user with 2, 1 user with 1.
+    Users are halved down to 1, then sequences. From 4 users with 2 sequences each: 2 users with 2, 1 user with 2, 1
+    user with 1.
     """
     while size.users > 1:
         size = replace(size, users=size.users // 2)
@@ -290,7 +291,7 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
     Args:
         recipes: Recipes that differ in their method alone.
         users: Number of users, in place of the recipe's.
-        participation: Fraction or names of the participants.
+        participation: Fraction of the users that train in each round, or names of the participants.
 
     Raises:
         RecipeError: A method or a setting is wrong.
@@ -341,7 +342,7 @@ def net_cost(
         population: Users and their samples.
         net_flops: Function that returns the FLOPs of a net without the method's additions, for a user's local work.
         free: Free memory in bytes; the costs say whether the run fits into it, and with which settings if not.
-        participation: Fraction or names of the participants.
+        participation: Fraction of the users that train in each round, or names of the participants.
     """
     rehearsal = rehearse_nets(recipe, population, participation)
     local_work = local_work_by_user(rehearsal.federation.clients, population)
@@ -360,7 +361,7 @@ def rehearse_nets(
     Args:
         recipe: The recipe.
         population: Users of this process and their samples.
-        participation: Fraction or names of the participants.
+        participation: Fraction of the users that train in each round, or names of the participants.
         all_names: Names of the users of all processes; None if there is one process.
     """
     federation = bare_nets(recipe, population, all_names)
@@ -593,7 +594,7 @@ def federate_bare(
 
     Args:
         recipe: The recipe.
-        base: The base; weights are not needed.
+        base: The base model; weights are not needed.
         names: Names of the users of all processes.
         own_indices: Indices in ``names`` of this process's users; None if there is one process.
     """
@@ -669,9 +670,9 @@ def rehearse_text(
 
     Args:
         recipe: The recipe.
-        base: The base; weights are not needed.
+        base: The base model; weights are not needed.
         names: Names of the users of all processes.
-        participation: Fraction or names of the participants.
+        participation: Fraction of the users that train in each round, or names of the participants.
         own_indices: Indices in ``names`` of this process's users; None if there is one process.
         process_bytes: Bytes of a process without model and data; None to measure them.
     """
@@ -698,7 +699,7 @@ def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops
 
     Args:
         recipe: The recipe; its method has a mixture.
-        base: The base; weights are not needed.
+        base: The base model; weights are not needed.
         names: Names of the users.
 
     Returns:
@@ -730,7 +731,7 @@ def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
 
     Args:
         recipe: The recipe; its method is replaced.
-        base: The base; weights are not needed.
+        base: The base model; weights are not needed.
     """
     recipe = recipe_for_one_user(recipe, largest)
     context = recipe.training.context
@@ -757,7 +758,7 @@ FREE_SHARE = {"cuda": 0.9}
 
 
 def fit(recipe: Recipe, run_data: RunData) -> PassSize:
-    """Return how many users, and sequences of each, go through the model in one pass (``users_per_step: auto``).
+    """Return how many users, and sequences of each, go through the model at a time (``users_per_step: auto``).
 
     These are the default numbers, or the largest smaller ones that fit into memory.
 
@@ -788,12 +789,12 @@ def fit(recipe: Recipe, run_data: RunData) -> PassSize:
 
 
 def _rehearse(recipe: Recipe, run_data: RunData, participation: Participation) -> Rehearsal:
-    """Return a federation of this process's users on fake tensors, to measure a pass without its memory and time.
+    """Return a federation of this process's users on fake tensors, to measure a step without its memory and time.
 
     Args:
         recipe: The recipe.
         run_data: Base and data of the run.
-        participation: Fraction or names of the participants.
+        participation: Fraction of the users that train in each round, or names of the participants.
     """
     kind = kind_of(recipe)
     own_users = run_data.present
@@ -1013,7 +1014,7 @@ class _MemoryByPassSize:
         return replace(size, users=min(size.users, self._num_users))
 
     def bytes_at(self, size: PassSize) -> int:
-        """Return the bytes of memory that the run needs with passes of ``size``."""
+        """Return the bytes of memory that the run needs with these numbers of users and sequences in a forward pass."""
         cost = self.cost_at(size)
         if self._device.type != "cpu":
             return cost.total_bytes
@@ -1024,7 +1025,11 @@ class _MemoryByPassSize:
         return bytes_without_gaps + gap_bytes + LIBRARY_BYTES  # the latter: what libraries keep, such as for matmuls
 
     def cost_at(self, size: PassSize) -> MemoryCost:
-        """Return the cost of passes of ``size``, extrapolated from models with 1 and 2 layers to all layers."""
+        """Return the memory that the run needs by kind of tensor, extrapolated from models with 1 and 2 layers.
+
+        Args:
+            size: Numbers of users and sequences in one forward and backward pass.
+        """
         rehearsals = self._rehearsal_by_layers.values()
         costs = [peak_memory(rehearsal, one_user=self._is_client, pass_size=size) for rehearsal in rehearsals]
         if len(costs) == 1:  # a small model, rehearsed with all its layers
@@ -1265,7 +1270,7 @@ def _plan_with_specialists(
 
 
 def _largest_user(recipe: Recipe, names: Sequence[str]) -> int:
-    """Return the index of the user with the most parameters: the most specialists, and of these the largest rank."""
+    """Return the index of the user whose model needs the most memory: the most specialists, then the largest rank."""
     recipe = recipe.for_users(names)
     specialists = make(recipe.method.name, **recipe.method.settings).placement.specialists_of(len(names))
     ranks = ranks_of(recipe.adapters, len(names)).tolist()

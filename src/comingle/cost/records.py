@@ -531,13 +531,13 @@ class MemoryCost:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that are in use during the whole run."""
+        """Bytes that are in use during the whole run: weights, users' tensors and data, Python and its libraries."""
         users_bytes = self.adapters_bytes + self.moments_bytes + self.data_bytes
         return self.weights_bytes + users_bytes + self.process_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Bytes at the peak of a run."""
+        """Bytes at the peak of a run: during a step, or while messages are exchanged, whichever takes more."""
         return self.fixed_bytes + max(self.pass_bytes, self.exchange_bytes) + self.allocator_bytes
 
     def as_dict(self) -> dict[str, int]:
@@ -670,7 +670,7 @@ class MemoryChoices:
     choices: tuple[MemoryChoice, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """Return nested dictionaries, for JSON."""
+        """Return the limit and the possible settings with the memory that each needs, for JSON."""
         choices = [{"settings": choice.settings, **asdict(choice)} for choice in self.choices]
         return {"limit_bytes": self.limit_bytes, "choices": choices}
 

@@ -704,7 +704,7 @@ def measure_disk_rate() -> float:
 
 
 def median_seconds(work: Callable[[], object], times: int = 3) -> float:
-    """Return the median seconds of ``times`` calls of ``work``."""
+    """Run ``work`` ``times`` times and return the median of its seconds."""
     durations = []
     for _ in range(times):
         began = time.perf_counter()

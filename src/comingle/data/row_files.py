@@ -355,7 +355,7 @@ def _read_json_lines(file: io.TextIOWrapper, line: str, line_number: int, path: 
         file: The file, from which ``line`` has been read.
         line: The first line.
         line_number: Number of the first line.
-        path: Path of the file, for messages.
+        path: Path of the file, for error messages.
         bad_rows: Collects lines that are not JSON objects.
 
     Raises:
@@ -378,8 +378,8 @@ def _read_line(file: io.TextIOWrapper, path: Path, line_number: int) -> str:
 
     Args:
         file: The file.
-        path: Its path, for messages.
-        line_number: Number of the line, for messages.
+        path: Its path, for error messages.
+        line_number: Number of the line, for error messages.
 
     Raises:
         DataError: The line is longer than a row may be.
@@ -440,7 +440,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
         file: The file, from which ``head`` has been read.
         head: The beginning of the file.
         line_number: Number of the line in which ``head`` begins.
-        path: Path of the file, for messages.
+        path: Path of the file, for error messages.
         bad_rows: Collects values that are not objects.
 
     Raises:
@@ -482,7 +482,7 @@ class _JsonValues:
         file: The file, from which ``text`` has been read.
         text: The chunk in memory.
         line_number: Number of the line in which ``text`` begins.
-        path: Path of the file, for messages.
+        path: Path of the file, for error messages.
     """
 
     def __init__(self, file: io.TextIOWrapper, text: str, line_number: int, path: Path):
@@ -663,7 +663,7 @@ def _parquet_rows(path: Path, open_file: Callable[[], Any], columns_to_read: Seq
     """Yield the rows of a Parquet file, with class labels replaced by their names.
 
     Args:
-        path: Path of the file, for messages.
+        path: Path of the file, for error messages.
         open_file: Opens the file as a ``ParquetFile``.
         columns_to_read: Columns to read; None for all.
 

@@ -294,7 +294,7 @@ def _read_rows(source: str, column: str, max_rows: int | None, max_bytes: int | 
         column: Column with the documents.
         max_rows: Number of first rows to read, as a stream if the source is on the hub; None for all.
         max_bytes: Stop with a warning after about this many bytes of text; None for all.
-        bad_rows: Collects bad rows.
+        bad_rows: Collects rows that cannot be used, to report them.
     """
     documents: list[str] = []
     num_bytes = 0
@@ -316,7 +316,7 @@ def _read_path(path: Path, column: str, max_bytes: int | None, bad_rows: BadRows
         path: The file or folder.
         column: Column with the documents of rows.
         max_bytes: Stop after about this many bytes; None for all.
-        bad_rows: Collects bad rows.
+        bad_rows: Collects rows that cannot be used, to report them.
     """
     has_rows = is_saved_dataset(path) if path.is_dir() else has_row_suffix(path)
     if has_rows:

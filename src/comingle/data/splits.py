@@ -353,7 +353,7 @@ def mixture_quota(sizes: Mapping[str, int], split: str) -> int:
 
     Args:
         sizes: Number of characters of each user in the split, by name.
-        split: Name of the split, for messages.
+        split: Name of the split, for error messages.
 
     Raises:
         DataError: Some users have no documents, and others have some.

@@ -56,7 +56,7 @@ def call_constructor(name: str, constructor: Callable[..., object], settings: Ma
     """Call a method's constructor with its settings and check the result.
 
     Args:
-        name: Name of the method, for messages.
+        name: Name of the method, for error messages.
         constructor: Function that returns the method.
         settings: Arguments of the constructor.
 
@@ -82,9 +82,9 @@ def _check_types_of_parts(name: str, method: Method, where: str) -> None:
     """Check the types of a method's placement, client, server and client hooks.
 
     Args:
-        name: Name of the method, for messages.
+        name: Name of the method, for error messages.
         method: The method.
-        where: File and line of its constructor, for messages.
+        where: File and line of its constructor, for error messages.
 
     Raises:
         PluginError: A part has another type, such as the class ``Mean`` instead of the object ``Mean()``.

@@ -42,7 +42,7 @@ def check_method(name: str, method: Method) -> None:
     """Check that placement, phases and hooks of a method fit each other.
 
     Args:
-        name: Name of the method, for messages.
+        name: Name of the method, for error messages.
         method: The method.
 
     Raises:
@@ -168,7 +168,7 @@ def require_one_penalty_per_user(
     """Return a client hook's penalty unchanged, or raise an error unless it has one value for each user, or is 0.
 
     Args:
-        name: Name of the method, for messages.
+        name: Name of the method, for error messages.
         hook: The hook.
         penalty: Value that the hook's ``penalty`` returned.
         users: Number of users.

@@ -129,7 +129,7 @@ def check_config(where: Path, config: dict[str, Any]) -> None:
     """Raise an error unless a configuration is that of a plain causal language model.
 
     Args:
-        where: Folder of the model, for messages.
+        where: Folder of the model, for error messages.
         config: The content of its ``config.json``.
 
     Raises:

@@ -222,7 +222,7 @@ def _locate_alias(name: str, alias: Alias) -> ModelSource:
     """Return an alias's model from the hub, or without the hub from the GGUF file of an installed package.
 
     Args:
-        name: The alias's name, for messages.
+        name: The alias's name, for error messages.
         alias: Its repository on the hub, and its file in a package.
 
     Raises:

@@ -174,7 +174,7 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
     """Return key and value of an override such as ``layers=4``.
 
     Args:
-        name: Name of the base, such as ``random:llama?layers=4``, for messages.
+        name: Name of the base, such as ``random:llama?layers=4``, for error messages.
         family: Family of the base.
         text: The override.
 
@@ -216,7 +216,7 @@ def _raise_unless_consistent(name: str, shape: Shape) -> None:
     """Raise an error unless the sizes of a random base fit together, and its vocabulary holds the byte tokenizer's.
 
     Args:
-        name: Name of the base, such as ``random:llama?layers=4``, for messages.
+        name: Name of the base, such as ``random:llama?layers=4``, for error messages.
         shape: The sizes.
 
     Raises:

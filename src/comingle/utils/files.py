@@ -335,8 +335,8 @@ def check_target(path: Path, *, force: bool, option: str = "--out", replace: str
     Args:
         path: The file.
         force: Replace an existing file.
-        option: Name of the option or argument with the path, for messages.
-        replace: Name of the option or argument that replaces an existing file, for messages.
+        option: Name of the option or argument with the path, for error messages.
+        replace: Name of the option or argument that replaces an existing file, for error messages.
 
     Raises:
         RunError: It exists without ``force``, it is a folder, or its folder is missing or read-only.

@@ -84,7 +84,7 @@ def check_inputs(where: Path, recorded: Inputs, now: Inputs, *, pooled: str = ""
     """Check that a run is resumed with the inputs that it was started with.
 
     Args:
-        where: The run folder, for messages.
+        where: The run folder, for error messages.
         recorded: The inputs that the run was started with.
         now: The current inputs.
         pooled: Name of the run's method if it pools all users' data, as its result then depends on the order of users;
@@ -113,7 +113,7 @@ def check_base(where: Path, recorded: Inputs, base: str, tokenizer: str) -> None
     """Check that base and tokenizer have the digests that the run was started with.
 
     Args:
-        where: The run folder, for messages.
+        where: The run folder, for error messages.
         recorded: The inputs that the run was started with.
         base: Current digest of the base.
         tokenizer: Current digest of the tokenizer, ``TOKENIZER:TEMPLATE``; older runs recorded the first part only.
@@ -132,7 +132,7 @@ def check_users(where: Path, recorded: Inputs, now: Inputs) -> None:
     """Check that the users and their data are those with which the run was started; their order does not matter.
 
     Args:
-        where: The run folder, for messages.
+        where: The run folder, for error messages.
         recorded: The inputs that the run was started with.
         now: The current inputs.
 

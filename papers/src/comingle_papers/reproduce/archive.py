@@ -223,7 +223,7 @@ def find_archived(planned: Plan, records: Records, path: Path) -> tuple[Plan, di
     Args:
         planned: The plan of a table: its rows, columns and runs.
         records: The archive's runs by name, with their results and the digests of their inputs.
-        path: The archive, for messages.
+        path: The archive, for error messages.
 
     Returns:
         The plan reduced to the archive's runs, their outcomes by run name, and remarks on where they come from.

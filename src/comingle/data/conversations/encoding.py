@@ -300,7 +300,7 @@ class Encoder:
     """Encoder of users' conversations as windows; counts those that are too long over all users.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         template: Chat template of the base model.
         context: Largest number of tokens of a conversation.
         bad_rows: Collects conversations that the template rejects.
@@ -379,8 +379,8 @@ class Encoder:
         A conversation that the template rejects becomes a bad row, and the result is empty.
 
         Args:
-            name: Name of the user, for messages.
-            placed: Place and messages of the conversation.
+            name: Name of the user, for error messages.
+            placed: File and line (or another place in the data, for error messages) and messages of the conversation.
 
         Raises:
             DataError: The loss is on all tokens, but the template rewrites earlier turns.

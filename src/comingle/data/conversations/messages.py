@@ -404,7 +404,7 @@ def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[st
     Args:
         value: List of calls or its JSON, in which a call is ``{name, arguments}`` or ``{function: {name, arguments}}``.
         role: Role of the message.
-        where: Place of the calls, for messages.
+        where: Path of the calls in their row, such as ``messages[2].tool_calls``, with which error messages begin.
 
     Returns:
         Calls as ``{type, function: {name, arguments}}``, with ``id`` if they have one; and whether some lack a name.

@@ -57,7 +57,7 @@ def read_records(
 
 
 PlacedConversation = tuple[str, Messages]
-"""Place of a conversation in its source, and the conversation."""
+"""A conversation after its place in the data, such as "chats.jsonl: line 3", for error messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def read_users(data: ConversationsSection, seed: int, bad_rows: BadRows | None =
     Users without conversations are refused. With ``data.on_small_user: skip`` they are returned with empty splits.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         seed: Seed of the splits.
         bad_rows: Collects bad rows; None for a new collection.
 
@@ -99,10 +99,10 @@ def iterate_users(
     """Read and split the conversations of one user after another.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         seed: Seed of the splits.
         rows: Empty store, in memory or on disk, that groups the rows of a data set by user.
-        bad_rows: Collects bad rows.
+        bad_rows: Collects rows that cannot be used, to report them.
         duplicates: Drops duplicate conversations of a user if the section enables this.
         given: Each user's rows by the user's name, if a program passes them: a list of rows, a ``Dataset``, a path, or
             a mapping from splits to lists or ``Dataset`` objects. None to read what the section names.
@@ -172,7 +172,9 @@ def given_readers(
 
 
 def rows_of(rows: Any, split: str, bad_rows: BadRows) -> Iterator[Record]:
-    """Yield the rows of a list of mappings or a ``Dataset``, each with its split and its place, such as ``row 3``.
+    """Yield the rows of a list of mappings or a ``Dataset`` that a program passes as a user's data.
+
+    A row is yielded with its split and a name for error messages, such as ``row 3``.
 
     Args:
         rows: The list or ``Dataset``.
@@ -225,8 +227,8 @@ def read_files(
     A user has one file (``path``) that is split here, or a file for each split.
 
     Args:
-        data: The recipe's section.
-        bad_rows: Collects bad rows.
+        data: The section ``data`` of the recipe.
+        bad_rows: Collects rows that cannot be used, to report them.
         duplicates: Drops duplicate conversations.
         source: Files of the user.
         name: Name of the user.
@@ -267,7 +269,7 @@ def split_records(
     Otherwise all conversations are shuffled by (seed, name) and split by the fractions.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         bad_rows: Collects rows that are not conversations.
         duplicates: Drops duplicate conversations if the section enables this.
         records_by_split: Rows by the splits that they are in.
@@ -312,7 +314,7 @@ def _check_given_splits(
     """Check that a user's data has the splits that the recipe names: train, test and, unless train replaces it, valid.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         given_splits: Names of the splits in the user's data.
         name: Name of the user.
         split: Names of the needed splits; a missing valid is cut from train if the fraction ``valid`` is above 0.
@@ -336,7 +338,7 @@ def _conversations(
     """Return the conversations of a user's rows, without those of rows that cannot be used.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         bad_rows: Collects the rows that cannot be used, and remarks.
         name: Name of the user.
         records: Split, place and values of each row.

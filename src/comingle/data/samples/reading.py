@@ -126,9 +126,9 @@ def _hold_out_share(name: str, samples: Samples, split: str, share: float) -> tu
     """Hold out a share of the samples of each class.
 
     Args:
-        name: Name of the user, for messages.
+        name: Name of the user, for error messages.
         samples: The samples, shuffled.
-        split: Split to hold out, for messages.
+        split: Split to hold out, for error messages.
         share: Fraction to hold out.
 
     Returns:
@@ -341,7 +341,7 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
 
     Args:
         path: The file.
-        where: Name of the user, for messages.
+        where: Name of the user, for error messages.
 
     Raises:
         DataError: The file is not an npz file, or its arrays are missing or do not fit each other.
@@ -532,7 +532,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         """Initialise the reader.
 
         Args:
-            data: The recipe's section.
+            data: The section ``data`` of the recipe.
             seed: Seed of the splits.
             given: Samples by user, if a program passes them.
             net: Function that creates the net, instead of the default net.

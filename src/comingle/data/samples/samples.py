@@ -442,7 +442,7 @@ def _read_items(data: Any, where: str) -> Samples:
 
     Args:
         data: The data set.
-        where: Its place, for messages.
+        where: Its place, for error messages.
 
     Raises:
         DataError: The data set has no length or no items, or an item is not a pair of numbers or arrays.

@@ -57,7 +57,7 @@ def tokenise_user(data: TextSection, text: UserText, tokenizer: PreTrainedTokeni
     With ``train_on_valid``, the validation stream is appended to the train stream.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         text: Documents of the user.
         tokenizer: Tokenizer of the base model.
     """
@@ -81,7 +81,7 @@ def check_limits(data: TextSection, names: Collection[str]) -> None:
     """Check that all limits are for existing users.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         names: Names of all users.
 
     Raises:
@@ -107,7 +107,7 @@ def limits_for_user(data: TextSection, name: str) -> dict[str, int | None]:
     ``max_train_tokens`` in the user's own entry overrides the limit for all users.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         name: Name of the user.
     """
     limits: dict[str, int | None] = {}
@@ -129,7 +129,7 @@ def read_users(data: TextSection, seed: int, bad_rows: BadRows | None = None) ->
     Users without documents are refused; with ``data.on_small_user: skip`` their splits are empty.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         seed: Seed of the splits.
         bad_rows: Collects bad rows; None for a new collection.
 
@@ -152,10 +152,10 @@ def iterate_users(
     """Read and split the documents of one user after another.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         seed: Seed of the splits.
         rows: Empty store that groups the rows of a data set by user.
-        bad_rows: Collects bad rows.
+        bad_rows: Collects rows that cannot be used, to report them.
         duplicates: Drops duplicate documents of a user if the section enables this.
         given: Data of the users if a program passes it: documents, a table, a path, or a mapping from splits to these.
 
@@ -197,7 +197,7 @@ def _dataset_readers(
         data: The recipe's section, with a data set.
         seed: Seed of the splits.
         rows: Store that groups the rows by user.
-        bad_rows: Collects bad rows.
+        bad_rows: Collects rows that cannot be used, to report them.
         duplicates: Drops duplicate documents.
 
     Raises:
@@ -227,9 +227,9 @@ def user_readers(data: TextSection, seed: int, bad_rows: BadRows, duplicates: Du
     """Return a reader for each user in the recipe; warn of users that train on the same file.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         seed: Seed of the splits.
-        bad_rows: Collects bad rows.
+        bad_rows: Collects rows that cannot be used, to report them.
         duplicates: Drops duplicate documents.
     """
     users = data.users or {}
@@ -260,7 +260,7 @@ def _read_user(
         split: The recipe's section with the fractions.
         seed: Seed of the shuffle.
         limits: Token limits of the user by recipe key, which bound how much is read.
-        bad_rows: Collects bad rows.
+        bad_rows: Collects rows that cannot be used, to report them.
         duplicates: Drops duplicate documents.
     """
 
@@ -439,10 +439,10 @@ def given_readers(
     """Return a reader for the text of each user that a program passes.
 
     Args:
-        data: The recipe's section.
+        data: The section ``data`` of the recipe.
         given: Data by user, of the types in :data:`ALLOWED_TEXT`.
         seed: Seed of the splits.
-        bad_rows: Collects bad rows.
+        bad_rows: Collects rows that cannot be used, to report them.
         duplicates: Drops duplicate documents.
     """
     limits = token_limits(data, list(given))
@@ -494,7 +494,7 @@ def _read_documents_at(bad_rows: BadRows, name: str, path: str, max_bytes: int |
 
     Args:
         bad_rows: Collects documents that are not text.
-        name: Name of the user, for messages.
+        name: Name of the user, for error messages.
         path: The file or folder.
         max_bytes: Stop after about this many bytes of text; None for all.
 
@@ -551,7 +551,7 @@ class LanguageReader(StreamingReader[Read, User]):
         """Initialise the reader, without loading the base model yet.
 
         Args:
-            data: The recipe's section.
+            data: The section ``data`` of the recipe.
             seed: Seed of the splits.
             load_base: Loads the base model.
             context: Tokens per window, excluding the last target.
@@ -633,7 +633,7 @@ class DocumentsReader(LanguageReader[Read, User]):
         """Initialise the reader, without loading the base model yet.
 
         Args:
-            data: The recipe's section.
+            data: The section ``data`` of the recipe.
             seed: Seed of the splits.
             load_base: Loads the base model.
             context: Tokens per window, excluding the last target.

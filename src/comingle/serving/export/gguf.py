@@ -63,7 +63,7 @@ def vocabulary(
     """Return a tokenizer's vocabulary and settings in GGUF's form.
 
     Args:
-        name: The user, for messages.
+        name: The user, for error messages.
         tokenizer: A fast BPE tokenizer.
         size: Rows of the model's embedding. The vocabulary is padded to this size with unused tokens.
         turn_end: The token that ends a response.
@@ -156,7 +156,7 @@ def _pre_tokenizer(name: str, settings: Mapping[str, Any]) -> str:
     A pre-tokenizer splits a text into words, before merges are applied within each word.
 
     Args:
-        name: The user, for messages.
+        name: The user, for error messages.
         settings: Content of ``tokenizer.json``.
 
     Raises:
@@ -458,7 +458,7 @@ def _tensors(architecture: str, name: str, network: PreTrainedModel) -> Iterator
 
     Args:
         architecture: llama.cpp's name of the architecture.
-        name: The user, for messages.
+        name: The user, for error messages.
         network: The network.
 
     Raises:
