@@ -454,7 +454,7 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         num_releases,
         privacy.delta,
         plan.privacy.accountant,
-        is_for_replacing=account_type.replaces,
+        is_for_replacing=account_type.replaces,  # whether the account's own epsilon is for replaced data
     )
 
 

@@ -456,6 +456,7 @@ class Fakes:
     """Fake tensors, which have a shape but no data, by the real tensors that they replace."""
 
     def __init__(self) -> None:
+        """Start without fake tensors; :meth:`of` makes them."""
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # (real, fake) by id(real)
 

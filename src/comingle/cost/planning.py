@@ -126,7 +126,7 @@ def add_privacy_forecast(
         cost: Costs of a method.
         recipe: The recipe whose costs they are. Its data may be text that stands in for the users' conversations.
         names: Names of the users.
-        participation: Fraction of the users that train in each round, or names of the participants.
+        participation: Fraction of the users in each round, or the names of each round's participants.
         with_real_data: The recipe before its data was replaced; None if it was not.
 
     Raises:
@@ -291,7 +291,7 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
     Args:
         recipes: Recipes that differ in their method alone.
         users: Number of users, in place of the recipe's.
-        participation: Fraction of the users that train in each round, or names of the participants.
+        participation: Fraction of the users in each round, or the names of each round's participants.
 
     Raises:
         RecipeError: A method or a setting is wrong.
@@ -342,7 +342,7 @@ def net_cost(
         population: Users and their samples.
         net_flops: Function that returns the FLOPs of a net without the method's additions, for a user's local work.
         free: Free memory in bytes; the costs say whether the run fits into it, and with which settings if not.
-        participation: Fraction of the users that train in each round, or names of the participants.
+        participation: Fraction of the users in each round, or the names of each round's participants.
     """
     rehearsal = rehearse_nets(recipe, population, participation)
     local_work = local_work_by_user(rehearsal.federation.clients, population)
@@ -361,7 +361,7 @@ def rehearse_nets(
     Args:
         recipe: The recipe.
         population: Users of this process and their samples.
-        participation: Fraction of the users that train in each round, or names of the participants.
+        participation: Fraction of the users in each round, or the names of each round's participants.
         all_names: Names of the users of all processes; None if there is one process.
     """
     federation = bare_nets(recipe, population, all_names)
@@ -642,7 +642,7 @@ def method_cost(
         base: The base model; weights are not needed.
         names: Names of the users.
         free: Free memory in bytes; the costs say whether the run fits into it, and with which settings if not.
-        participation: Fraction of the users that train in each round, or names of the participants.
+        participation: Fraction of the users in each round, or the names of each round's participants.
     """
     # A federation whose steps run on fake tensors (shapes without values).
     rehearsal = rehearse_text(recipe, base, names, participation)
@@ -672,7 +672,7 @@ def rehearse_text(
         recipe: The recipe.
         base: The base model; weights are not needed.
         names: Names of the users of all processes.
-        participation: Fraction of the users that train in each round, or names of the participants.
+        participation: Fraction of the users in each round, or the names of each round's participants.
         own_indices: Indices in ``names`` of this process's users; None if there is one process.
         process_bytes: Bytes of a process without model and data; None to measure them.
     """
@@ -794,7 +794,7 @@ def _rehearse(recipe: Recipe, run_data: RunData, participation: Participation) -
     Args:
         recipe: The recipe.
         run_data: Base and data of the run.
-        participation: Fraction of the users that train in each round, or names of the participants.
+        participation: Fraction of the users in each round, or the names of each round's participants.
     """
     kind = kind_of(recipe)
     own_users = run_data.present

@@ -307,6 +307,14 @@ class Encoder:
     """
 
     def __init__(self, data: ConversationsSection, template: ChatTemplate, context: int, bad_rows: BadRows):
+        """Prepare to encode users' conversations as token windows.
+
+        Args:
+            data: The section ``data`` of the recipe, which says whether to cut long conversations.
+            template: Chat template of the base model.
+            context: Largest number of tokens of a conversation.
+            bad_rows: Collects conversations that the template rejects.
+        """
         self.data, self.context, self.template, self.bad_rows = data, context, template, bad_rows
         self.ends = self.template.ends()
         """Tokens that end a response."""
