@@ -217,7 +217,10 @@ class Attacker:
     clients: Clients
 
     def initial_rows(self, num_users: int) -> Float[Tensor, "users columns"]:
-        """Return a row per user with the initial values of all trainable tensors, which follow from the public seed."""
+        """Return a row per user with the initial values of all trainable tensors, flattened and joined.
+
+        Every attacker knows them, as they follow from the public seed of the recipe.
+        """
         model, plan = self.clients.model, self.clients.plan
         initial_row = draw(model.layout, plan.seed, "server").to(self.clients.state.rows)
         return initial_row.repeat(num_users, 1)
@@ -462,7 +465,14 @@ class CanaryScores:
         self.last_published.remember(view, tensors)
 
     def score(self, view: str) -> list[float | None]:
-        """Return each user's mean score over the rounds in which it was observed; None if it never was."""
+        """Return each user's mean score over the rounds in which its upload or download was observed.
+
+        Args:
+            view: The attacker, SERVER or USERS, whose scores are averaged.
+
+        Returns:
+            The mean scores; None for a user that was never observed. A high score means that its canary was included.
+        """
         mean_scores: list[float | None] = []
         for scores_by_round in self.scores[view]:
             if scores_by_round:
@@ -628,7 +638,11 @@ def windows_of(
 
 
 def as_targets(windows: Int64[Tensor, "*batch width"]) -> Int64[Tensor, "*batch width"]:
-    """Make every token but ``PAD`` a target, as in training with ``data.loss_on: all``."""
+    """Make every token but ``PAD`` a target, as in training with ``data.loss_on: all``.
+
+    Args:
+        windows: Token ids. Tokens that are input but no target are stored as negative numbers below ``PAD``.
+    """
     is_hidden = windows < PAD
     return torch.where(is_hidden, hide(windows), windows)  # ``hide`` is its own inverse
 

@@ -202,7 +202,12 @@ BY_NAME: dict[str, Attack] = {
 
 
 def _honest_users(changes: Tree, hostile: Sequence[int]) -> list[int]:
-    """Return the indices of the users that are not hostile."""
+    """Return the indices of the users that are not hostile.
+
+    Args:
+        changes: Changes of all users by tensor name, ``(users, *shape)``.
+        hostile: Indices of the hostile users.
+    """
     any_tensor = next(iter(changes.values()))  # (users, *shape)
     num_users = len(any_tensor)
     return [user for user in range(num_users) if user not in hostile]
@@ -224,7 +229,13 @@ def _replace_hostile(changes: Tree, hostile: Sequence[int], attack: Callable[[Te
 
 
 def _replace_rows(t: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
-    """Return a copy of a tensor with some of its rows replaced by ``values``."""
+    """Return a copy of a tensor with a row per user in which some users' rows are replaced.
+
+    Args:
+        t: Tensor ``(users, *shape)``.
+        rows: Indices of the rows to replace.
+        values: The new rows ``(rows, *shape)``, or one of ``shape`` for all of them.
+    """
     t = t.clone()
     t[list(rows)] = values.to(t)
     return t

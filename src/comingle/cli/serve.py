@@ -241,7 +241,11 @@ class _Session:
         return self.conversation.plain
 
     def _read_line(self, *, continues_text: bool) -> str:
-        """Read a line, in terminals with a prompt."""
+        """Read a line of the user's input; in terminals print a prompt before it.
+
+        Args:
+            continues_text: Whether the line continues a text of several lines, which has another prompt.
+        """
         if not self.console.is_terminal:
             return input()
         return input("… " if continues_text else f"{self.conversation.user}> ")

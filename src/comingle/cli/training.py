@@ -583,7 +583,11 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
 
 
 def _conversation_counts(user: UserAnswers) -> list[int]:
-    """Return a user's sizes of the splits, mean and most tokens, and longest response: ``[20, 2, 5, 140, 512, 96]``."""
+    """Return a row of the table that ``comingle data`` prints of users' conversations: ``[20, 2, 5, 140, 512, 96]``.
+
+    These are the numbers of conversations in train, valid and test, the mean and the largest number of tokens of a
+    conversation, and the number of tokens of the longest response.
+    """
     splits = (user.train, user.valid, user.test)
     num_tokens = []  # of each conversation
     for split in splits:
@@ -724,7 +728,7 @@ def summarise(text: UserText, data: UserData) -> Summary:
 
 
 def shorten(document: str) -> str:
-    """Return the beginning of a document on one line."""
+    """Return the beginning of a document on one line, with an ellipsis if it is cut, as an excerpt for a preview."""
     line = " ".join(document.split())
     if len(line) <= _EXCERPT_CHARACTERS:
         return line

@@ -51,7 +51,12 @@ def read_text(text: str, where: str) -> Any:
 
 
 def too_large(size: int, where: str) -> RecipeError:
-    """Return the error for a recipe that would fill memory."""
+    """Return the error for a recipe that is larger than ``MAX_BYTES`` and might fill memory when it is parsed.
+
+    Args:
+        size: Size of the recipe in bytes.
+        where: Name of the recipe in the error, such as its path.
+    """
     advice = "keep data in files, and name them in the recipe"
     return RecipeError(f"{where}: got {size:,} bytes; allowed: at most {MAX_BYTES:,}; {advice}")
 
@@ -119,7 +124,10 @@ class _Loader(yaml.SafeLoader):
         return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
 
     def construct_yaml_map(self, node: yaml.MappingNode) -> Iterator[dict[Hashable, object]]:
-        """Yield the mapping before it is filled, as PyYAML expects of constructors of collections."""
+        """Convert a mapping of the YAML text to a dictionary; PyYAML calls this for each mapping.
+
+        The dictionary is yielded before it is filled, as PyYAML expects of constructors of collections.
+        """
         mapping: dict[Hashable, object] = {}
         yield mapping
         mapping.update(self.construct_mapping(node))

@@ -288,7 +288,10 @@ def _dotted_keys(model: type[BaseModel], data: type[DataSection] | None, prefix:
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class inside an annotation such as ``dict[str, UserSource] | None``; None if it has none."""
+    """Return the section (pydantic model) in the annotation of a recipe's key; None if it has none.
+
+    For ``dict[str, UserSource] | None`` it is ``UserSource``.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     arguments = getattr(annotation, "__args__", ())  # such as (str, UserSource)

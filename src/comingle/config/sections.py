@@ -45,7 +45,7 @@ class MethodSection(Section):
     @field_validator("settings")
     @classmethod
     def _convert_exponents(cls, settings: Mapping[str, object]) -> dict[str, object]:
-        """Convert values such as "1e-3", which YAML 1.1 reads as text, to numbers."""
+        """Convert a method's settings such as "1e-3", which YAML 1.1 reads as text, to numbers."""
         return {key: number_in(value) for key, value in settings.items()}
 
 
@@ -285,7 +285,10 @@ class Recipe(Section):
         return self.with_changes(lists) if lists else self
 
     def _by_name(self, value: object) -> object:
-        """Convert a list with a value for each user in the recipe to a mapping by name; return others unchanged."""
+        """Convert a setting's list with a value for each user of the recipe to a mapping by name.
+
+        Other values are returned unchanged. The recipe's fingerprint then does not depend on the order of the users.
+        """
         names = self.data.names
         if isinstance(value, list) and len(value) == len(names):
             return dict(zip(names, value, strict=True))

@@ -77,7 +77,11 @@ def values_in_order(
 
 
 def values_in(setting: V | Sequence[V] | Mapping[str, V]) -> list[V]:
-    """Return the values of a setting that is one value for all users, a list, or a mapping by user."""
+    """Return as a list the values of a setting that may differ between users, such as ``training.batch_size``.
+
+    Args:
+        setting: One value for all users, a list with one for each, or a mapping by user.
+    """
     if isinstance(setting, Mapping):
         return list(setting.values())
     if isinstance(setting, list | tuple):
@@ -86,7 +90,7 @@ def values_in(setting: V | Sequence[V] | Mapping[str, V]) -> list[V]:
 
 
 def largest(values: Sequence[V | None]) -> V | None:
-    """Return the largest of users' values; None, which is no limit, is larger than any number."""
+    """Return the largest of the users' values of a setting; None, which is no limit, is larger than any number."""
     if None in values:
         return None
     return max(cast(Any, values))

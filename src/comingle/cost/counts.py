@@ -105,7 +105,10 @@ def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Downl
 
 
 def count_exchanges(federation: InProcess) -> int:
-    """Return the number of rounds of a run after which users upload and the server aggregates."""
+    """Return the number of rounds of a run that end with an exchange: users upload and the server aggregates.
+
+    Some methods exchange only after every few rounds, or never.
+    """
     clients = federation.clients
     plan = clients.plan
     if not clients.method.trains:
@@ -593,7 +596,10 @@ class _MeasuredFlops:
 
 
 def _stacked_parameters(clients: Clients) -> dict[str, int]:
-    """Return a user's trained parameters by role, without roles that have none; all users have the same."""
+    """Return a user's number of trained parameters by role (part of the model), without roles that have none.
+
+    For nets and client-level mixtures, whose users all have the same.
+    """
     layout = clients.model.layout
     trained_roles = sorted(layout.roles & clients.method.client.trained)
     counts = {role: int(layout.mask([role]).sum()) for role in trained_roles}

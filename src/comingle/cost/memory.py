@@ -438,7 +438,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage until it is freed; do nothing if it is counted already."""
+        """Add the bytes of a tensor's memory to those in use until it is freed, unless they are counted already."""
         address = storage._cdata  # the same for all tensors that view the storage
         if address not in self._storages:
             size = storage.nbytes()
@@ -447,7 +447,12 @@ class LiveBytes(TorchDispatchMode):
             self.live += size
 
     def _remove(self, address: int, size: int, _dead_reference: object) -> None:
-        """Subtract the bytes of a storage that was freed."""
+        """Subtract the bytes of a tensor's memory from those in use; called when it is freed.
+
+        Args:
+            address: Address of the storage, the key of its weak reference.
+            size: Its bytes.
+        """
         self._storages.pop(address, None)
         self.live -= size
 

@@ -704,7 +704,7 @@ def measure_disk_rate() -> float:
 
 
 def median_seconds(work: Callable[[], object], times: int = 3) -> float:
-    """Run ``work`` ``times`` times and return the median of its seconds."""
+    """Call ``work`` a number of times and return the median of the seconds that a call takes."""
     durations = []
     for _ in range(times):
         began = time.perf_counter()

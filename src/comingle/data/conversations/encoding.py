@@ -101,7 +101,11 @@ class Answers:
         return torch.where(row < 0, hide(row), row)  # hiding twice restores a token
 
     def only(self, kept: Bool[Tensor, " n"]) -> Answers:
-        """Return the conversations for which ``kept`` is True, with their responses; rows are numbered anew."""
+        """Return a copy with only some of the conversations, and their responses.
+
+        Args:
+            kept: Whether to keep each conversation. The kept ones are numbered anew, in the same order.
+        """
         new_rows = kept.cumsum(0) - 1  # [0, 0, 1] for [True, False, True]: row 2 becomes row 1
         is_kept_response = kept[self.owners]
         references = tuple(compress(self.references, is_kept_response.tolist()))

@@ -103,7 +103,7 @@ class Columns:
         return f"{self.messages!r}, or {prompt_and_response}, or {SHAREGPT!r} (ShareGPT)"
 
     def has(self, names: Sequence[str]) -> bool:
-        """Return whether rows with columns of these names hold a conversation."""
+        """Return whether rows of a data set hold a conversation, judged by the names of their columns."""
         needed = (*self.prompt, self.response)
         if all(name in names or name.partition(".")[0] in names for name in needed):  # "a.b" is a field of column "a"
             return True
@@ -165,7 +165,10 @@ def messages_of(
 
 
 def _is_filled(value: object) -> bool:
-    """Return whether a cell of a row is filled: not None, False, ``""`` or ``[]``; the number 0 counts as filled."""
+    """Return whether a row of a data set has a value here: not None, False, ``""`` or ``[]``; 0 counts as a value.
+
+    Tables give rows without a value one of these fillers.
+    """
     if value is None or value is False:
         return False
     is_empty = isinstance(value, str | Sized) and len(value) == 0
@@ -264,7 +267,10 @@ def _read_tools(value: object) -> list[object]:
 
 
 def _is_function(tool: object) -> bool:
-    """Return whether a value is a function with a name, either ``{name, ...}`` or ``{function: {name, ...}}``."""
+    """Return whether a tool or a tool call of a conversation names a function.
+
+    Its form is ``{name, ...}`` or ``{function: {name, ...}}``.
+    """
     if not isinstance(tool, Mapping):
         return False
     function = tool.get("function", tool)
@@ -275,7 +281,7 @@ def _is_function(tool: object) -> bool:
 
 
 def _from_json(value: object) -> object:
-    """Parse a text as JSON; return other values, and texts that are not JSON, unchanged."""
+    """Parse a text as JSON, as data sets often store lists; return other values, and other texts, unchanged."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):  # not JSON, or nested too deeply
             return json.loads(value)
@@ -355,7 +361,12 @@ def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> M
 
 
 def _first_value(record: Mapping[str, object], keys: Sequence[str]) -> object:
-    """Return the value of the first of these keys that the record has; None if it has none."""
+    """Return the value of the first of several spellings of a key that a message has; None if it has none.
+
+    Args:
+        record: The message as read.
+        keys: Spellings of the key, such as "role" and "from".
+    """
     for key in keys:
         if record.get(key) is not None:
             return record[key]
@@ -461,7 +472,10 @@ def _read_text(value: object, where: str) -> str:
 
 
 def _is_text_part(part: object) -> bool:
-    """Return whether a value is ``{"type": "text", "text": ...}``, with no other keys that have a value."""
+    """Return whether a part of a message is plain text rather than an image, for example.
+
+    It is then ``{"type": "text", "text": ...}``, with no other keys that have a value.
+    """
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         return False
     has_other_values = any(_is_filled(value) for key, value in part.items() if key not in ("type", "text"))

@@ -56,7 +56,10 @@ def split_words(text: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _is_unspaced(character: str) -> bool:
-    """Return whether a character belongs to a script without spaces between words, such as Chinese."""
+    """Return whether a character belongs to a script without spaces between words, such as Chinese.
+
+    Each such character counts as a word when texts are compared.
+    """
     return unicodedata.name(character, "").startswith(_UNSPACED)
 
 
