@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.federation.direct import Direct, nodes_of
 from tests.federation.tiny import assert_equal, tensors_of, tiny
+from tests.serving.test_serving_metrics import read_metrics
 
 import comingle
 from comingle.config import parse_recipe
@@ -28,6 +29,7 @@ from comingle.serving.engine import Engine, Piece, Request
 from comingle.utils.errors import RunError
 
 PROMPT, NUM_TOKENS = "once upon", 12
+UPDATES = "comingle:model_updates_total"
 
 
 @contextmanager
@@ -108,6 +110,20 @@ def test_requests_before_the_first_model_are_refused_with_status_503(tmp_path: P
         assert error.value.code == 503
         assert error.value.headers["Retry-After"]
         error.value.close()
+
+
+def test_newer_models_are_counted_and_the_server_is_healthy(tmp_path: Path, shared_base: None) -> None:
+    with model_server([]) as server:
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(f"{server.url}/health", timeout=60)
+        assert error.value.code == 503
+        error.value.close()
+        client = next(iter(served_federation(tiny(tmp_path), tmp_path, server).nodes.values()))
+        metrics = read_metrics(server.url)
+        server.publish(store_of(client), client.own.name)
+        assert read_metrics(server.url)[UPDATES] == metrics[UPDATES] + 1 > 1
+        with urllib.request.urlopen(f"{server.url}/health", timeout=60) as response:
+            assert response.status == 200
 
 
 def test_a_request_during_local_steps_is_answered(tmp_path: Path, shared_base: None) -> None:

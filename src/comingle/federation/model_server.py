@@ -103,6 +103,8 @@ class ModelServer:
                 service.engine.replace(personal)
 
             service.worker.call(replace_model).result()  # runs in the engine's thread; waits for its end
+            if service.metrics is not None:
+                service.metrics.model_updates.inc()
 
     def _served_users(self) -> set[str]:
         """Return the users whose models are served."""

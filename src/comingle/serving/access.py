@@ -1,4 +1,4 @@
-"""Sockets, keys, limits and error responses of the API server. The module does not import torch."""
+"""Sockets, keys, limits, metrics and error responses of the API server. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from comingle.utils.records import write_text
 
 if TYPE_CHECKING:
     from fastapi.responses import JSONResponse
+    from prometheus_client import CollectorRegistry
 
 logger = logging.getLogger("comingle")
 
@@ -305,3 +306,134 @@ class ApiError(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+METRICS_EXTRA = "needs prometheus-client: pip install 'comingle[app]'"
+"""End of the message if the package is missing."""
+
+# Upper bounds of histogram buckets in seconds, as in vLLM.
+_FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_TEXT_SECONDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+
+class Metrics:
+    """Metrics of a server of models, for ``GET /metrics``.
+
+    Metrics with the prefix ``vllm:`` have the meaning that they have in vLLM, those with ``comingle:`` are our own.
+    Nothing is labelled with a user's name, since another user may read them.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        num_running: Callable[[], int],
+        num_waiting: Callable[[], int],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Create metrics that are all zero.
+
+        Args:
+            model_name: Value of the label ``model_name``: the base, which all users share.
+            num_running: Returns the number of texts that are being generated.
+            num_waiting: Returns the number of texts that wait for a row.
+            clock: Returns a time in seconds.
+
+        Raises:
+            ImportError: prometheus-client is not installed.
+        """
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+        self.registry: CollectorRegistry = CollectorRegistry()
+        self.clock = clock
+        labels, registry = ("model_name",), self.registry
+
+        def gauge(name: str, text: str, value: Callable[[], int]) -> None:
+            Gauge(name, text, labels, registry=registry).labels(model_name).set_function(value)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, labels, registry=registry).labels(model_name)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, labels, registry=registry, buckets=buckets).labels(model_name)
+
+        gauge("vllm:num_requests_running", "Texts that are being generated.", num_running)
+        gauge("vllm:num_requests_waiting", "Texts that wait for a row of the batch.", num_waiting)
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts that were read.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens that were generated.")
+        self.first_token_seconds = histogram(
+            "vllm:time_to_first_token_seconds", "Seconds from a request to its first token.", _FIRST_TOKEN_SECONDS
+        )
+        self.token_seconds = histogram(
+            "vllm:inter_token_latency_seconds", "Seconds between two tokens of a text.", _TOKEN_SECONDS
+        )
+        self.text_seconds = histogram(
+            "vllm:e2e_request_latency_seconds", "Seconds from a request to the end of its text.", _TEXT_SECONDS
+        )
+        ended = Counter(
+            "vllm:request_success",
+            "Texts that have ended, by reason: stop, length, abort (the client has disconnected) or error.",
+            (*labels, "finished_reason"),
+            registry=registry,
+        )
+        # A child for each reason, so that all are shown from the start.
+        self.ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
+        self.refused = Counter(
+            "comingle:requests_refused",
+            "Requests answered with an error, by HTTP status.",
+            ("status",),
+            registry=registry,
+        )
+        self.model_updates = counter("comingle:model_updates", "Models of users that were replaced by newer ones.")
+
+    def page(self) -> bytes:
+        """Return all metrics in the Prometheus text format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self.registry)
+
+
+class TextTimer:
+    """Times of one text, from its request to its last token, for :class:`Metrics`."""
+
+    def __init__(self, metrics: Metrics, num_prompt_tokens: int) -> None:
+        """Start when the request has arrived."""
+        self._metrics, self._num_prompt_tokens = metrics, num_prompt_tokens
+        self._arrived_at = metrics.clock()
+        self._last_token_at: float | None = None  # None before the first token
+        self._has_ended = False
+
+    def add_token(self) -> None:
+        """Count a token that was generated."""
+        metrics, now = self._metrics, self._metrics.clock()
+        if self._last_token_at is None:  # the prompt has been read
+            metrics.prompt_tokens.inc(self._num_prompt_tokens)
+            metrics.first_token_seconds.observe(now - self._arrived_at)
+        else:
+            metrics.token_seconds.observe(now - self._last_token_at)
+        metrics.generation_tokens.inc()
+        self._last_token_at = now
+
+    def end(self, reason: str) -> None:
+        """Count the end of the text; only the first call counts.
+
+        Args:
+            reason: "stop", "length", "abort" or "error".
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._metrics.ended[reason].inc()
+        is_complete = reason in ("stop", "length")
+        if is_complete:
+            self._metrics.text_seconds.observe(self._metrics.clock() - self._arrived_at)

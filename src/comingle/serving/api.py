@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -22,10 +22,12 @@ from starlette.requests import ClientDisconnect
 from comingle.models.personal import PersonalModel
 from comingle.serving import engine as engines
 from comingle.serving.access import (
+    METRICS_EXTRA,
     UVICORN_OPTIONS,
     ApiError,
     Keys,
     Limits,
+    Metrics,
     Rates,
     cross_site_page,
     hostname,
@@ -85,13 +87,15 @@ def make_app(
 
     app = FastAPI(title="comingle", docs_url=None, redoc_url=None, openapi_url=None, lifespan=close_worker_at_shutdown)
     app.state.service = service
-    app.add_exception_handler(ApiError, lambda _, error: error.response())  # type: ignore[attr-defined,arg-type]
+    app.add_exception_handler(ApiError, lambda _, error: service.refuse(error))  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
     app.add_exception_handler(
         Exception, lambda *_: ApiError(500, "internal error; the server's log has the details").response()
     )
     app.middleware("http")(service.refuse_cross_site)
     app.get("/")(service.page)
+    app.get("/health")(service.health)
+    app.get("/metrics")(service.metrics_page)
     app.get("/v1/models")(service.models)
     app.get("/v1/models/{name:path}")(service.model)
     app.post("/v1/chat/completions")(service.chat)
@@ -103,6 +107,21 @@ def make_app(
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """Return the response to a request that no handler takes, such as 404, in the OpenAI API's form."""
     return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
+
+
+def _metrics_of(engine: Engine, worker: Worker, base: str) -> Metrics | None:
+    """Return the metrics of an engine; None if prometheus-client is not installed.
+
+    Args:
+        engine: The engine.
+        worker: Its worker.
+        base: Name of the base. The path of a local folder is not shown, as it may contain a user's name.
+    """
+    model_name = "local" if Path(base).exists() else base
+    try:
+        return Metrics(model_name, num_running=lambda: len(engine.active), num_waiting=lambda: worker.num_waiting)
+    except ImportError:
+        return None
 
 
 class Service:
@@ -117,6 +136,7 @@ class Service:
         self.worker = Worker(engine, max_waiting=limits.queue, when_idle=when_idle)
         any_model = next(iter(engine.models.values())).model  # the base is the same for all users
         self.prompts = Prompts(any_model.base)
+        self.metrics = _metrics_of(engine, self.worker, any_model.base.name)
         self.started = int(time.time())
 
     # ------------------------------------------------------------ who asks
@@ -192,6 +212,26 @@ class Service:
             return body_class.model_validate_json(bytes(body))
         except ValidationError as error:
             raise invalid_request(error) from None
+
+    def refuse(self, error: ApiError) -> Response:
+        """Return the response of an error, and count it."""
+        if self.metrics is not None:
+            self.metrics.refused.labels(str(error.status)).inc()
+        return error.response()
+
+    # ------------------------------------------------------------ state of the server
+
+    async def health(self) -> Response:
+        """Return status 200 while the engine's thread runs, else 503."""
+        if not self.worker.alive:
+            raise ApiError(503, "the engine has ended; restart the server")
+        return Response()
+
+    async def metrics_page(self) -> Response:
+        """Return the metrics in the Prometheus text format; status 501 without the package."""
+        if self.metrics is None:
+            return PlainTextResponse(f"/metrics {METRICS_EXTRA}\n", status_code=501)
+        return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # ------------------------------------------------------------ models
 
@@ -351,7 +391,7 @@ class Service:
         Raises:
             ApiError: Too many or too long texts are requested, or the queue is full.
         """
-        piece_queue = PieceQueue()
+        piece_queue = PieceQueue(self.metrics)
         piece_queue.requests = self._engine_requests(parsed, prompts, ends=ends, piece_queue=piece_queue)
         answer = Answer(
             chat=isinstance(parsed, ChatRequest),
@@ -412,7 +452,7 @@ class Service:
                     name=parsed.model,
                     prompt=prompt,
                     sampling=sampling,
-                    on_piece=piece_queue.callback(len(requests)),
+                    on_piece=piece_queue.callback(len(requests), len(prompt)),
                     logprobs=parsed.num_top_logprobs,
                     continues=isinstance(parsed, CompletionRequest),
                 )

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from comingle.models.generation import Sampling
-from comingle.serving.access import ApiError
+from comingle.serving.access import ApiError, Metrics, TextTimer
 from comingle.serving.answers import DONE, Answer, Choice, event
 from comingle.serving.engine import Engine, Piece, Request
 
@@ -306,16 +306,28 @@ def model_not_found(name: str) -> ApiError:
 class PieceQueue:
     """Transfers the pieces of an answer's texts from the engine's thread to the event loop."""
 
-    def __init__(self) -> None:
-        """Create an empty queue; to be called in the event loop, where pieces of text are taken from it."""
+    def __init__(self, metrics: Metrics | None) -> None:
+        """Create an empty queue; to be called in the event loop, where pieces of text are taken from it.
+
+        Args:
+            metrics: Counts tokens and times; None to count nothing.
+        """
         self.loop = asyncio.get_running_loop()
         self.queue = asyncio.Queue[tuple[int, Piece]]()  # index of a text of the answer, and the text's next piece
         self.requests: list[Request] = []  # one per text; set before `pieces` is called
+        self._metrics = metrics
+        self._timers: list[TextTimer] = []  # one per text; none without metrics
 
-    def callback(self, text_index: int) -> Callable[[Piece], None]:
+    def callback(self, text_index: int, num_prompt_tokens: int) -> Callable[[Piece], None]:
         """Return a function that adds a piece of a text to the queue; the engine's thread calls it."""
+        timer = None
+        if self._metrics is not None:
+            timer = TextTimer(self._metrics, num_prompt_tokens)
+            self._timers.append(timer)
 
         def on_piece(piece: Piece) -> None:
+            if timer is not None:
+                _count_piece(timer, piece)
             if not self.loop.is_closed():  # a closed loop means that the server has stopped
                 self.loop.call_soon_threadsafe(self.queue.put_nowait, (text_index, piece))
 
@@ -341,6 +353,18 @@ class PieceQueue:
         finally:
             for request in self.requests:
                 request.cancelled = True
+            for timer in self._timers:  # does nothing for texts that have ended
+                timer.end("abort")
+
+
+def _count_piece(timer: TextTimer, piece: Piece) -> None:
+    """Count the token of a piece, and the end of its text if it is the last one."""
+    if piece.sampled is not None:
+        timer.add_token()
+    if piece.error is not None:
+        timer.end("error")
+    elif piece.finish is not None:
+        timer.end(piece.finish)
 
 
 async def collect_choices(piece_queue: PieceQueue, ends: Sequence[int]) -> list[Choice]:
@@ -430,6 +454,16 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="comingle-serving", daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """True if the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a row, without cancelled ones."""
+        return sum(not request.cancelled for request in tuple(self.engine.waiting))
+
     def submit(self, requests: list[Request]) -> None:
         """Append requests to the engine's queue, either all of them or none.
 
@@ -440,7 +474,7 @@ class Worker:
         for request in requests:
             self.engine.raise_unless_valid(request)
         with self._changed:
-            num_waiting = sum(not request.cancelled for request in tuple(self.engine.waiting))
+            num_waiting = self.num_waiting
             max_queued = self.max_waiting + self.engine.num_free_rows
             if self._closed or num_waiting + len(requests) > max_queued:
                 raise Overloaded(f"{num_waiting} requests are already waiting; try again later")
