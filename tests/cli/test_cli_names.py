@@ -19,7 +19,7 @@ from comingle.data.splits import UserText
 from comingle.reports.tables import render_run
 from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import KIND as TEXT
-from comingle.utils.terminal import Terminal, printable, words
+from comingle.utils.terminal import Terminal, literal_text, printable
 
 MARKUP = "[/red]x"
 RED = "\x1b[31mred\x07\x9b2J"
@@ -37,7 +37,7 @@ def test_characters_that_a_terminal_obeys_become_escapes() -> None:
     assert printable("a\nb\u2028c\u202ed\udc80") == r"a\nb\u2028c\u202ed\udc80"
     assert printable("grüße 你好 हिन्दी שלום 👩‍👩‍👧") == "grüße 你好 हिन्दी שלום 👩‍👩‍👧"
     assert printable(printable(RED)) == printable(RED)
-    assert words(MARKUP).plain == MARKUP
+    assert literal_text(MARKUP).plain == MARKUP
 
 
 def test_a_console_obeys_nothing_that_it_prints() -> None:

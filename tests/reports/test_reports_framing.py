@@ -8,7 +8,7 @@ import pytest
 from rich.text import TextType
 
 from comingle.reports.formatting import Table
-from comingle.utils.terminal import Terminal, words
+from comingle.utils.terminal import Terminal, literal_text
 
 LONG = "words " * 15 + "end"
 
@@ -19,7 +19,7 @@ def printed(table: Table, width: int) -> list[str]:
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize("told", [LONG, words(LONG)], ids=["str", "Text"])
+@pytest.mark.parametrize("told", [LONG, literal_text(LONG)], ids=["str", "Text"])
 def test_a_title_and_a_caption_are_as_wide_as_the_terminal(told: TextType) -> None:
     table = Table("a", "b", title=told, caption=told, box=None)
     table.add_row("1", "2")

@@ -60,7 +60,7 @@ def audit(
     from comingle.audits import auditing
     from comingle.reports.audit import check_targets, conclusions, render_audit
     from comingle.runs.api import load
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
 
     folder = out or run
     if run.is_dir():
@@ -75,4 +75,4 @@ def audit(
     for table in render_audit(results):
         console.print()
         console.print(table)
-    console.print(words(f"{folder / 'audit.md'}  {folder / 'audit.json'}", "dim"))
+    console.print(literal_text(f"{folder / 'audit.md'}  {folder / 'audit.json'}", "dim"))

@@ -118,7 +118,7 @@ def compare_methods(
     """
     from comingle.reports.tables import render_with_verdicts
     from comingle.runs.compare import check_baseline, folders_of, recipes_of, write_table
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
 
     recipes = recipes_of(recipe, methods, seeds, for_all)  # by method's label and seed
     check_baseline(recipes, folder, against)
@@ -145,7 +145,7 @@ def compare_methods(
     table, _ = write_table(folder, label_by_finished_folder, against, failed=failed_folders)
     for part in render_with_verdicts(table, all_users=all_users):
         console.print(part)
-    console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
+    console.print(literal_text(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
     if failures:
         raise RunError(_failures_text(failures, len(recipes)))
     return None if isinstance(last_outcome, dict | ComingleError) else last_outcome
@@ -196,7 +196,7 @@ def _run_in_parallel(
     from comingle.cli.training import warn_overlaps
     from comingle.runs.compare import run_recipes_in_processes
     from comingle.utils.records import measure_of, number
-    from comingle.utils.terminal import errors, words
+    from comingle.utils.terminal import errors, literal_text
 
     outcomes = run_recipes_in_processes(
         recipes, folder, jobs=jobs, resume=resume, force=force, quiet=quiet, on_data=warn_overlaps
@@ -211,7 +211,7 @@ def _run_in_parallel(
         if not quiet:
             method, seed = key
             line = f"{num_ended} of {len(recipes)} runs ended · {method}, seed {seed} · {result}"
-            errors.print(words(line), soft_wrap=True, highlight=False)
+            errors.print(literal_text(line), soft_wrap=True, highlight=False)
         yield key, outcome
 
 

@@ -8,7 +8,7 @@ import typer
 
 from comingle.cli.options import RecipePath, Sets, console, read_recipe, status
 from comingle.utils.errors import DataError
-from comingle.utils.terminal import words
+from comingle.utils.terminal import literal_text
 
 if TYPE_CHECKING:
     from comingle.methods.base import Method, Placement
@@ -35,7 +35,7 @@ def data(
             run_data = prepare(loaded_recipe)
     except BadRowsError as error:
         for problem in error.problems:
-            console.print(words(problem), highlight=False, soft_wrap=True)
+            console.print(literal_text(problem), highlight=False, soft_wrap=True)
         raise DataError(f"{len(error.problems)} rows cannot be used; {BAD_ROWS_ADVICE}") from None
     for part in preview(loaded_recipe, run_data, all_users=all_users):
         console.print(part, highlight=False)
@@ -117,5 +117,5 @@ def methods(
             docstring = inspect.getdoc(REGISTRY[method_name]) or ""
             table.add_row(method_name, docstring.partition("\n")[0])
         except PluginError as error:
-            table.add_row(method_name, words(str(error), "red"))
+            table.add_row(method_name, literal_text(str(error), "red"))
     console.print(table)

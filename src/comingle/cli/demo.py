@@ -56,7 +56,7 @@ def _print_samples(run: Run) -> None:
     from rich.text import Text
 
     from comingle.runs.views import generating_model
-    from comingle.utils.terminal import printable, words
+    from comingle.utils.terminal import literal_text, printable
 
     title = Text.assemble(("\nText from each user's model", "bold"), f" ({run.metrics['method']}, greedy)")
     console.print(title, highlight=False)
@@ -66,5 +66,5 @@ def _print_samples(run: Run) -> None:
         is_source_code = name == "library"
         if not is_source_code:
             generated = re.sub(r"\s+", " ", generated)  # on one line
-        line = Text.assemble("  ", words(name, "cyan"), ": ", words(prompt, "bold"))
+        line = Text.assemble("  ", literal_text(name, "cyan"), ": ", literal_text(prompt, "bold"))
         console.print(line + printable(generated.rstrip(), keep="\n\t"), highlight=False)

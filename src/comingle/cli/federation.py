@@ -46,13 +46,13 @@ def federate(
     require_flower()
     from comingle.federation.launch import federate as run_federation
     from comingle.reports.tables import render_run
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
 
     folder = out or default_folder(recipe, loaded_recipe.method.name, loaded_recipe.seed)
     with show_participants(folder, all_users=all_users, quiet=quiet):
         metrics = run_federation(loaded_recipe, folder, resume=resume, force=force, say=line_printer(quiet=quiet))
     console.print(render_run(metrics, all_users=all_users))
-    console.print(words(f"{folder}/  metrics.json · events.jsonl · users/NAME/ (each user's own folder)", "dim"))
+    console.print(literal_text(f"{folder}/  metrics.json · events.jsonl · users/NAME/ (each user's own folder)", "dim"))
 
 
 def server(
@@ -88,14 +88,14 @@ def server(
         return
     from comingle.federation.launch import serve
     from comingle.reports.tables import render_run
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
 
     folder = out or Path("runs") / federation.stem
     say = line_printer(quiet=quiet)
     with show_participants(folder, all_users=all_users, quiet=quiet):
         metrics = serve(federation, plan, folder, host=host, port=port, certificates=certificates, say=say)
     console.print(render_run(metrics, all_users=all_users))
-    console.print(words(f"{folder}/  metrics.json · events.jsonl", "dim"))
+    console.print(literal_text(f"{folder}/  metrics.json · events.jsonl", "dim"))
 
 
 def _write_certificates(folder: Path, host: str, users: tuple[str, ...]) -> None:
@@ -107,13 +107,13 @@ def _write_certificates(folder: Path, host: str, users: tuple[str, ...]) -> None
         users: Names of the users.
     """
     from comingle.federation.flower.certificates import make_certificates, quote_name
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
 
     has_certificate = (folder / "server.pem").exists()
     make_certificates(folder, [] if has_certificate else [host], users)
-    console.print(words(f"{folder}/  server.pem, server.key (for the server only) · ca.pem (for all users)"))
+    console.print(literal_text(f"{folder}/  server.pem, server.key (for the server only) · ca.pem (for all users)"))
     for user in users:
-        console.print(words(f"{folder}/users/{quote_name(user)}.key  for {user} only"))
+        console.print(literal_text(f"{folder}/users/{quote_name(user)}.key  for {user} only"))
 
 
 def client(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comingle.utils.errors import PluginError, RecipeError, RunError
-from comingle.utils.terminal import Terminal, errors, words
+from comingle.utils.terminal import Terminal, errors, literal_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,7 +69,7 @@ def line_printer(*, quiet: bool) -> Callable[[str], None]:
 
     def print_line(line: str) -> None:
         if not quiet:
-            console.print(words(f"{time.strftime('%T')}  {line}"))
+            console.print(literal_text(f"{time.strftime('%T')}  {line}"))
 
     return print_line
 

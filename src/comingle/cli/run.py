@@ -61,13 +61,13 @@ def run(
         raise RecipeError(f"--processes: got {processes}, but a launcher has started {place.size}; omit the option")
     from comingle.cli.training import train_here
     from comingle.reports.tables import render_run
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
 
     folder_and_run = train_here(place, recipe, sets, seed, out, resume=resume, force=force, quiet=quiet)
     if folder_and_run is not None:  # None in all processes but the first
         folder, trained_run = folder_and_run
         console.print(render_run(trained_run.metrics, all_users=all_users))
-        console.print(words(f"{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/", "dim"))
+        console.print(literal_text(f"{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/", "dim"))
 
 
 def join(
@@ -101,7 +101,7 @@ def join(
     from comingle.runs.progress import reporting
     from comingle.training.kinds.base import kind_of
     from comingle.utils.names import as_folder
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
 
     with status("opening the run"):
         opened = load(run)
@@ -112,7 +112,7 @@ def join(
     console.print(render_joined(name, joined.measure, joined.rows))
     has_language_model = kind_of(new_user.recipe).needs_base
     use = "export, chat and serve" if has_language_model else "comingle.load in Python"
-    console.print(words(f"{folder}/  a run with {name} only, for {use}", "dim"))
+    console.print(literal_text(f"{folder}/  a run with {name} only, for {use}", "dim"))
 
 
 def leave(
@@ -137,7 +137,7 @@ def leave(
     Without --yes nothing is changed: the command lists the files that would be deleted and the rounds to train again.
     """
     from comingle.runs.leaving import STATEMENTS, plan_removal, remove_user
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
 
     if mode not in STATEMENTS:
         raise RecipeError(f"--mode: got {mode}; allowed: {', '.join(STATEMENTS)}")
@@ -146,7 +146,7 @@ def leave(
     files = removal.files
     if not yes:
         for path in files:
-            console.print(words(f"delete {path}", "dim"))
+            console.print(literal_text(f"delete {path}", "dim"))
         if removal.rounds:
             minutes = removal.seconds / 60
             console.print(f"train again: {removal.rounds} rounds; with {user} they took {minutes:.1f} min")
@@ -155,4 +155,4 @@ def leave(
         return
     remove_user(removal, say, progress=not quiet)
     console.print(f"{user} has left {run}: {len(files)} files deleted; {STATEMENTS[mode]}")
-    console.print(words(f"{run}/left.json is the certificate", "dim"))
+    console.print(literal_text(f"{run}/left.json is the certificate", "dim"))

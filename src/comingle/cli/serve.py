@@ -57,10 +57,10 @@ def serve(
 
     names = users_in(find_run(run, method))
     if make_keys is not None:
-        from comingle.utils.terminal import words
+        from comingle.utils.terminal import literal_text
 
         write_keys(make_keys, names)
-        console.print(words(f"{make_keys}  keys of {list_names(names)}; --keys {make_keys} uses them"))
+        console.print(literal_text(f"{make_keys}  keys of {list_names(names)}; --keys {make_keys} uses them"))
         return
     keys_of_users = None if keys is None else read_keys(keys, names)
     check_host(host, keys_of_users)  # raises if other machines could connect without a key
@@ -88,9 +88,9 @@ def load_all_models(run: Path, method: str | None) -> UserModels:
 
 def print_addresses(url: str) -> None:
     """Print the addresses of the chat page and of the API of the server at ``url``."""
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
 
-    console.print(words(f"{url}  chat page · {url}/v1  OpenAI-compatible API; Ctrl-C stops the server"))
+    console.print(literal_text(f"{url}  chat page · {url}/v1  OpenAI-compatible API; Ctrl-C stops the server"))
 
 
 def require_serving_packages(command: str) -> None:

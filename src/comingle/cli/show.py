@@ -101,10 +101,10 @@ def warn_if_incomparable(entries: Sequence[Entry]) -> None:
         entries: The runs; an entry has the runs of one method, which differ in their seeds.
     """
     from comingle.reports.page import comparability_warnings
-    from comingle.utils.terminal import errors, words
+    from comingle.utils.terminal import errors, literal_text
 
     for warning in comparability_warnings(entries):
-        errors.print(Text.assemble(("warning: ", "yellow"), words(warning)), highlight=False, soft_wrap=True)
+        errors.print(Text.assemble(("warning: ", "yellow"), literal_text(warning)), highlight=False, soft_wrap=True)
 
 
 def show(
@@ -172,7 +172,7 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
     from comingle.reports.runs import continuation_line, forgetting_lines
     from comingle.reports.tables import render_curve, render_run, render_with_verdicts
     from comingle.utils.records import read_events, read_metrics
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
 
     if _is_comparison(run):
         return list(render_with_verdicts(_read_comparison(run, against), all_users=all_users))
@@ -183,8 +183,8 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
     events = list(read_events(run))
     for event in events:
         if event["event"] == "start" and "continues" in event:
-            tables.append(words(continuation_line(event["continues"]), "dim"))
-    tables += [words(line, "dim") for line in forgetting_lines(metrics)]
+            tables.append(literal_text(continuation_line(event["continues"]), "dim"))
+    tables += [literal_text(line, "dim") for line in forgetting_lines(metrics)]
     has_evaluations = any(event["event"] == "evaluation" for event in events)  # a federation's client has none
     if has_evaluations and not all_results_are_private:
         tables.append(render_curve(events))

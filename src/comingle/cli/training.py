@@ -49,7 +49,7 @@ from comingle.training.kinds.nets import net_name
 from comingle.utils.errors import RankLostError, RunError, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import recorded_date
-from comingle.utils.terminal import errors, printable, words
+from comingle.utils.terminal import errors, literal_text, printable
 
 if TYPE_CHECKING:
     from comingle.runs.results import Run
@@ -233,7 +233,7 @@ def warn_overlaps(run_data: RunData) -> None:
     if num_others:
         lines.append(f"the same is true of {documents} of {num_others} more users")
     for line in lines:
-        errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
+        errors.print(Text.assemble(("warning: ", "yellow"), literal_text(line)), highlight=False, soft_wrap=True)
 
 
 def train_here(
@@ -440,7 +440,7 @@ def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[
     assert sizes is not None
     is_text = issubclass(run_data.kind.user, UserData)
     unit = "tokens" if is_text else run_data.kind.name
-    table = Table("user", title=words(title, "table.title"), title_justify="left", box=None)
+    table = Table("user", title=literal_text(title, "table.title"), title_justify="left", box=None)
     for split in SPLITS:
         table.add_column(f"{split} {unit}", justify="right")
 
@@ -457,7 +457,7 @@ def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[
         least_to_most = np.argsort(train_sizes, kind="stable")
         listed = [*least_to_most[:_NUM_EXTREMES].tolist(), *least_to_most[-_NUM_EXTREMES:].tolist()]
     for index in listed:
-        table.add_row(words(users.names[index]), *(f"{size:,}" for size in sizes[index].tolist()))
+        table.add_row(literal_text(users.names[index]), *(f"{size:,}" for size in sizes[index].tolist()))
 
     lines = []
     if len(listed) <= LISTED_USERS:
@@ -528,7 +528,7 @@ def _preview_text(recipe: Recipe, run_data: RunData, all_users: bool) -> list[Re
         run_data: The data of the recipe's users.
         all_users: List all users; otherwise many users are summarised.
     """
-    title = words(f"{recipe.base}: documents and tokens", "table.title")
+    title = literal_text(f"{recipe.base}: documents and tokens", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
     for split in SPLITS:
         table.add_column(f"{split} docs", justify="right")
@@ -543,7 +543,7 @@ def _preview_text(recipe: Recipe, run_data: RunData, all_users: bool) -> list[Re
     train_tokens_column = 1
     rows = choose_rows(counts_by_user, train_tokens_column, all_users=all_users)
     for name, cells in rows:
-        table.add_row(words(name), *cells)
+        table.add_row(literal_text(name), *cells)
 
     listed = {name for name, _ in rows}
     lines = []
@@ -561,7 +561,7 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
         run_data: The data of the recipe's users.
         all_users: List all users; otherwise many users are summarised.
     """
-    title = words(f"{recipe.base}: {run_data.kind.name}", "table.title")
+    title = literal_text(f"{recipe.base}: {run_data.kind.name}", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
     for name in _CONVERSATION_COLUMNS:
         table.add_column(name, justify="right")
@@ -569,7 +569,7 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
     train_column = 0
     rows = choose_rows(counts_by_user, train_column, all_users=all_users)
     for name, cells in rows:
-        table.add_row(words(name), *cells)
+        table.add_row(literal_text(name), *cells)
 
     listed = {name for name, _ in rows}
     lines: list[RenderableType] = []
@@ -578,7 +578,7 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
             if user.name in listed:
                 lines += excerpt_lines(user.name, _excerpts_of_user(run_data, user))
     if lines:
-        lines.insert(0, words(_LEGEND))
+        lines.insert(0, literal_text(_LEGEND))
     return [table, *skipped_lines(run_data, "too few conversations", all_users), *lines]
 
 
@@ -636,9 +636,9 @@ def _count_table(title: str, run_data: RunData, all_users: bool, *, classes: Seq
     cluster_by_user = {user.name: getattr(user, "cluster", None) for user in run_data.users}
     has_clusters = any(cluster is not None for cluster in cluster_by_user.values())
     first_headings = ["user", "cluster"] if has_clusters else ["user"]
-    table = Table(*first_headings, title=words(title), title_justify="left", box=None)
+    table = Table(*first_headings, title=literal_text(title), title_justify="left", box=None)
     for name in (*SPLITS, *classes):
-        table.add_column(words(name), justify="right")
+        table.add_column(literal_text(name), justify="right")
 
     counts_by_user: dict[str, list[int]] = {}
     for user in run_data.users:
@@ -652,7 +652,7 @@ def _count_table(title: str, run_data: RunData, all_users: bool, *, classes: Seq
         if has_clusters:
             cluster = cluster_by_user.get(name)  # None for the rows of the summary
             cells = ["-" if cluster is None else str(cluster), *cells]
-        table.add_row(words(name), *cells)
+        table.add_row(literal_text(name), *cells)
     return table
 
 
@@ -677,10 +677,10 @@ def skipped_lines(run_data: RunData, reason: str, all_users: bool) -> list[Rende
     skipped = list(run_data.skipped.items())
     if not skipped:
         return []
-    lines: list[RenderableType] = [words(f"skipped users with {reason}: {len(skipped):,}")]
+    lines: list[RenderableType] = [literal_text(f"skipped users with {reason}: {len(skipped):,}")]
     listed = skipped if all_users else skipped[:LISTED_USERS]
     for name, detail in listed:
-        lines.append(words(f"  {name}: {detail}"))
+        lines.append(literal_text(f"  {name}: {detail}"))
     return lines
 
 
@@ -693,7 +693,7 @@ def excerpt_lines(name: str, excerpts: Mapping[str, str | Text]) -> list[Rendera
     """
     lines = []
     for split, excerpt in excerpts.items():
-        prefix = Text.assemble(words(name, "bold"), " ", (f"{split}:", "dim"), " ")
+        prefix = Text.assemble(literal_text(name, "bold"), " ", (f"{split}:", "dim"), " ")
         safe_excerpt = excerpt if isinstance(excerpt, Text) else Text(printable(excerpt, keep="\n\t"))
         lines.append(prefix + safe_excerpt)
     return lines

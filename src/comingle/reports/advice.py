@@ -16,7 +16,7 @@ from comingle.reports.formatting import Table, additive_difference, best_of, int
 from comingle.reports.runs import Gain, gain_over_seeds
 from comingle.reports.tables import sizes
 from comingle.utils.records import MEASURES, measure_of, plural
-from comingle.utils.terminal import printable, words
+from comingle.utils.terminal import literal_text, printable
 
 Runs = Mapping[int, Mapping[str, Any]]
 """Metrics of runs by seed."""
@@ -388,7 +388,7 @@ def render_advice(advice: Advice) -> Table:
     table = Table(title=title, title_justify="left", box=None)
     for name in header:
         has_methods = name == "together"  # methods and groups, in the first column
-        table.add_column(words(name), no_wrap=has_methods)
+        table.add_column(literal_text(name), no_wrap=has_methods)
     for row in rows:
-        table.add_row(*(words(text) for text in row))
+        table.add_row(*(literal_text(text) for text in row))
     return table

@@ -14,7 +14,7 @@ from comingle.reports.comparisons import interval
 from comingle.reports.formatting import Table
 from comingle.utils.errors import RunError
 from comingle.utils.records import plural, write_json, write_text
-from comingle.utils.terminal import printable, words
+from comingle.utils.terminal import literal_text, printable
 
 VIEWS = {"server": "the server, from uploads", "users": "other users, from what is published"}
 
@@ -532,7 +532,7 @@ def render_audit(audit: Audit) -> list[Table]:
         for name in header:
             table.add_column(name, no_wrap=name == "user")
         for row in rows:
-            table.add_row(*(words(cell) for cell in row))
+            table.add_row(*(literal_text(cell) for cell in row))
         tables.append(table)
     return tables
 

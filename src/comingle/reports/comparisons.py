@@ -42,7 +42,7 @@ from comingle.reports.formatting import (
 )
 from comingle.utils.errors import RecipeError, RunError, did_you_mean, list_names
 from comingle.utils.records import GEOMETRIC, SHARES, JsonMapping, JsonObject, geometric, measure_of, read_metrics
-from comingle.utils.terminal import words
+from comingle.utils.terminal import literal_text
 
 ERROR = 0.05
 """Error rate of a family of intervals or of tests."""
@@ -651,7 +651,7 @@ def markdown(comparison: BaselineComparison) -> list[str]:
 
 def render(comparison: BaselineComparison) -> Iterator[Table | Text]:
     """Yield the heading, the table of verdicts and the notes for the terminal."""
-    yield words(heading(comparison), "italic")  # a title would be wrapped at the width of the table
+    yield literal_text(heading(comparison), "italic")  # a title would be wrapped at the width of the table
     header, rows = verdict_rows(comparison)
     table = Table(box=None)
     for name in header:
@@ -660,10 +660,10 @@ def render(comparison: BaselineComparison) -> Iterator[Table | Text]:
         cells = []
         for name, text in zip(header, row, strict=True):
             style = STYLES.get(text, "") if name == "verdict" else ""
-            cells.append(words(text, style))
+            cells.append(literal_text(text, style))
         table.add_row(*cells)
     yield table
-    yield words(" ".join(notes(comparison)), "dim")
+    yield literal_text(" ".join(notes(comparison)), "dim")
 
 
 CellSpread = dict[str, float | None]

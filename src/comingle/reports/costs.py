@@ -10,7 +10,7 @@ from rich.text import Text
 from comingle.config.settings import protects_examples
 from comingle.reports.formatting import Table
 from comingle.reports.tables import megabytes
-from comingle.utils.terminal import printable, words
+from comingle.utils.terminal import literal_text, printable
 
 
 class FlopsRecord(TypedDict):
@@ -271,7 +271,7 @@ def _plan_heading(plan: PlanRecord) -> Text:
     )
     if plan["note"]:
         rest += f"{plan['note']}\n"
-    return Text.assemble(words(plan["base"], "bold"), printable(rest, keep="\n"))
+    return Text.assemble(literal_text(plan["base"], "bold"), printable(rest, keep="\n"))
 
 
 def _captioned_table(title: str, caption: str = "") -> Table:
@@ -321,7 +321,7 @@ def _parameters_table(plan: PlanRecord) -> Table:
     for method_name, user_names, user in _user_rows(plan):
         table.add_row(
             method_name,
-            words(user_names),
+            literal_text(user_names),
             *(f"{user['parameters'].get(role, 0):,}" for role in roles),
             f"{user['trainable_parameters']:,}",
             _bytes_text(user["upload_bytes"]),
@@ -359,7 +359,7 @@ def _compute_table(plan: PlanRecord) -> Table:
         whole_round = user["training_flops_per_round"]
         table.add_row(
             method_name,
-            words(user_names),
+            literal_text(user_names),
             _mega_flops(forward["total"]),
             *_overhead_cells(user, forward, has_experts),
             _mega_flops(training["total"]),

@@ -55,7 +55,7 @@ from comingle.utils.records import (
     write_json,
     write_text,
 )
-from comingle.utils.terminal import printable, words
+from comingle.utils.terminal import literal_text, printable
 
 MOST_USERS = 8
 """Largest number of users that get a column each."""
@@ -92,7 +92,7 @@ def render_run(metrics: JsonObject, *, all_users: bool = False) -> Table:
     if all_results_are_private:
         table = Table("", box=None, show_header=False, caption=caption, caption_justify="left")
         reason = "no user reports results to the server (`tells`); each user's own run folder has its scores"
-        table.add_row(words(f"{run_name}: {reason}"))
+        table.add_row(literal_text(f"{run_name}: {reason}"))
         return table
 
     title = f"{run_name}: test {measure} ({unit_and_direction(measure)})"
@@ -120,7 +120,7 @@ def _run_caption(metrics: JsonObject, unit: str) -> Text:
         metrics: Content of the run's ``metrics.json``.
         unit: "tokens" or "samples".
     """
-    caption = words(_run_circumstances(metrics, unit), "table.caption")
+    caption = literal_text(_run_circumstances(metrics, unit), "table.caption")
     if privacy := metrics.get("privacy"):
         caption.append(f"\nprivacy: {describe_privacy(privacy)}")
     for warning in metrics.get("warnings", ()):
@@ -187,7 +187,7 @@ def _add_users(table: Table, metrics: JsonObject, names: Sequence[str]) -> None:
     for name, results, upload in zip(names, results_of_users, upload_texts, strict=True):
         score = number(results[f"test_{measure}"], measure)
         num_tested, num_trained = results[f"test_{unit}"], results["trainable_parameters"]
-        plain_name = words(name)  # without interpreting markup
+        plain_name = literal_text(name)  # without interpreting markup
         table.add_row(plain_name, score, f"{num_tested:,}", f"{num_trained:,}", upload)
 
 
@@ -201,13 +201,13 @@ def _add_summary(table: Table, metrics: JsonObject, measure: str) -> None:
     """
     score_by_user = {name: results[f"test_{measure}"] for name, results in metrics["users"].items()}
     best_to_worst = best_first(score_by_user, measure)
-    table.add_row(words(f"best {FEW} of {len(best_to_worst)} (--all shows all users)", "dim"))
+    table.add_row(literal_text(f"best {FEW} of {len(best_to_worst)} (--all shows all users)", "dim"))
     _add_users(table, metrics, best_to_worst[:FEW])
-    table.add_row(words("from best to worst", "dim"))
+    table.add_row(literal_text("from best to worst", "dim"))
     for label, quantile in QUANTILES.items():
         user = user_at_quantile(best_to_worst, quantile)
         table.add_row(label, number(score_by_user[user], measure))
-    table.add_row(words(f"worst {FEW}", "dim"))
+    table.add_row(literal_text(f"worst {FEW}", "dim"))
     _add_users(table, metrics, best_to_worst[-FEW:])
 
 
@@ -226,7 +226,7 @@ def render_curve(events: list[JsonObject]) -> Table:
     table = Table("round", *mean_names, title=f"test {measure} by round", title_justify="left", box=None)
     names = users_with_column(dict.fromkeys(name for event in evaluations for name in event["users"]))
     for name in names:
-        table.add_column(words(name), justify="right")
+        table.add_column(literal_text(name), justify="right")
     for event in evaluations:
         users = event["users"]
         means = [event[f"mean_test_{measure}"], *_named_geometric_mean(users, measure).values()]
@@ -484,7 +484,7 @@ def render_joined(name: str, measure: str, result_by_model: Mapping[str, JsonMap
             description = _INITIAL_NET
         result = result_by_model[model]
         score, amount = number(result[f"test_{measure}"], measure), f"{result[f'train_{unit}']:,}"
-        table.add_row(model, score, amount, words(description, "dim"))
+        table.add_row(model, score, amount, literal_text(description, "dim"))
     return table
 
 
@@ -524,7 +524,7 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
         table.add_row(*cells, *optional_cells, reason)
     num_hidden = len(users) - len(listed)
     if num_hidden:
-        table.caption, table.caption_justify = words(f"and {num_hidden:,} more", "table.caption"), "left"
+        table.caption, table.caption_justify = literal_text(f"and {num_hidden:,} more", "table.caption"), "left"
     return table
 
 
@@ -565,15 +565,15 @@ def _participant_row(name: str, status: JsonMapping, measure: str) -> tuple[str 
     last_seen, train_loss, test_result = status["seen"], status["train_loss_nats"], status["test"]
     last_seen_text = "never" if last_seen is None else _ago_text(time.time() - last_seen)
     return (
-        words(name),
-        words(status["state"], _STATE_STYLES[status["state"]]),
+        literal_text(name),
+        literal_text(status["state"], _STATE_STYLES[status["state"]]),
         str(status["round"] or "–"),  # 0 before the client has answered in any round
         last_seen_text,
         _size_text(status["upload_bytes"]),
         _size_text(status["download_bytes"]),
         "–" if train_loss is None else f"{train_loss:.3f}",
         "–" if test_result is None else number(test_result, measure),
-        words(status["why"], "dim"),
+        literal_text(status["why"], "dim"),
     )
 
 
@@ -858,10 +858,10 @@ def render_with_verdicts(table: ComparisonTable, *, all_users: bool = False) -> 
     yield from render_comparison(table)
     note = comparison_note(table)
     if note:
-        yield words(note, "dim")
+        yield literal_text(note, "dim")
     comparison = read_baseline_comparison(table)
     if comparison:
-        yield words("")
+        yield literal_text("")
         yield from comparisons.render(comparison)
 
     rows = table["methods"]
@@ -874,7 +874,7 @@ def render_with_verdicts(table: ComparisonTable, *, all_users: bool = False) -> 
         measure = measure_of(rows[0])
         for name in users:
             cells = [number(row["users"][name]["mean"], measure) for row in rows]
-            user_table.add_row(words(name), *cells)
+            user_table.add_row(literal_text(name), *cells)
         yield user_table
 
 
@@ -899,7 +899,7 @@ def _text_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         is_first = i == 0
         style = "bold" if name in _MEAN_HEADINGS else ""
         justify = "left" if is_first else "right"
-        result.add_column(words(name), justify=justify, style=style, no_wrap=is_first, overflow="fold")
+        result.add_column(literal_text(name), justify=justify, style=style, no_wrap=is_first, overflow="fold")
     for row in rows:
         result.add_row(*row)
     return result

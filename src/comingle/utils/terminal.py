@@ -31,7 +31,7 @@ def printable(text: object, keep: str = "") -> str:
     return _CONTROL_CHARACTERS.sub(escape, str(text))
 
 
-def words(text: object, style: str = "") -> Text:
+def literal_text(text: object, style: str = "") -> Text:
     """Return a text for rich that is printed literally and on one line: markup and line breaks have no effect."""
     return Text(printable(text), style=style)
 

@@ -73,7 +73,7 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
 def print_table(table: PaperTable) -> None:
     """Print a table, its remarks, and its comparisons with a baseline."""
     from comingle.reports.comparisons import render as render_comparison
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
     from comingle_papers.reproduce.tables import column_verdicts, remarks, render
 
     console.print(render(table))
@@ -81,7 +81,7 @@ def print_table(table: PaperTable) -> None:
         console.print(f"· {remark}", highlight=False)
     for label, comparison in column_verdicts(table):
         console.print()
-        console.print(words(label, "bold"))
+        console.print(literal_text(label, "bold"))
         for part in render_comparison(comparison):
             console.print(part)
 
@@ -96,7 +96,7 @@ def show_measured(path: Path, name: str, selection: RunSelection, out: Path, *, 
         out: The folder below which the table gets a folder, such as ``table1-measured``.
         baseline: A row or a method to compare the others with; None for the default.
     """
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
     from comingle_papers.reproduce.archive import find_archived, plan_of, read_archive
     from comingle_papers.reproduce.tables import write_tables
 
@@ -109,7 +109,7 @@ def show_measured(path: Path, name: str, selection: RunSelection, out: Path, *, 
     folder = out / f"{table_name}-measured"
     write_tables(folder, table)
     print_table(table)
-    console.print(words(f"{folder}/  table.md · table.json", "dim"))
+    console.print(literal_text(f"{folder}/  table.md · table.json", "dim"))
     return table
 
 
@@ -332,7 +332,7 @@ def _run_plan(
         quiet: Show no progress.
         baseline: A row or a method to compare the others with; None for the default.
     """
-    from comingle.utils.terminal import errors, words
+    from comingle.utils.terminal import errors, literal_text
     from comingle_papers.reproduce.runner import Estimate, check_hub, experiment_folder, unique_cells
     from comingle_papers.reproduce.tables import baseline_row, write_tables
 
@@ -363,7 +363,7 @@ def _run_plan(
         files += " · figures as .png and .svg"
     assert table is not None  # a plan has at least one cell
     print_table(table)
-    console.print(words(f"{folder}/  {files}; the runs are in {out}/runs", "dim"))
+    console.print(literal_text(f"{folder}/  {files}; the runs are in {out}/runs", "dim"))
     return table
 
 
@@ -376,7 +376,7 @@ def _count_costs(planned: Plan, out: Path, *, force: bool) -> None:
         force: Replace an existing table.
     """
     from comingle.cost.planning import plan as plan_costs
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
     from comingle_papers.reproduce.counted import count_cells, write_costs
     from comingle_papers.reproduce.runner import experiment_folder
 
@@ -391,7 +391,7 @@ def _count_costs(planned: Plan, out: Path, *, force: bool) -> None:
         counts = count_cells(planned, costs)
     for line in write_costs(folder, planned, counts, costs):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(words(f"{folder}/  table.md · table.json", "dim"))
+    console.print(literal_text(f"{folder}/  table.md · table.json", "dim"))
 
 
 def _remaining_cells(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force: bool) -> list[Cell]:

@@ -27,7 +27,7 @@ def theory(
     """Run the schemes of CoMiGS and FLoRAL on small problems, and compare them with the bounds of their theory."""
     path, theory_recipe = _load_recipe(recipe, seed)
     _require_packages()
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
     from comingle_papers.theory.checks import (
         LinearSettings,
         QuadraticSettings,
@@ -52,7 +52,7 @@ def theory(
         )
         write_folder(folder, theory_recipe.as_yaml(), as_json(theory_recipe.seed, curves), curves)
     console.print(render(summarise(curves)))
-    console.print(words(f"{folder}/  residuals.png · residuals.svg · theory.json · recipe.yaml", "dim"))
+    console.print(literal_text(f"{folder}/  residuals.png · residuals.svg · theory.json · recipe.yaml", "dim"))
 
 
 def _load_recipe(recipe: Path | None, seed: int | None) -> tuple[Path, TheoryRecipe]:
@@ -96,7 +96,7 @@ def render(rows: list[Row]) -> Table:
         rows: The statements; rows of the same scheme follow each other.
     """
     from comingle.reports.formatting import Table
-    from comingle.utils.terminal import words
+    from comingle.utils.terminal import literal_text
 
     table = Table("", title="tightest instance: measured and predicted", title_justify="left", box=None)
     for name in ("measured", "", "bound", "holds for"):
@@ -105,7 +105,7 @@ def render(rows: list[Row]) -> Table:
     for row in rows:
         if row.scheme != scheme:
             scheme = row.scheme
-            table.add_row(words(scheme, "bold"))
+            table.add_row(literal_text(scheme, "bold"))
         if row.bound is None:
             relation, bound = "", "none"
         else:

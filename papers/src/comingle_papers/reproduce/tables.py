@@ -32,7 +32,7 @@ from comingle.reports.tables import (
     tabular,
 )
 from comingle.utils.records import MEASURES, write_json, write_text
-from comingle.utils.terminal import words
+from comingle.utils.terminal import literal_text
 from comingle_papers.reproduce.plan import Plan
 from comingle_papers.reproduce.published import Note, parse_printed
 
@@ -543,7 +543,7 @@ def render(table: PaperTable) -> Table:
         is_published = heading == table["reference"]
         rendered.add_column(heading, justify="right", style="dim" if is_published else "")
     for row in rows:
-        rendered.add_row(*map(words, row))
+        rendered.add_row(*map(literal_text, row))
     return rendered
 
 
