@@ -67,7 +67,12 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(norm: Any, *args: Any) -> Tensor:
-        """Call the plain norm, outside of ``vmap``."""
+        """Compute the norm outside of ``vmap``, where nothing is fused.
+
+        Args:
+            norm: A norm function of torch, such as ``F.group_norm``.
+            *args: Its input and further arguments.
+        """
         return norm(*args)
 
     @staticmethod
@@ -76,7 +81,9 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
-        """Compute one norm over all users' channels.
+        """Compute the norm of all users at once, with the channels of all users side by side as one channel axis.
+
+        ``torch.vmap`` calls this instead of its own, slower rule for norms.
 
         Args:
             info: Information of torch about the ``vmap`` level, such as the number of users.
@@ -99,7 +106,7 @@ class _FusedNorm(torch.autograd.Function):
             joined.append(num_groups * users)
         for value, user_axis in zip(settings, setting_axes, strict=True):
             joined.append(_join_channels(value, user_axis, users) if isinstance(value, Tensor) else value)
-        # A remaining level, such as a vmap over components, calls this function again.
+        # Inside another vmap, such as one over components, torch must call this function again for that level.
         is_in_outer_vmap = any(isinstance(value, Tensor) and is_batchedtensor(value) for value in joined)
         output = _FusedNorm.apply(norm, *joined) if is_in_outer_vmap else norm(*joined)
         return output.unflatten(1, (users, -1)), 1
@@ -269,7 +276,7 @@ class Chain(nn.Sequential):
     steps: list[Callable[[Tensor], Tensor]]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Run all steps."""
+        """Run the steps one after another; a step is a layer, or a convolution fused with the layers after it."""
         for step in self.steps:
             input = step(input)
         return input
@@ -286,12 +293,12 @@ class Sum(nn.Module):
     """
 
     def __init__(self, chain: Chain, other: nn.Module, pass_shape: PassShape, names: Sequence[str]) -> None:
-        """Register both branches, and let the chain's last step compute the sum and the ReLU.
+        """Create a residual block of two branches; the last step of ``chain`` also computes the sum and the ReLU.
 
         Args:
-            chain: Layers that run one after another; the last is a convolution in native code.
-            other: The other branch.
-            pass_shape: Numbers of users and images of the current pass.
+            chain: First branch: layers that run one after another; the last is a convolution in native code.
+            other: Second branch, such as the shortcut.
+            pass_shape: Numbers of users and images of the current forward pass.
             names: Names of both branches as submodules, so that parameters keep their names.
         """
         super().__init__()
@@ -309,7 +316,9 @@ class Sum(nn.Module):
         y, steps = x, self.steps_before_last
         first_step = steps[0] if steps else None
         if isinstance(first_step, ConvolutionStep):
-            y, x = first_step.run_shared(x)  # x for `other`, whose gradient the step adds to its own
+            # The returned x is the input of `other`. In the backward pass the step adds its gradient to that of `other`
+            # in place, which saves a pass over memory.
+            y, x = first_step.run_shared(x)
             steps = steps[1:]
         other_output = self.pass_shape.to_maps(other(x))
         for step in steps:
@@ -417,7 +426,8 @@ class Chained:
         """Convert a module that is the ReLU of the sum of its two children, such as a residual block.
 
         Raises:
-            UnknownLayerError: The first child does not end in a convolution without pooling.
+            UnknownLayerError: The first child does not end in a convolution, which could add the second child's output
+                before its ReLU, or that convolution is followed by pooling.
         """
         (chain_name, chain), (other_name, other) = _children(net)
         chain, other = self._convert(chain), self._convert(other)

@@ -76,7 +76,7 @@ class GatedPair(nn.Module):
         self.shared, self.own, self.head, self.gate = shared, own, head, gate
 
     def forward(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch outputs"]:
-        """Return the head's outputs for the mixed features."""
+        """Return the head's outputs for the features of both extractors, mixed by the gate's two probabilities."""
         gates = self.gate(inputs).softmax(-1)
         return self.head(gates[:, :1] * self.shared(inputs) + gates[:, 1:] * self.own(inputs))
 
@@ -178,9 +178,10 @@ def _tensors_and_roles(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
 
 
 def _net_slots(net: nn.Module) -> list[Slot]:
-    """Return the slot of each tensor of a net without adaptors.
+    """Return the :class:`Slot` (name, shape, role, initial value, part) of each tensor of a net without adaptors.
 
-    Parameters have the role "base", or in a :class:`GatedPair` that of their submodule (:func:`assign_role`).
+    Parameters have the role "base", or in a :class:`GatedPair` (two experts and a gate) that of their submodule
+    (:func:`assign_role`).
     """
     parts_by_module = _module_parts(net)  # such as {"0": "body", "1": "norm", "4": "head"}
     slots = []
@@ -217,7 +218,9 @@ def _module_parts(net: nn.Module) -> dict[str, str]:
 
 
 def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
-    """Return the slots of a mixture of whole models; each tensor holds all components, ``(components, ...)``.
+    """Return the :class:`Slot` (name, shape, roles, initial value) of each tensor of a mixture of whole models.
+
+    A tensor holds all components, ``(components, ...)``.
 
     Parameters of the nets have the role "adaptor" instead of "base", so that servers weigh each component by the users'
     mixtures.
@@ -240,7 +243,7 @@ def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
 
 
 def _adapted_slots(model: FloralModel) -> list[Slot]:
-    """Return the slot of each tensor of a net with adaptors.
+    """Return the :class:`Slot` (name, shape, role, initial value) of each tensor of a net with adaptors.
 
     Tensors have the role "base", "adaptor", "router" or "statistics" (running means and variances of norms).
     """
@@ -311,7 +314,10 @@ class StackedModel(Model):
 
     @property
     def mixes_probabilities(self) -> bool:
-        """True if predictions are mixed as probabilities, not as outputs."""
+        """True if the components' predictions are averaged as class probabilities, not as outputs (logits).
+
+        So it is for classifiers whose mixture weights are the probability that a sample is of a component.
+        """
         return self.loss.classes and self.mixture is not None and self.mixture.at == "samples"
 
     @property
@@ -333,7 +339,7 @@ class StackedModel(Model):
 
     @property
     def ranks(self) -> Int[Tensor, " users"]:
-        """Zeros; ranks belong to the net, not to users."""
+        """Zeros in place of the users' LoRA ranks: all users have nets of the same shape, so nothing is padded."""
         return torch.zeros(self.users, dtype=torch.int64)
 
     @property
@@ -452,7 +458,13 @@ class StackedModel(Model):
         return self._outputs(tensors, batch, train=False)
 
     def shares(self, tensors: Tree) -> Float[Tensor, "users *layers clusters"]:
-        """Return each user's mixture weights pi; in training the engine has added noise to the router's logits."""
+        """Return each user's mixture weights pi of the components, which sum to 1.
+
+        They follow from the logits of the user's router. With ``layers`` every layer has its own weights.
+
+        Args:
+            tensors: The users' tensors. In training, the trainer has added any noise of the router to its logits.
+        """
         assert self.mixture is not None
         return self.mixture.shares(tensors[CLIENT_ROUTER])
 
@@ -617,7 +629,7 @@ class StackedModel(Model):
 
     @cached_property
     def _adaptor_pairs(self) -> Pairs | None:
-        """Names of the adaptors' tensors; None for a net without adaptors."""
+        """Names of the adaptors' tensors, with the base's tensors that they change; None for a net without adaptors."""
         return self.net.pairs() if isinstance(self.net, FloralModel) else None
 
     @torch.no_grad()
@@ -695,7 +707,10 @@ def stack(
 
 
 def _depends_on_batch(module: nn.Module) -> bool:
-    """Return whether a module is a batch norm of torch, or an instance norm that tracks running statistics."""
+    """Return whether a sample's output in training depends on the other samples of its batch.
+
+    This holds for batch norms of torch, and for instance norms that track running statistics.
+    """
     norms = nn.modules.batchnorm
     if isinstance(module, norms._BatchNorm):
         return True
@@ -742,7 +757,13 @@ class MixedLanguageModel(StackedModel):
     def predict(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
     ) -> Float[Tensor, "users batch context"]:
-        """Return the losses in nats with adaptors mixed in the weights, even if training mixes another way."""
+        """Return the next-token losses in nats for evaluation, under each user's mixture of adaptors.
+
+        Args:
+            tensors: The users' tensors.
+            users: Ignored, as users differ only in their tensors.
+            batch: Windows of context + 1 tokens; a negative target has loss 0.
+        """
         return self._model_losses(tensors, batch, train=False)
 
     @torch.no_grad()
@@ -796,7 +817,8 @@ class MixedLanguageModel(StackedModel):
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
         """Replace the weights of the base, which no user trains, by fake tensors, to estimate memory.
 
-        Fake tensors have a shape and a dtype but no data. The net is changed in place, the head in the returned model.
+        Fake tensors have a shape and a dtype but no data. The net's tensors are replaced in place; the language model
+        head, which is a separate field, only in the returned model.
 
         Args:
             fakes: Makes the fake tensors.
@@ -823,7 +845,13 @@ class MixedLanguageModel(StackedModel):
         return super()._run_users(False, call, tensors, embedded, *others)
 
     def _call_user(self, user_tensors: Tree, inputs: Tensor, **options: object) -> Tensor:
-        """Return one user's last hidden states for embedded tokens ``(batch, context, width)``."""
+        """Return one user's last hidden states ``(batch, context, width)``, the inputs of the language model head.
+
+        Args:
+            user_tensors: The user's tensors.
+            inputs: Embedded tokens ``(batch, context, width)``.
+            options: Further arguments of the net's forward pass, such as the weights of a mixture.
+        """
         options |= {"inputs_embeds": inputs, "use_cache": False}
         return call_with(self.net, user_tensors, options=options).last_hidden_state
 

@@ -36,7 +36,7 @@ Participation = float | tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """Noise multiplier and sampling of one release, something that a user reveals with Gaussian noise.
+    """Noise multiplier and sampling of one release: one noisy upload, or one noisy local step.
 
     Args:
         noise: Noise multiplier: standard deviation of the noise over the sensitivity.
@@ -87,14 +87,14 @@ _MAX_PLD_EPSILON = 200.0
 
 @lru_cache(maxsize=1 << 12)
 def epsilon(release: Release, count: int, delta: float, accountant: str) -> float:
-    """Return an upper bound of the epsilon of ``count`` equal releases in sequence.
+    """Return an upper bound of the epsilon of ``count`` equal releases (noisy uploads or steps) in sequence.
 
     Args:
         release: Noise multiplier and sampling of one release.
         count: Number of releases; 0 gives an epsilon of 0.
         delta: Probability that epsilon does not hold.
         accountant: "rdp" (Renyi differential privacy) or "pld" (privacy loss distributions), which is tighter. "rdp" is
-            always used for sampling without replacement, and for an epsilon above 200.
+            always used for sampling without replacement, and for an epsilon above 200, where "pld" would be too slow.
 
     Raises:
         RecipeError: The package dp-accounting is not installed.
@@ -288,7 +288,7 @@ class Account(ABC):
     @classmethod
     @abstractmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return the noise multiplier and the sampling of a round, from which a user's epsilon is computed.
+        """Return the noise multiplier and the sampling of one noisy upload, from which a user's epsilon is computed.
 
         Args:
             privacy: Section ``privacy`` of the recipe, with a known noise multiplier.
@@ -298,12 +298,17 @@ class Account(ABC):
 
     @property
     def sampled(self) -> bool:
-        """True if participants are drawn in secret, so that a round is a release of all users."""
+        """True if participants are drawn in secret, so that a round counts for all users; False by default."""
         return False
 
     @abstractmethod
     def epsilon_of(self, user: int, count: int) -> float:
-        """Return the epsilon of ``count`` releases of the user with index ``user``."""
+        """Return the epsilon of ``count`` releases (noisy uploads, or rounds of noisy steps) of a user.
+
+        Args:
+            user: Index of the user.
+            count: Number of releases.
+        """
 
     @abstractmethod
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
@@ -318,7 +323,7 @@ class Account(ABC):
         """
 
     def charge(self, users: Sequence[int]) -> None:
-        """Count one release of each user in ``users``.
+        """Count one more release (a noisy upload, or a round of noisy steps) of each user in ``users``.
 
         Args:
             users: Indices of the users.
@@ -326,7 +331,7 @@ class Account(ABC):
         self.counts[list(users)] += 1
 
     def charge_uploads(self, users: Sequence[int]) -> None:
-        """Count one release of each user in ``users``, whose uploads have arrived.
+        """Count one more noisy upload of each user in ``users``, whose uploads have arrived.
 
         Args:
             users: Indices of the users.
@@ -334,7 +339,7 @@ class Account(ABC):
         self.charge(users)
 
     def affordable(self, users: Sequence[int]) -> list[int]:
-        """Return the users whose budget allows one more release.
+        """Return the users whose budget of epsilon allows one more round.
 
         The log warns once about each user whose budget is spent. It does not if none of ``users`` is left, as the run
         then ends.
@@ -382,7 +387,7 @@ class UploadAccount(Account):
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return the noise multiplier and the sampling of a round, from which a user's epsilon is computed.
+        """Return the noise multiplier and the sampling of one noisy upload, from which a user's epsilon is computed.
 
         Args:
             privacy: Section ``privacy`` of the recipe, with a known noise multiplier.
@@ -390,9 +395,10 @@ class UploadAccount(Account):
             users: Number of users of the run.
         """
         multiplier = privacy.multiplier
-        if isinstance(participation, tuple) or participation >= 1:  # participants are public, or all users
+        if isinstance(participation, tuple) or participation >= 1:  # participants are public, or all users take part
             return Release(noise=multiplier)
-        if privacy.secure_aggregation is not None:  # the server and the users know who is in a secure sum
+        if privacy.secure_aggregation is not None:
+            # Sampling lowers epsilon only if it is secret, but server and users know who is in a secure sum.
             return Release(noise=multiplier)
         if privacy.sampling == "poisson":
             return Release(noise=multiplier, rate=participation)
@@ -406,11 +412,11 @@ class UploadAccount(Account):
 
     @property
     def sampled(self) -> bool:
-        """True if participants are drawn in secret, so that a round is a release of all users."""
+        """True if participants are drawn in secret, so that a round counts for all users."""
         return self.release.sampled
 
     def epsilon_of(self, user: int, count: int) -> float:
-        """Return the epsilon of ``count`` releases, the same for all users."""
+        """Return the epsilon of ``count`` noisy uploads (releases), the same for all users."""
         release = self.release
         return epsilon(release, count, self.privacy.delta, accountant_of(self.privacy, release))
 
@@ -420,7 +426,10 @@ class UploadAccount(Account):
         return epsilon(release, count, self.privacy.delta, self.privacy.accountant)
 
     def charge(self, users: Sequence[int]) -> None:
-        """Count one release of each user in ``users``, or of all users of the run if participants are drawn in secret.
+        """Count one more noisy upload of each user in ``users``.
+
+        If participants are drawn in secret, count it for all users of the run: the epsilon of a drawing in secret holds
+        for each round, whether a user was drawn or not.
 
         Args:
             users: Indices of the users.
@@ -432,7 +441,7 @@ class UploadAccount(Account):
     def metrics(self, clip_norm: float) -> dict[str, object]:
         """Return the epsilon so far, with the settings behind it and the clip norm of the next round.
 
-        ``releases`` is the largest number of releases of a user.
+        ``releases`` is the largest number of noisy uploads that count for a user.
         """
         return {
             **self.spent,
@@ -447,14 +456,15 @@ class UploadAccount(Account):
         """Return the epsilon after a whole run, with the settings behind it, to show before the run.
 
         Args:
-            planned: Number of releases of a user if no budget stops it.
+            planned: Number of noisy uploads of a user if no budget of epsilon stops it.
 
         Returns:
-            Keys as in :meth:`Account.forecast`; ``releases`` is the number of releases until the budget stops the user.
+            Keys as in :meth:`Account.forecast`; ``releases`` is the number of noisy uploads until the budget stops the
+            user.
         """
 
         def epsilon_after(count: int) -> float:
-            """Return the epsilon of ``count`` releases; user 0 stands for all, who have the same."""
+            """Return the epsilon of ``count`` noisy uploads; user 0 stands for all, who have the same."""
             return self.epsilon_of(0, count)
 
         count = affordable_releases(self.privacy, planned, epsilon_after)
@@ -522,7 +532,7 @@ class StepAccount(UploadAccount):
         ``noise_multiplier`` is the largest of all users; if they differ, ``noise_multipliers`` has each user's.
         ``releases`` is the largest number of noisy steps of a user.
         """
-        works = self.works()
+        works = self.works()  # number of examples, batch size and steps of each user, which determine its noise
         rounds_by_user = dict(zip(self.users, self.counts.tolist(), strict=True))
         multipliers = {name: multiplier_of(self.privacy, work) for name, work in works.items()}
         noise: dict[str, object] = {

@@ -106,7 +106,9 @@ def one_model(server: Server, kept: Tree) -> Tree:
         server: Server of the method.
         kept: State of the server.
     """
-    download = server.download(kept, [0])  # (users, models, *shape); user 0 stands for all
+    # Tensors of shape (users, models, *shape). All users download the same, so ask for user 0; the models axis has size
+    # 1, as it is longer only for servers that send several models.
+    download = server.download(kept, [0])
     return {name: t[0, 0] for name, t in download.items()}
 
 
@@ -149,11 +151,15 @@ class RuleResult:
         return [name for name, share in self.counted.items() if share == 0]
 
     def as_event(self, done: int) -> dict[str, object]:
-        """Return the event of round ``done`` (from 1) for ``events.jsonl``."""
+        """Return the result as an event for the run's log, ``events.jsonl``.
+
+        Args:
+            done: Number of the round, from 1.
+        """
         event = {"event": "aggregation", "round": done, "rule": self.rule}
         if self.counted:
             return {**event, "left_out": self.left_out, "counted": self.counted}
-        return {**event, "reason": self.reason}  # why there is no result
+        return {**event, "reason": self.reason}  # why the rule was not applied
 
 
 @dataclass(kw_only=True)
@@ -321,10 +327,19 @@ def keep_references(kept: Tree, shared: Tree, clip_norms: Float[Tensor, " users"
 
 
 def split_clip_norms(tensors: Tree) -> tuple[Tensor | None, Tree]:
-    """Split a download into its clip norms ``(users,)``, or None if it has none, and its other tensors."""
+    """Split a download into the users' clip norms and the model's tensors.
+
+    A server with an adaptive clip norm sends the new one with the model.
+
+    Args:
+        tensors: Tensors of a download.
+
+    Returns:
+        The clip norms ``(users,)``, or None if the download has none, and the other tensors.
+    """
     if CLIP_NORM not in tensors:
         return None, tensors
-    clip_norms = tensors[CLIP_NORM][:, 0]
+    clip_norms = tensors[CLIP_NORM][:, 0]  # sent as (users, 1)
     without_clip_norms = {name: t for name, t in tensors.items() if name != CLIP_NORM}
     return clip_norms, without_clip_norms
 

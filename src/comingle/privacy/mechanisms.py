@@ -87,6 +87,7 @@ class DifferentialPrivacy(PrivacyMechanism):
     """Class of the account, which computes the epsilon that a round costs its users."""
 
     def __post_init__(self) -> None:
+        # A new run begins with the recipe's clip norm; `restore` sets a later one of an adaptive clip norm.
         self.bound = self.bound or self.privacy.first_bound
         if self.privacy.noisy:
             self.account = self.account_type(privacy=self.privacy, participation=self.participation, users=self.users)
@@ -403,7 +404,7 @@ class Central(DifferentialPrivacy):
         ``share`` is the noisy share of users whose change is within the clip norm ``bound``, clamped to [0, 1].
 
         Args:
-            within: 1 for each user within the clip norm, 0 for others; None without reports.
+            within: 1 for each participant whose change was within the clip norm, else 0; None if no user was drawn.
             users: Expected number of users in the round.
             round_index: Number of the round, from 0.
         """
@@ -439,6 +440,7 @@ class Local(DifferentialPrivacy):
             purpose_of_noise = (user, update.round_number, "local noise")
             noisy_changes.append(add_noise(clipped_change, deviation, self.key, *purpose_of_noise))
         stacked = {name: torch.stack([change[name] for change in noisy_changes]) for name in changes}
+        # LoRA factors are padded to the largest rank; the padding of users of smaller ranks must stay zero.
         return replace(update, changes=without_padding(stacked, update.ranks))
 
     def skip_round(self, received: Sequence[int]) -> None:
@@ -641,7 +643,7 @@ def check_supported(method: Method, recipe: Recipe) -> None:
 
 
 def release_of(privacy: PrivacySection, participation: Participation, users: int) -> Release:
-    """Return the noise multiplier and the sampling of a round, from which a user's epsilon is computed.
+    """Return the noise multiplier and the sampling of one noisy upload or step, from which epsilon is computed.
 
     Args:
         privacy: Section of the recipe, with a known noise multiplier.
@@ -713,7 +715,7 @@ def _why_unprotected(method: Method) -> str:
     Mechanisms clip and noise the change of a user's shared tensors since the download. So a user must reveal nothing
     but this change, and must start from the download.
     """
-    hooks = method.client.parts
+    hooks = method.client.parts  # what the method does on clients besides training steps
     reports = sorted(name for hook in hooks for name in hook.reports)
     if reports:
         return f"its users report {', '.join(reports)} with each upload, which clipping and noise do not cover"
@@ -722,7 +724,7 @@ def _why_unprotected(method: Method) -> str:
     roles_not_downloaded = method.shared - method.received
     if roles_not_downloaded:
         return "its users start from their own tensors, not from the download, so changes against it are not bounded"
-    if any(hook.resizes for hook in hooks):
+    if any(hook.resizes for hook in hooks):  # LoRA ranks are pruned by their importance for a user's data
         return "ranks depend on users' data and are visible to all; allowed: prune: false"
     return ""
 
@@ -772,9 +774,10 @@ def _why_beyond_gradients(method: Method) -> str:
 
 
 def _may_change_tensors_in_round(hook: ClientHook) -> bool:
-    """Return whether a client hook overrides a method that runs in a round, such as ``stepped``.
+    """Return whether a client hook has code in a round, such as ``stepped``, by which data might reach the tensors.
 
-    A ``begin`` that only resets the optimizer's moments does not count.
+    Such a method is refused under DP-SGD, which only noises gradients. A ``begin`` that only resets the optimizer's
+    moments is harmless.
     """
     for name in _HOOKS_IN_ROUND:
         is_overridden = getattr(type(hook), name) is not getattr(ClientHook, name)

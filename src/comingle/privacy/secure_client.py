@@ -336,14 +336,14 @@ class Session:
 
     @property
     def record(self) -> Record:
-        """State of the session for JSON, with bytes as hexadecimal text."""
+        """State of the session as JSON data, with which :meth:`of` continues it after a restart of the client."""
         return {
             "terms": asdict(self.terms),
             "name": self.name,
             "seed": self.seed.hex(),
             "roster": {name: keys.hex() for name, keys in self.public_keys.items()},
             "sealed": {name: shares.hex() for name, shares in self.sealed_shares.items()},
-            "done": dict(self.request_digests),
+            "done": dict(self.request_digests),  # SHA-256 of the request of each completed step
         }
 
     @classmethod

@@ -153,14 +153,15 @@ class SumCollector:
                 total += common_mask
 
     def _reconstruct_secret(self, name: str) -> bytes:
-        """Reconstruct a secret of the user ``name`` from the revealed shares.
+        """Reconstruct a secret of the user ``name`` from the shares that other users have revealed.
 
-        It is the seed of the user's own mask if the user is a survivor, else its masking key.
+        It is the seed of the user's own mask if the user is a survivor, else its masking key. A share is the value of
+        the secret's polynomial (Shamir) at the point of the user who revealed it.
 
         Raises:
             NoSumError: There are too few shares, or they belong to no secret.
         """
-        points = {user: point for point, user in enumerate(self.public_keys, start=1)}
+        points = {user: point for point, user in enumerate(self.public_keys, start=1)}  # the secret is at 0
         shares = {points[user]: shares_of_others[name] for user, shares_of_others in self.revealed.items()}
         try:
             return secure_client.join(shares, self.terms.threshold)
@@ -208,7 +209,7 @@ class SimulatedSum:
         A step is run with the users who have answered the step before.
 
         Args:
-            largest: Largest magnitude of an entry of any upload.
+            largest: Largest magnitude of an entry of any upload, to detect a sum that is out of range.
 
         Raises:
             NoSumError: Too few users have answered a step.
@@ -274,7 +275,10 @@ class SimulatedSum:
         self.server.store_revealed_shares(name, received_shares)
 
     def _transmit_upload(self, step: str, name: str, message: Upload) -> Upload | Download:
-        """Pack a user's message, record its bytes in ``received``, and return the unpacked message."""
+        """Simulate the sending of a user's message to the server: pack it, and return the message that arrives.
+
+        The bytes are recorded in ``received``, so that tests can examine and count them.
+        """
         packed = pack(message)
         self.received.append((step, name, packed))
         return unpack(packed)

@@ -55,9 +55,13 @@ class Grid:
         return self.bound / self.largest
 
     def slack(self, entries: int) -> float:
-        """Return by how much rounding can increase the L2 norm of a vector: ``step / 2 * sqrt(entries)``.
+        """Return by how much rounding to the grid can increase the L2 norm of a vector: ``step / 2 * sqrt(entries)``.
 
+        Uploads are clipped to a norm smaller by this, so that they still have at most the clip norm when rounded.
         Rounding changes each entry by at most half a step.
+
+        Args:
+            entries: Number of entries of the vector.
         """
         return self.step * math.sqrt(entries) / 2
 
@@ -93,7 +97,10 @@ def shaped(row: Float[Tensor, " entries"], like: Tree) -> Tree:
 
 
 def as_words(row: Tensor) -> np.ndarray:
-    """Return int32 or int64 integers as unsigned numbers modulo ``2^word``, with the same bits."""
+    """View an int32 or int64 tensor as unsigned integers of the same bits, to add masks modulo ``2^bits``.
+
+    torch lacks arithmetic for unsigned integers. :func:`as_tensor` is the inverse.
+    """
     numbers = row.contiguous().numpy()
     return numbers.view(f"<u{numbers.itemsize}")
 

@@ -132,18 +132,20 @@ def validation_report(losses: Mapping[str, float], done: int) -> Upload:
 
 
 def validation_reply(users: Sequence[str], done: int, *, lowest: bool) -> Download:
-    """Return the server's reply to :func:`validation_report`: whether the users' models are the best so far.
+    """Return the server's reply to :func:`validation_report`: whether the models of this round are the best so far.
+
+    If they are, each client keeps its own, to return it at the end of the run (``evaluation.select: best``).
 
     Args:
         users: The receivers.
         done: The number of rounds after which the models were validated.
-        lowest: Whether the users' mean validation loss is the lowest so far.
+        lowest: Whether the mean validation loss over all users of the run is the lowest so far.
     """
     return Download(
         version=done,
         users=tuple(users),
         tensors={LOWEST: torch.full((len(users), 1), int(lowest))},
-        ranks=torch.zeros(len(users), dtype=torch.int64),
+        ranks=torch.zeros(len(users), dtype=torch.int64),  # LoRA ranks: the message has no model tensors
     )
 
 

@@ -56,7 +56,10 @@ class Advice:
 
     @property
     def intervals(self) -> int:
-        """Number of intervals of users' gains."""
+        """Number of confidence intervals of single users' gains, one per user in each method and each group.
+
+        All of them hold together with 95%, so each is the wider the more there are (Bonferroni).
+        """
         all_gains = [*self.methods.values(), *self.groups.values()]
         return sum(len(gains_by_user) for gains_by_user in all_gains)
 

@@ -169,7 +169,7 @@ class Audit(AuditedRun):
 
     @property
     def data(self) -> str:
-        """The users' data as sentences name it."""
+        """Word for the users' data in sentences."""
         return "conversations" if self.kind == "conversations" else "text"
 
     @property

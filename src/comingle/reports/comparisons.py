@@ -329,7 +329,7 @@ class BaselineComparison:
 
     @classmethod
     def read(cls, content: BaselineComparisonRecord) -> BaselineComparison:
-        """Return the object of a record; inverse of :meth:`as_dict`."""
+        """Create a comparison from its plain data, such as from JSON; inverse of :meth:`as_dict`."""
         verdicts = []
         for record in content["methods"]:
             fields = dict(record)
@@ -571,7 +571,8 @@ def heading(comparison: BaselineComparison) -> str:
 def verdict_rows(comparison: BaselineComparison) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of verdicts as text, with a row for each method.
 
-    "ahead" is the number of results that are better than the baseline's, such as "7 of 12" for 4 users and 3 seeds.
+    "p over users" is Wilcoxon's p-value, adjusted by Holm. "ahead" is the number of results that are better than the
+    baseline's, such as "7 of 12" for 4 users and 3 seeds. "worst" is the change of the worst of these results.
     """
     header = ["method", "change", "interval", "verdict", "p over users", "ahead", "worst"]
     rows = []
@@ -650,7 +651,7 @@ def markdown(comparison: BaselineComparison) -> list[str]:
 
 
 def render(comparison: BaselineComparison) -> Iterator[Table | Text]:
-    """Yield the heading, the table of verdicts and the notes for the terminal."""
+    """Yield a comparison with a baseline for the terminal: heading, table of each method's verdict, and notes."""
     yield literal_text(heading(comparison), "italic")  # a title would be wrapped at the width of the table
     header, rows = verdict_rows(comparison)
     table = Table(box=None)

@@ -215,7 +215,7 @@ def _experts_with_heatmaps(
 
 
 def _experts_by_user(entry: Entry, users: Iterable[str]) -> dict[str, list[ExpertCurves]]:
-    """Return the experts of each user; users without scores are left out."""
+    """Return the score curves of each user's experts; users whose model has no experts are left out."""
     experts_by_user = {user: expert_curves(entry, user) for user in users}
     return {user: experts for user, experts in experts_by_user.items() if experts}
 
@@ -661,7 +661,14 @@ class Mixtures:
 
 
 def read_mixtures(folder: Path) -> Mixtures | None:
-    """Read the mixtures from a run's events; None if its users have no client-level mixtures."""
+    """Read from a run's events how each user weighted the components (adaptor sets or models) that it mixes.
+
+    Args:
+        folder: Run folder.
+
+    Returns:
+        The weights at each evaluation; None if users of this method do not mix components.
+    """
     events = list(read_events(folder))
     start = next((event for event in events if event["event"] == "start"), None)
     evaluations = [event for event in events if event["event"] == "evaluation" and "mixtures" in event]
@@ -1063,7 +1070,7 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
 
 
 def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean_name: str) -> None:
-    """Paint a point for each trained entry: uploaded bytes across, mean test result over users up.
+    """Paint a scatter plot of the mean test result (y) against uploaded bytes (x), one point per entry that trains.
 
     Args:
         axis: The axes to paint on.

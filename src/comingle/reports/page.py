@@ -239,7 +239,7 @@ def _tokens_grid(view: TokenView, rows: Sequence[Sequence[_TokenCell]], title: s
 
 
 def _num_lines(tokens: Sequence[str]) -> int:
-    """Return the number of lines of a text; at least 1."""
+    """Return the number of lines that a text's tokens fill when wrapped to the width of a cell; at least 1."""
     if not tokens:
         return 1
     _, last_line = _token_positions(tokens)[-1]
