@@ -155,7 +155,10 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
 
 
 def _has_repeated_end(is_repeated: Sequence[bool]) -> bool:
-    """Return whether more than half of the shingles of a beginning or an end of a document occur elsewhere too.
+    """Return whether a document begins or ends with text of which more than half occurs in other documents too.
+
+    Such documents, for example with a common header or licence at the end, are left out of the demo data. The length of
+    the beginning or end does not matter, so it is enough if the first or the last shingle is repeated.
 
     Args:
         is_repeated: For each shingle (run of 13 words) of the document, in order, whether it occurs elsewhere too. True
@@ -197,7 +200,10 @@ def _numpy_docstrings() -> Iterator[tuple[str, str]]:
 
 
 def _public_callables(owner: ModuleType | type) -> Iterator[tuple[str, object]]:
-    """Yield public callable attributes by name, ignoring the warnings and errors of deprecated ones."""
+    """Yield name and value of each function and class of a module, or method of a class, to read their docstrings.
+
+    Private attributes, whose names begin with "_", are left out. Warnings and errors of deprecated ones are ignored.
+    """
     for name in sorted(dir(owner)):
         if name.startswith("_"):
             continue

@@ -74,6 +74,11 @@ class DuplicateFilter:
     """
 
     def __init__(self, drops: bool = False):
+        """Create a filter that has dropped no documents yet.
+
+        Args:
+            drops: Drop duplicates; if false, :meth:`drop` returns all documents.
+        """
         self.drops = drops
         self.counts = Counter[str]()
         """Number of dropped documents, by user."""

@@ -128,6 +128,11 @@ class _BoundedExpansion(io.RawIOBase):
         """Bound the number of decompressed bytes by ``limit``, and by a limit relative to the compressed size.
 
         The relative limit is 200 times the compressed size, but at least 64 MiB. The lower of the two limits counts.
+
+        Args:
+            inner: File whose ``read`` returns decompressed bytes.
+            compressed_bytes: Size of the compressed file.
+            limit: Largest number of decompressed bytes.
         """
         self._inner = inner
         relative_limit = max(ALWAYS_EXPANDED, MAX_EXPANSION * compressed_bytes)
@@ -144,10 +149,13 @@ class _BoundedExpansion(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read bytes into a buffer and return their number.
+        """Read the next decompressed bytes into a buffer, and return how many; 0 at the end of the file.
+
+        :class:`io.BufferedReader` calls this method of each raw file. Here it also stops a decompression bomb, a small
+        file that would expand until memory or disk is full.
 
         Raises:
-            OSError: More bytes were read than the compressed file may expand to.
+            OSError: The file has expanded to more bytes than are allowed.
         """
         content = self._inner.read(len(buffer))
         self._num_left -= len(content)
@@ -354,13 +362,16 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
 
 
 def _split_by_beginning(name: str) -> str | None:
-    """Return the split that the beginning of a file's name denotes, or else the name of its nearest folder.
+    """Return the split of a file of rows: from the beginning of its name, or else from the names of its folders.
+
+    If the names of several folders denote a split, the innermost counts.
 
     Args:
-        name: Relative path, such as ``test-00000-of-00002.parquet`` or ``validation/a.csv``.
+        name: Path of the file relative to the data set, such as ``test-00000-of-00002.parquet`` (test) or
+            ``validation/a.csv`` (validation).
 
     Returns:
-        "train", "validation" or "test"; None if no name denotes a split.
+        "train", "validation" or "test"; None if neither the file nor a folder is named after a split.
     """
     *folders, file_name = name.lower().split("/")
     stem = file_name.partition(".")[0]
@@ -376,10 +387,14 @@ def _split_by_beginning(name: str) -> str | None:
 
 
 def _split_by_last_word(name: str) -> str | None:
-    """Return the split that the last word for a split in a file's path denotes; None if there is no such word.
+    """Return the split whose name is a word of a file's path, such as "train" for ``news_train.csv``.
 
     Args:
-        name: Relative path, such as ``news_train.csv``, which has the words "news", "train" and "csv".
+        name: Path of the file relative to the data set. Its words are separated by any other characters than letters
+            and digits.
+
+    Returns:
+        "train", "validation" or "test"; the last in the path if there are several, None if there is none.
     """
     words = _WORD_SEPARATORS.split(name.lower())
     for word in reversed(words):

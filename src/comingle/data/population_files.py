@@ -330,13 +330,14 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
         DataError: The folder is not a population or was changed. A user's data is verified when the user is accessed,
             which raises the same error.
     """
-    about = read_about(folder)
-    user_form = _form_named(about.get("type"))
+    about = read_about(folder)  # a description of the population: type of users, checksums, totals
+    user_form = _form_named(about.get("type"))  # converts arrays to users of this type; None for an unknown type
     try:
         if user_form is not None:  # an unknown type is refused below, and its file may have no checksums
             _check_unchanged(folder, about["sums"])
         names = StoredNames(folder)
-        ends = np.memmap(folder / ENDS, dtype=_END_DTYPE, mode="r")  # end in the file of users, and checksum
+        ends = np.memmap(folder / ENDS, dtype=_END_DTYPE, mode="r")  # per user: end in the file USERS, and checksum
+        # Amount of data of each user and split.
         sizes = np.memmap(folder / SIZES, dtype="<i8", mode="r").reshape(-1, len(SPLITS))
         with open(folder / USERS, "rb") as file:  # copy-on-write: tensors on it are writable, the file is not changed
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -420,9 +421,12 @@ class _WarningRecorder(logging.Handler):
     """Handler that records the first warnings of reading users; a run with users from the cache repeats them."""
 
     def __init__(self) -> None:
+        """Start without recorded warnings; less severe messages are ignored."""
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
+        """The first warnings, up to :data:`MAX_RECORDED_WARNINGS`."""
         self.count = 0
+        """Number of all warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Record a warning."""
@@ -642,9 +646,10 @@ def _folder_states(top: Path) -> Iterator[list[object]]:
 
 
 def _file_state(path: Path) -> list[object]:
-    """Return path, size, times and inode of a file, which change when its content does.
+    """Return path, size, times and inode of a file, at least one of which changes when its content does.
 
-    The change time counts too, because extracting an archive may reset the modification time.
+    They are part of the key of the cache of encoded users, so that a changed file is read again. The list has the
+    inode's change time (ctime) too, because extracting an archive may reset the modification time.
     """
     try:
         status = path.stat()

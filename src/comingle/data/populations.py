@@ -68,6 +68,7 @@ class NumberedNames(IndexedNames):
     @overload
     def __getitem__(self, at: slice) -> Sequence[str]: ...
     def __getitem__(self, at: int | slice) -> str | Sequence[str]:
+        """Return the name at a position, made from the prefix and the position; for a slice, a list of names."""
         if isinstance(at, slice):
             return [f"{self.prefix}{i}" for i in range(self.size)[at]]
         return f"{self.prefix}{range(self.size)[at]}"
@@ -109,6 +110,7 @@ class StoredNamesWriter:
     """
 
     def __init__(self, folder: Path):
+        """Open the files for names and their ends; the folder must exist."""
         self.folder = folder
         self._open_files = ExitStack()
         self._text_file = self._open_files.enter_context(open(folder / NAMES, "wb"))  # noqa: SIM115 (closed by close)
@@ -116,8 +118,9 @@ class StoredNamesWriter:
         self._end = 0
         """End of the last name in the text, in bytes."""
         self._hashes = array("Q")
-        """64-bit hash of each name."""
+        """64-bit hash of each name; :meth:`finish` makes an index of them."""
         self._digest = hashlib.sha256()
+        """Digest of all names so far."""
 
     def add(self, name: str) -> None:
         """Append a name.
@@ -175,7 +178,11 @@ class StoredNames(IndexedNames):
     """
 
     def __init__(self, folder: Path, span: range | None = None):
-        """Map the files of all names; the sequence holds the names with the numbers in ``span``, by default all.
+        """Memory-map the files of a folder, so that a name is read from disk only when it is accessed.
+
+        Args:
+            folder: Folder that :class:`StoredNamesWriter` has written.
+            span: User numbers, counted in the folder, whose names this sequence holds; None for all.
 
         Raises:
             DataError: The files have inconsistent lengths.
@@ -184,7 +191,7 @@ class StoredNames(IndexedNames):
         self._text = _map_array(folder / NAMES, "u1")
         """All names, concatenated."""
         self._ends = _map_array(folder / _ENDS, "<i8")
-        """End of each name in the text."""
+        """End of each name in the text, in bytes."""
         self._hashes = _map_array(folder / _HASHES, "<u8")
         """Sorted hashes of the names, to find a name by binary search."""
         self._index = _map_array(folder / _INDEX, "<i8")
@@ -204,6 +211,7 @@ class StoredNames(IndexedNames):
     @overload
     def __getitem__(self, at: slice) -> Sequence[str]: ...
     def __getitem__(self, at: int | slice) -> str | Sequence[str]:
+        """Return the name at a position of this sequence, or for a slice a sequence that reads its names on access."""
         if isinstance(at, slice):
             return StoredNames(self.folder, self.span[at])
         return self._name_of(self.span[at])
@@ -240,14 +248,17 @@ class StoredNames(IndexedNames):
 
     @property
     def digest(self) -> str:
-        """SHA-256 digest of the names in their order, in hex; stored for a whole folder, computed for a span."""
+        """SHA-256 digest of the names in their order, in hex.
+
+        The digest of all names of the folder is stored there. That of a sequence with only some of them is computed.
+        """
         is_whole_folder = len(self) == len(self._ends)
         if is_whole_folder:
             return self._digest_of_folder
         return hashlib.sha256("\0".join(self).encode()).hexdigest()
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the files of the whole folder to another folder, also if this is a span."""
+        """Copy the files to another folder; they have all names, even if this sequence holds only some of them."""
         for name in FILES:
             shutil.copyfile(self.folder / name, folder / name)
 
@@ -301,7 +312,10 @@ class UserCollection(Sequence[User]):
     @property
     @abstractmethod
     def largest_users(self) -> Sequence[int]:
-        """User numbers among which is a user with the most training data; they bound the steps of a round."""
+        """Numbers of one or more users, among them one with the most training data.
+
+        The largest number of local steps in a round is computed from these users, without reading all others.
+        """
 
     @abstractmethod
     def select(self, numbers: Sequence[int]) -> UserCollection[User]:
@@ -351,10 +365,11 @@ class LazyPopulation(UserCollection[User]):
             names: Names of all users.
             make: Function that creates a user from its number.
             digest: Digest that identifies the users' data.
-            largest: User number of a user with the most training data; ignored if ``sizes`` is given.
+            largest: User number of a user with the most training data, which bounds the local steps of a round; ignored
+                if ``sizes`` is given.
             cache_size: Number of most recently used users that are cached.
-            sizes: Amount of train, valid and test data of each user; None if unknown.
-            about: Totals over all users, by name.
+            sizes: Amount of train, valid and test data of each user, in the unit of the kind of data; None if unknown.
+            about: Numbers about all users together, by name, such as the number with validation data ("valid").
         """
         self._names, self.digest, self.cache_size, self.sizes, self.about = names, digest, cache_size, sizes, about
         self.largest = largest
@@ -403,6 +418,7 @@ class LazyPopulation(UserCollection[User]):
     @overload
     def __getitem__(self, at: slice) -> Sequence[User]: ...
     def __getitem__(self, at: int | slice) -> User | Sequence[User]:
+        """Return the user with a number, created if it is not in the cache; for a slice, a list of users."""
         if isinstance(at, slice):
             return [self.make(i) for i in range(len(self))[at]]
         return self.make(range(len(self))[at])
@@ -427,7 +443,11 @@ class UserNumbers:
         self._names = names
 
     def __call__(self, names: Sequence[str]) -> list[int]:
-        """Return the user number of each name; unknown names are an error."""
+        """Return the user number of each name, in the order of the names.
+
+        Raises:
+            KeyError: A name is unknown; a ``ValueError`` if the names are :class:`IndexedNames`.
+        """
         if isinstance(self._names, IndexedNames):
             return [self._names.index(name) for name in names]
         return [self._by_name[name] for name in names]

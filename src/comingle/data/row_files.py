@@ -65,16 +65,23 @@ class BadRows:
     """
 
     def __init__(self, policy: OnBadRow = "refuse"):
-        """Start without bad rows."""
+        """Start without bad rows.
+
+        Args:
+            policy: What :meth:`report` does with bad rows: ``refuse`` raises an error that lists them, ``skip`` warns.
+        """
         self.policy = policy
         self.count = 0
         """Number of bad rows since the last call of :meth:`report`."""
         self.problems: list[tuple[str, str]] = []
-        """Place and problem of each of these rows, up to 1,000."""
+        """Location, such as "chats.jsonl: line 3", and problem of each of these rows, up to 1,000."""
         self.skipped = 0
         """Number of rows skipped so far, over all calls of :meth:`report`."""
         self.remarks: dict[str, tuple[int, str]] = {}
-        """Number of rows and first place by remark, such as ``{"unused columns: id": (7, "chats.jsonl: line 1")}``."""
+        """Remarks on rows that are used but unusual: number of these rows and location of the first, by remark.
+
+        For example, ``{"unused columns: id": (7, "chats.jsonl: line 1")}``.
+        """
 
     @contextmanager
     def catch(self, where: str) -> Iterator[None]:
@@ -243,15 +250,15 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, extr
 
     def read_extended(bad_rows: BadRows, columns_to_read: Sequence[str] | None) -> PlacedRows:
         """Yield the rows with the extra columns; a column of the file of the same name takes precedence."""
-        for place, row in read(bad_rows, columns_to_read):
-            yield place, {**extra_columns, **row}
+        for where_in_file, row in read(bad_rows, columns_to_read):  # such as "line 3"
+            yield where_in_file, {**extra_columns, **row}
 
     all_columns = None if columns is None else (*extra_columns, *columns)
     return Table(where=str(path), split=split, read=read_extended, columns=all_columns)
 
 
 def _json_reader(path: Path) -> ReadRows:
-    """Return a function for ``Table.read`` that reads a JSON file; it reads all columns."""
+    """Return the function with which a :class:`Table` reads the rows of a JSON file; it ignores the columns to read."""
 
     def read(bad_rows: BadRows, _columns_to_read: Sequence[str] | None) -> PlacedRows:
         return read_json(path, bad_rows)
@@ -260,7 +267,12 @@ def _json_reader(path: Path) -> ReadRows:
 
 
 def _open_csv_table(path: Path, sep: str) -> tuple[tuple[str, ...], ReadRows]:
-    """Return the columns of a CSV file, and a function for ``Table.read``."""
+    """Return the columns of a CSV file, and the function with which a :class:`Table` reads its rows.
+
+    Args:
+        path: The file.
+        sep: Separator of the fields.
+    """
 
     def read(bad_rows: BadRows, _columns_to_read: Sequence[str] | None) -> PlacedRows:
         return read_csv(path, sep, bad_rows)
@@ -486,6 +498,7 @@ class _JsonValues:
     """
 
     def __init__(self, file: io.TextIOWrapper, text: str, line_number: int, path: Path):
+        """Start parsing at the beginning of ``text``; the arguments are described at the class."""
         self.file, self.text, self.line_number, self.path = file, text, line_number, path
         self.position = 0  # in `text`, of the next character to parse
         self.at_end_of_file = False
@@ -704,7 +717,13 @@ def _class_labels(schema: Any) -> dict[str, list[str]]:
 
 
 def _name_label(value: object, class_names: Sequence[str] | None) -> object:
-    """Return the name of a class label, given its number; return other values unchanged."""
+    """Return the name of a class label that a cell stores as its number; return other cells unchanged.
+
+    Args:
+        value: The cell.
+        class_names: Names of the column's classes, in the order of their numbers; None for a column without class
+            labels.
+    """
     if class_names and isinstance(value, int) and 0 <= value < len(class_names):
         return class_names[value]
     return value

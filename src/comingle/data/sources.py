@@ -108,10 +108,15 @@ def check_sources(data: DataSection) -> None:
 
 
 def read_dataset(source: str | Path | Sequence[str | Path], **options: Any) -> Groups:
-    """Return the documents of a data set by user and split; for ``options`` see :func:`group_documents`.
+    """Return the documents of a data set by user and split, all in memory.
+
+    Args:
+        source: A file or folder of rows, a hub name, or a list of these.
+        **options: Further arguments of :func:`group_documents`: ``user`` (column with the user, required), ``text``
+            (column with the document), ``users`` (names, or number of first users) and others.
 
     Raises:
-        DataError: As :func:`group_documents`.
+        DataError: A source, column or user is unknown, a name is invalid, or rows are unreadable or missing.
     """
     rows = ListedRows()  # filled by the next line
     user_names = group_documents(source, rows, **options)

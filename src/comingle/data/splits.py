@@ -54,7 +54,7 @@ class Overlap:
 
     @property
     def total(self) -> int:
-        """Overlapping documents in both splits."""
+        """Number of held-out documents, valid and test together, that overlap with train."""
         return self.valid + self.test
 
 
@@ -293,7 +293,7 @@ class Mixture:
         return interleave(share_by_contributor)
 
     def remove(self) -> None:
-        """Delete the files."""
+        """Delete the files in which the document lists are stored; call it after the last user was read."""
         for lists in (self._unmixed, *self._shares.values()):
             lists.remove()
 
@@ -443,8 +443,16 @@ def _cut(documents: Sequence[str], characters: int) -> tuple[list[str], list[str
 def _cut_point(document: str, position: int) -> int:
     """Return where to cut a document near a position: between two lines, or else between two words.
 
-    The result is the nearer end of the line at the position. If this line is longer than 1,000 characters or the only
-    one, it is instead the nearest position after a space, or the given position if there is no space.
+    The line in which the position lies goes to one side as a whole: the cut is before or after it, whichever is nearer
+    to the position. But if the line is longer than 1,000 characters or the only one of the document, it is cut at the
+    space nearest to the position, or exactly at the position if it has no space.
+
+    Args:
+        document: The document.
+        position: Number of characters that the first part should have.
+
+    Returns:
+        Number of characters that the first part gets.
     """
     line_start = document.rfind("\n", 0, position) + 1
     line_end = document.find("\n", position) + 1 or len(document)

@@ -59,8 +59,14 @@ class FirstUsers:
     count: int = 0
 
     def add(self, name: str, detail: object) -> None:
-        """Count a user; keep the detail if the user is one of the first."""
+        """Count a user, and keep the detail for the message if the user is one of the first.
+
+        Args:
+            name: Name of the user.
+            detail: What the message says about the user, such as its shortage of data.
+        """
         self.count += 1
+        # One more is kept than is listed; the advice at the end of the message considers it too.
         if len(self.first) <= MAX_LISTED_USERS:
             self.first[name] = detail
 
@@ -147,7 +153,7 @@ class StoredDocuments(DocumentLists):
         return json.loads(self._lists_file.read(end - start))
 
     def remove(self) -> None:
-        """Delete both files."""
+        """Delete the file with the lists and the file with their ends."""
         self._lists_file.close()
         self._ends_file.close()
         self._lists_path.unlink(missing_ok=True)
@@ -288,7 +294,7 @@ class StoredRows(Rows):
         return StoredDocuments(self.folder / name)
 
     def remove(self) -> None:
-        """Delete both files."""
+        """Delete the file with the rows' contents and the file with their index."""
         for path in (self._contents_path, self._index_path):
             path.unlink(missing_ok=True)
 

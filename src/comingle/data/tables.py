@@ -89,11 +89,13 @@ def _outer_column(column: str) -> str:
 
 
 def _check_header(header: Sequence[str], columns: Sequence[str], where: str) -> None:
-    """Check that a table has the columns; of ``meta.set``, that it has ``meta.set`` or ``meta``.
+    """Check that a table has the columns from which documents and names will be read.
+
+    For a name with a dot, such as ``meta.set``, a column ``meta`` is enough, as ``set`` may be a field of its values.
 
     Args:
-        header: The table's columns.
-        columns: Columns to look for.
+        header: Names of the table's columns.
+        columns: Names of the columns that it needs.
         where: Name of the table in messages.
 
     Raises:
@@ -149,7 +151,13 @@ def is_unicode(text: str) -> bool:
 
 
 def field_of(row: Row, column: str) -> object:
-    """Return the value of a column, or for ``meta.set`` of the field ``set`` in a column ``meta``; None if missing."""
+    """Return the value of a column, or of a field inside a column; None if the row does not have it.
+
+    Args:
+        row: Values of the row by column.
+        column: Name of a column, or ``COLUMN.FIELD``, such as ``meta.set`` for the key ``set`` of the mapping in the
+            column ``meta``. A column whose name is all of ``meta.set`` takes precedence.
+    """
     if column in row:
         return row[column]
     outer_column, _dot, field = column.partition(".")
@@ -217,7 +225,11 @@ def _name_labels(values: Sequence[object], class_names: Sequence[str] | None) ->
 
 
 def iterate_batches(rows: Rows, where: str) -> Iterator[dict[str, Any]]:
-    """Yield rows in batches of 1,000.
+    """Yield the rows of a ``datasets`` data set in batches of up to 1,000: lists of values by column.
+
+    Args:
+        rows: The data set, in memory or a stream.
+        where: Name of the data set in messages.
 
     Raises:
         DataError: Reading fails, as a stream may at any time.
@@ -285,11 +297,17 @@ def read_tables(
 
 
 def _open_tables(source: str, name: str | None, data_files: object, stream: bool) -> Iterator[Table]:
-    """Open the tables of one source; for the arguments see :func:`read_tables`.
+    """Open the tables of one source, one after another.
 
     Local files, and folders without a configuration, are read without the package ``datasets``. It reads the rest: data
     sets of the hub, folders written by ``save_to_disk``, folders whose README.md lists configurations, and folders from
-    which ``name`` (a configuration) or ``data_files`` select files.
+    which ``name`` or ``data_files`` select files.
+
+    Args:
+        source: A file of rows, a folder of them, a folder written by ``save_to_disk``, or a hub name.
+        name: Configuration of the data set; None for the default.
+        data_files: Files of the data set to read, as ``datasets`` takes them; None for all.
+        stream: Stream the rows of a source named as ``hub:NAME``.
     """
     path = expand_home(source)
     if not source.startswith(HUB_PREFIX) and os.path.exists(path):
@@ -359,16 +377,16 @@ def open_splits(
 def _load_splits(
     datasets: ModuleType, source: str, name: str | None, data_files: object, cache: str, stream: bool, decoded: bool
 ) -> list[tuple[str, Rows | Table]]:
-    """Load the splits of a source with ``datasets``; for the arguments see :func:`open_splits`.
+    """Load the splits of a source with the package ``datasets``, or as tables that our own readers read.
 
     Args:
         datasets: The imported package ``datasets``.
-        source: Name of a data set, or a file or folder of rows.
-        name: Configuration of the data set.
-        data_files: Files of the data set to read.
+        source: Name of a data set, such as ``hub:NAME``, or a file or folder of rows.
+        name: Configuration of the data set; None for the default.
+        data_files: Files of the data set to read, as ``datasets`` takes them; None for all.
         cache: Temporary folder for converted local files.
-        stream: Stream rows of a source named as ``hub:NAME``.
-        decoded: Decode values such as images.
+        stream: Stream the rows of a source named as ``hub:NAME``.
+        decoded: Decode values such as images, for which ``datasets`` reads all files.
 
     Returns:
         Pairs of a split's name and rows; an empty list for a file without rows.
@@ -401,10 +419,18 @@ def _load_splits(
 def _load_without_prefix(
     datasets: ModuleType, source: str, name: str | None, data_files: object, cache: str, decoded: bool
 ) -> object:
-    """Load a source that is not named ``hub:NAME``: a file, a folder, a data set of the hub, or files for a builder.
+    """Load a source that has no prefix ``hub:``: a local file or folder, a data set of the hub, or files of a format.
 
-    For the arguments see :func:`_load_splits`. Local files are read by our own readers where possible, since
-    ``datasets`` converts them to a copy first. Our readers do not decode values such as images.
+    Local files are read by our own readers where possible, since ``datasets`` converts them to a copy first. Our
+    readers do not decode values such as images.
+
+    Args:
+        datasets: The imported package ``datasets``.
+        source: Path, or name of a data set of the hub, or format of ``data_files``, such as "json".
+        name: Configuration of the data set; None for the default.
+        data_files: Files of the data set to read, as ``datasets`` takes them; None for all.
+        cache: Temporary folder for converted local files.
+        decoded: Decode values such as images, for which ``datasets`` reads all files.
 
     Returns:
         Pairs of split and table from our own readers; else a ``Dataset`` or ``DatasetDict`` of ``datasets``.
@@ -433,18 +459,24 @@ def _load_without_prefix(
 
 
 def _tables_of_builder(builder: Any) -> list[tuple[str, Table]] | None:
-    """Return the local files of a ``datasets`` builder as tables, to be read without converting them first.
+    """Return the local files of a ``datasets`` builder as tables for comingle's own readers of CSV, JSON and Parquet.
+
+    They read the files in place, whereas ``datasets`` would first convert them to a copy on disk.
+
+    Args:
+        builder: A ``datasets.DatasetBuilder``.
 
     Returns:
-        Pairs of split and table; None if the builder has options or files that our readers do not support.
+        Pairs of split and table; None if ``datasets`` has to read the files: they are remote or of another format, or
+        the builder has options that our readers do not support.
     """
     config = builder.config
     default_config = type(config)()
-    # Attributes that say what to read, not how.
-    no_options = ("name", "version", "data_dir", "data_files", "description")
+    # Fields of the configuration that say what to read. All others are options that say how.
+    fields_without_options = ("name", "version", "data_dir", "data_files", "description")
     options: dict[str, Any] = {}  # those that are not the default
     for key, value in vars(config).items():
-        if key not in no_options and getattr(default_config, key) != value:
+        if key not in fields_without_options and getattr(default_config, key) != value:
             options[key] = value
     # The only option that our readers support is the separator, which has two names.
     sep, delimiter = options.pop("sep", None), options.pop("delimiter", None)
@@ -457,7 +489,8 @@ def _tables_of_builder(builder: Any) -> list[tuple[str, Table]] | None:
     for split, files in files_by_split.items():
         for file in files:
             path = Path(str(file))
-            if not path.exists() or not (has_row_suffix(path) or path.suffix in OPENERS):
+            is_compressed = path.suffix in OPENERS
+            if not path.exists() or not (has_row_suffix(path) or is_compressed):
                 return None
             tables.append((str(split), path))
     return [(split, open_table(path, split=split, sep=separator)) for split, path in tables]

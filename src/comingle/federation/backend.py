@@ -300,6 +300,14 @@ class _SecureSum:
         self.collector.store_keys(name, secure_client.read_keys(message, name, self._round))
 
     def _store_encrypted_shares(self, name: str, message: Upload | Download) -> None:
+        """Store a user's answer to the step "share": shares of its secrets, one for each other user.
+
+        Each share is encrypted for its recipient ("sealed"), so that the server can forward it but not read it.
+
+        Args:
+            name: Name of the user.
+            message: The user's answer.
+        """
         others = [other for other in self.collector.public_keys if other != name]
         shares = secure_client.read_shares(message, name, self._round, others, sealed=True)
         self.collector.store_sealed_shares(name, shares)
@@ -354,7 +362,7 @@ class _SecureSum:
                 continue
             answer = answers[name]
             try:
-                if "left_out" in answer.reported:
+                if "left_out" in answer.reported:  # the client did not carry out the step, and says why
                     raise MessageError(str(answer.reported["left_out"]))
                 if not answer.messages:
                     raise MessageError("no message for the secure sum in the answer")
@@ -417,7 +425,8 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
 def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
     """Return the fields of an evaluation event with the weights with which each user mixes several models.
 
-    With a method whose server mixes the models, the weights are the server's. Otherwise users report them.
+    Depending on the method, the server or each user's client mixes the models. If it is the server, the weights are in
+    the method's state on the server (``server.kept``); otherwise users report them.
 
     Args:
         session: The session.
@@ -575,9 +584,10 @@ class NetworkBackend(Backend[ClientReports]):
 
         Args:
             done: Number of rounds that are done; 0 before the first one.
-            receives: Whether users download the newest model first.
-            finishes: Whether users carry out the method's final step first, after the last exchange.
-            silent: Whether this evaluation is repeated after the run was resumed; validation losses are then ignored.
+            receives: Whether users download the newest model before they evaluate.
+            finishes: Whether users carry out the method's final step before they evaluate; after the last round only.
+            silent: Whether this evaluation repeats one from before the run was interrupted. Its validation losses have
+                been compared then, so they are ignored.
 
         Returns:
             The metrics that clients report (None if there are none), and the evaluation event.

@@ -162,12 +162,16 @@ def mask(store: ClientStore, task: Task, message: Received) -> Upload:
 def unmask(store: ClientStore, task: Task, message: Received) -> Upload:
     """Return the shares of other users' secrets with which the server removes the masks from the sum.
 
-    Refuses if fewer users than the threshold are in the sum, as such a sum reveals more of each upload.
+    This is the last step of secure aggregation, after the server has added the masked uploads.
 
     Args:
-        store: The user's part of the run.
-        task: The task.
-        message: Names of the users whose masked tensors are in the sum.
+        store: The user's part of the run, with its secrets of this sum.
+        task: The server's task that asks for this step.
+        message: Names of the users whose masked uploads are in the sum.
+
+    Raises:
+        MessageError: No sum of this round was begun, or fewer users than the threshold are in the sum, which would
+            reveal too much of each upload.
     """
     session = _current_session(store, task)
     users_in_sum = read_survivors(message, task.user, session.terms.round)
@@ -504,7 +508,10 @@ def _with_choices(folder: Path, recipe: Recipe, public: Public, own: Own, say: S
 
 
 def _left_to_device(recipe: Recipe) -> str:
-    """Return the keys of a recipe whose values the device chooses, such as "settings for runtime.memory 8GB"."""
+    """Describe for messages which settings of a recipe the device chooses, such as "settings for runtime.memory 8GB".
+
+    These are ``method.specialists: auto``, and the settings that follow from a memory limit.
+    """
     chosen = []
     if chooses_specialists(recipe):
         chosen.append("method.specialists")
@@ -742,7 +749,10 @@ class Client:
         self._publish_model(store)
 
     def _publish_model(self, store: ClientStore) -> None:
-        """Publish the user's current model, if it is to be published; show errors to the user."""
+        """Pass the user's current model to the function that serves it to the user's programs, if there is one.
+
+        The model has changed in the last task. An error does not end the client; it is shown to the user.
+        """
         if self._publish is None:
             return
         try:
@@ -952,6 +962,11 @@ class TaskRunner:
         self.STEPS[step](self)
 
     def _next_download(self) -> Download:
+        """Remove the first unread message from the task, and return it.
+
+        Raises:
+            MessageError: It is damaged, or it is not a download.
+        """
         message = unpack(self.unread_messages.pop(0))
         if not isinstance(message, Download):
             raise MessageError("task: got an upload; allowed: a download")
@@ -972,7 +987,11 @@ class TaskRunner:
         clients.receive(download)
 
     def _hear(self) -> None:
-        """Read from the next message whether the current model is the best so far; if so, keep a copy of it."""
+        """Carry out the step "hear": receive the server's verdict on the last validation.
+
+        The verdict says whether the mean validation loss of all users is the lowest so far. If so, the client stores a
+        copy of its current model, which becomes the result unless a later round is better.
+        """
         verdict = self._next_download()
         check_verdict(verdict, LOWEST, user=self.own.name, rounds=self.clients.plan.training.rounds)
         self.clients.receive_verdict(verdict)

@@ -272,12 +272,18 @@ class EndCondition:
         self._ended_at = self._ended_at or time.monotonic()
 
     def refuse(self, reason: str) -> None:
-        """Record why the user's settings do not fit the federation."""
+        """Record that the client ends because the user's settings do not fit the federation.
+
+        Args:
+            reason: What does not fit; the user sees it.
+        """
         self.reason = f"cannot take part: {reason}"
         self.end()
 
     def has_ended(self, refusal: str) -> bool:
-        """Return whether the client may end now.
+        """Return whether the client may end now: if it is refused, or some seconds after the end of its federation.
+
+        A client that waits for the next federation (``stays``) ends only if it is refused.
 
         Args:
             refusal: Why the server or the connection refuses the client; empty if they do not. It becomes ``reason``.

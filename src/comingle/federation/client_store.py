@@ -104,11 +104,11 @@ class Sessions:
         return self.folder / SECURE
 
     def _read(self) -> dict[str, Any]:
-        """Return the content of the file with the secrets of secure sums.
+        """Return the content of the file with the user's state of the secure sum in progress.
 
         Returns:
-            ``unmasked``: the last round whose sum was unmasked; 0 for none. ``session``: the record of the current
-            sum, as :meth:`_save` takes it; None for none.
+            ``unmasked``: the last round whose sum this user has helped to unmask; 0 for none. ``session``: state of the
+            sum in progress, such as its secrets, as :meth:`_save` has stored it; None for none.
 
         Raises:
             RunError: The file is damaged.
@@ -124,10 +124,13 @@ class Sessions:
             ) from None
 
     def _save(self, record: Record) -> None:
-        """Store the record of the current sum, and the last round that this user has helped to unmask.
+        """Store the user's state of the secure sum in progress, so that the next step can follow after a restart.
+
+        The file also keeps the last round whose sum this user has helped to unmask: :meth:`begin` refuses a second sum
+        of that round.
 
         Args:
-            record: Terms, secrets and completed steps ("done") of the sum.
+            record: State of the sum as JSON: its terms, the user's secrets, and the completed steps ("done").
         """
         last_unmasked_round = self._read()["unmasked"]
         if "unmask" in record["done"]:
@@ -180,7 +183,10 @@ class ClientStore:
 
     @property
     def num_revertible(self) -> int:
-        """Number of tasks that can be reverted."""
+        """Number of last tasks that the client can revert, which a restarted server may send again.
+
+        A round with a secure sum has more tasks, so the number is larger.
+        """
         return KEPT_TASKS if self.clients.plan.sums is None else KEPT_TASKS_WITH_SUMS
 
     def stored_answer(self, serial: int, task: bytes) -> bytes | None:
@@ -285,7 +291,10 @@ class ClientStore:
         self.revert_to(self.serial)
 
     def load_newest(self) -> None:
-        """Load the state after the last task; the state before the first task if there is none."""
+        """Load the user's state after the last task that it carried out; without one, the state before the first task.
+
+        ``serial``, the number of that task, is 0 before the first.
+        """
         folders = list_checkpoints(self.folder)
         if folders:
             self._restore(folders[-1])
@@ -310,7 +319,13 @@ class ClientStore:
         return {"examples": work.examples}
 
     def reporting_level(self, own: Own) -> Tells:
-        """Return how much the user reports: ``tells`` of its file; by default "scores", or "nothing" with privacy."""
+        """Return how much this user's client reports to the server about its data and test results.
+
+        It is the setting ``tells``. By default "scores", or "nothing" in a run with differential privacy.
+
+        Args:
+            own: The user's own settings.
+        """
         if own.tells is not None:
             return own.tells
         is_private = self.clients.plan.privacy is not None
@@ -341,12 +356,12 @@ class ClientStore:
         return ""
 
     def charge_steps(self, number: int) -> str:
-        """Charge a round's local steps to the user's privacy budget before they are taken, if they add noise.
+        """Charge a round's local steps to the user's privacy budget before they are taken, if they add noise (DP-SGD).
 
-        A round that is repeated from the same state has the same noise and costs nothing.
+        A round that is repeated from the same state has the same noise, releases nothing new and costs nothing.
 
         Args:
-            number: The round, from 0.
+            number: Number of the round, from 0.
 
         Returns:
             Why the local steps may not be taken; an empty string if they may.
@@ -355,11 +370,13 @@ class ClientStore:
         private_steps = clients.steps.private  # None unless privacy protects single examples (DP-SGD)
         if private_steps is None:
             return ""
-        work = private_steps.work(clients.batch_source, trainer=0)  # this client group has a single user
+        # Numbers of examples and noisy steps, from which the epsilon follows. The client's only user is trainer 0.
+        work = private_steps.work(clients.batch_source, trainer=0)
         account = private_steps.mechanism.account
         assert account is not None
 
         def epsilon_of(num_rounds: int) -> float:
+            """Return the epsilon that a number of rounds spends."""
             return account.own_epsilon(num_rounds, work)
 
         # Equal if the round is repeated with the same number of local steps from the same tensors.

@@ -81,7 +81,11 @@ class IdleCondition(Condition):
         self._percent = 0.0  # result of the last measurement
 
     def unmet(self, now: datetime) -> str:
-        """Return how much of the processor others use, if it is too much."""
+        """Return the load by other processes as a phrase if the device is not idle; an empty string if it is.
+
+        Args:
+            now: Not used, as the condition does not depend on the time.
+        """
         percent = self.measure()
         if percent < self._max_percent:
             return ""
@@ -133,8 +137,15 @@ class PluggedInCondition(Condition):
         self._read = read
 
     def unmet(self, now: datetime) -> str:
-        """Return "not plugged in" if the device runs on battery, or if its system does not know."""
-        battery = self._read()
+        """Return "not plugged in" if the condition does not hold, else an empty string.
+
+        It holds for a device without a battery. With a battery, it does not hold if the system cannot tell whether the
+        device is plugged in.
+
+        Args:
+            now: Not used, as the condition does not depend on the time.
+        """
+        battery = self._read()  # None without a battery
         if battery is None or battery.power_plugged:
             return ""
         return "not plugged in"
@@ -153,7 +164,7 @@ class TimeWindowCondition(Condition):
         self._start, self._end = start, end
 
     def unmet(self, now: datetime) -> str:
-        """Return for example "outside 22:00-06:00" if the time is outside the window."""
+        """Return for example "outside 22:00-06:00" if the time is outside the window, else an empty string."""
         time_of_day = now.time()
         if self._start < self._end:
             is_inside = self._start <= time_of_day < self._end
@@ -212,12 +223,12 @@ class UploadCounter:
     """Bytes of a user's answers since local midnight, stored in its state folder, and their limit."""
 
     def __init__(self, folder: Path, max_bytes: int | None, clock: LocalTime = local_time) -> None:
-        """Create the counter; nothing is counted without a limit.
+        """Create the counter of the bytes that a user uploads in a day, to keep them below the user's limit.
 
         Args:
-            folder: The user's state folder.
-            max_bytes: Limit on the bytes per day; None for no limit.
-            clock: Returns the local time.
+            folder: The user's state folder, in which a file stores the count.
+            max_bytes: Limit on the bytes per day; None for no limit, so that nothing is counted.
+            clock: Returns the local time, from which the day follows.
         """
         self._path, self._max_bytes, self._clock = folder / UPLOADS, max_bytes, clock
 
@@ -343,7 +354,11 @@ class DeviceConditions:
         return time.perf_counter() - self.paused_seconds
 
     def count_upload(self, sent_bytes: int) -> None:
-        """Count the bytes of an answer that is about to be sent."""
+        """Count an answer that is about to be sent towards the user's daily upload limit, if there is one.
+
+        Args:
+            sent_bytes: Size of the answer.
+        """
         if self._uploads is not None:
             self._uploads.add(sent_bytes)
 

@@ -77,7 +77,7 @@ class Population:
 
     @property
     def measure(self) -> Loss:
-        """Loss as an object."""
+        """The loss as an object that computes it, also if ``loss`` is a name or a function."""
         return self.loss if isinstance(self.loss, Loss) else find_loss(self.loss, classes=False)
 
     @property
@@ -226,18 +226,21 @@ class Remarks:
     """Numbers of files that are not read, by user and suffix."""
 
     def add_folder(self, user: str, folder: Path, splits: Mapping[str, Path]) -> None:
-        """Record if a user's validation split is used as the test split, and what is outside of the splits' folders.
+        """Record what the user should be told about the division of a folder of images into splits.
+
+        This is that the folder has no test split, so that its validation split is used as one, and how many files lie
+        outside of the splits' subfolders, as they are not read.
 
         Args:
             user: Name of the user.
             folder: Folder of the user.
-            splits: Subfolder of each split (:func:`comingle.data.samples.images.find_splits`).
+            splits: Subfolder that is used for each split (:func:`comingle.data.samples.images.find_splits`).
         """
         if "test" not in splits:  # the folder is not divided into splits
             return
         test_folder = splits["test"].name
-        is_valid_as_test = split_named(test_folder) != "test"  # such as "val"
-        if is_valid_as_test:
+        has_no_test_folder = split_named(test_folder) != "test"  # but for example a folder "val"
+        if has_no_test_folder:
             self.renamed_splits[user] = test_folder
         outside = [path.name for path in list_visible(folder) if path not in splits.values()]
         self.add_unread(user, Counter(outside))
@@ -602,9 +605,10 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             raise BrokenImagesError(broken)
 
     def encode(self, unencoded: UserSamples) -> UserSamples:
-        """Return the user with targets of the type that the loss needs: class numbers, or real numbers.
+        """Return the user with targets of the type that the loss needs: class numbers (int64), or real numbers.
 
-        All users' targets must be of the first user's type, whole or real numbers.
+        Users are encoded one after another, and the first one decides the type: if its targets are whole numbers, those
+        of all others must be too.
 
         Args:
             unencoded: The user's samples as read.
@@ -619,9 +623,10 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             self._targets_are_whole = _has_whole_targets(user)
             self._first_user_as_read = user
         elif self._targets_are_whole and not _has_whole_targets(user):
-            self._targets_are_whole = False  # changes the default loss to MSE
+            # From now on, the default loss is that of a regression (MSE), and `_class_limit` is None.
+            self._targets_are_whole = False
             assert self._first_user_as_read is not None
-            # Raises an error if the first user's whole-number targets do not fit the loss.
+            # Raises the error, since the two users' targets differ in type.
             check([self._first_user_as_read, user], classes=self._class_limit)
         if self._targets_are_whole and not self.loss.classes:  # a regression on whole numbers
             user = with_real_targets(user)
@@ -660,7 +665,11 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
 
     @property
     def _class_limit(self) -> int | None:
-        """Number of classes, 2**62 if it is unknown until all samples have been read; None for a regression."""
+        """Upper bound of the class numbers, for :func:`check`; None for a regression, which has no classes.
+
+        It is the number of classes if the recipe or the folders of images give it. Otherwise the number follows only
+        when all samples have been read, so until then any class number is allowed (2**62).
+        """
         if not self.loss.classes:
             return None
         return len(self.labels) or self.section.outputs or 2**62
@@ -770,11 +779,12 @@ def check_classes(
     With a single class, any net is always right. The cause is often a given folder that is one level too high.
 
     Args:
-        train_classes: Classes of train samples, as numbers from 0. If there are many, any two of them are enough.
-        num_outputs: Number of classes.
-        num_recipe_classes: Number of classes in the recipe, if it has one. Then the classes may be those of other
-            users of a federation, and there is no warning.
-        labels: Names of the classes, if they have names.
+        train_classes: Classes of the train samples of all users here, as numbers from 0. If there are many, any two of
+            them are enough.
+        num_outputs: Number of classes that the net distinguishes.
+        num_recipe_classes: Number of classes in the recipe; None if it has none. With a number, there is no warning, as
+            other users of a federation may have the other classes.
+        labels: Names of the classes; empty if they have none.
 
     Returns:
         The warning, as a list of zero or one lines.

@@ -50,6 +50,7 @@ class Samples:
     targets: Int[Tensor, " m"] | Float[Tensor, "m d"]  # m equals n; checked in __post_init__ for a readable error
 
     def __post_init__(self) -> None:
+        """Check that there is one target for each input."""
         if len(self.inputs) != len(self.targets):
             got = f"{len(self.inputs)} inputs but {len(self.targets)} targets"
             raise DataError(f"samples: {got}; every input needs one target")
@@ -59,7 +60,7 @@ class Samples:
 
     @property
     def contents(self) -> tuple[Tensor, Tensor]:
-        """Content that a digest covers."""
+        """The tensors that identify these samples; a digest of a user's data is computed from them."""
         return self.inputs, self.targets
 
     def first(self, count: int) -> Samples:

@@ -93,15 +93,16 @@ def _score_jobs(
 ) -> tuple[Float64[Tensor, " slots"], Float64[Tensor, " slots"]]:
     """Return the sum of losses and the number of correct predictions of each job, on the CPU.
 
-    A job, some samples of one user, is a slot of the batch, padded to the longest job.
+    A job is a range of one user's samples. In the forward pass it is one row ("slot") of the batch, padded to the
+    longest job, and goes through the model of its user.
 
     Args:
-        forward: Models of all users, called with the user of each slot and the inputs.
+        forward: Models of all users, called with the user number of each slot and the inputs.
         bank: Samples of all users.
-        jobs: The jobs of one forward pass.
-        loss: Loss of outputs and targets.
+        jobs: The jobs of one forward pass, the longest first.
+        loss: Loss of outputs and targets; ``loss.classes`` is true for a classification.
     """
-    users = [job.row for job in jobs]
+    users = [job.row for job in jobs]  # user numbers: rows of the bank and of the batched models
     inputs, targets, is_present = bank.take(users, _sample_indices(jobs))
     outputs = forward(users, inputs)
     loss_sums = _sum_present(loss(outputs, targets).double(), is_present)

@@ -100,10 +100,10 @@ class SamplesSection(OwnUsersSection[SampleSource]):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes, if the recipe has them."""
+        """Names of the classes; empty if the recipe has only their number (``data.classes: 10``) or nothing."""
         return self.classes if isinstance(self.classes, tuple) else ()
 
     @property
     def outputs(self) -> int | None:
-        """Number of classes, if the recipe has it."""
+        """Number of classes, which ``data.classes`` gives or lists by name; None if the recipe does not say."""
         return len(self.classes) if isinstance(self.classes, tuple) else self.classes

@@ -154,13 +154,18 @@ def iterate_users(
     Args:
         data: The section ``data`` of the recipe.
         seed: Seed of the splits.
-        rows: Empty store that groups the rows of a data set by user.
+        rows: Empty store, for ``data.dataset``: a single table with rows of all users, which it groups by user.
         bad_rows: Collects rows that cannot be used, to report them.
         duplicates: Drops duplicate documents of a user if the section enables this.
         given: Data of the users if a program passes it: documents, a table, a path, or a mapping from splits to these.
 
+    Yields:
+        Each user's train, valid and test documents. Users without text are skipped if ``data.on_small_user`` is
+        ``skip``.
+
     Raises:
-        DataError: A source is missing or unreadable, data is not text, or users without text or bad rows are refused.
+        DataError: A source is missing or unreadable, data is not text, a user has no text and is not skipped, or there
+            are bad rows and ``data.on_bad_row`` is ``refuse``.
     """
     readers: Iterable[tuple[str, Reader]]
     if given is not None:
@@ -436,11 +441,11 @@ def _text_column(data: object) -> str | None:
 def given_readers(
     data: TextSection, given: Mapping[str, object], seed: int, bad_rows: BadRows, duplicates: DuplicateFilter
 ) -> dict[str, Reader]:
-    """Return a reader for the text of each user that a program passes.
+    """Return for each user that a program passes a function without arguments that reads and splits the user's text.
 
     Args:
         data: The section ``data`` of the recipe.
-        given: Data by user, of the types in :data:`ALLOWED_TEXT`.
+        given: Data by user, of the types in :data:`ALLOWED_TEXT`; a mapping has a source for each split.
         seed: Seed of the splits.
         bad_rows: Collects rows that cannot be used, to report them.
         duplicates: Drops duplicate documents.
@@ -695,9 +700,10 @@ class TextReader(DocumentsReader[UserText, UserData]):
     data: TextSection
 
     def key(self) -> list[object]:
-        """Return the settings of the base class, and "begins" if a begin-of-text token is put in front of each window.
+        """Return the parts of the cache key of the encoded users that follow from settings of this reader.
 
-        A user's stream may then be one token shorter, so other users have enough text.
+        "begins" is one of them if a begin-of-text token is put in front of each window of tokens. A user then needs one
+        token less, so users can have enough text that are too small without it.
         """
         settings = super().key()
         if self.base.begin is not None:

@@ -137,7 +137,7 @@ def check(users: Sequence[UserData], *, context: int, needs_validation: bool, be
 
     Args:
         users: The users.
-        context: Tokens per window, excluding the last target.
+        context: Number of tokens that the model reads at once. A window has one token more, which is only a target.
         needs_validation: The method needs validation data.
         begins: Every window gets a begin-of-text token in front, so that a stream may be one token shorter.
 
@@ -183,7 +183,7 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool, begin
 
     Args:
         user: The user.
-        context: Tokens per window, excluding the last target.
+        context: Number of tokens that the model reads at once. A window has one token more, which is only a target.
         needs_validation: The method needs validation data.
         begins: A begin-of-text token is put in front of each window, so that one token less suffices.
     """

@@ -77,12 +77,20 @@ class StatusWriter:
         self._write(FINISHED)
 
     def fail(self, line: str) -> None:
-        """Record a mistake of the operator."""
+        """Record that the app has failed because of a mistake of the operator, so that a restart would not help.
+
+        Args:
+            line: What is wrong, in one line.
+        """
         self.say(line)
         self._write(FAILED, line)
 
     def fail_unexpectedly(self, line: str) -> None:
-        """Record a failure that is no mistake of the operator; a restart may succeed."""
+        """Record that the app has failed without a mistake of the operator, so that a restart may succeed.
+
+        Args:
+            line: What has happened, in one line.
+        """
         self.say(line)
         self._write(BROKEN, line)
 

@@ -193,6 +193,7 @@ class ConnectedNodes:
         self._instance_by_name: dict[str, str] = {}
         self._refreshed_at = -_REFRESH_SECONDS  # on the monotonic clock; the first `refresh` may look at once
         self.nodes: dict[str, Node] = {}
+        """Connected nodes that have told their names and are not refused, by name of the user."""
 
     def awaits_name(self, seconds: float) -> bool:
         """Return whether a node was asked for its name in the last ``seconds`` and has not answered yet."""
@@ -375,7 +376,8 @@ class GridChannel:
     def present(self) -> Sequence[str]:
         """Return the names of connected users.
 
-        Waits up to ``_name_seconds`` until nodes that have just connected have answered which user they belong to.
+        Waits up to ``_name_seconds`` until nodes that have just connected have answered which user they belong to, but
+        not while replies of other clients are in flight, which the wait would delay (``_may_wait_for_names``).
         """
         give_up_at = time.monotonic() + self._name_seconds
         self._nodes.refresh()

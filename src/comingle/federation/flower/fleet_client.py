@@ -118,7 +118,7 @@ class FleetConnection:
     """A client's connection to the Fleet API, which reconnects after failures."""
 
     def __init__(self, server: Server, node_id_file: Path, say: Callable[[str], None]) -> None:
-        """Read or generate the key; :meth:`activate` connects.
+        """Read or generate the key by which the server knows this client; :meth:`activate` connects.
 
         Args:
             server: Address, certificates and key for the connection.
@@ -138,9 +138,10 @@ class FleetConnection:
         self.closed = threading.Event()
         """Set once this client has closed the connection."""
         self.deactivated = threading.Event()
+        """Set once the server does not know this client any more."""
         self._heartbeats: threading.Thread | None = None  # sends those of the current node
         self._end_heartbeats = threading.Event()
-        """Set once the server does not know this client any more."""
+        """Set to end the thread that sends heartbeats."""
 
     @property
     def node_id(self) -> int:
@@ -153,6 +154,7 @@ class FleetConnection:
         Raises:
             RunError: The key is not registered, or another active client uses it.
         """
+        # From here on, the server may hold an earlier activation of this key for a while; see `_try_to_activate`.
         self._last_lost_at = time.monotonic()
         self._stop_heartbeats()  # one would make the earlier node active again, which blocks this client's key
         self._deactivate_previous()
