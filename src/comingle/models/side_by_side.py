@@ -389,7 +389,8 @@ class Chained:
         samples_of_all_users = inputs.flatten(0, 1)
         with Folded():  # F.linear multiplies each user's samples by the user's weights
             outputs = call_with(self.net, tensors, samples_of_all_users)
-        flat_outputs = self.pass_shape.flat(outputs)  # (users * batch, ...), also if the last layer returned maps
+        # To (users * batch, ...), if the last layer returned the memory layout of native code.
+        flat_outputs = self.pass_shape.flat(outputs)
         return flat_outputs.unflatten(0, (users, images))
 
     def takes(self, inputs: Tensor) -> bool:
@@ -521,7 +522,7 @@ def _square_side(size: int | tuple[int, ...]) -> int:
 
 
 def _is_disjoint_max_pool(pool: nn.Module) -> bool:
-    """Return whether a module is max-pooling of square windows that do not overlap."""
+    """Return whether a module is max-pooling of square windows that do not overlap, which native code can fuse."""
     if type(pool) is not nn.MaxPool2d or pool.ceil_mode or pool.return_indices:
         return False
     size, stride = _square_side(pool.kernel_size), _square_side(pool.stride)

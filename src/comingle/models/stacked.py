@@ -316,7 +316,7 @@ class StackedModel(Model):
     def mixes_probabilities(self) -> bool:
         """True if the components' predictions are averaged as class probabilities, not as outputs (logits).
 
-        So it is for classifiers whose mixture weights are the probability that a sample is of a component.
+        This is so for classifiers whose mixture assigns each sample to components (FedEM).
         """
         return self.loss.classes and self.mixture is not None and self.mixture.at == "samples"
 
@@ -344,7 +344,7 @@ class StackedModel(Model):
 
     @property
     def scales(self) -> Float[Tensor, " users"]:
-        """Ones; users have no scales of their own."""
+        """Ones in place of the users' LoRA scales, which nets of the same shape do not have."""
         return torch.ones(self.users)
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:

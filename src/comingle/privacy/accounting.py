@@ -407,7 +407,7 @@ class UploadAccount(Account):
 
     @property
     def release(self) -> Release:
-        """Noise multiplier and sampling of one round of this run."""
+        """Noise multiplier of an upload, and how participants of a round are drawn, from which epsilon is computed."""
         return self.release_of(self.privacy, self.participation, len(self.users))
 
     @property
@@ -421,15 +421,19 @@ class UploadAccount(Account):
         return epsilon(release, count, self.privacy.delta, accountant_of(self.privacy, release))
 
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return the epsilon of ``count`` noisy uploads of a client's user, without regard to sampling."""
+        """Return the epsilon that ``count`` noisy uploads cost a client's own user; ``work`` is not used.
+
+        It is computed as if the user took part in every round, since a client cannot know that the server draws
+        participants in secret.
+        """
         release = self.release_of(self.privacy, participation=1.0, users=1)
         return epsilon(release, count, self.privacy.delta, self.privacy.accountant)
 
     def charge(self, users: Sequence[int]) -> None:
         """Count one more noisy upload of each user in ``users``.
 
-        If participants are drawn in secret, count it for all users of the run: the epsilon of a drawing in secret holds
-        for each round, whether a user was drawn or not.
+        If participants are drawn in secret, count it for all users of the run: the epsilon then already considers that
+        a user may not have been drawn, so it is the same whether or not it was.
 
         Args:
             users: Indices of the users.
@@ -508,21 +512,34 @@ class StepAccount(UploadAccount):
 
     @property
     def sampled(self) -> bool:
-        """False: participants are not secret here."""
+        """False: users are charged for their own rounds, as a secret choice of participants does not lower epsilon."""
         return False
 
     def charge_uploads(self, users: Sequence[int]) -> None:
         """Count nothing: steps are charged when they are requested."""
 
     def epsilon_of(self, user: int, count: int) -> float:
-        """Return the epsilon of ``count`` rounds of the user with index ``user``; 0 for a user without work."""
+        """Return the epsilon of ``count`` rounds of noisy steps of a user.
+
+        Args:
+            user: Index of the user.
+            count: Number of rounds.
+
+        Returns:
+            The epsilon; 0 for a user without a known amount of work (examples and steps).
+        """
         work = self.works().get(self.users[user])
         if work is None:
             return 0.0
         return spent_by(self.privacy, work, count * work.steps)
 
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return the epsilon of ``count`` rounds of a client's user."""
+        """Return the epsilon that rounds of noisy steps cost a client's own user.
+
+        Args:
+            count: Number of rounds.
+            work: The user's number of examples, batch size and steps in a round.
+        """
         assert work is not None
         return spent_by(self.privacy, work, count * work.steps)
 
@@ -582,10 +599,12 @@ class StepAccount(UploadAccount):
 
 
 def affordable_releases(privacy: PrivacySection, planned: int, epsilon_after: Callable[[int], float]) -> int:
-    """Return the largest number of releases, up to ``planned``, whose epsilon is within a user's budget.
+    """Return how many of the planned releases a user's budget of epsilon allows.
+
+    A release is a noisy upload, or a round of noisy local steps; ``epsilon_after`` decides which.
 
     Args:
-        privacy: Section ``privacy`` of the recipe; its ``epsilon`` is the budget, or None.
+        privacy: Section ``privacy`` of the recipe; its ``epsilon`` is the budget, or None if there is no limit.
         planned: Number of planned releases.
         epsilon_after: Returns the epsilon of a number of releases. It never decreases with the number.
     """

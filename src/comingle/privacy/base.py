@@ -253,7 +253,11 @@ class PrivacyMechanism:
         return received
 
     def skip_round(self, received: Sequence[int]) -> None:
-        """End a round without aggregation; ``received`` are the users whose uploads arrived."""
+        """End a round without aggregation.
+
+        Args:
+            received: Indices of the users whose uploads have arrived.
+        """
         self.rule_result = None
 
     def warn(self, num_shared: int, rounds: int) -> str | None:

@@ -351,7 +351,8 @@ class Central(DifferentialPrivacy):
             changes: Changes ``(users, *shape)``; empty if no user was drawn.
             model: The model, for its shapes.
             round_index: Number of the round, from 0.
-            within: 1 for each user whose change is within an adaptive clip norm, 0 for others; None without reports.
+            within: 1 for each participant whose change is within the clip norm, 0 for others; None if the clip norm is
+                not adaptive, or if no user was drawn.
         """
         users = self.expected_participants(round_index)
         sums = self.clipped_sum(changes, model)
@@ -444,7 +445,13 @@ class Local(DifferentialPrivacy):
         return replace(update, changes=without_padding(stacked, update.ranks))
 
     def skip_round(self, received: Sequence[int]) -> None:
-        """End a round without aggregation; charge the users in ``received`` for the uploads that they have sent."""
+        """End a round without aggregation.
+
+        Its uploads still cost their users budget: the server has seen them, and their noise is each user's own.
+
+        Args:
+            received: Indices of the users whose uploads have arrived.
+        """
         super().skip_round(received)
         assert self.account is not None
         self.account.charge(received)
@@ -757,7 +764,7 @@ def _why_beyond_gradients(method: Method) -> str:
         if trains_on_validation_data:
             names = ", ".join(sorted(phase.roles & method.shared))
             return f"it trains {names} on validation data, which the account does not count"
-    if method.placement.residual is not None:  # the rank of a change to the frozen weights
+    if method.placement.residual is not None:  # the server also makes a low-rank change of the frozen weights
         return "its server changes frozen weights, which are not part of the model whose noised gradients are sent"
     if any(phase.turns > 1 for phase in client.phases):
         return "its phases alternate between rounds, but the account counts the same steps in every round"

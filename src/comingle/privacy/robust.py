@@ -327,16 +327,20 @@ class RobustRule(PrivacyMechanism):
             )
 
     def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
-        """Return the result of the rule, or None if too few uploads have arrived; set ``rule_result``.
+        """Apply the rule to the uploads of a round, and store how much of each upload counts in ``rule_result``.
 
         Args:
-            received: The uploads of a round, of which there may be none.
+            received: The uploads of a round.
             server_round: The round on the server: its method's server and state, and the participants' names.
+
+        Returns:
+            The uploads that the server aggregates instead of ``received``; None if there are too few for the rule. If
+            nothing was uploaded, ``received`` itself.
         """
         self.rule_result = None
         if not received.tensors:
             return received
-        # Tensors of each participant at the start of the round, from which its change is measured.
+        # Tensors with which each participant began the round, from which the rule measures its change.
         initial = server_round.server.starts(server_round.kept, received)
         aggregated, self.rule_result = apply_rule(self.aggregation, received, initial, server_round.names)
         if aggregated is None:

@@ -284,7 +284,10 @@ class SimulatedSum:
         return unpack(packed)
 
     def _transmit_download(self, step: str, name: str, message: Download) -> Upload | Download:
-        """Pack a message from the server, record its bytes in ``sent``, and return the unpacked message."""
+        """Simulate the sending of the server's message to a user: pack it, and return the message that arrives.
+
+        The bytes are recorded in ``sent``, so that tests can examine and count them.
+        """
         packed = pack(message)
         self.sent.append((step, name, packed))
         return unpack(packed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -99,7 +99,7 @@ def shaped(row: Float[Tensor, " entries"], like: Tree) -> Tree:
 def as_words(row: Tensor) -> np.ndarray:
     """View an int32 or int64 tensor as unsigned integers of the same bits, to add masks modulo ``2^bits``.
 
-    torch lacks arithmetic for unsigned integers. :func:`as_tensor` is the inverse.
+    The array is of numpy, as torch supports few operations on unsigned integers. :func:`as_tensor` is the inverse.
     """
     numbers = row.contiguous().numpy()
     return numbers.view(f"<u{numbers.itemsize}")
@@ -138,9 +138,7 @@ def make_upload(name: str, round_number: int, tensors: dict[str, Tensor]) -> Upl
     return Upload(round=round_number, users=(name,), tensors=tensors, ranks=_NO_RANKS)
 
 
-def make_download(
-    name: str, round_number: int, senders: Mapping[str, bytes] | Sequence[str], tensors: dict[str, Tensor]
-) -> Download:
+def make_download(name: str, round_number: int, senders: Sequence[str], tensors: dict[str, Tensor]) -> Download:
     """Return a message from the server to a user in the protocol of a secure sum.
 
     Args:
@@ -523,7 +521,16 @@ class SecureSum(PrivacyMechanism):
             raise RecipeError(f"{where}.range: has no effect with noise, where privacy.clip_norm sets it; remove it")
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
-        """Check that rounding to integers increases the norm of a change by at most 10%."""
+        """Check that rounding uploads to integers increases the norm of a change by at most 10%.
+
+        Args:
+            method: The method, which decides what is uploaded.
+            layout: Layout of the model's tensors.
+            users: Not used.
+
+        Raises:
+            RecipeError: The increase may be larger, so the recipe needs more bits.
+        """
         if self.sums is not None and method.shared:
             num_shared = layout.count(method.shared)
             self.sums.check_size(num_shared)

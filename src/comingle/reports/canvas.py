@@ -219,7 +219,7 @@ class Panels:
                 is_leftmost = number % self.columns == 0
                 axes[number].set_xlabel(self.x_label if is_lowest else "")
                 axes[number].set_ylabel(self.y_label if is_leftmost else "")
-                if paint_panel is None:
+                if paint_panel is None:  # keeps a place empty, so that all rows have the same columns
                     axes[number].set_axis_off()
                 else:
                     paint_panel(axes[number])

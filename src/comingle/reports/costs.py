@@ -226,7 +226,8 @@ def memory_verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
 def _privacy_lines(plan: PlanRecord) -> Iterator[str]:
     """Yield a heading, and for each private method a line with the privacy budget that its run would spend.
 
-    A release is one publication with noise: a step if the mechanism protects examples, else an exchange.
+    A release is one publication with noise: a local step if the mechanism protects examples, else an exchange (the
+    uploads and the aggregation at the end of a round).
     """
     yield f"Privacy: bound on what the run reveals about any {_privacy_unit(plan)}"
     for method in plan["methods"]:
@@ -425,7 +426,10 @@ def _memory_table(plan: PlanRecord) -> Table:
 
 
 def _chosen_settings(memory: ChoicesRecord) -> ChoiceRecord | None:
-    """Return the first settings that fit into the limit; None if none do."""
+    """Return the best settings that fit into the memory limit; None if none do.
+
+    Choices are in order of preference: settings that leave the model as it is first, and of these the fastest first.
+    """
     for choice in memory["choices"]:
         if choice["needed_bytes"] <= memory["limit_bytes"]:
             return choice
@@ -589,7 +593,12 @@ def _times_table(method: MethodTimeRecord, *, has_price: bool) -> Table:
 
 
 def _measurements_line(measured: TimePartsRecord) -> str:
-    """Return the measurements behind a method's times as one line; see :class:`TimePartsRecord`."""
+    """Return the measurements behind a method's times as one line.
+
+    Args:
+        measured: The measurements, as in :class:`TimePartsRecord`; ``bus`` is the speed of transfers between processes,
+            and ``hops`` the number of small messages that a round waits for, one after another.
+    """
     line = (
         f"a user's local steps {seconds(measured['user_seconds'])} of a core, its messages "
         f"{seconds(measured['handling_seconds'])}, its evaluation {seconds(measured['evaluation_seconds'])}; disk "
