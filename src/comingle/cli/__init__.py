@@ -35,7 +35,7 @@ from comingle.cli.demo import demo
 from comingle.cli.export import export
 from comingle.cli.federation import client, federate, server
 from comingle.cli.run import join, leave, run
-from comingle.cli.serve import chat, serve
+from comingle.cli.serve import chat, live, serve
 from comingle.cli.show import plot, report, show
 from comingle.training.backends.launched import should_print_errors
 from comingle.utils.errors import ComingleError, UnknownMethodError, lacks_memory, require_docstrings
@@ -243,7 +243,7 @@ def _build_broken_command(name: str, error: PluginError) -> object:
 
 
 COMMANDS = (
-    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, leave, audit, chat, serve,
+    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, leave, audit, chat, serve, live,
     federate, server, client,
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.cli.options import console, finite
+from comingle.cli.options import Out, Quiet, RecipePath, Sets, console, finite, line_printer, read_recipe
 from comingle.serving.access import Limits, check_host, read_keys
 from comingle.utils.errors import ComingleError, RecipeError, list_names, require_user
 
@@ -70,6 +70,62 @@ def serve(
         serve_models(
             loaded.models, sock, keys=keys_of_users, limits=limits, answers=loaded.answers, ready=print_addresses
         )
+
+
+def live(
+    recipe: RecipePath,
+    sets: Sets = None,
+    out: Out = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Listen on this address; --keys is required unless it is local.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Listen on this port; 0 selects a free one.")
+    ] = 8000,
+    keys: Annotated[
+        Path | None,
+        typer.Option("--keys", metavar="FILE", help="Require keys, in lines USER: KEY; read again when it changes."),
+    ] = None,
+    make_keys: Annotated[
+        Path | None, typer.Option("--make-keys", metavar="FILE", help="Write a key for each user, and exit.")
+    ] = None,
+    users: Annotated[int, typer.Option("--users", min=1, help="Train when N users have enough new text.")] = 1,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="N new tokens of a user are enough.")] = 500,
+    at_most_every: Annotated[
+        float, typer.Option("--at-most-every", min=0, metavar="SECONDS", help="Start runs at least this far apart.")
+    ] = 0.0,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Generate up to N answers at once.")] = Limits.rows,
+    rate: Annotated[int, typer.Option("--rate", min=1, help="Accept N requests per user and minute.")] = Limits.rate,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Generate up to N tokens per answer.")
+    ] = Limits.max_tokens,
+    quiet: Quiet = False,
+) -> None:
+    """Train on new text as it arrives, and serve all users' models meanwhile, in one process.
+
+    Documents come in over HTTP: POST /v1/users/NAME/documents, or /v1/files and /v1/fine_tuning/jobs of the OpenAI
+    API. The same command continues after an interruption.
+    """
+    require_serving_packages("live")
+    loaded_recipe = read_recipe(recipe, sets)
+    if make_keys is not None:
+        from comingle.serving.access import make_keys as write_keys
+
+        write_keys(make_keys, loaded_recipe.data.names)
+        console.print(f"{make_keys}  keys of {list_names(loaded_recipe.data.names)}")
+        return
+    check_host(host, {} if keys is not None else None)
+    from comingle.serving.access import listen
+    from comingle.serving.live import LiveTrainer, When, serve_live
+    from comingle.utils.files import locked
+
+    folder = out or Path("runs") / f"{recipe.stem}-live"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    when = When(users=users, new_tokens=new_tokens, at_most_every=at_most_every)
+    limits = Limits(max_tokens=max_tokens, rate=rate, rows=rows)
+    with locked(folder), listen(host, port) as sock:
+        trainer = LiveTrainer(loaded_recipe, folder, when, line_printer(quiet=quiet))
+        serve_live(trainer, sock, keys=keys, limits=limits, ready=print_addresses)
 
 
 def load_all_models(run: Path, method: str | None) -> UserModels:

@@ -35,6 +35,9 @@ from comingle.utils.trees import Tree
 
 WHERE = "continue_from.run"
 
+MAX_EARLIER_RUNS = 12
+"""Number of earlier runs whose data is replayed and scored, so that a run takes no longer after a hundred others."""
+
 _ALLOWED = "allowed: the ranks, experts and method settings of the earlier run (continue_from)"
 """End of errors of tensors that do not fit."""
 
@@ -64,14 +67,15 @@ def read_earlier_data(
         read: Reads the data of a recipe, given the date that chat templates write, with the base of the new run.
 
     Returns:
-        The data of each run, the latest first.
+        The data of each of the latest :data:`MAX_EARLIER_RUNS` runs, the latest first.
     """
     assert recipe.continue_from is not None
     log = logger.warning if recipe.data.replay else logger.info
     seen = {(name, split): {digest} for name, digests in run_data.digests.items() for split, digest in digests.items()}
     collected: list[EarlierData] = []
     run = Path(recipe.continue_from.run)
-    for folder in (run, *(Path(ancestor["run"]) for ancestor in reversed(ancestors_of(run)))):
+    earlier_runs = [run, *(Path(ancestor["run"]) for ancestor in reversed(ancestors_of(run)))]
+    for folder in earlier_runs[:MAX_EARLIER_RUNS]:
         try:
             recorded_users = read_inputs(folder).users
             data = read(load_recipe(folder), recorded_date(folder))

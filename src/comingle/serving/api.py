@@ -160,7 +160,7 @@ class Service:
             return ApiError(403, message).response()
         return await call_next(request)
 
-    def _accessible_users(self, request: Request) -> tuple[str, ...]:
+    def accessible_users(self, request: Request) -> tuple[str, ...]:
         """Return the users whose models the request's key opens; all users if keys are not required.
 
         Raises:
@@ -183,14 +183,14 @@ class Service:
         Raises:
             ApiError: The request is refused.
         """
-        if name not in self._accessible_users(request):
+        if name not in self.accessible_users(request):
             raise model_not_found(name)
         wait_seconds = self.rates.take_request(name)
         if wait_seconds > 0:
             message = f"user {name!r} has sent {self.limits.rate} requests within a minute"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait_seconds)
 
-    async def _read_body(self, request: Request, body_class: type[Body]) -> Body:
+    async def read_body(self, request: Request, body_class: type[Body]) -> Body:
         """Read and validate the body of a request.
 
         Args:
@@ -212,6 +212,19 @@ class Service:
             return body_class.model_validate_json(bytes(body))
         except ValidationError as error:
             raise invalid_request(error) from None
+
+    def replace_engine(self, engine: Engine) -> None:
+        """Answer requests that arrive from now on with the models of another engine.
+
+        Answers in progress are completed by the old engine. Not to be called by the engine's thread, for whose current
+        answers this method waits.
+
+        Args:
+            engine: The new engine; its models have the same tokenizer.
+        """
+        self.worker.replace_engine(engine)
+        self.engine = engine
+        self.keys.names = engine.models if not self.keys.required else self.keys.names
 
     def refuse(self, error: ApiError) -> Response:
         """Return the response of an error, and count it."""
@@ -245,11 +258,11 @@ class Service:
 
     async def models(self, request: Request) -> dict[str, object]:
         """List the users whose models the key opens."""
-        return {"object": "list", "data": [self._describe(name) for name in self._accessible_users(request)]}
+        return {"object": "list", "data": [self._describe(name) for name in self.accessible_users(request)]}
 
     async def model(self, request: Request, name: str) -> dict[str, object]:
         """Return the description of one user's model."""
-        if name not in self._accessible_users(request):
+        if name not in self.accessible_users(request):
             raise model_not_found(name)
         return self._describe(name)
 
@@ -268,8 +281,8 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """Handle ``POST /v1/chat/completions``: answer messages."""
-        self._accessible_users(request)  # refuses an invalid key before the body is read
-        parsed = await self._read_body(request, ChatRequest)
+        self.accessible_users(request)  # refuses an invalid key before the body is read
+        parsed = await self.read_body(request, ChatRequest)
         self._admit(request, parsed.model)
         messages = [message.plain() for message in parsed.messages]
         prompt = self._call_or_refuse(lambda: self.prompts.of_messages(messages), "messages")
@@ -278,8 +291,8 @@ class Service:
 
     async def complete(self, request: Request) -> Response:
         """Handle ``POST /v1/completions``: continue texts."""
-        self._accessible_users(request)  # refuses an invalid key before the body is read
-        parsed = await self._read_body(request, CompletionRequest)
+        self.accessible_users(request)  # refuses an invalid key before the body is read
+        parsed = await self.read_body(request, CompletionRequest)
         self._admit(request, parsed.model)
         prompt = "" if parsed.prompt is None else parsed.prompt  # null begins a new document
         prompts = self._call_or_refuse(lambda: self.prompts.of_texts(prompt))
@@ -287,8 +300,8 @@ class Service:
 
     async def route(self, request: Request) -> Response:
         """Handle ``POST /v1/route``: return the expert that each token of a text is routed to, in every layer."""
-        self._accessible_users(request)  # refuses an invalid key before the body is read
-        parsed = await self._read_body(request, RouteRequest)
+        self.accessible_users(request)  # refuses an invalid key before the body is read
+        parsed = await self.read_body(request, RouteRequest)
         self._admit(request, parsed.model)
         if parsed.messages is not None and parsed.prompt is not None:
             raise ApiError(400, "prompt: got messages too; allowed: one of the two", param="prompt")

@@ -495,6 +495,31 @@ class Worker:
             self._changed.notify()
         return future
 
+    def replace_engine(self, engine: Engine) -> None:
+        """Use another engine from now on; return when the old one has completed the answers in progress.
+
+        Requests that wait for a row are answered by the new engine. Not to be called by the worker's own thread.
+
+        Args:
+            engine: The new engine.
+        """
+
+        def complete_and_replace() -> None:
+            old = self.engine
+            waiting = list(old.waiting)
+            old.waiting.clear()
+            while old.busy:
+                old.step()
+            with self._changed:  # `submit` appends to the waiting requests of the current engine
+                engine.waiting.extend([*waiting, *old.waiting])
+                self.engine = engine
+
+        future: Future[None] = Future()
+        with self._changed:  # not by `call`, which may refuse a job if many are waiting
+            self._jobs.append((complete_and_replace, future))
+            self._changed.notify()
+        future.result()
+
     def close(self) -> None:
         """End the thread after the current step."""
         with self._changed:

@@ -1,0 +1,337 @@
+"""``comingle live``: documents come in, runs train on them, and the answers are those of the newest model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+import yaml
+from tests.serving.test_serving_api import serving
+
+from comingle.config import Recipe, parse_recipe
+from comingle.runs import api
+from comingle.serving.access import Keys, Limits
+from comingle.serving.api import make_app
+from comingle.serving.engine import Engine
+from comingle.serving.live import DocumentStore, LiveApi, LiveTrainer, WatchedKeys, When
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.records import read_events, read_metrics
+
+NEW_TEXT = [f"ada now writes about rivers and lakes, number {number}." for number in range(80)]
+Open = Callable[..., LiveTrainer]
+
+
+def text_of(name: str) -> str:
+    return "\n\n".join(f"{name} counts {number} of {number}." for number in range(60))
+
+
+def recipe_of(folder: Path, **changes: Any) -> Recipe:
+    users = {}
+    for name in ("ada", "ben"):
+        (folder / f"{name}.txt").write_text(text_of(name))
+        users[name] = str(folder / f"{name}.txt")
+    content = {
+        "base": "random:llama?layers=1&dim=32",
+        "data": {"users": users, "replay": 0.2},
+        "training": {"rounds": 2, "local_steps": 2, "batch_size": 2, "context": 16},
+        "evaluation": {"every": 2, "first": False},
+        "runtime": {"device": "cpu", "dtype": "float32", "threads": 1, "compile": False},
+    }
+    return parse_recipe(content | changes)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Open]:
+    """Return a function that opens a trainer, whose thread is ended after the test."""
+    trainers: list[LiveTrainer] = []
+
+    def open_trainer(**when: Any) -> LiveTrainer:
+        said: list[str] = []
+        trainer = LiveTrainer(recipe_of(tmp_path), tmp_path / "live", When(**{"new_tokens": 300, **when}), said.append)
+        trainer.said = said  # type: ignore[attr-defined]
+        trainers.append(trainer)
+        return trainer
+
+    yield open_trainer
+    for trainer in trainers:
+        trainer.stop()
+
+
+def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_new_text_of_one_user_is_trained_by_this_user_alone(start: Open, tmp_path: Path) -> None:
+    """The run is that of the same recipe in a program, continued from the first one."""
+    trainer = start()
+    untrained = trainer.models["ada"].tensors
+    trainer.start()
+    wait_for(lambda: trainer.is_served(1))
+    first = trainer.models["ada"].tensors
+    assert any(not torch.equal(t, untrained[name]) for name, t in first.items())
+    trainer.store.add("ada", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(2))
+    runs = tmp_path / "live" / "runs"
+    start_event = next(read_events(runs / "0002"))
+    assert start_event["continues"]["changed"] == ["ada"]
+    assert set(start_event["continues"]["replayed"]) == {"ada"}
+    rounds = [event for event in read_events(runs / "0002") if event["event"] == "round"]
+    assert [set(event["train_loss_nats"]) for event in rounds] == [{"ada"}, {"ada"}]
+    again = api.run(runs / "0002.yaml", out=tmp_path / "again")
+    assert again.metrics["users"] == read_metrics(runs / "0002")["users"]
+    for name, t in again.user("ada").tensors.items():
+        assert torch.equal(t, trainer.models["ada"].tensors[name])
+    assert not trainer.store.pending
+
+
+def test_it_waits_for_enough_text_of_enough_users(start: Open, tmp_path: Path) -> None:
+    trainer = start(users=2, new_tokens=400)
+    trainer.start()
+    wait_for(lambda: trainer.is_served(1))
+    trainer.store.add("ada", NEW_TEXT)
+    trainer.store.add("ben", ["short"])
+    time.sleep(1.5)
+    assert trainer._last_planned() == 1
+    trainer.store.add("ben", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(2))
+
+
+def test_too_little_text_for_a_split_waits_for_more(start: Open, tmp_path: Path) -> None:
+    trainer = start(new_tokens=5)
+    trainer.start()
+    wait_for(lambda: trainer.is_served(1))
+    trainer.store.add("ada", ["a few words only"])
+    wait_for(lambda: any("waits for more text" in line for line in trainer.said))  # type: ignore[attr-defined]
+    time.sleep(1)
+    assert sum("waits" in line for line in trainer.said) == 1  # type: ignore[attr-defined]
+    assert trainer.store.pending["ada"] > 0
+    trainer.store.add("ada", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(2))
+    data = (tmp_path / "live" / "texts" / "ada" / "0002.jsonl").read_text()
+    assert "a few words only" in data
+
+
+def test_a_new_user_gets_a_model(start: Open) -> None:
+    trainer = start()
+    trainer.start()
+    wait_for(lambda: trainer.is_served(1))
+    trainer.store.add("cem", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(2))
+    assert set(trainer.models) == {"ada", "ben", "cem"}
+
+
+def test_a_stopped_trainer_resumes_its_run(start: Open, tmp_path: Path) -> None:
+    trainer = start()
+    trainer._observe_original = trainer._observe  # type: ignore[attr-defined]
+    rounds: list[int] = []
+
+    def observe(event: Any) -> None:
+        if event["event"] == "round":
+            rounds.append(event["round"])
+            trainer._stopping.set()
+        trainer._observe_original(event)  # type: ignore[attr-defined]
+
+    trainer._observe = observe  # type: ignore[method-assign]
+    trainer.start()
+    trainer._thread.join()
+    assert rounds == [1]
+    again = start()
+    again.start()
+    wait_for(lambda: again.is_served(1))
+    whole = api.run(recipe_of(tmp_path).with_changes({"data.seed": 0}), out=tmp_path / "whole")
+    assert read_metrics(tmp_path / "live" / "runs" / "0001")["users"] == whole.metrics["users"]
+
+
+def test_the_store_keeps_what_it_acknowledged_and_nothing_twice(start: Open, tmp_path: Path) -> None:
+    tokenizer = start().base.tokenizer
+    assert tokenizer is not None
+    store = DocumentStore(tmp_path / "s", "text", tokenizer)
+    (first, second), _ = store.add("ada", ["one", "two"])
+    incoming = tmp_path / "s" / "incoming" / "ada.jsonl"
+    acknowledged = incoming.read_bytes()
+    incoming.write_bytes(acknowledged + b'{"id": "torn", "us')  # killed while it wrote a third
+    again = DocumentStore(tmp_path / "s", "text", tokenizer)
+    assert again.pending == store.pending
+    again.collect(["ada"], 1)
+    incoming.write_bytes(acknowledged)  # killed before the first file was deleted
+    files = DocumentStore(tmp_path / "s", "text", tokenizer).collect(["ada"], 1)
+    lines = [json.loads(line) for line in files["ada"].read_text().splitlines()]
+    assert [line["id"] for line in lines] == [first, second]
+    assert again.find("ada", second) is not None
+    assert again.find("ada", "unknown") is None
+
+
+@pytest.mark.parametrize("content", ["", "  ", 3, None])
+def test_documents_without_text_are_refused(content: Any, start: Open) -> None:
+    with pytest.raises(DataError):
+        start().store.add("ada", [content])
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"base": "net:mlp", "data": {"task": {"name": "synthetic-linear"}}}, "data.kind"),
+        ({"adapters": {"rank": {"ada": 2, "ben": 4}}}, "adapters.rank"),
+        ({"privacy": {"noise_multiplier": 1.0}}, "privacy.mechanism"),
+        ({"continue_from": "runs/may"}, "continue_from"),
+    ],
+)
+def test_recipes_that_cannot_be_trained_live(changes: dict[str, Any], place: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=place):
+        LiveTrainer(recipe_of(tmp_path, **changes), tmp_path / "live", When(), print)
+
+
+# ------------------------------------------------------------ over HTTP
+
+
+@pytest.fixture
+def client(start: Open, tmp_path: Path) -> Iterator[Callable[..., httpx.Client]]:
+    """Return a function that starts a live server and returns a client of it, with its ``trainer``."""
+    with ExitStack() as stack:
+
+        def open_client(keys: Path | None = None) -> httpx.Client:
+            trainer = start()
+            engine = Engine(trainer.models, rows=2)
+            access = Keys(engine.models, None) if keys is None else WatchedKeys(keys)
+            app = make_app(engine, access, Limits())
+            LiveApi(trainer, app.state.service, tmp_path / "live" / "files").add_to(app)
+            trainer.publish = lambda models: app.state.service.replace_engine(Engine(models, rows=2))
+            trainer.start()
+            http = stack.enter_context(httpx.Client(base_url=stack.enter_context(serving(app)), timeout=60))
+            http.trainer = trainer  # type: ignore[attr-defined]
+            return http
+
+        yield open_client
+
+
+def answer(client: httpx.Client, name: str, **headers: str) -> Any:
+    body = {"model": name, "prompt": "ada", "max_tokens": 8, "temperature": 0}
+    return client.post("/v1/completions", json=body, headers=headers)
+
+
+def test_documents_change_the_answers_and_all_requests_are_answered(client: Any) -> None:
+    http = client()
+    trainer = http.trainer
+    wait_for(lambda: trainer.is_served(1))
+    before = answer(http, "ada").json()["choices"][0]["text"]
+    added = http.post("/v1/users/ada/documents", json={"documents": [{"text": text} for text in NEW_TEXT]})
+    assert added.status_code == 200, added.text
+    assert len(added.json()["ids"]) == len(NEW_TEXT)
+    statuses = set()
+    while not trainer.is_served(2):
+        statuses.add(answer(http, "ada").status_code)
+    assert statuses <= {200}
+    after = answer(http, "ada").json()["choices"][0]["text"]
+    assert after == trainer.models["ada"].generate("ada", max_new_tokens=8, temperature=0)
+    assert after != before
+    assert http.get("/v1/live").json()["run"] == "0002"
+
+
+def test_a_key_opens_one_user_and_the_operator_adds_another_while_it_runs(client: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(yaml.safe_dump({"ada": "sk-" + "a" * 20, "ben": "sk-" + "b" * 20}))
+    keys.chmod(0o600)
+    http = client(keys)
+    of_ada, of_cem = ({"authorization": f"Bearer sk-{letter * 20}"} for letter in "ac")
+    assert http.post("/v1/users/ada/documents", json={"text": "one"}, headers=of_ada).status_code == 200
+    assert http.post("/v1/users/ben/documents", json={"text": "one"}, headers=of_ada).status_code == 404
+    assert http.post("/v1/users/ada/documents", json={"text": "one"}).status_code == 401
+    assert set(http.get("/v1/live", headers=of_ada).json()["waiting_tokens"]) == {"ada"}
+    assert http.post("/v1/users/cem/documents", json={"text": "one"}, headers=of_cem).status_code == 401
+    keys.write_text(yaml.safe_dump({"ada": "sk-" + "a" * 20, "cem": "sk-" + "c" * 20}))
+    assert http.post("/v1/users/cem/documents", json={"text": "one"}, headers=of_cem).status_code == 200
+    of_ben = {"authorization": f"Bearer sk-{'b' * 20}"}
+    assert http.post("/v1/users/ben/documents", json={"text": "one"}, headers=of_ben).status_code == 401
+    keys.write_text("ada: [not a key]")
+    assert http.post("/v1/users/cem/documents", json={"text": "two"}, headers=of_cem).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/users/ada/documents", {}),
+        ("/v1/users/ada/documents", {"documents": []}),
+        ("/v1/users/ada/documents", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/users/ada/documents", {"documents": [{"text": "x"}, {"other": "y"}]}),
+        ("/v1/users/a%00b/documents", {"text": "x"}),
+        ("/v1/fine_tuning/jobs", {"model": "ada", "training_file": "file-../../keys"}),
+        ("/v1/fine_tuning/jobs", {"model": "ada"}),
+    ],
+)
+def test_wrong_requests_are_refused_in_one_line(path: str, body: Any, client: Any) -> None:
+    response = client().post(path, json=body)
+    assert response.status_code in (400, 404), response.text
+    assert "\n" not in response.json()["error"]["message"]
+
+
+def test_fine_tuning_of_the_openai_client(client: Any) -> None:
+    """The real client library, over the application."""
+    http = client()
+    library = openai.OpenAI(base_url=str(http.base_url.join("/v1")), api_key="none")
+    rows = "\n".join(json.dumps({"text": text}) for text in NEW_TEXT)
+    wait_for(lambda: http.trainer.is_served(1))
+    uploaded = library.files.create(file=("rows.jsonl", io.BytesIO(rows.encode())), purpose="fine-tune")
+    job = library.fine_tuning.jobs.create(model="ben", training_file=uploaded.id)
+    assert job.status in ("queued", "running")
+    wait_for(lambda: library.fine_tuning.jobs.retrieve(job.id).status == "succeeded")
+    assert library.fine_tuning.jobs.retrieve(job.id).fine_tuned_model == "ben"
+    assert http.trainer.is_served(2)
+    with pytest.raises(openai.NotFoundError):
+        library.fine_tuning.jobs.retrieve("ftjob-ben-0000")
+    with pytest.raises(openai.NotFoundError):  # a file is used once
+        library.fine_tuning.jobs.create(model="ben", training_file=uploaded.id)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_loses_nothing(tmp_path: Path) -> None:
+    """Real processes; every acknowledged document is trained on exactly once, and all runs are complete."""
+    (tmp_path / "recipe.yaml").write_text(recipe_of(tmp_path).as_yaml())
+    command = [sys.executable, "-m", "comingle", "live", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "live")]
+    draw, acknowledged = random.Random(3), set()
+    for kill in range(20):
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen([*command, "--port", "0", "--new-tokens", "300"], stdout=log, stderr=log)
+        try:
+            wait_for(lambda: "http://" in (tmp_path / "log").read_text())
+            url = re.findall(r"http://[\d.:]+", (tmp_path / "log").read_text())[0]
+            until = time.monotonic() + draw.uniform(0.05, 2.5)
+            while time.monotonic() < until:
+                number = len(acknowledged)
+                texts = [f"document {kill} {number} {line} {text}" for line, text in enumerate(NEW_TEXT[:20])]
+                documents = {"documents": [{"text": text} for text in texts]}
+                added = httpx.post(f"{url}/v1/users/ada/documents", json=documents, timeout=30)
+                assert added.status_code == 200
+                acknowledged |= set(added.json()["ids"])
+                completion = {"model": "ada", "prompt": "ada", "max_tokens": 2}
+                assert httpx.post(f"{url}/v1/completions", json=completion, timeout=30).status_code == 200
+        finally:
+            process.send_signal(signal.SIGKILL if kill < 19 else signal.SIGTERM)
+            process.wait(60)
+    stored: list[str] = []
+    for path in [*(tmp_path / "live" / "incoming").glob("*.jsonl"), *(tmp_path / "live" / "texts").rglob("*.jsonl")]:
+        stored += [json.loads(line)["id"] for line in path.read_bytes().decode().splitlines()]
+    assert acknowledged <= set(stored)
+    assert len(stored) == len(set(stored))
+    runs = sorted((tmp_path / "live" / "runs").glob("*/metrics.json"))
+    assert len(runs) >= 2
+    for path in runs:
+        api.load(path.parent)
+    assert os.listdir(tmp_path / "live" / "files") == []
