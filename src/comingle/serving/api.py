@@ -109,17 +109,20 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
 
 
-def _metrics_of(engine: Engine, worker: Worker, base: str) -> Metrics | None:
-    """Return the metrics of an engine; None if prometheus-client is not installed.
+def _metrics_of(worker: Worker, base: str) -> Metrics | None:
+    """Return the metrics of a worker's engine; None if prometheus-client is not installed.
 
     Args:
-        engine: The engine.
-        worker: Its worker.
+        worker: The worker.
         base: Name of the base. The path of a local folder is not shown, as it may contain a user's name.
     """
     model_name = "local" if Path(base).exists() else base
     try:
-        return Metrics(model_name, num_running=lambda: len(engine.active), num_waiting=lambda: worker.num_waiting)
+        return Metrics(
+            model_name,
+            num_running=lambda: len(worker.engine.active),  # the engine may be replaced
+            num_waiting=lambda: worker.num_waiting,
+        )
     except ImportError:
         return None
 
@@ -136,7 +139,7 @@ class Service:
         self.worker = Worker(engine, max_waiting=limits.queue, when_idle=when_idle)
         any_model = next(iter(engine.models.values())).model  # the base is the same for all users
         self.prompts = Prompts(any_model.base)
-        self.metrics = _metrics_of(engine, self.worker, any_model.base.name)
+        self.metrics = _metrics_of(self.worker, any_model.base.name)
         self.started = int(time.time())
 
     # ------------------------------------------------------------ who asks
