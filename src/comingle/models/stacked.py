@@ -169,7 +169,10 @@ def _router_slot(clusters: int) -> Slot:
 
 
 def _tensors_and_roles(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
-    """Map names to ``(parameter, "base")`` and ``(running statistic, "statistics")``; integer buffers are left out."""
+    """Return a net's parameters and running statistics by name, each with its role, "base" or "statistics".
+
+    Integer buffers, such as the number of batches that a batch norm has seen, are left out.
+    """
     by_name = {name: (parameter.detach(), BASE) for name, parameter in net.named_parameters()}
     for name, buffer in net.named_buffers():
         if buffer.is_floating_point():
@@ -202,7 +205,10 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 def _module_parts(net: nn.Module) -> dict[str, str]:
-    """Map each module's name to "norm", "head" (the last module with parameters) or "body"."""
+    """Map each module's name to its part of the net: "norm", "head" (the last module with parameters) or "body".
+
+    Recipes and methods can share or train a single part, such as "base.head".
+    """
     head = None
     for name, _ in net.named_parameters():
         head, _, _ = name.rpartition(".")  # the module of the last parameter
@@ -634,7 +640,12 @@ class StackedModel(Model):
 
     @torch.no_grad()
     def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
-        """Return the gradients, those of adaptors preconditioned (FLoRAL eq. 36)."""
+        """Return the gradients, those of low-rank adaptors preconditioned by the other factor (FLoRAL eq. 36).
+
+        Args:
+            tensors: The users' tensors, at which the gradients were taken.
+            gradients: Their gradients, by name.
+        """
         if self._adaptor_pairs is None:
             return gradients
         return precondition(self._adaptor_pairs, tensors, gradients)

@@ -147,7 +147,7 @@ class RuleResult:
 
     @property
     def left_out(self) -> list[str]:
-        """Users whose uploads had no effect."""
+        """Users whose uploads had no effect, such as those that a rule took for outliers."""
         return [name for name, share in self.counted.items() if share == 0]
 
     def as_event(self, done: int) -> dict[str, object]:
@@ -212,7 +212,7 @@ class PrivacyMechanism:
 
     @property
     def needs_key(self) -> bool:
-        """True if the key must outlive the process, as a repeated round must draw the same noise."""
+        """True if the run's folder stores the key, so that a resumed run repeats a round with the same noise."""
         return False
 
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
@@ -273,12 +273,12 @@ class PrivacyMechanism:
 
     @property
     def state(self) -> Tree:
-        """Tensors for the server's checkpoint."""
+        """Tensors that the server's checkpoint stores for the mechanism, by name."""
         return {}
 
     @property
     def by_user(self) -> frozenset[str]:
-        """Keys of the state whose tensors have the users on the leading dimension."""
+        """Keys of the state whose tensors have one row per user, which a resumed run sorts by its order of users."""
         return frozenset()
 
     def restore(self, state: Tree) -> None:
@@ -291,7 +291,12 @@ class PrivacyMechanism:
 
 
 def overrides(mechanism: PrivacyMechanism, hook: str) -> bool:
-    """Return whether a mechanism overrides a hook."""
+    """Return whether a mechanism overrides a hook, a method of :class:`PrivacyMechanism`, and so has an effect there.
+
+    Args:
+        mechanism: The mechanism.
+        hook: Name of the method, such as "download".
+    """
     return getattr(type(mechanism), hook) is not getattr(PrivacyMechanism, hook)
 
 

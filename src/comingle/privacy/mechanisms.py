@@ -273,18 +273,18 @@ class DifferentialPrivacy(PrivacyMechanism):
 
     @property
     def state(self) -> Tree:
-        """Tensors for the checkpoint: each user's number of releases and the clip norm; empty without noise."""
+        """Tensors for the checkpoint: each user's number of noisy uploads, and the clip norm; empty without noise."""
         if self.account is None:
             return {}
         return {COUNTS: self.account.counts.clone(), BOUND: torch.tensor(self.bound, dtype=torch.float64)}
 
     @property
     def by_user(self) -> frozenset[str]:
-        """Keys of the state with the users on the leading dimension: that of the number of releases."""
+        """Keys of the state whose tensors have one entry per user: that of the number of releases (noisy uploads)."""
         return frozenset() if self.account is None else frozenset({COUNTS})
 
     def restore(self, state: Tree) -> None:
-        """Restore the number of releases and the clip norm from a checkpoint."""
+        """Restore each user's number of noisy uploads (releases) and the clip norm from a checkpoint."""
         if self.account is not None:
             self.account.counts = state[COUNTS].cpu().clone()
             self.bound = float(state[BOUND])
@@ -461,7 +461,11 @@ class Unnoised(DifferentialPrivacy):
     """No noise: secure sums only, which :class:`comingle.privacy.secure_sum.SecureSum` computes."""
 
     def check_noise(self) -> None:
-        """Check that there is a secure sum, and that no noise is given."""
+        """Check the settings of ``mechanism: none``: there must be a secure sum, and no noise.
+
+        Raises:
+            RecipeError: A check fails.
+        """
         if self.privacy.secure_aggregation is None:
             raise RecipeError("privacy.mechanism: none needs secure_aggregation; by itself it hides nothing")
         if self.privacy.noise_multiplier is not None or self.privacy.epsilon is not None:
@@ -698,6 +702,8 @@ def clip_update(update: Update, privacy: PrivacySection) -> Update:
 
 def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users width"]:
     """Stack users' indices of examples as rows, padded with ``PAD`` to a common width, a multiple of ``size``.
+
+    Users draw different numbers of examples, but one pass takes equally many of each user.
 
     For example, ``[3, 0, 2]`` and ``[1]`` with size 2 become ``[3, 0, 2, PAD]`` and ``[1, PAD, PAD, PAD]``.
 

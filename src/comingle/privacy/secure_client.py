@@ -528,7 +528,9 @@ class Session:
     # ---------------------------------------------------------------- checks
 
     def _record_step(self, step: str, request: object, *, after: str = "", **updates: object) -> None:
-        """Record a step's request and save the session; do nothing if the same request was recorded before.
+        """Record a step's request and save the session, before the answer is sent; accept the same request again.
+
+        Answers to two different requests in one step would let the server remove the masks.
 
         Args:
             step: Name of the step.

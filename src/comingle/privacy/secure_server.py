@@ -54,7 +54,12 @@ class SumCollector:
         self.public_keys[name] = public
 
     def store_sealed_shares(self, name: str, sealed: Mapping[str, bytes]) -> None:
-        """Store the shares that the user ``name`` has sealed, by the user who can unseal them."""
+        """Store the encrypted shares of a user's secrets, to pass them on to the other users.
+
+        Args:
+            name: The user whose secrets they are.
+            sealed: One encrypted pair of shares for each other user, by the user who can decrypt it.
+        """
         assert set(sealed) == set(self.public_keys) - {name}
         self.sealed_shares[name] = dict(sealed)
 
@@ -71,7 +76,12 @@ class SumCollector:
         self.survivors.append(name)
 
     def store_revealed_shares(self, name: str, revealed: Mapping[str, bytes]) -> None:
-        """Store the shares that the user ``name`` has revealed, by the user whose secret each belongs to."""
+        """Store the shares that the user ``name`` has revealed in step "unmask", to reconstruct others' secrets.
+
+        Args:
+            name: The user who revealed the shares.
+            revealed: Its share of a secret of each user, by that user.
+        """
         assert set(revealed) == set(self.sharers)
         self.revealed[name] = dict(revealed)
 

@@ -46,12 +46,12 @@ class Grid:
 
     @property
     def largest(self) -> int:
-        """Integer that stands for the largest grid point, ``bound``."""
+        """Largest integer that is sent, ``2^(bits - 1) - 1``; it stands for the number ``bound``."""
         return 2 ** (self.bits - 1) - 1
 
     @property
     def step(self) -> float:
-        """Distance of neighbouring grid points, by which integers are multiplied."""
+        """Distance of neighbouring grid points: the sent integer i stands for the number ``i * step``."""
         return self.bound / self.largest
 
     def slack(self, entries: int) -> float:
@@ -245,11 +245,11 @@ class Sums:
 
     @property
     def word(self) -> int:
-        """Bit width of the integers that are sent, 32 or 64."""
+        """Bit width of the integers that are sent: 32, or 64 if a sum over all users needs more bits."""
         return self.secure.word_bits(len(self.users))
 
     def num_selected(self, round_number: int) -> int:
-        """Return the number of users that are selected for round ``round_number`` (from 1)."""
+        """Return the number of users that are selected for round ``round_number`` (from 1), before any drops out."""
         return int(expected_participants(self.privacy, self.participation, len(self.users), round_number - 1))
 
     def num_required(self, round_number: int) -> int:
@@ -451,10 +451,14 @@ class Sums:
     # ---------------------------------------------------------------- on the server
 
     def require(self, num_advertised: int, round_number: int) -> None:
-        """Raise an error if too few users have advertised keys for the sum of round ``round_number``.
+        """Check that enough users have sent their public keys (step "advertise") for the sum of a round.
+
+        Args:
+            num_advertised: Number of users who have sent keys.
+            round_number: Number of the round, from 1.
 
         Raises:
-            NoSumError: They are too few.
+            NoSumError: They are fewer than the sum needs.
         """
         num_required = self.num_required(round_number)
         if num_advertised < num_required:
@@ -536,7 +540,10 @@ class SecureSum(PrivacyMechanism):
             self.sums.check_size(num_shared)
 
     def client_update(self, update: Update) -> Update:
-        """Return the users' weighted changes, with noise if the recipe has any, as integers that are masked later."""
+        """Return the users' weighted changes as integers, with noise if the recipe has any.
+
+        The protocol of secure sums adds the masks when it sends them.
+        """
         assert self.sums is not None
         weights = capped_weights(update.counts, self.privacy.weight_cap)
         integers = self.sums.uploads(update.changes, weights, update.names, self.key, update.round_number)

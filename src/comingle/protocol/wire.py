@@ -107,7 +107,7 @@ def _packed_length(message: Download | Upload) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _name_bytes(user: str) -> int:
-    """Return the length of a user's name in the JSON header, quotes included."""
+    """Return the bytes that a user's name takes in a message's JSON header, quotes included."""
     return len(json.dumps(user).encode())
 
 

@@ -243,7 +243,10 @@ def helped_by_none(advice: Advice) -> list[str]:
 
 
 def _verdicts_by_user(advice: Advice) -> dict[str, set[str]]:
-    """Return the different verdicts on each user over all methods: ``{"ann": {"gained", "level"}}``."""
+    """Return which verdicts a user has under any of the methods, to find users that no method helps.
+
+    For example, ``{"ann": {"gained", "level"}}`` if one method helps ann, and others have no clear effect.
+    """
     verdicts_by_user: dict[str, set[str]] = {}
     for gains in advice.methods.values():
         for user, gain in gains.items():

@@ -215,7 +215,7 @@ def _experts_with_heatmaps(
 
 
 def _experts_by_user(entry: Entry, users: Iterable[str]) -> dict[str, list[ExpertCurves]]:
-    """Return the score curves of each user's experts; users whose model has no experts are left out."""
+    """Return the gate curves of each user's experts; users without recorded gates are left out."""
     experts_by_user = {user: expert_curves(entry, user) for user in users}
     return {user: experts for user, experts in experts_by_user.items() if experts}
 
@@ -340,7 +340,7 @@ def max_users_with_bars(num_entries: int) -> int:
 
 
 def _styles_by_label(entries: Sequence[Entry]) -> dict[str, Style]:
-    """Return the style of each entry by its label."""
+    """Return the colour, line style and marker with which each entry is drawn, by the entry's label."""
     styles_of_entries = styles([entry.method for entry in entries])
     return {entry.label: style for entry, style in zip(entries, styles_of_entries, strict=True)}
 
@@ -703,7 +703,7 @@ def read_mixtures(folder: Path) -> Mixtures | None:
 
 
 def _values_of(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] | None:
-    """Return the values of a key in all events; None if an event does not have it."""
+    """Return the value of ``key`` in each event, in order; None if one of the events does not have it."""
     if not all(key in event for event in events):
         return None
     return tuple(event[key] for event in events)

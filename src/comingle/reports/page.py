@@ -649,7 +649,7 @@ def render_page(
 
 
 def _specialists_of(entry: Entry) -> dict[str, str]:
-    """Return the label of an entry, and the numbers of specialists of its users as text, such as "ada 3, ben 1"."""
+    """Return an entry's label and how many specialist experts each user has, as text, such as "ada 3, ben 1"."""
     numbers = list_names(f"{name} {number}" for name, number in entry.first.start["specialists"].items())
     return {"label": entry.label, "numbers": numbers}
 
