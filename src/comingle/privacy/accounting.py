@@ -423,7 +423,7 @@ class UploadAccount(Account):
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
         """Return the epsilon that ``count`` noisy uploads cost a client's own user; ``work`` is not used.
 
-        It is computed as if the user took part in every round, since a client cannot know that the server draws
+        Unlike :meth:`epsilon_of`, it is not lowered by sampling, since a client cannot know whether the server draws
         participants in secret.
         """
         release = self.release_of(self.privacy, participation=1.0, users=1)
