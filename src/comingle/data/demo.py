@@ -155,10 +155,10 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
 
 
 def _has_repeated_end(is_repeated: Sequence[bool]) -> bool:
-    """Return whether a document begins or ends with text of which more than half occurs in other documents too.
+    """Return whether a document has a beginning or an end, of any length, of which more than half is repeated text.
 
-    Such documents, for example with a common header or licence at the end, are left out of the demo data. The length of
-    the beginning or end does not matter, so it is enough if the first or the last shingle is repeated.
+    Such documents are left out of the demo data. Beginnings and ends count, and not only the whole document, because a
+    split may cut a document in two, and either part may become test data.
 
     Args:
         is_repeated: For each shingle (run of 13 words) of the document, in order, whether it occurs elsewhere too. True

@@ -537,7 +537,7 @@ class SkippedUsers(Mapping[str, str]):
         return self.count
 
     def items(self) -> Any:
-        """Yield the name and the shortage of each user."""
+        """Yield pairs of a user's name and what the user has too little of, in the order in which users were read."""
         with open(self.path, encoding="utf-8") as lines:
             yield from (tuple(json.loads(line)) for line in lines)
 

@@ -88,7 +88,7 @@ class BadRows:
         """Record a ``ValueError`` that the block raises as the problem of a row, and continue after the block.
 
         Args:
-            where: Place of the row, such as ``chats.jsonl: line 3``.
+            where: File and line of the row, such as ``chats.jsonl: line 3``.
         """
         try:
             yield
@@ -104,7 +104,7 @@ class BadRows:
         its end.
 
         Args:
-            where: Place of the row, such as ``chats.jsonl: line 3``.
+            where: File and line of the row, such as ``chats.jsonl: line 3``.
             problem: Why the row cannot be used.
 
         Raises:
@@ -120,7 +120,7 @@ class BadRows:
         """Count a row that is used but unusual, for a warning.
 
         Args:
-            where: Place of the row, such as ``chats.jsonl: line 3``.
+            where: File and line of the row, such as ``chats.jsonl: line 3``.
             text: Text of the remark. Each text is logged once, with the number of its rows and the first place.
         """
         num_rows, first_place = self.remarks.get(text, (0, where))
@@ -159,14 +159,14 @@ def _merge_equal(problems: list[tuple[str, str]]) -> list[str]:
     """Return one line per problem; merge consecutive rows of one source with the same problem.
 
     Args:
-        problems: Pairs of a row's place, such as ``chats.jsonl: line 3``, and its problem.
+        problems: Pairs of a row's location, such as ``chats.jsonl: line 3``, and its problem.
 
     Returns:
         Lines such as ``chats.jsonl: line 3, line 4: not JSON``.
     """
 
     def source_and_problem(item: tuple[str, str]) -> tuple[str, str]:
-        """Return source and problem, as ``("chats.jsonl", "not JSON")``; the source is empty if the place has none."""
+        """Return source and problem, as ``("chats.jsonl", "not JSON")``; the source may be missing in the location."""
         where, problem = item
         source, _colon, _line = where.rpartition(": ")
         return source, problem
@@ -473,15 +473,15 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
                 raise values.error("not JSON: Expecting ',' delimiter", values.position)
             values.position += 1
             values.skip_space()  # after the comma
-        place = f"row {values.num_parsed + 1}"
+        row_name = f"row {values.num_parsed + 1}"
         try:
             row = _require_object(values.parse_next())
         except DataError:
             raise
         except ValueError as error:
-            bad_rows.add(f"{path}: {place}", str(error))
+            bad_rows.add(f"{path}: {row_name}", str(error))
         else:
-            yield place, row
+            yield row_name, row
         values.num_parsed += 1
     if is_list:
         raise values.error("the list is not closed", values.position)
@@ -641,7 +641,7 @@ def _open_parquet(path: Path) -> tuple[tuple[str, ...], ReadRows]:
     """Return the columns of a Parquet file, and a reader of its rows.
 
     Returns:
-        The names of the columns; and a function for ``Table.read``, which opens the file again.
+        The names of the columns; and the function with which a :class:`Table` reads the rows. It opens the file again.
 
     Raises:
         DataError: The package ``datasets`` is missing, or the file is not Parquet.

@@ -208,6 +208,13 @@ class Mixture:
     """
 
     def __init__(self, make_lists: Callable[[str], DocumentLists], seed: int):
+        """Create a builder without users; call :meth:`add` for each user, and then :meth:`texts`.
+
+        Args:
+            make_lists: Returns an empty store of document lists, in memory or in files, given its name: "own" for the
+                documents before mixing, or a split for the shares of the mixtures.
+            seed: Seed of the order of documents.
+        """
         self.make_lists, self.seed = make_lists, seed
         self._user_names: list[str] = []
         self._unmixed = make_lists("own")
@@ -412,7 +419,12 @@ def interleave(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
 
 
 def _shuffle(documents: Sequence[str], *purpose: str | int) -> list[str]:
-    """Return the documents in a random order that depends only on ``purpose`` and their order."""
+    """Return the documents in a random order, which is the same for the same documents and purpose.
+
+    Args:
+        documents: The documents.
+        *purpose: Words and numbers that seed the shuffle, such as what it is for, the recipe's seed and the user.
+    """
     shuffled = list(documents)
     random.Random(derive(*purpose)).shuffle(shuffled)
     return shuffled

@@ -124,6 +124,11 @@ class StoredDocuments(DocumentLists):
     """
 
     def __init__(self, path: Path):
+        """Create both files, empty; :meth:`add` appends to them.
+
+        Args:
+            path: Path of the files without their suffix.
+        """
         self._lists_path = path.with_suffix(".pieces")
         """File with each list as JSON, one after another."""
         self._ends_path = path.with_suffix(".ends")
@@ -208,7 +213,13 @@ class ListedRows(Rows):
         pack: Callable[[Any], bytes] = bytes,
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
-        """Store the contents as they are; ``pack`` and ``unpack`` are needed only for files."""
+        """Store the rows in memory, grouped by user and split.
+
+        Args:
+            rows: User, split and content of each row; the content is stored as it is.
+            pack: Not used, as no row is written to a file.
+            unpack: Not used.
+        """
         for user, split, content in rows:
             self.users.setdefault(user, {}).setdefault(split, []).append(content)
 
@@ -477,9 +488,13 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """
 
     def inspect(self, unencoded: Read, user: User) -> None:
-        """Check a user as read (``unencoded``) and as written to disk (``user``), and collect warnings.
+        """Check a user's data and collect warnings; called for each user before it is written to the cache on disk.
 
-        The base class does nothing. Users in memory are checked together later instead.
+        The base class does nothing. In a run without the cache, all users are in memory and are checked together.
+
+        Args:
+            unencoded: The user as read.
+            user: The user as encoded, which will be written.
 
         Raises:
             DataError: The user's data cannot be used for training.

@@ -117,7 +117,7 @@ def advertise(store: ClientStore, task: Task, message: Received) -> Upload:
 
     Args:
         store: The user's part of the run.
-        task: The task.
+        task: The server's task that asks for this first step of secure aggregation.
         message: Unused: in this first step the server sends nothing.
     """
     session = store.sessions.begin(_terms(store, task), task.user)
@@ -130,7 +130,7 @@ def share(store: ClientStore, task: Task, message: Received) -> Upload:
 
     Args:
         store: The user's part of the run.
-        task: The task.
+        task: The server's task that asks for this second step of secure aggregation.
         message: The other users' public keys.
     """
     session = _current_session(store, task)
@@ -145,7 +145,7 @@ def mask(store: ClientStore, task: Task, message: Received) -> Upload:
 
     Args:
         store: The user's part of the run.
-        task: The task.
+        task: The server's task that asks for this third step of secure aggregation.
         message: Shares of the other users' secrets, which they encrypted for this user.
     """
     session = _current_session(store, task)
@@ -730,7 +730,10 @@ class Client:
         return answer
 
     def publish_newest_run(self) -> None:
-        """Publish the model of the run that this user has joined last, if there is one; show errors to the user."""
+        """Serve the model of the run that this user has joined last, before the client is connected.
+
+        Does nothing if no model is to be served (``publish``) or no run was joined. Errors are shown to the user.
+        """
         if self._publish is None:
             return
         folders = [path.parent for path in self.folder.glob(f"run-*/{PUBLIC}")]

@@ -93,7 +93,10 @@ class Sessions:
         return session
 
     def end(self) -> None:
-        """Delete the secrets of the current sum, but not the number of the last unmasked round."""
+        """Delete the user's secrets of the last secure sum, at the end of a federation.
+
+        The number of the last unmasked round stays, so that :meth:`begin` still refuses a second sum of it.
+        """
         if self._path.exists():
             content = self._read()
             content["session"] = None
@@ -465,12 +468,12 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     federation = build(recipe, store.own_data, store="memory")  # a run of this user alone
     clients = federation.clients
     _copy_without_padding(clients, store.clients)
-    ended_early = 0 <= rounds < clients.rounds_done
+    ended_early = 0 <= rounds < clients.rounds_done  # `rounds_done` is the planned number until `stopped_after` is set
     clients.stopped_after = rounds if ended_early else None
     with finetuned(clients):  # if the method fine-tunes models for evaluation only
         empty_clock = Clock()  # only the server counts seconds and bytes of a federation
         metrics = summarise(clients, clients.evaluate(), empty_clock).as_dict()
-    metrics.update(clients.left_out)  # number of rows of data that were skipped
+    metrics.update(clients.left_out)  # number of rows of data that were skipped, if any
     if forgotten := forgetting(federation, store.earlier):
         metrics["earlier"] = forgotten
     folder = store.folder / MODEL
@@ -497,6 +500,9 @@ def _of_one_user(store: ClientStore, own: Own) -> Recipe:
 def _copy_without_padding(target: Clients, source: Clients) -> None:
     """Copy the state of a client group whose tensors are padded to one with the same user and without padding.
 
+    In a federation, users may have other ranks and numbers of experts, so tensors are padded to the largest of all. The
+    user's final model is saved without this padding.
+
     Args:
         target: Its tensors have the user's own rank and number of experts; its state is overwritten.
         source: Its tensors have the largest rank and number of experts of all users.
@@ -519,7 +525,11 @@ def _copy_without_padding(target: Clients, source: Clients) -> None:
 
 
 def _matrices(state: State) -> tuple[Tensor, ...]:
-    """Return the matrices with a column for each entry of a user's model: parameters, moments and gradients."""
+    """Return the matrices ``(users, entries)`` of a client group's state, with a user's whole model as one row.
+
+    These are the parameters (``rows``), first and second moments of the optimiser (without columns if it has none),
+    and for some methods the gradients.
+    """
     matrices = [state.rows, state.first, state.second]
     if GRADIENTS in state.kept:
         matrices.append(state.kept[GRADIENTS])
@@ -527,7 +537,15 @@ def _matrices(state: State) -> tuple[Tensor, ...]:
 
 
 def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the part ``(users, *shape)`` of a tensor that is padded at the end of its other axes."""
+    """Remove the padding at the end of all axes but the first, which counts users.
+
+    Args:
+        tensor: Tensor whose axes have the size of the user with the largest rank and number of experts.
+        shape: Sizes of the axes without padding, without that of users.
+
+    Returns:
+        View of shape ``(users, *shape)``.
+    """
     all_users = slice(None)
     without_padding = [slice(size) for size in shape]
     return tensor[(all_users, *without_padding)]

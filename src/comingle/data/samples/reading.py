@@ -257,7 +257,7 @@ class Remarks:
 
     @property
     def lines(self) -> list[str]:
-        """One line per kind of note."""
+        """Lines for the log: one on validation splits used as test splits, one on files that are not read, if any."""
         lines = []
         if self.renamed_splits:
             example = next(iter(self.renamed_splits.values()))
@@ -570,7 +570,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         """Users whose held-out samples have classes that their train samples lack."""
 
     def sources(self) -> list[str]:
-        """Return the files and folders of all users."""
+        """Return the files and folders of all users, whose changes make a cache of the encoded users invalid."""
         users = self.section.users or {}
         return [path for source in users.values() for path in _paths_of(source)]
 

@@ -559,8 +559,8 @@ class LanguageReader(StreamingReader[Read, User]):
             data: The section ``data`` of the recipe.
             seed: Seed of the splits.
             load_base: Loads the base model.
-            context: Tokens per window, excluding the last target.
-            validates: The method needs validation data.
+            context: Number of tokens that the model reads at once.
+            validates: The method needs validation data, so a user without it has too little data.
             skips: Skip users with too little data; otherwise such users are an error.
         """
         super().__init__(data, seed, skips=skips)
@@ -641,8 +641,8 @@ class DocumentsReader(LanguageReader[Read, User]):
             data: The section ``data`` of the recipe.
             seed: Seed of the splits.
             load_base: Loads the base model.
-            context: Tokens per window, excluding the last target.
-            validates: The method needs validation data.
+            context: Number of tokens that the model reads at once.
+            validates: The method needs validation data, so a user without it has too little data.
             given: Data by user, if a program passes it instead of naming files in the recipe.
         """
         skips = data.on_small_user == "skip"

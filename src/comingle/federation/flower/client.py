@@ -127,7 +127,7 @@ class FleetClient:
         self._handle: Handle | None = None  # the function that answers requests, once it is loaded
         folder = user.state / FOLDER
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        node_id_file = folder / "place"
+        node_id_file = folder / "place"  # older versions have it too, so the name stays
         self._connection = FleetConnection(server, node_id_file, say)
 
         def ask(user: User, request: bytes, deadline: float) -> bytes:

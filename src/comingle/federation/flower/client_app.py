@@ -128,7 +128,10 @@ class Failure:
 
 
 def wrap(data: bytes) -> RecordDict:
-    """Return message content that holds bytes."""
+    """Put bytes into the content of a Flower message; :func:`unwrap` takes them out.
+
+    Flower's content consists of named arrays, so the bytes become one array of type uint8.
+    """
     array = Array("uint8", (len(data),), "comingle", data)
     return RecordDict({_BYTES: ArrayRecord({_KEY: array})})
 
