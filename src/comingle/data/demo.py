@@ -215,7 +215,10 @@ def _public_callables(owner: ModuleType | type) -> Iterator[tuple[str, object]]:
 
 
 def _long_docstring(name: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield the name and the cleaned docstring of an object; nothing if the docstring is too short."""
+    """Yield the name and the docstring of an object; nothing if the docstring is too short for a document.
+
+    Text that SciPy adds to NumPy's docstrings once it is imported is removed, so that the result does not depend on it.
+    """
     text = _ADDED_BY_SCIPY.sub("", inspect.getdoc(value) or "")
     if len(text) >= _DOCSTRING_CHARACTERS:
         yield name, text

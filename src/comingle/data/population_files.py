@@ -531,6 +531,7 @@ class SkippedUsers(Mapping[str, str]):
     """
 
     def __init__(self, path: Path, count: int):
+        """Create the mapping without reading the file, which has ``count`` lines, one for each user."""
         self.path, self.count = path, count
 
     def __len__(self) -> int:
@@ -545,6 +546,7 @@ class SkippedUsers(Mapping[str, str]):
         return (name for name, _shortage in self.items())
 
     def __getitem__(self, name: str) -> str:
+        """Return what a skipped user has too little of; reads the file up to the user's line."""
         for skipped_name, shortage in self.items():
             if skipped_name == name:
                 return shortage

@@ -43,8 +43,9 @@ class IndexedNames(Sequence[str]):
         """SHA-256 digest of the names in their order, in hex."""
 
     def __contains__(self, value: object) -> bool:
+        """Return whether a value is one of the names, by looking up its index."""
         try:
-            return isinstance(value, str) and self.index(value) >= 0
+            return isinstance(value, str) and self.index(value) >= 0  # `index` raises an error for an unknown name
         except ValueError:
             return False
 

@@ -498,7 +498,14 @@ class _JsonValues:
     """
 
     def __init__(self, file: io.TextIOWrapper, text: str, line_number: int, path: Path):
-        """Start parsing at the beginning of ``text``; the arguments are described at the class."""
+        """Start parsing at the beginning of the chunk in memory.
+
+        Args:
+            file: The file, from which ``text`` has been read.
+            text: The chunk in memory, to which more of the file is appended when needed.
+            line_number: Number of the line in which ``text`` begins.
+            path: Path of the file, for messages.
+        """
         self.file, self.text, self.line_number, self.path = file, text, line_number, path
         self.position = 0  # in `text`, of the next character to parse
         self.at_end_of_file = False

@@ -152,6 +152,7 @@ class StoredDocuments(DocumentLists):
         self._lists_file = open(self._lists_path, "rb")  # noqa: SIM115 (closed by remove)
 
     def __getitem__(self, number: int) -> Sequence[str]:
+        """Read the list with a number, counted from 0 in the order of :meth:`add`; call :meth:`finish` before."""
         start = int(self._ends[number - 1]) if number > 0 else 0
         end = int(self._ends[number])
         self._lists_file.seek(start)

@@ -286,17 +286,21 @@ class _SecureSum:
     # ---------------------------------------------------------------- messages to a user
 
     def _public_keys_for(self, name: str) -> Download:
+        """Return the message for a user's step "share": the public keys of all users that have sent theirs."""
         return secure_client.all_keys_message(name, self._round, self.collector.public_keys)
 
     def _encrypted_shares_for(self, name: str) -> Download:
+        """Return the message for a user's step "mask": the shares that the other users have encrypted for it."""
         return secure_client.sealed_shares_message(name, self._round, self.collector.sealed_for(name))
 
     def _users_in_sum_for(self, name: str) -> Download:
+        """Return the message for a user's step "unmask": names of the users whose masked uploads are in the sum."""
         return secure_client.survivors_message(name, self._round, list(self.collector.survivors))
 
     # ---------------------------------------------------------------- messages of a user
 
     def _store_keys(self, name: str, message: Upload | Download) -> None:
+        """Store a user's answer to the step "advertise": its public keys."""
         self.collector.store_keys(name, secure_client.read_keys(message, name, self._round))
 
     def _store_encrypted_shares(self, name: str, message: Upload | Download) -> None:
@@ -313,18 +317,25 @@ class _SecureSum:
         self.collector.store_sealed_shares(name, shares)
 
     def _add_masked_upload(self, name: str, message: Upload | Download) -> None:
+        """Add a user's answer to the step "mask" to the sum: its upload as integers, hidden by masks.
+
+        Args:
+            name: Name of the user.
+            message: The user's answer.
+        """
         terms = self.collector.terms
-        bits_per_entry = terms.word
+        bits_per_entry = terms.word  # uploads and masks are integers modulo 2 ** bits_per_entry
         masked = secure_client.read_masked(message, name, self._round, terms.entries, bits_per_entry)
         self.collector.add_upload(name, masked)
 
     def _store_revealed_shares(self, name: str, message: Upload | Download) -> None:
+        """Store a user's answer to the step "unmask": decrypted shares of other users' secrets, to remove the masks."""
         shares = secure_client.read_shares(message, name, self._round, self.collector.sharers, sealed=False)
         self.collector.store_revealed_shares(name, shares)
 
     @property
     def _round(self) -> int:
-        """The round, from 1."""
+        """Number of the round whose uploads are summed, from 1."""
         return self.collector.terms.round
 
     def _request_step(

@@ -188,6 +188,7 @@ SUM_STEPS: dict[str, Callable[[ClientStore, Task, Received], Upload]] = {
 
 
 def _current_session(store: ClientStore, task: Task) -> Session:
+    """Return the user's side of the secure sum to which a task belongs, which the step "advertise" has begun."""
     return store.sessions.current(_terms(store, task))
 
 
@@ -564,7 +565,7 @@ def _refuse_local_path(name: str) -> None:
         MessageError: The name is a local path.
         BaseModelError: The name is both a public model and a local folder.
     """
-    if name.startswith(NETS):
+    if name.startswith(NETS):  # a net that is built here with random weights, so no file is read
         return
     if not is_public(name):
         raise MessageError(
@@ -730,7 +731,7 @@ class Client:
         return answer
 
     def publish_newest_run(self) -> None:
-        """Serve the model of the run that this user has joined last, before the client is connected.
+        """Serve the model of the run that this user has joined last; called once, when the client is created.
 
         Does nothing if no model is to be served (``publish``) or no run was joined. Errors are shown to the user.
         """
@@ -754,7 +755,7 @@ class Client:
     def _publish_model(self, store: ClientStore) -> None:
         """Pass the user's current model to the function that serves it to the user's programs, if there is one.
 
-        The model has changed in the last task. An error does not end the client; it is shown to the user.
+        An error does not end the client; it is shown to the user.
         """
         if self._publish is None:
             return
@@ -962,6 +963,7 @@ class TaskRunner:
         )
 
     def _carry_out_step(self, step: str) -> None:
+        """Carry out one step of the task, such as "receive" or "train"."""
         self.STEPS[step](self)
 
     def _next_download(self) -> Download:
@@ -1029,7 +1031,11 @@ class TaskRunner:
             self.reported["train_loss"] = result.losses[only_user]
 
     def _restore_before_training(self) -> None:
-        """Restore the state before this task, and carry out the steps before "train" again, such as "receive"."""
+        """Undo the local steps of this task, because their result is not finite.
+
+        Only states between tasks are stored. So restore the state before the task, and carry out its steps before
+        "train" again, such as "receive".
+        """
         self.store.revert()
         self.unread_messages = list(self.task.messages)
         for step in self.task.todo:
@@ -1077,6 +1083,7 @@ class TaskRunner:
         self.sent.append(pack(answer))
 
     def _finish(self) -> None:
+        """Carry out the method's final step on this client, after the last round."""
         finish(self.clients)
 
     def _evaluate(self) -> None:
@@ -1107,9 +1114,11 @@ class TaskRunner:
             self.reported.update(users_routing(clients, scores)[self.own.name])
 
     def _choose(self) -> None:
+        """Restore the user's model of the best round, which the client has stored, after the last round."""
         self.clients.restore_best_round()
 
     def _end(self) -> None:
+        """Evaluate and save the user's final model at the end of the federation."""
         save_model(self.store, self.own, rounds=self.task.round)
         self.store.sessions.end()  # deletes the secrets of the last secure sum
 

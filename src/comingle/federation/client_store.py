@@ -179,7 +179,7 @@ class ClientStore:
 
     @property
     def sessions(self) -> Sessions:
-        """Secure sums with other users."""
+        """The user's side of the run's secure sums, whose state is stored in the folder of the run."""
         return Sessions(folder=self.folder)
 
     # ---------------------------------------------------------------- answers
@@ -423,6 +423,7 @@ class ClientStore:
         self.clients.update_masks()  # the state may have another LoRA rank, which decides which entries are padding
 
     def _answer_file(self, serial: int, task: bytes) -> Path:
+        """Return the path of the stored answer to a task, named by the task's number and a digest of its bytes."""
         return self.folder / "answers" / f"{serial:06d}-{hashlib.sha256(task).hexdigest()[:16]}.bin"
 
     def _answer_files(self) -> Iterator[Path]:
@@ -430,6 +431,7 @@ class ClientStore:
 
 
 def _task_number(checkpoint: Path) -> int:
+    """Return the number of the task after which a checkpoint was stored; its folder is named ``round-NUMBER``."""
     return int(checkpoint.name.removeprefix("round-"))
 
 

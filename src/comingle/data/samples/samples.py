@@ -194,10 +194,10 @@ def bank_of(
 
 
 def check(users: Sequence[UserSamples], *, classes: int | None = None) -> None:
-    """Check that users can share a task.
+    """Check that one net and one loss fit the samples of all users, before training begins.
 
     Args:
-        users: The users.
+        users: The users; the first one determines the shapes.
         classes: Number of classes; None for a regression.
 
     Raises:

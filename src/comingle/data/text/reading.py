@@ -68,7 +68,13 @@ def tokenise_user(data: TextSection, text: UserText, tokenizer: PreTrainedTokeni
 
 
 def token_limits(data: TextSection, names: Sequence[str]) -> dict[str, dict[str, int | None]]:
-    """Return the token limits of each user by recipe key; None is no limit.
+    """Return how many tokens of each split a user may have at most, by user and recipe key; None is no limit.
+
+    For example ``{"ada": {"max_train_tokens": 50000, "max_valid_tokens": None, "max_test_tokens": None}}``.
+
+    Args:
+        data: The section ``data`` of the recipe.
+        names: Names of all users.
 
     Raises:
         RecipeError: A limit names an unknown user.
@@ -78,7 +84,7 @@ def token_limits(data: TextSection, names: Sequence[str]) -> dict[str, dict[str,
 
 
 def check_limits(data: TextSection, names: Collection[str]) -> None:
-    """Check that all limits are for existing users.
+    """Check that the recipe's token limits by user, such as ``max_train_tokens: {ada: 1000}``, name existing users.
 
     Args:
         data: The section ``data`` of the recipe.
@@ -160,12 +166,11 @@ def iterate_users(
         given: Data of the users if a program passes it: documents, a table, a path, or a mapping from splits to these.
 
     Yields:
-        Each user's train, valid and test documents. Users without text are skipped if ``data.on_small_user`` is
-        ``skip``.
+        Each user's train, valid and test documents; all are empty for a user without text.
 
     Raises:
-        DataError: A source is missing or unreadable, data is not text, a user has no text and is not skipped, or there
-            are bad rows and ``data.on_bad_row`` is ``refuse``.
+        DataError: A source is missing or unreadable, or data is not text. Or, after the last user: users have no text
+            and ``data.on_small_user`` is not ``skip``, or there are bad rows and ``data.on_bad_row`` is ``refuse``.
     """
     readers: Iterable[tuple[str, Reader]]
     if given is not None:
@@ -229,7 +234,9 @@ def dataset_options(source: DatasetSource) -> dict[str, Any]:
 
 
 def user_readers(data: TextSection, seed: int, bad_rows: BadRows, duplicates: DuplicateFilter) -> dict[str, Reader]:
-    """Return a reader for each user in the recipe; warn of users that train on the same file.
+    """Return for each user in the recipe a function without arguments that reads and splits the user's text.
+
+    Also warn of users that train on the same file.
 
     Args:
         data: The section ``data`` of the recipe.

@@ -55,6 +55,7 @@ class StatusWriter:
     """Writes the status of the app in this process, such as running or failed, into the run folder."""
 
     def __init__(self, folder: Path) -> None:
+        """Create the writer of this process's status for a run folder, without writing yet."""
         self._folder = folder / FOLDER
         self._process = ProcessId.of(os.getpid())
 

@@ -76,6 +76,11 @@ class MessageSender:
     """Sends messages to nodes through the grid and awaits their replies, each in its own thread."""
 
     def __init__(self, grid: Grid) -> None:
+        """Create a sender without messages in flight.
+
+        Args:
+            grid: Flower's grid, through which messages are sent and replies are polled for.
+        """
         self._grid = grid
         self._pushing = threading.Lock()  # Sending one at a time uploads objects that messages share only once.
         self._num_in_flight = 0  # number of messages that are being sent or whose replies are awaited

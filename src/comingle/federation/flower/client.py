@@ -41,8 +41,11 @@ class CallQueue:
     """
 
     def __init__(self) -> None:
+        """Create an empty queue: threads add calls with :meth:`call`, and one thread makes them in :meth:`serve`."""
         self._requested: list[_Call] = []
+        """Calls that are not made yet, in the order of the requests."""
         self._changed = threading.Condition()
+        """Lock of the queue, notified of each new request."""
         self._busy_users: set[str] = set()  # users whose calls are being made
 
     def call(self, function: Callable[[], Result], *, user: str = "") -> Result:
@@ -127,7 +130,7 @@ class FleetClient:
         self._handle: Handle | None = None  # the function that answers requests, once it is loaded
         folder = user.state / FOLDER
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        node_id_file = folder / "place"  # older versions have it too, so the name stays
+        node_id_file = folder / "place"  # existing state folders have it, so the name stays
         self._connection = FleetConnection(server, node_id_file, say)
 
         def ask(user: User, request: bytes, deadline: float) -> bytes:

@@ -411,6 +411,7 @@ class FleetConnection:
             raise
 
     def _object_call(self, method: str) -> Callable[[Any], Any]:
+        """Return a function that sends a request to a method of the Fleet API, as Flower's helpers for objects need."""
         return lambda request: self._call_active(method, request)
 
     def _stop_heartbeats(self) -> None:
