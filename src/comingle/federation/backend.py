@@ -18,7 +18,7 @@ import torch
 
 from comingle.config.settings import LEAST_USERS_IN_SUM
 from comingle.federation.messages import Answer, check_upload, validation_loss
-from comingle.federation.public import counts_samples
+from comingle.federation.public import trains_whole_epochs
 from comingle.federation.server_session import ServerSession
 from comingle.models.routing import number_experts
 from comingle.privacy import secure_client
@@ -151,7 +151,7 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
             raise MessageError("upload: got a download")
         decompressed = replace(upload, tensors=decompress(upload.tensors, server.uploads))
         limits: dict[str, int] = {}
-        if counts_samples(session.context.recipe):  # users may be weighted by the number of samples that they report
+        if trains_whole_epochs(session.context.recipe):  # users may be weighted by the number of samples they report
             limits["most_data"] = session.network.max_samples
         check_upload(
             decompressed,

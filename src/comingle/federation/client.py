@@ -53,11 +53,11 @@ from comingle.federation.participant import LEVELS_WITH_SCORES, TELLS, Own, Tell
 from comingle.federation.public import (
     ENDED,
     Public,
-    counts_samples,
     plan_of,
     read_public,
     remote_data,
     tokens_of,
+    trains_whole_epochs,
 )
 from comingle.methods import own_errors
 from comingle.models.base import Base, digests_of
@@ -840,7 +840,7 @@ class Client:
         stored_answer = store.stored_answer(task.serial, data)
         if stored_answer is not None:
             return stored_answer
-        steps_follow_from_data = counts_samples(store.recipe)
+        steps_follow_from_data = trains_whole_epochs(store.recipe)
         check_task(task, store.clients.plan, TaskRunner.STEPS, steps_follow_from_data=steps_follow_from_data)
         replaces_earlier_task = task.serial <= store.serial  # whose answer the server has not received
         if replaces_earlier_task:

@@ -250,10 +250,13 @@ def check_address(task: Task, user: str) -> None:
 
 
 def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, steps_follow_from_data: bool) -> None:
-    """Check the steps of a task, the number of its messages, and its numbers.
+    """Check a task that a client has received, before the client carries it out, as its server may be faulty.
+
+    Its steps must be known and unique, with one message for each step that reads one. Its round, number of rounds done
+    and number of local steps must be within the recipe's.
 
     Args:
-        task: A task other than the one to join.
+        task: A task of a client that has joined; the task to join has no steps to check.
         plan: Settings of the run.
         steps: Names of the steps that a client knows.
         steps_follow_from_data: Whether the number of local steps follows from the users' data; otherwise the recipe
@@ -272,7 +275,7 @@ def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, steps_follo
     num_messages_needed = sum(step in _STEPS_WITH_MESSAGE for step in task.todo)
     if len(task.messages) != num_messages_needed:
         raise MessageError(f"task: got {len(task.messages)} messages; its steps need {num_messages_needed}")
-    rounds_done = task.arguments.get("done", 0)
+    rounds_done = task.arguments.get("done", 0)  # rounds that the run has completed, say before an evaluation
     local_steps = task.arguments.get("local_steps", 0)  # 0 if the task does not say
     _check_number("round", task.round, plan.training.rounds)
     _check_number("done", rounds_done, plan.training.rounds)

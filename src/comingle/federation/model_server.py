@@ -71,12 +71,13 @@ class ModelServer:
         self._thread.start()
 
     def publish(self, store: ClientStore, name: str) -> None:
-        """Serve the current model of a user from the next request on.
+        """Serve the current model of a user from the next request on, or show why it is not served.
 
-        Called by the thread that trains, between two tasks.
+        Called by the thread that trains, after each task that has changed the user's model. All served users must take
+        part in the same federation, as one model in memory computes the personal models of all.
 
         Args:
-            store: The user's part of a run.
+            store: The user's data, model and progress in its federation.
             name: Name of the user.
         """
         from comingle.training.kinds.base import kind_of
@@ -84,7 +85,7 @@ class ModelServer:
         if not kind_of(store.recipe).needs_base:
             self._show_refusal(name, f"{store.clients.model.name} does not generate text")
             return
-        is_other_run = self._run != store.public.digest
+        is_other_run = self._run != store.public.digest  # a digest of recipe and users identifies a federation
         others_are_served = bool(self._served_users() - {name})
         if is_other_run and others_are_served:
             self._show_refusal(name, "takes part in another federation than the users who are served")
@@ -133,14 +134,19 @@ class ModelServer:
 
     @staticmethod
     def _make_app(store: ClientStore, personal: PersonalModel) -> FastAPI:
-        """Return the API with its first model."""
+        """Return the API, which serves any program on this machine, with its first model.
+
+        Args:
+            store: The user's data, model and progress in its federation.
+            personal: The user's model, to which :meth:`publish` adds or which it replaces later.
+        """
         from comingle.models.hardware import return_freed_memory
         from comingle.serving.api import make_app
         from comingle.serving.engine import Engine
         from comingle.serving.models import answers_messages
 
         engine = Engine({personal.name: personal}, rows=LIMITS.rows)
-        without_keys = Keys(engine.models, keys=None)
+        without_keys = Keys(engine.models, keys=None)  # API keys are not required
         answers = answers_messages(store.recipe, personal.model.base)
         return make_app(engine, without_keys, LIMITS, answers=answers, when_idle=return_freed_memory)
 
@@ -166,10 +172,10 @@ def model_of_all_users(store: ClientStore) -> Model:
 
 
 def personal_model(store: ClientStore, model: Model, name: str) -> PersonalModel:
-    """Return the current model of a user, with a copy of its tensors.
+    """Return the current model of a user, with a copy of its tensors, to serve it while training goes on.
 
     Args:
-        store: The user's part of a run.
+        store: The user's data, model and progress in its federation.
         model: Model of all users of the run, from :func:`model_of_all_users`.
         name: Name of the user.
     """
@@ -182,7 +188,7 @@ def personal_model(store: ClientStore, model: Model, name: str) -> PersonalModel
     if settle_changes_state:  # the original state must stay equal to that on disk
         clients.state = original_state.copy()
     try:
-        settle(clients)  # computes tensors that follow from trained ones
+        settle(clients)  # computes tensors that depend on trained ones, such as the weights of an ensemble
         only_user = 0  # this client group has a single user
         row = clients.row_of[only_user]  # in the matrix of tensors; if a method trains two copies, of the last one
         with finetuned(clients):  # for methods whose personal models are fine-tuned

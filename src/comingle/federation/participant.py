@@ -159,7 +159,7 @@ class Participant(Own):
 
     @property
     def own(self) -> Own:
-        """The user's own settings."""
+        """The settings that the client's code reads: those of this file without its state folder and connection."""
         return Own(**{name: getattr(self, name) for name in Own.model_fields})
 
 
@@ -253,6 +253,12 @@ def _with_absolute_paths(folder: Path, data: Any) -> Any:
 
 
 def _absolute_if_exists(folder: Path, source: str) -> str:
+    """Return a data source as an absolute path if it is one, relative to a folder; otherwise it is a data set's name.
+
+    Args:
+        folder: Folder to which paths are relative.
+        source: Path or name; "~" and environment variables are expanded.
+    """
     source = os.path.expandvars(os.path.expanduser(source))
     path = folder / source
     return str(path.resolve()) if os.path.exists(path) else source

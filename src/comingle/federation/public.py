@@ -222,16 +222,20 @@ def check_remote_clients(recipe: Recipe) -> None:
 
 
 def plan_of(public: Public, recipe: Recipe) -> RunPlan:
-    """Return the settings of a federation's run for its users."""
+    """Return the settings of a federation's run, as its server and each of its clients compute them."""
     method = make(recipe.method.name, **recipe.method.settings)
-    return make_plan(recipe, method, list(public.users)).updated("runtime", store=MEMORY)
+    plan = make_plan(recipe, method, list(public.users))
+    # A client holds a single user, and the server none, so all tensors fit into memory whatever the recipe says.
+    return plan.updated("runtime", store=MEMORY)
 
 
 def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
-    """Return the data of a run as its server sees it: users with names, whose data cannot be read.
+    """Return a run's data without the users' examples, which are on other machines: reading them raises an error.
+
+    A server, or a client that holds one user's data, builds the model of all users from their names and settings.
 
     Args:
-        public: Public part of the federation.
+        public: Public part of the federation: users' names, and shapes and labels of networks.
         recipe: The recipe.
         base: The base; None if users train networks from scratch.
     """
@@ -240,17 +244,21 @@ def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
     for name in public.users:
         read_data = partial(_raise_not_here, name)
         users.append(lazy_user(kind.user, name, read_data))
-    run_data = kind.reopened(base, tuple(users), public.settings)
-    return replace(run_data, here=())  # no user is on this machine
+    run_data = kind.reopened(base, tuple(users), public.settings)  # as for a finished run, which needs no examples
+    return replace(run_data, here=())  # `here` lists the users whose data is on this machine
 
 
 def _raise_not_here(name: str) -> Any:
     raise DataError(f"user {name!r}: the data is not on this machine")
 
 
-def counts_samples(recipe: Recipe) -> bool:
-    """Return whether local steps are passes over a user's data; otherwise the recipe sets their number."""
-    keys_without_effect = type(recipe.data).unread  # with this kind of data
+def trains_whole_epochs(recipe: Recipe) -> bool:
+    """Return whether a round of local steps is a number of passes over a user's data (``training.local_epochs``).
+
+    Then the number of steps follows from the number of samples, which a user reports. Otherwise, as for text, the
+    recipe sets it (``training.local_steps``).
+    """
+    keys_without_effect = type(recipe.data).unread  # keys of a recipe that this kind of data ignores
     return "training.local_steps" in keys_without_effect
 
 
@@ -306,7 +314,7 @@ class ServerContext:
             user: Name of the user; None for the maximum over users.
         """
         training, plan = self.plan.training, self.plan
-        if not counts_samples(self.recipe):
+        if not trains_whole_epochs(self.recipe):
             return training.most_local_steps if user is None else plan.local_steps_of(user)
         smallest_batch = min(values_in(training.batch_size))  # of all users; it takes the most steps
         batch_size = smallest_batch if user is None else plan.batch_size_of(user)
@@ -324,7 +332,7 @@ class ServerContext:
             MessageError: The number differs from the recipe's or, if the recipe does not set it, is too large.
         """
         most_steps = self.most_steps(max_samples)
-        recipe_sets_steps = not counts_samples(self.recipe)
+        recipe_sets_steps = not trains_whole_epochs(self.recipe)
         if recipe_sets_steps and steps != most_steps:
             raise MessageError(f"answer: got {steps:,} local steps; allowed: {most_steps:,}, as in the recipe")
         if steps > most_steps:

@@ -151,7 +151,10 @@ class StatusFile:
             self._write()
 
     def _update_client(self, client: ClientStatus, event: JsonMapping) -> None:
-        """Update the status of a client with an event about it."""
+        """Update a client's entry in the status file, which the operator sees, with an event about this client.
+
+        The state is "away" after a failure, else "here" (connected); ``why`` is the reason of a failure, or empty.
+        """
         client.why = event.get("reason", "")
         if event["event"] == "failed":
             client.state = "away"
@@ -524,7 +527,7 @@ def _resolve_eval_interval(session: ServerSession) -> None:
 
 
 def _evaluate_every(session: ServerSession, rounds: int) -> None:
-    """Set the interval between evaluations."""
+    """Set the interval between evaluations, in rounds, once it was chosen from the clients' data or restored."""
     plan = session.context.plan.updated("evaluation", every=rounds)
     session.context = replace(session.context, plan=plan)
 
@@ -585,7 +588,10 @@ def _save(session: ServerSession, folder: Path, done: int, events_bytes: int, *,
 
 
 def _session_tensors(session: ServerSession) -> Tree:
-    """Return the numbers of a session as tensors, for a checkpoint."""
+    """Return as tensors, for a checkpoint, what a resumed session must know of its clients and of earlier rounds.
+
+    A verdict says whether the last validation loss was the lowest so far. A client that was away has yet to get it.
+    """
     clients = list(session.clients.values())
     verdicts, verdict_rounds = [], []
     for client in clients:
@@ -611,7 +617,10 @@ def _session_tensors(session: ServerSession) -> Tree:
 
 
 def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> None:
-    """Restore the server's state and the session's numbers (:func:`_session_tensors`) from a checkpoint.
+    """Restore a server from a checkpoint: its state, and what its session knows (:func:`_session_tensors`).
+
+    The session knows the largest number of local steps, the best round, and for each client its last task and version,
+    and the verdict that it has not received: whether the last validation loss was the lowest so far.
 
     Args:
         session: The session of a server before its first round, which is changed.

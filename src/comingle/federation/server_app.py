@@ -51,7 +51,7 @@ class _WarningHandler(logging.Handler):
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a warning."""
+        """Show a warning, unless it is also an event of the run, which :func:`_show_event` shows."""
         if not any(hasattr(record, name) for name in AN_EVENT):
             self._say(record.getMessage())
 
@@ -68,13 +68,18 @@ def _warnings_shown(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _show_event(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
-    """Show an event to the operator in one line; most kinds of events are not shown."""
+    """Show an event of the run to the operator in one line, if it is of a kind that matters to an operator.
+
+    Args:
+        say: Called with the line.
+        event: Line of ``events.jsonl``; its key ``event`` is the kind.
+    """
     kind = event["event"]
     if kind == "joined":
         say(f"{event['user']} has joined")
     elif kind in ("failed", "rejected", "declined"):
         say(f"{event['user']}: {event['reason']}")
-    elif kind == "no_sum":
+    elif kind == "no_sum":  # too few uploads of a round, so the model is unchanged
         say(str(event["reason"]))
     elif kind == "aggregation" and event.get("left_out"):
         say(f"round {event['round']}: {event['rule']} left out {', '.join(event['left_out'])}")

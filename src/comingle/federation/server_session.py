@@ -126,7 +126,11 @@ class ServerSession:
 
     @property
     def first_version(self) -> int:
-        """Version of a client that has not downloaded anything; below the server's if it has to download at first."""
+        """Version recorded for a client that has not downloaded anything.
+
+        A client with a lower version than the server's, which is 0 before the first round, gets a download. So -1 makes
+        clients download before the first round, and 0 lets them begin with their own initial tensors.
+        """
         return -1 if self.context.method.server.first_download else 0
 
     def largest_rank(self, name: str) -> int:
@@ -478,7 +482,10 @@ class TaskQueue:
         return max(0.0, self._deadline - time.monotonic())
 
     def _may_retry(self) -> bool:
-        """Return whether there is time for another try before the deadline; extend that of join tasks if possible."""
+        """Return whether there is time to send the missing tasks again before the deadline.
+
+        If only join tasks are sent, the deadline is first extended for clients that are still loading their models.
+        """
 
         def has_time() -> bool:
             return time.monotonic() + RETRY_SECONDS <= self._deadline
@@ -505,10 +512,10 @@ class TaskQueue:
             self._deadline = now + self.seconds
 
     def _awaited(self) -> set[str]:
-        """Return the clients for whose answers the queue waits.
+        """Return the clients that have not answered their task yet, and for which :meth:`run` keeps waiting.
 
-        It never waits for clients that are away. Once enough clients have joined, it does not wait for those that
-        refuse to join either.
+        It never waits for clients that are away. Once ``min_participants`` clients have joined, it does not wait for
+        those that refuse to join either.
         """
         have_enough_joined = len(self.session.joined) >= self.session.network.min_participants
         awaited = set()
@@ -744,6 +751,7 @@ class _DueRequests(Mapping[str, bytes]):
         return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
+        """Compute the requests that are due now, store them for :meth:`__getitem__`, and return their users."""
         due = self._compute()
         self._known.update(due)
         return iter(list(due))

@@ -295,7 +295,9 @@ class LimitedLinkState(InMemoryLinkState):
             return super().get_object(run_id, object_id)
 
     def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:
-        """Return messages for a client, after deleting replies that have expired.
+        """Return messages for a client, after deleting replies that have expired, to free memory.
+
+        Each client asks for messages regularly, so expired replies are deleted even if no new ones arrive.
 
         Args:
             node_id: The client's node.
@@ -366,10 +368,12 @@ class LimitedLinkState(InMemoryLinkState):
                 self._delete_reply(reply_id)
 
     def _delete_reply(self, reply_id: str) -> None:
-        """Delete a client's reply, with those of its objects that are stored, and end its push session.
+        """Delete a client's reply that has been read, has expired or exceeds a limit, even if it is incomplete.
+
+        Flower sends a reply as a tree of objects, in several requests that form a push session; the session is ended.
 
         Args:
-            reply_id: ID of the reply, which is that of its root object.
+            reply_id: ID of the reply, which is that of the root of its tree.
         """
         reply = self._pending_replies.pop(reply_id)
         self._cleanup_push_session(reply.session_id, cleanup_messages=False)
@@ -413,13 +417,17 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, state: LimitedLinkState, *, keys_only: bool) -> None:
+        """Wrap an app; the class describes the arguments."""
         self._app, self._state, self._keys_only = app, state, keys_only
         self._used_signatures: dict[tuple[bytes, int], float] = {}  # when each was used, on the monotonic clock
         self._lock = threading.Lock()
-        self._started = time.time()
+        self._started = time.time()  # older signatures are refused, as an earlier process may have accepted them
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or respond with the status that refuses it."""
+        """Handle a request of a client: refuse it, hold it back if it is a poll, or pass it on to the Fleet API.
+
+        Clients poll for messages. A poll is held until there is a message, so that clients need not poll often.
+        """
         if scope["type"] == "lifespan":  # start or end of the server, no request
             await self._app(scope, receive, send)
             return

@@ -111,7 +111,7 @@ class SuperLink:
         return join_address(host, self.port)
 
     def keep_running(self) -> None:
-        """Start the process, or restart it if it has ended, and wait until it listens.
+        """Start the server process, or restart it if it has ended, and wait until it listens; call this repeatedly.
 
         Raises:
             RunError: It does not start, or ends repeatedly.

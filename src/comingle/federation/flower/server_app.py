@@ -75,6 +75,10 @@ def encode_names(names: Sequence[str]) -> str:
 
 
 def _run_federation(channel: Channel, run_config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
+    """Call :data:`RUN_FUNCTION`, which runs the rounds, with the arguments of :data:`RunFunction`.
+
+    It is imported only here, because its module imports this package.
+    """
     module_name, function_name = RUN_FUNCTION
     run = getattr(importlib.import_module(module_name), function_name)
     run(channel, run_config, folder, say)
