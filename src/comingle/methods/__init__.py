@@ -116,7 +116,10 @@ def _plugin_error(name: str, error: Exception, place: str) -> PluginError:
 
 
 def _external_classes(method: Method) -> list[type]:
-    """Return the classes of a method's hooks, server, mixture and gating that are defined outside comingle."""
+    """Return those classes of a method's hooks, server, mixture and gating that are not comingle's own.
+
+    If there are any, an exception in a run may be a mistake of their author, and its message then names their file.
+    """
     parts = [*method.client.parts, method.server, method.placement.mixture, method.placement.gating]
     classes = [type(part) for part in parts if part is not None]
     return [part_class for part_class in classes if _is_external(part_class)]
@@ -181,7 +184,7 @@ def _is_user_code(frame: FrameType) -> bool:
 
 
 def _deepest_place(error: Exception, defined: object) -> str | None:
-    """Return the innermost place of a traceback in the user's code, such as "near.py:12, in Near.begin", or None.
+    """Return the innermost line of a traceback in the user's own code, such as "near.py:12, in Near.begin", or None.
 
     Args:
         error: Exception with the traceback.
@@ -191,11 +194,16 @@ def _deepest_place(error: Exception, defined: object) -> str | None:
 
 
 def user_place(error: BaseException, module: str) -> str | None:
-    """Return the innermost place of a traceback in the user's code, such as "near.py:12, in Near.begin", or None.
+    """Return the innermost line of a traceback in the user's own code, such as "near.py:12, in Near.begin".
+
+    Messages about an error in a plug-in name this line instead of one inside comingle or another library.
 
     Args:
         error: Exception with the traceback.
         module: Name of a module of the user. Code of its package counts as the user's even if it is installed.
+
+    Returns:
+        File, line and function; None if no frame of the traceback is the user's.
     """
     user_package = module.partition(".")[0]
     innermost = None
@@ -318,6 +326,8 @@ def temporarily_registered(method: str | Method | Make) -> Iterator[str]:
 
 def _is_registered(with_defaults: Method, given: Method | Make) -> bool:
     """Return whether a method is registered under its name: the same constructor, or an equal ``Method``.
+
+    Otherwise :func:`temporarily_registered` registers it, so that a recipe can name it.
 
     Args:
         with_defaults: The method with its default settings.

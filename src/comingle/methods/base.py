@@ -60,13 +60,16 @@ class Phase:
     without: frozenset[str] = frozenset()
 
     def rounds_of(self, rounds: int) -> int:
-        """Return the number of rounds in which the phase runs, of ``rounds`` in all."""
+        """Return the number of rounds in which the phase runs, of ``rounds`` in all.
+
+        It runs in round ``turn``, counted from 0, and in each ``turns``-th round after it.
+        """
         rounds_with_phase = range(self.turn, rounds, self.turns)
         return len(rounds_with_phase)
 
     @property
     def reached(self) -> frozenset[str]:
-        """Roles for which the phase computes gradients."""
+        """Roles for which the phase computes gradients: those it trains, and ``leaves``, which it does not update."""
         return self.roles | self.leaves
 
     @property
@@ -307,7 +310,7 @@ class ClientHook:
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Phases that :meth:`begin` runs."""
+        """Phases that :meth:`begin` runs, so that estimates of cost and privacy count their steps; by default none."""
         return ()
 
     def penalty(self, tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"] | float:
@@ -418,12 +421,16 @@ class Client:
 
     @property
     def resets(self) -> bool:
-        """True if a hook needs the users' tensors from before any training."""
+        """True if a hook resets tensors to their values from before any training, of which a run then keeps a copy."""
         return any(part.resets for part in self.parts)
 
     @property
     def ends_exchanged(self) -> bool:
-        """True if models are scored as they are after the exchange, whatever ``evaluation.model`` says."""
+        """True if models are scored after the server's aggregation, even with ``evaluation.model: local``.
+
+        The personal models of such methods are made from the downloaded model, by fine-tuning or by a hook's
+        ``finish``, so there is nothing to score right after the local steps.
+        """
         return self.finetunes or bool(self.finishing)
 
     @property
@@ -438,7 +445,10 @@ class Client:
 
     @property
     def looks_across(self) -> bool:
-        """True if a hook reads users' shared copies of the tensors from the start of the round."""
+        """True if a hook compares a user's local model with its copy of the shared model at the start of the round.
+
+        Only then does a client keep these copies (:attr:`Cohort.exchanged`) during the round, as they need memory.
+        """
         return any(part.looks_across for part in self.parts)
 
     @property
@@ -582,7 +592,7 @@ class Method:
 
     @property
     def received(self) -> frozenset[str]:
-        """Roles that a user takes from a download."""
+        """Roles that a user takes from a download: those that it uploads, unless the placement names others."""
         return self.shared if self.placement.received is None else self.placement.received
 
     @property

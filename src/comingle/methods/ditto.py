@@ -47,13 +47,16 @@ class NearGlobal(ClientHook):
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
         """Add ``weight (v - w_t)`` to the gradients of personal models, and nothing to those of global models.
 
+        v is the user's personal model, w_t the global model at the start of the round (``cohort.exchanged``).
+
         Args:
-            cohort: Two rows for each user, the global and the personal model: ``copy`` is 0 for a global one.
-            gradients: Gradients ``(rows, *shape)`` by tensor, which are replaced by the sums.
+            cohort: The models in training, two for each user: ``copy`` is 0 for its copy of the global model, 1 for its
+                personal model.
+            gradients: Gradients by tensor, ``(models, *shape)``, which are replaced by the sums.
         """
         any_gradient = next(iter(gradients.values()))
         is_personal = (cohort.copy > 0).to(any_gradient)
-        weight_by_row = self.weight * is_personal
+        weight_by_model = self.weight * is_personal
         for name, gradient in gradients.items():
-            difference = cohort.tensors[name] - cohort.exchanged[name]  # v - w_t in the rows of personal models
-            gradients[name] = gradient + weight_by_row.view(-1, *[1] * (difference.dim() - 1)) * difference
+            difference = cohort.tensors[name] - cohort.exchanged[name]  # v - w_t for personal models
+            gradients[name] = gradient + weight_by_model.view(-1, *[1] * (difference.dim() - 1)) * difference

@@ -271,7 +271,10 @@ class FromGlobal(ClientHook):
     language_only = True
 
     def begin(self, cohort: Cohort) -> None:
-        """Copy the global LoRA, the first expert of each MLP, to the local one, the second expert."""
+        """Copy the downloaded global LoRA, the first expert of each MLP, to the local one, the second expert.
+
+        Runs before the local steps, so that each round trains the local LoRA from the newest global one.
+        """
         for _name, a, b in lora_pairs(cohort.tensors):
             for factor in (a, b):
                 belongs_to_mlp = factor.dim() == 4  # (users, experts, rank, width); attention has no local LoRA
@@ -298,6 +301,7 @@ class Similarity(ClientHook):
     def settle(self, cohort: Cohort) -> None:
         """Set each router's only row, which is for the local LoRA, to ``scaling / S sum_s x_s / |x_s|``.
 
+        Runs after training and before models are scored, because no optimiser trains these routers.
         x_s are the router's inputs at the ends of S training prompts. The product of the row with ``x / |x|`` is the
         local LoRA's weight for a token with the input x.
         """

@@ -54,7 +54,14 @@ class RestOfWorld(Server):
     by_user = frozenset({OWN, SENT})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial model, which users download until others have uploaded, and zeros for uploads and sums."""
+        """Return the initial state: the model that users download until others have uploaded, and no uploads yet.
+
+        Zeros stand for each user's most recent upload ("own"), whether it has uploaded ("sent"), the sum of all uploads
+        ("total") and their number ("count").
+
+        Args:
+            setup: The users, and their initial models.
+        """
         initial_model = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         num_users = len(setup.users)
         flat_models = flatten([t[:1] for t in setup.models.values()]).expand(num_users, -1)  # for the shape
@@ -67,7 +74,9 @@ class RestOfWorld(Server):
         }
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Store the participants' uploads in place of their previous ones, and update the sums over all users.
+        """Store the participants' uploads in place of their previous ones, and update sum and number of all uploads.
+
+        From these and a user's own upload, :meth:`download` gets the mean over the other users without summing again.
 
         Args:
             kept: State of the server, changed in place.

@@ -72,6 +72,8 @@ class ExactMean(Mean):
 def weighted_factors(a: Tensor, b: Tensor, received: Received) -> list[tuple[Tensor, Tensor]]:
     """Return for each participant i the pair ``(A_i, p_i s_i B_i)``, with aggregation weight p_i and LoRA scale s_i.
 
+    :func:`add_to_residual` adds the pairs' products, together ``sum_i p_i s_i B_i A_i``, to a weight's residual.
+
     Args:
         a: Factors A of all participants.
         b: Factors B of all participants.
@@ -162,24 +164,29 @@ class Reinitialise(ClientHook):
         return {RESTARTS: torch.tensor([[seed, 0]]).repeat(len(names), 1)}
 
     def received(self, cohort: Cohort) -> None:
-        """Set B to zero, as the download has the trained LoRA in the weights' residuals."""
+        """Set B to zero after a download, so that last round's LoRA does not count twice.
+
+        The server has added the product of A and B of all participants to the residuals, frozen matrices that are part
+        of the download and that users add to the base's weights.
+        """
         for _name, _a, b in lora_pairs(cohort.tensors):
             b.zero_()
 
     def begin(self, cohort: Cohort) -> None:
-        """Draw a new A for each user, with zeros beyond the user's rank, and reset the optimisers.
+        """Draw a new A for each user, with zeros beyond the user's rank, and reset the optimisers' moments.
 
-        A is drawn from the run's seed, the user's name and the number of the user's restarts.
+        Runs before the local steps of each round. A is drawn from the run's seed, the user's name and the number of
+        times that the user's LoRA was reinitialised before, so that a resumed run draws the same A.
         """
         cohort.reset_moments(LORA)
-        seeds_and_restarts = cohort.kept[RESTARTS].tolist()
+        seeds_and_restarts = cohort.kept[RESTARTS].tolist()  # (users, 2): the run's seed, and earlier restarts
         for name, a, _b in lora_pairs(cohort.tensors):  # a: (users, *experts, rank, d_in)
             for user_a, user, (seed, restarts) in zip(a, cohort.names, seeds_and_restarts, strict=True):
                 user_generator = generator(seed, user, "anew", f"{name}.a", restarts)
                 user_a.copy_(init_a(tuple(user_a.shape), user_generator))
             is_within_rank = torch.arange(a.shape[-2], device=a.device) < cohort.ranks.unsqueeze(1)  # (users, rank)
             a.mul_(is_within_rank.view(len(a), *[1] * (a.dim() - 3), -1, 1))
-        cohort.kept[RESTARTS][:, 1] += 1
+        cohort.kept[RESTARTS][:, 1] += 1  # the second column counts restarts
 
 
 @dataclass(frozen=True, kw_only=True)

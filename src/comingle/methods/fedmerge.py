@@ -165,12 +165,13 @@ def fixed_step(
 
 
 def head(tree: Tree) -> list[str]:
-    """Return the names of a net's last layer, such as ``["head.weight", "head.bias"]``; for LoRA return all names.
+    """Return the names of the tensors of a net's last layer, such as ``["head.weight", "head.bias"]``.
 
-    LoRA has no last layer, as it does not adapt a language model's head.
+    FedMerge computes its inner products over them. LoRA does not adapt a language model's head, so for LoRA the
+    inner products are over all tensors, and all names are returned.
 
     Args:
-        tree: Tensors of a model, in the model's order.
+        tree: Tensors of a model by name, from the first layer to the last.
     """
     is_lora = any(name.endswith(".a") for name in tree)
     if is_lora:
@@ -527,7 +528,12 @@ class Proximal(ClientHook):
     looks_back = True
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Add the gradient of the term, ``2 weight (theta - theta_0)``."""
+        """Add the gradient of the proximal term, ``2 weight (theta - theta_0)``, to each tensor's gradient.
+
+        Args:
+            cohort: Users who are trained in one batch: their models theta, and theta_0 at the start of the round.
+            gradients: Gradients ``(users, *shape)`` by tensor, which are replaced by the sums.
+        """
         theta, theta_0 = cohort.tensors, cohort.began
         for name, gradient in gradients.items():
             gradients[name] = gradient + 2 * self.weight * (theta[name] - theta_0[name])

@@ -156,7 +156,15 @@ class Prune(ClientHook):
     looks_back = True
 
     def end(self, cohort: Cohort) -> None:
-        """Reduce the rank of each user whose last ranks have smaller norms than when the round began."""
+        """Reduce the LoRA rank of each user whose last ranks have shrunk in the round's local steps.
+
+        The last ranks are the rows of A and columns of B from ``floor(gamma * rank)`` on. They count as shrunk if the
+        product of their norms (:func:`tail_norms`) is smaller than at the start of the round; the new rank is then
+        ``floor(gamma * rank)``, but at least 1.
+
+        Args:
+            cohort: Users who are trained in one batch; ``ranks`` is changed in place.
+        """
         ranks = cohort.ranks
         norms_now = tail_norms(cohort.tensors, ranks, self.gamma)
         norms_before = tail_norms(cohort.began, ranks, self.gamma)
@@ -273,7 +281,10 @@ def _signs(rows: Float[Tensor, "*experts rank width"]) -> Float[Tensor, "*expert
     return torch.where(largest < 0, -1.0, 1.0).to(rows)
 
 
-def _resize_rank(factors: Float[Tensor, "*experts found width"], rank: int) -> Float[Tensor, "*experts rank width"]:
-    """Return the first ``rank`` rows of factors, padded with zeros if there are fewer."""
+def _resize_rank(factors: Float[Tensor, "*experts rows width"], rank: int) -> Float[Tensor, "*experts rank width"]:
+    """Return the first ``rank`` rows of the factors of an SVD, padded with zeros to ``rank`` if there are fewer.
+
+    The rows are in the order of decreasing singular values, so that the first ones are the best approximation.
+    """
     missing_rows = max(0, rank - factors.shape[-2])
     return torch.nn.functional.pad(factors[..., :rank, :], (0, 0, 0, missing_rows))

@@ -119,7 +119,11 @@ class Entropic(ClientHook):
     sweeps = True
 
     def received(self, cohort: Cohort) -> None:
-        """Set the router's logits to ``-rate`` times the components' losses, with the router's learning rate."""
+        """Set the logits of a user's mixture weights to ``-rate`` times the losses of the downloaded components.
+
+        The weights ``pi_c ~ exp(-rate f_c)`` (FLoRAL eq. 5) thus follow from the losses f_c on the user's training
+        data, and no optimiser trains them. The rate is the router's learning rate.
+        """
         logits = cohort.tensors[CLIENT_ROUTER]
         losses = cohort.component_losses()
         logits.copy_(entropic(losses, rate=cohort.router_rate))
@@ -188,7 +192,7 @@ class ClusterSteps(MeanByCluster):
             super().step(kept, sums, received)  # sets the model to the means, or takes a step of Adam
         else:
             for name, mean in sums.items():
-                is_component = name in received.clustered
+                is_component = name in received.clustered  # names of the components' tensors
                 rate = self.component_rate if is_component else self.base_rate
                 kept[MODEL_PREFIX + name].lerp_(mean, rate)
         if self.centre:

@@ -41,7 +41,15 @@ class Centres(Server):
     by_user = frozenset({OWN, DRAW})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial state: the same model for all users, and centres of zero until momenta are uploaded."""
+        """Return the initial state: one model for each user, at first the same, and centres of zero.
+
+        The first aggregation, as long as WITHOUT_CENTRES is 1, starts the centres at the momenta of the participants
+        with the smallest random numbers (DRAW). OWN has the users' models, flattened. TOTAL_MOVES has the sum of each
+        cluster's steps, for users who join later.
+
+        Args:
+            setup: The users, their initial models, and the run's seed.
+        """
         initial_model = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         flat_models = flatten([t[:1] for t in setup.models.values()]).repeat(len(setup.users), 1)  # (users, numbers)
         generators = [generator(setup.seed, user, "momentum") for user in setup.users]

@@ -72,7 +72,15 @@ class Relay(Server):
         return kept[SENDERS].tolist() if SENDERS in kept else []
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return all uploads for each user, expanded without copying."""
+        """Return the uploads of all participants of the last round for each user, who weighs them on its own data.
+
+        Args:
+            kept: State of the server: the uploads by tensor, ``(senders, *shape)``, and the senders.
+            users: Indices of the receiving users.
+
+        Returns:
+            Tensors by name, ``(users, senders, *shape)``, expanded without copying.
+        """
         uploads = {name: t for name, t in kept.items() if name != SENDERS}
         return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in uploads.items()}
 

@@ -90,6 +90,9 @@ class Controlled(ClientHook):
     def stepped(self, cohort: Cohort, trained: Tree, rate: float) -> None:
         """Correct an optimiser step by ``-rate (c - c_i)``, and add its learning rate to the round's sum.
 
+        c_i is the user's control variate, an estimate of its mean gradient, and c the mean of all users' control
+        variates, which the user has downloaded. The sum of rates is uploaded; the server divides by it to get c_i.
+
         Args:
             cohort: Users who are trained in one batch, with their tensors and state.
             trained: Tensors that the step updated, changed in place.
@@ -101,7 +104,11 @@ class Controlled(ClientHook):
         cohort.kept[SUM_OF_RATES] += rate
 
     def end(self, cohort: Cohort) -> None:
-        """Set c_i to ``c_i - c + (x - y_i) / sum of rates``, with the model x at the round's start and y_i now."""
+        """Update the user's control variate after the local steps: ``c_i = c_i - c + (x - y_i) / sum of rates``.
+
+        c is the downloaded mean of all users' control variates, x the model at the start of the round, and y_i the
+        trained one. This is option II of SCAFFOLD's Algorithm 1.
+        """
         for key, c_i in cohort.kept.items():
             if not key.startswith(OWN_CONTROL):
                 continue
@@ -143,7 +150,13 @@ class ControlledMean(Mean):
     one_rank = True  # columns above a user's rank are not trained, but would count as if they had moved
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial model, the number of users, and c = 0."""
+        """Return the initial state: the model x, the control variate c = 0 for each of its tensors, and N.
+
+        c is the mean of the users' control variates, N the number of all users, by which :meth:`step` divides.
+
+        Args:
+            setup: The users, and their initial models.
+        """
         state = super().start(setup)
         controls = {CONTROL + name: torch.zeros_like(t) for name, t in model_of(state).items()}
         return {**state, NUM_USERS: torch.tensor(len(setup.users)), **controls}

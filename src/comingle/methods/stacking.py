@@ -155,8 +155,11 @@ class FitWeights(ClientHook):
     language_only = True
 
     def settle(self, cohort: Cohort) -> None:
-        """Set each user's router to ``[log w, log(1 - w)]``, with the weight w of its first model.
+        """Fit each user's weight w of its first model to its validation data, and store it as a router of logarithms.
 
+        The router is ``[log w, log(1 - w)]``.
+
+        Runs after training and before models are scored, because the best w depends on the trained models.
         With ``tempered`` the router is ``[log w, log(1 - w), log a, log b]``: the models' probabilities are raised to
         the powers a and b (inverse temperatures) before they are mixed.
         """

@@ -127,7 +127,10 @@ def load_files_of_command() -> None:
 
 
 def _paths_of_command() -> list[str]:
-    """Return the paths of Python files in the environment variable :data:`FILES`, which subprocesses inherit."""
+    """Return the paths of the user's Python files that the command was given with ``--plugin``.
+
+    They are in the environment variable :data:`FILES`, so that subprocesses of the command find them too.
+    """
     paths = os.environ.get(FILES, "").split(os.pathsep)
     return [path for path in paths if path]
 

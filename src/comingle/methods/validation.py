@@ -59,7 +59,10 @@ def check_method(name: str, method: Method) -> None:
 
 
 def _all_roles(method: Method) -> Iterator[tuple[str, object]]:
-    """Yield each field of a method that holds roles, and its value: ("Placement.shared", frozenset({"attention"}))."""
+    """Yield name and value of each field of a method that holds roles, for a check that all these roles exist.
+
+    Example: ``("Placement.shared", frozenset({"attention"}))``.
+    """
     placement, client = method.placement, method.client
     for key in ("shared", "received", "needs"):
         yield f"Placement.{key}", getattr(placement, key)
