@@ -273,15 +273,15 @@ def adapt(
     Args:
         base: The base model.
         settings: Ranks, scale and target modules of the adapters.
-        counts: How many experts each user has.
+        counts: How many generalists and specialists each user has in an MLP.
         routed: Add a router to each MLP with more than one expert.
         compiled: Compile the layers with torch.compile, for the whole process; ignored with ``checkpointed`` and for
             quantised bases.
         gating: How routers compute gates; None: a softmax over logits.
         native_code: Use the C++ kernels of :mod:`comingle.models.kernels.expert_mlp` for the whole process (CPUs only,
             built once per machine); None: as ``compiled``.
-        residual: Rank of a frozen change that the server may add to each adapted weight
-            (:mod:`comingle.models.lora`); None for no such change.
+        residual: Rank of a frozen low-rank matrix that the server may add to each adapted weight
+            (:mod:`comingle.models.lora`); 0 for full rank, None for no such matrix.
         checkpointed: Use activation checkpointing: a layer saves only its input and is recomputed in the backward pass.
 
     Raises:
@@ -290,7 +290,7 @@ def adapt(
     head = lm_head(base)
     network = share_weights(base.model)
     adapters = inject(network, settings, counts, routed=routed, gating=gating, residual=residual)
-    expert_mlp.set_fusing(compiled)
+    expert_mlp.set_fusing(compiled)  # whether torch.compile fuses the functions of expert MLPs
     expert_mlp.disable()  # an earlier model of this process may have enabled the kernels
     wants_kernels = compiled if native_code is None else native_code
     if wants_kernels and expert_mlp.fits(base.device, base.dtype) and expert_mlp.enable(cache_folder() / "native"):

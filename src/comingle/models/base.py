@@ -62,7 +62,7 @@ class Base:
     @property
     def rows(self) -> int:
         """The number of rows of the embedding; the tokenizer's vocabulary may be larger."""
-        return rows_of(self.model)
+        return num_embedding_rows(self.model)
 
     def require_rows(self, tokens: Int[Tensor, "*any"] | Sequence[int], source: str) -> None:
         """Raise an error if the embedding has no row for a token to read, or the head no row for a token to predict.
@@ -122,8 +122,8 @@ class Base:
         return digest_all(self.origin)
 
 
-def rows_of(model: PreTrainedModel) -> int:
-    """Return the number of rows of a model's embedding."""
+def num_embedding_rows(model: PreTrainedModel) -> int:
+    """Return the number of rows of a model's input embedding: tokens have IDs below it."""
     embedding: Any = model.get_input_embeddings()
     return embedding.weight.shape[0]
 
@@ -152,7 +152,7 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     model.config.use_cache = False
     source = model.config if tokenizer is None else tokenizer
     eos, bos, pad = (getattr(source, f"{key}_token_id", None) for key in ("eos", "bos", "pad"))
-    if pad is None or pad >= rows_of(model):  # the embedding has no row for padding
+    if pad is None or pad >= num_embedding_rows(model):  # the embedding has no row for padding
         pad = eos
     # Without the model's settings of sampling.
     model.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=bos, pad_token_id=pad, use_cache=True)

@@ -347,7 +347,7 @@ class ChatTemplate:
         references = []
         for offsets, span in zip(learnt_offsets, spans, strict=True):
             references.append(self._reference_of(offsets, span, text, tokens, hidden_texts))
-        masked_spans = None
+        masked_spans = None  # the position of a response that gets no loss could not be determined
         if masked_offsets is not None:
             masked_spans = tuple(self._span_of(offsets, tokens) for offsets in masked_offsets)
         _, end_of_last_response = spans[-1]
@@ -854,10 +854,13 @@ def _text_before(part: str, text: str) -> str:
 
 
 def _restore_thought(content: str, response: str) -> str:
-    """Return a response with the thought that the template removed, after a prompt that ends with ``<think>``.
+    """Put the thought of a message back in front of its rendered response, from which the template removed it.
+
+    For templates whose generation prompt ends with ``<think>``: the result, such as "Add.</think> 4<|im_end|>",
+    continues that prompt, so it lacks the opening tag. A message without a thought gets an empty one.
 
     Args:
-        content: The message, such as "<think>Add.</think> 4"; without a thought, an empty one is inserted.
+        content: The message, such as "<think>Add.</think> 4".
         response: The response as the template writes it, such as "4<|im_end|>".
     """
     content = content.lstrip().removeprefix(_THINK).lstrip("\n")

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from comingle.models.base import Base, rows_of
+from comingle.models.base import Base, num_embedding_rows
 from comingle.models.chat_templates import require_characters
 from comingle.models.hardware import without_compiling
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
@@ -565,7 +565,7 @@ def stop_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sa
         config = network.generation_config
         ends = tokenizer.eos_token_id if config is None else config.eos_token_id
         return () if ends is None else as_tuple(ends)
-    vocabulary_size = rows_of(network)
+    vocabulary_size = num_embedding_rows(network)
     for token in sampling.eos_token_id:
         if token >= vocabulary_size:
             raise RecipeError(f"eos_token_id: got {token}; allowed: tokens below {vocabulary_size:,}")
