@@ -28,9 +28,9 @@ from tests.federation.tiny import method, text_recipe
 from comingle.config import Recipe, parse_recipe
 from comingle.federation.client import REVERTED_NOTICE
 from comingle.federation.files import save_plan, split_recipe
-from comingle.federation.flower.app_status import FOLDER, read_status
 from comingle.federation.flower.client import LOG as CLIENT_LOG
 from comingle.federation.flower.client import ClientProcess
+from comingle.federation.flower.processes import FOLDER, read_status
 from comingle.federation.flower.server import SuperLink, supervise
 from comingle.federation.flower.server_app import encode_names
 from comingle.federation.participant import Participant, save_participant

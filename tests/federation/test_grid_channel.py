@@ -20,9 +20,9 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from tests.federation.grid import LocalGrid, run_app
 
-from comingle.federation.flower.app_status import read_status
 from comingle.federation.flower.channel import Channel, GridChannel, MessageSender
 from comingle.federation.flower.client_app import User, make_client_app
+from comingle.federation.flower.processes import read_status
 from comingle.federation.flower.server_app import make_server_app
 from comingle.utils.errors import MessageError
 

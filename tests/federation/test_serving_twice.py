@@ -17,7 +17,7 @@ from tests.federation.test_federate import recipe_of
 from comingle.federation import launch
 from comingle.federation.client_command import take_part
 from comingle.federation.files import split_recipe
-from comingle.federation.flower.app_status import FOLDER
+from comingle.federation.flower.processes import FOLDER
 from comingle.federation.participant import load_participants, save_participant
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import locked

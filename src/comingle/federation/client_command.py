@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.request import getproxies, proxy_bypass
 
 from comingle.federation.conditions import limit_threads, lower_priority
-from comingle.federation.flower.app_status import FOLDER as FLOWER
 from comingle.federation.flower.client import CallQueue, FleetClient, Handle, participate
 from comingle.federation.flower.client_app import User
 from comingle.federation.flower.fleet_client import Server
 from comingle.federation.flower.probe import ProbeResult, certificate_problem, probe_server, tls_problem
+from comingle.federation.flower.processes import FOLDER as FLOWER
 from comingle.federation.flower.processes import (
     LOCAL_HOSTS,
     PARENT,

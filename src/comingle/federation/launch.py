@@ -14,9 +14,9 @@ from typing import Any
 from comingle.config import Recipe
 from comingle.config.settings import AUTO
 from comingle.federation.files import save_plan, split_recipe
-from comingle.federation.flower.app_status import FOLDER as FLOWER
 from comingle.federation.flower.certificates import make_key, read_certificates
 from comingle.federation.flower.client import ClientProcess
+from comingle.federation.flower.processes import FOLDER as FLOWER
 from comingle.federation.flower.processes import join_address
 from comingle.federation.flower.server import Certificates, SuperLink, supervise
 from comingle.federation.flower.server_app import encode_names

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from comingle.federation.flower.app_status import FOLDER
 from comingle.federation.flower.client_app import User, make_client_app
 from comingle.federation.flower.fleet_client import FleetConnection, MessageLoop, Server
-from comingle.federation.flower.processes import Service, environment, interrupt_on_sigterm
+from comingle.federation.flower.processes import FOLDER, Service, environment, interrupt_on_sigterm
 from comingle.utils.errors import ComingleError, RunError
 
 LOG = "client.log"

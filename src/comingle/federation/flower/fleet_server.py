@@ -810,7 +810,7 @@ def main() -> None:
     """Run the server process: serve clients in a thread, and run the app with the rounds in the main thread.
 
     The exit status is 0 after the last round, 2 after a mistake of the operator, and 1 after any other failure. The app
-    writes its status into the run folder (:mod:`comingle.federation.flower.app_status`).
+    writes its status into the run folder (:mod:`comingle.federation.flower.processes`).
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", required=True)

@@ -13,10 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comingle.federation.flower.app_status import FAILED, FINISHED, FOLDER, LOG, STATE, read_status
 from comingle.federation.flower.processes import (
+    FAILED,
+    FINISHED,
+    FOLDER,
     LOCAL_HOSTS,
+    LOG,
     LOOPBACK,
+    STATE,
     Service,
     bare_host,
     bind_free_port,
@@ -25,6 +29,7 @@ from comingle.federation.flower.processes import (
     join_address,
     last_line,
     listens,
+    read_status,
 )
 from comingle.utils.errors import RecipeError, RunError
 

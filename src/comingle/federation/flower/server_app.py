@@ -1,7 +1,7 @@
 """The Flower ``ServerApp`` that runs a federation's rounds and sends its messages through Flower's grid.
 
 Its run config has ``federation``, the path of the server's file, and ``out``, the run folder, where it also writes its
-status (:mod:`comingle.federation.flower.app_status`).
+status (:mod:`comingle.federation.flower.processes`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from urllib.parse import quote, unquote
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from comingle.federation.flower.app_status import StatusWriter
 from comingle.federation.flower.channel import Channel, GridChannel
+from comingle.federation.flower.processes import StatusWriter
 from comingle.utils.errors import ComingleError, RecipeError
 from comingle.utils.records import expand_home
 
