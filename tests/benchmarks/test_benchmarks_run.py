@@ -42,3 +42,11 @@ def test_attention_is_timed_both_ways() -> None:
 def test_answers_are_the_same_together() -> None:
     shape = ["--users", "2", "--questions", "2", "--prompt", "8", "--new", "4", "--repeats", "1"]
     assert printed(f"import sys, answering; sys.argv = ['answering.py', *{shape}]; answering.main()")["ratio"] > 0
+
+
+@pytest.mark.slow
+def test_answers_while_a_live_run_trains() -> None:
+    options = ["--base", "random:llama?layers=1&dim=32", "--rounds", "2", "--steps", "2", "--answers", "3"]
+    found = printed(f"import sys, live; sys.argv = ['live.py', *{options}]; live.main()")
+    assert found["changed_after_seconds"] > 0
+    assert found["p95_ratio"] > 0

@@ -40,9 +40,9 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-def printed(name: str, folder: Path) -> str:
+def printed(name: str, folder: Path, *options: str) -> str:
     """What an example prints in a process of its own."""
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *options]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert not list(folder.iterdir())
@@ -133,3 +133,13 @@ def test_the_quickstart_is_a_notebook_too(tmp_path: Path, monkeypatch: pytest.Mo
         assert all(word in table.data["text/html"] for word in words)
     assert shown[4][0].text.count("after round") == 4
     assert all(output.output_type != "error" for outputs in shown for output in outputs)
+
+
+@pytest.mark.slow
+def test_a_month_of_a_living_group(tmp_path: Path) -> None:
+    """Every user and part has three scores; who has left is in no table, and the newcomer has all parts scored."""
+    told = printed("living/month.py", tmp_path, "--documents", "30", "--rounds", "1", "--steps", "3")
+    rows = re.findall(r"^(\w+) +(\d) +([\d.]+) +([\d.]+) +([\d.]+)$", told, re.MULTILINE)
+    assert [name for name, *_ in rows] == [name for name in ("unittest", "email", "multiprocessing") for _ in range(4)]
+    assert all(float(score) > 1 for _name, _part, *scores in rows for score in scores)
+    assert "training again without asyncio" in told
