@@ -524,7 +524,8 @@ def validation_loss(message: Download | Upload, *, user: str, done: int) -> floa
 
 
 def _check_rank(kind: str, rank: int, largest: int) -> None:
-    smallest = 1 if largest > 0 else 0  # 0 for models without LoRA
+    """Check the LoRA rank that an upload or a download declares; ``largest`` is 0 for models without LoRA."""
+    smallest = 1 if largest > 0 else 0
     if not smallest <= rank <= largest:
         raise MessageError(f"{kind}: got rank {rank}; allowed: {smallest} to {largest}")
 

@@ -187,11 +187,11 @@ def run_name(run: Path) -> str:
 
 
 def without_data(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe's content without data sources."""
+    """Return a recipe's content without users' data sources, which stay with the users, but with the kind of data."""
     content = recipe.model_dump(mode="json", exclude_unset=True)
     for source in ("users", "dataset", "given"):
         content["data"].pop(source, None)
-    content["data"]["kind"] = recipe.data.kind
+    content["data"]["kind"] = recipe.data.kind  # the dump lacks it if the recipe leaves it to the default
     return content
 
 

@@ -393,7 +393,7 @@ class Client:
 
     @property
     def sweeps(self) -> bool:
-        """True if a hook computes losses on all training data once a round."""
+        """True if a hook computes losses on all training data once a round, which an estimate of cost has to count."""
         return any(part.sweeps for part in self.parts)
 
     @property
@@ -631,7 +631,10 @@ class Method:
 
     @property
     def sharing(self) -> list[Phase]:
-        """Phases that train a role that is shared, wholly or in part, such as only its factor "attention.a"."""
+        """Phases that train a role that is shared, wholly or in part, such as only its factor "attention.a".
+
+        Only their steps cost privacy, as local tensors are not uploaded.
+        """
         shared_roles = _without_suffixes(self.shared)
         return [phase for phase in self.client.phases if shared_roles & _without_suffixes(phase.roles)]
 

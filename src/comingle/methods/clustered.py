@@ -121,7 +121,10 @@ class CandidateModels(Mean):
         return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in server_models_in(kept).items()}
 
     def starts(self, kept: Tree, received: Received) -> Tree:
-        """Return the model that each participant picked, as it was before the participant trained it."""
+        """Return the model that each participant picked, as it was before the participant trained it.
+
+        Robust aggregation and step normalisation measure a participant's change from it.
+        """
         choice = received.reports[CHOICE]
         return {name: models[choice.to(models.device)] for name, models in server_models_in(kept).items()}
 

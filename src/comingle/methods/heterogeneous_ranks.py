@@ -275,7 +275,10 @@ def _join_ranks(factors: Float[Tensor, "users *experts rank width"]) -> Float[Te
 
 
 def _signs(rows: Float[Tensor, "*experts rank width"]) -> Float[Tensor, "*experts rank 1"]:
-    """Return the sign of each row's entry of largest magnitude: -1 for ``[0.5, -2.0]``."""
+    """Return the sign of each row's entry of largest magnitude: -1 for ``[0.5, -2.0]``.
+
+    An SVD leaves the signs of singular vectors open. Multiplied by these, they do not depend on the order of users.
+    """
     index_of_largest = rows.abs().argmax(-1, keepdim=True)
     largest = rows.gather(-1, index_of_largest)
     return torch.where(largest < 0, -1.0, 1.0).to(rows)

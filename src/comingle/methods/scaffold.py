@@ -70,7 +70,9 @@ class Controlled(ClientHook):
         return {**own, **downloaded}
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
-        """Store the downloaded c and return the model x, with which the user continues.
+        """Store the downloaded c, with which steps are corrected, and return the model x to continue with.
+
+        c is the mean of all users' control variates.
 
         Args:
             cohort: Users who are trained in one batch, with their tensors and state.
@@ -179,7 +181,7 @@ class ControlledMean(Mean):
             x.lerp_(y.to(x), self.rate)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return the model and c for each user, ``(users, 2, *shape)``."""
+        """Return the model and c, the mean control variate, for each user: the same for all, ``(users, 2, *shape)``."""
         download = {}
         for name, x in model_of(kept).items():
             model_and_control = torch.stack([x, kept[CONTROL + name]])

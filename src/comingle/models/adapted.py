@@ -195,8 +195,9 @@ class AdaptedModel(AdapterRouting, Model):
     def losses_in_fixed_order(
         self, tensors: Tree, users: Sequence[int], batch: Windows
     ) -> Float[Tensor, "users batch context"]:
-        """Return the training losses. The targets of other positions do not change a loss in any bit.
+        """Return the training losses, each with the same bits whether or not other positions have a target.
 
+        Differential privacy needs it: the clipped gradient of an example must not depend on other examples.
         :meth:`losses` computes only positions with a target, so that rounding depends on their number. Here all
         positions are computed, and the losses of those without a target are then set to 0.
 
@@ -212,7 +213,10 @@ class AdaptedModel(AdapterRouting, Model):
         return losses.masked_fill(has_no_target, 0.0)
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
-        """Return the next-token losses in nats at every position; 0 where a target is negative."""
+        """Return the values from which evaluation computes a score, for text the next-token loss of each position.
+
+        Losses are in nats; they are 0 where the target is negative, as padding is.
+        """
         losses, _penalty = self.losses(tensors, users, batch)
         return losses
 

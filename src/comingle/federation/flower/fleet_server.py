@@ -290,8 +290,8 @@ class LimitedLinkState(InMemoryLinkState):
         return None
 
     def get_object(self, run_id: int, object_id: str) -> bytes | None:
-        """Return an object's content."""
-        with self.lock:
+        """Return an object's content, or None if it is not stored."""
+        with self.lock:  # prevents a deadlock: Flower's methods acquire its two locks in different orders
             return super().get_object(run_id, object_id)
 
     def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:

@@ -58,6 +58,11 @@ def make_server_app(run: RunFunction) -> ServerApp:
 
 
 def _folder(run_config: Mapping[str, object]) -> Path:
+    """Return the run folder, the value "out" of a Flower run's config.
+
+    Raises:
+        RecipeError: The config has no such value.
+    """
     out = str(run_config.get("out") or "").strip()
     if not out:
         raise RecipeError("run config: no 'out'; give --run-config 'out=\"FOLDER\"'")
