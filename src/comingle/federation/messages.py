@@ -357,6 +357,7 @@ class _EvaluationReport(Section):
     @field_validator("measure")
     @classmethod
     def _check_measure(cls, measure: str) -> str:
+        """Return the name of the measure of test scores, such as "loss", after checking that it is known."""
         if measure not in MEASURES:
             raise ValueError(f"allowed: {', '.join(MEASURES)}")
         return measure

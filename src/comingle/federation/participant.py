@@ -74,6 +74,7 @@ class Own(Section):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
+        """Return the user's name, after checking that it is text on one line without control characters."""
         problem = name_problem([name])
         if problem:
             raise ValueError(problem)
@@ -94,6 +95,7 @@ class Own(Section):
     @field_validator("max_upload_per_day", mode="before")
     @classmethod
     def _in_bytes(cls, size: object) -> object:
+        """Return a size as a number of bytes: 50,000,000 for "50MB"; pydantic checks values other than text."""
         if not isinstance(size, str):
             return size
         try:
@@ -126,8 +128,8 @@ class Own(Section):
         Args:
             state: The user's state folder.
             say: Called with each line to show to the user.
-            wait: Waits between two checks of conditions that do not hold.
-            clock: Returns the local time.
+            wait: Waits some seconds between two checks of conditions that do not hold.
+            clock: Returns the local time, for conditions and for the day of the limit; tests pass another.
         """
         conditions = [parse_condition(text, wait) for text in self.only_when]
         uploads = UploadCounter(state, self.max_upload_per_day, clock)
@@ -265,6 +267,7 @@ def _absolute_if_exists(folder: Path, source: str) -> str:
 
 
 def _absolute(folder: Path, value: str) -> str:
+    """Return a path relative to a folder as an absolute path; "~" is the home folder."""
     return str((folder / os.path.expanduser(value)).absolute())
 
 

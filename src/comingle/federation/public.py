@@ -249,6 +249,7 @@ def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
 
 
 def _raise_not_here(name: str) -> Any:
+    """Raise the error for reading the data of a user whose data is on another machine."""
     raise DataError(f"user {name!r}: the data is not on this machine")
 
 

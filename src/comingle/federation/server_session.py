@@ -364,7 +364,7 @@ class ServerSession:
         client.version = self.first_version  # so that it gets the newest download
 
     def _note(self, name: str, what: str) -> None:
-        """Log an event of a client that changes the meaning of a run's numbers."""
+        """Log that a client's results differ in meaning from the others', for example because it has lost its state."""
         logger.warning("user %r: %s", name, what)
         self.observe({"event": "noted", "user": name, "what": what})
 
@@ -479,6 +479,7 @@ class TaskQueue:
         return False
 
     def _remaining_seconds(self) -> float:
+        """Return the time until the queue's deadline; 0 after it."""
         return max(0.0, self._deadline - time.monotonic())
 
     def _may_retry(self) -> bool:
@@ -568,6 +569,7 @@ class TaskQueue:
             self._deadline = max(self._deadline, now + self.seconds)
 
     def _has_joined(self, name: str) -> bool:
+        """Return whether a client takes part in the run, so that it gets tasks other than the join task."""
         return self.session.clients[name].joined is not None
 
     def _request(self, name: str) -> bytes:
@@ -710,6 +712,13 @@ class TaskQueue:
             self._finish(name, task, answer)
 
     def _log_failure(self, name: str, why: str, *, is_left_out: bool = False) -> None:
+        """Log why a client failed; repeated failures of this queue with the same reason become a single event.
+
+        Args:
+            name: Name of the user.
+            why: The reason.
+            is_left_out: Whether the round continues without this client.
+        """
         self.session.log_failure(name, why, last_logged=self._logged_failures.get(name), is_left_out=is_left_out)
         self._logged_failures[name] = why
 
@@ -735,7 +744,7 @@ class TaskQueue:
         )
 
     def _pause(self, name: str, seconds: float) -> None:
-        """Send a client no request for some seconds, and then a new one."""
+        """Send a client no request for some seconds after a failure; then send its task again, or a new join task."""
         self._paused_until[name] = time.monotonic() + seconds
         self._join_sent.pop(name, None)
 
@@ -761,6 +770,7 @@ class _DueRequests(Mapping[str, bytes]):
 
 
 def _message_bytes(message: Task | Answer) -> int:
+    """Return the bytes of the uploads or downloads that a task or an answer carries, without its header."""
     return sum(len(part) for part in message.messages)
 
 
@@ -803,5 +813,6 @@ def start_session(
         num_examples_by_user = {name: client.examples for name, client in clients if client.examples is not None}
         return context.work_by_user(num_examples_by_user)
 
+    # The epsilon of example-level privacy follows from these amounts, which clients report only when they join.
     server.mechanisms.set_works(compute_work_by_user)
     return session

@@ -300,7 +300,7 @@ def _as_constructor(method: Method | Make) -> Make:
 
 @contextmanager
 def temporarily_registered(method: str | Method | Make) -> Iterator[str]:
-    """Register a method for the duration of a ``with`` block and yield its name.
+    """Register a method for the duration of a ``with`` block, in which recipes can name it, and yield its name.
 
     A method that was registered before the block stays registered after it.
 

@@ -170,7 +170,7 @@ class Cohort(CohortState):
 
     @abstractmethod
     def take_steps(self, phase: Phase) -> None:
-        """Take the optimiser steps of a phase."""
+        """Take the optimiser steps of a phase in addition to the round's own, such as a warm-up of the router."""
 
     @abstractmethod
     def component_losses(self) -> Float[Tensor, "users clusters"]:

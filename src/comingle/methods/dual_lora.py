@@ -94,7 +94,7 @@ class OuterSteps(Mean):
     momentum: float
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the global model, and a velocity of zero for each tensor."""
+        """Return the initial global model, and for each tensor the velocity of Nesterov momentum, at first zero."""
         model = super().start(setup)
         velocities = {f"{name}.velocity": torch.zeros_like(t) for name, t in model.items()}
         return {**model, **velocities}

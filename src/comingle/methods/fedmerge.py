@@ -318,8 +318,11 @@ class Merge(Server):
     def start(self, setup: ServerSetup) -> Tree:
         """Return the initial models, and the users' merging weights or, with ``softmax``, the logits of these.
 
-        Each user has equal weights. With ``chosen``, which needs ``softmax``, a user has weights only for that many
-        random models, equal ones or, with ``random``, random ones.
+        Each user has equal weights for all models. With ``chosen`` above 0, which needs ``softmax``, a user has weights
+        above 0 only for that many models, drawn at random. They are equal, or with ``random`` drawn at random too.
+
+        Args:
+            setup: The server's initial models, the users' names and the run's seed, from which weights are drawn.
         """
         equal_value = 0.0 if self.softmax else 1 / self.models  # equal logits, or equal weights with the sum 1
         any_tensor = next(iter(setup.models.values()))

@@ -137,14 +137,25 @@ class Server:
         return rounds_since_first_exchange >= 0 and rounds_since_first_exchange % self.exchange_every == 0
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the server's state before the first round: tensors by name."""
+        """Return the server's state before the first round: tensors by name, which checkpoints store.
+
+        Args:
+            setup: Initial models, and the users' names and LoRA scales.
+        """
         return {}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Update the state in place with the uploads of a round."""
+        """Update the state with the uploads of a round; this base class has no state.
+
+        Args:
+            kept: State of the server: tensors by name, changed in place.
+            received: The uploads, with the participants' indices, aggregation weights and reports.
+        """
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return the models ``(users, models, *shape)`` that users download.
+        """Return what users download: by tensor one or several models for each, ``(users, models, *shape)``.
+
+        This base class shares nothing, so that downloads are empty.
 
         Args:
             kept: State of the server: tensors by name.
@@ -165,8 +176,9 @@ class Server:
         return None
 
     def settled(self) -> Server:
-        """Return a copy of the server for users who join after the run has ended: its state does not change.
+        """Return a copy of the server for users who join after the run has ended.
 
+        The uploads of a new user alone must not change the state that the server has learned from all users.
         In this base class the copy never exchanges anything. Servers with state of single users (:attr:`by_user`)
         override it.
         """
@@ -224,7 +236,12 @@ class Mean(Server):
                 kept[MODEL_PREFIX + name].copy_(mean)
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Compute the weighted sum of the uploads for each tensor, and update the state with them by :meth:`step`."""
+        """Compute the weighted sum of the uploads for each tensor, and update the state with them by :meth:`step`.
+
+        Args:
+            kept: State of the server: tensors by name, changed in place.
+            received: The uploads of a round, with the participants' aggregation weights.
+        """
         sums = weighted_sums(received.tensors, self.coefficients(received))
         self.step(kept, sums, received)
 

@@ -102,7 +102,14 @@ Fits = Callable[[Any], bool]
 
 
 def allowed_values(constructor: Callable[..., object]) -> dict[str, tuple[str, Fits]]:
-    """Return the allowed values of each setting of a constructor: a description, and a function that tests a value."""
+    """Return the allowed values of each setting of a method, from the annotations of the method's constructor.
+
+    Args:
+        constructor: Function that returns the method; its parameters are the settings.
+
+    Returns:
+        By setting a description for messages, such as "numbers from 0 to 1", and a function that tests a value.
+    """
     hints = get_type_hints(constructor, include_extras=True)
     return {key: _allowed_by_annotation(hint) for key, hint in hints.items() if key != "return"}
 

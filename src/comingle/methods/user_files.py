@@ -314,7 +314,11 @@ def _returns_method(function: object) -> bool:
 
 
 def _origin_suffix(name: str) -> str:
-    """Return ``, from FILE`` for a method of a loaded file; otherwise an empty text."""
+    """Return where a method was defined, for a message that its name is taken.
+
+    Returns:
+        ", from FILE" for a method of a loaded file; empty for built-in methods and installed packages.
+    """
     path = _file_of(name)
     return "" if path is None else f", from {path}"
 

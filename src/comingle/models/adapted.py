@@ -180,7 +180,7 @@ class AdaptedModel(AdapterRouting, Model):
 
         Args:
             tensors: The users' tensors, from :meth:`Adapters.prepare`.
-            present: The experts that each user has, from :meth:`Adapters.prepare`.
+            present: Which experts each user has, as numbers may differ, from :meth:`Adapters.prepare`.
             inputs: Token IDs.
 
         Returns:

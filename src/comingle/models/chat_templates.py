@@ -154,7 +154,7 @@ class ChatTemplate:
 
     @property
     def _plain(self) -> str:
-        """The plain template, with the begin-of-text token if the tokenizer adds it to texts."""
+        """The template for tokenizers without one of their own; it begins with the begin-of-text token if texts do."""
         return f"{'{{ bos_token }}' if begin_of(self.tokenizer) else ''}{PLAIN_TEMPLATE}"
 
     @property

@@ -382,6 +382,7 @@ class LimitedLinkState(InMemoryLinkState):
             self._on_push_session_expired({reply_id})  # Flower's method that deletes the message itself
 
     def _log_refusal(self, node_id: int, problem: str) -> None:
+        """Write to the server's log, which the operator sees, why a client's reply was refused."""
         node = self.nodes.get(node_id)
         client = printable(node.name) if node and node.name else str(node_id)
         print(f"comingle: refused a reply of client {client}: {problem}", file=sys.stderr, flush=True)
@@ -590,6 +591,7 @@ class Gate:
 
 
 def _max_body_bytes(scope: Scope) -> int:
+    """Return the limit on a request's body: large for uploads of an object's content, small for all other requests."""
     carries_object = scope["path"] == f"{FLEET}push-object"
     return MAX_OBJECT_BODY_BYTES if carries_object else MAX_OTHER_BODY_BYTES
 
