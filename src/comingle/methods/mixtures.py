@@ -197,7 +197,7 @@ class ClusterSteps(MeanByCluster):
                 kept[MODEL_PREFIX + name].lerp_(mean, rate)
         if self.centre:
             p_c = cluster_weights(received.reports["mixture"], received.weights)
-            centred = received.centred(model_of(kept), p_c)
+            centred = received.centred(model_of(kept), p_c)  # with the components' mean in the base
             super().step(kept, centred, received)  # stores the tensors; ``floral`` refuses Adam with ``centre``
 
 

@@ -93,7 +93,8 @@ class Controlled(ClientHook):
         """Correct an optimiser step by ``-rate (c - c_i)``, and add its learning rate to the round's sum.
 
         c_i is the user's control variate, an estimate of its mean gradient, and c the mean of all users' control
-        variates, which the user has downloaded. The sum of rates is uploaded; the server divides by it to get c_i.
+        variates, which the user has downloaded. The sum of rates is uploaded; the server divides by it to get the
+        user's mean step.
 
         Args:
             cohort: Users who are trained in one batch, with their tensors and state.

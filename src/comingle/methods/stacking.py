@@ -157,11 +157,10 @@ class FitWeights(ClientHook):
     def settle(self, cohort: Cohort) -> None:
         """Fit each user's weight w of its first model to its validation data, and store it as a router of logarithms.
 
-        The router is ``[log w, log(1 - w)]``.
-
         Runs after training and before models are scored, because the best w depends on the trained models.
-        With ``tempered`` the router is ``[log w, log(1 - w), log a, log b]``: the models' probabilities are raised to
-        the powers a and b (inverse temperatures) before they are mixed.
+
+        The router is ``[log w, log(1 - w)]``, or with ``tempered`` ``[log w, log(1 - w), log a, log b]``. Then the
+        models' probabilities are raised to the powers a and b (inverse temperatures) before they are mixed.
         """
         powers = best_powers(cohort) if self.tempered else None
         w = likeliest_weight(cohort.held_out_losses(powers))
