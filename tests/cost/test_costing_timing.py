@@ -292,3 +292,26 @@ def test_a_planned_round_takes_as_long_as_a_real_one() -> None:
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         assert abs(json.loads(line)["off"]) < 0.5, line
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_times_of_gpus_do_not_depend_on_the_cores_here(gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many cores here as in the cluster, seconds in the plan are the measured ones, too."""
+    times = {
+        **dict.fromkeys(("receive_s", "send_s", "sum_s", "aggregate_s", "user_s", "own_user_s", "evaluation_s"), 3.0),
+        "other_work_s": (1.0, 2.0),
+        "other_work_users": (1, 2),
+        "collectives": {},
+        "amounts": (2, 10, 10),
+        "cohort": 2,
+        "needs_only_sums": True,
+        "same_download": True,
+        "summed_numbers": 1,
+        "state_bytes": 1,
+        "disk": 1.0,
+    }
+    monkeypatch.setattr(machines, "_measure_in_processes", lambda *_: times)
+    monkeypatch.setattr(machines, "cores", lambda: 2)
+    cluster = replace(HERE, gpus=gpus, cores=2)
+    measured = measure(recipe_of("random:llama", "fedavg"), cluster, 2)
+    assert measured.parts.evaluation_core_seconds / cluster.cores_per_process == 3.0

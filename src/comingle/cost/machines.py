@@ -147,10 +147,11 @@ def measure(
     short_recipe, steps_ratio = _shorten(recipe, max_steps)
     participants_each = users_per_process(participants, cluster.num_processes)
     times = _measure_in_processes(short_recipe, num_processes, threads, participants_each)
+    cores_each = 1.0 if cluster.gpus else cores_of_process(num_cores, num_processes, threads)
     return _to_measurement(
         times,
         num_processes,
-        cores_each=cores_of_process(num_cores, num_processes, threads),
+        cores_each=cores_each,
         steps_ratio=steps_ratio,
         given_core_seconds=given_core_seconds,
     )
