@@ -99,7 +99,7 @@ def train_in_parts(recipe: dict, files: Files, folder: Path, leaver: str, replay
 
 
 def train_at_once(recipe: dict, files: Files, folder: Path, leaver: str) -> Run:
-    """Train one run on all parts, for as many rounds as the others together.
+    """Train one run on all parts, in which each user takes as many steps as in its parts together.
 
     Args:
         recipe: The recipe without data.
@@ -107,17 +107,18 @@ def train_at_once(recipe: dict, files: Files, folder: Path, leaver: str) -> Run:
         folder: Folder of the run.
         leaver: User who takes no part.
     """
-    users = {}
+    users, steps = {}, {}
     for position, (name, parts) in enumerate(files.items()):
         if name == leaver:
             continue
         own_parts = parts[JOINS_AT if position >= STARTING else 0 :]
         users[name] = {"test": parts[-1]["test"]}
+        steps[name] = recipe["training"]["local_steps"] * len(own_parts) // PARTS
         for split in ("train", "valid"):
             whole = Path(parts[0][split]).with_stem(f"whole-{position}-{split}")
             whole.write_text("\n\n".join(Path(part[split]).read_text(encoding="utf-8") for part in own_parts))
             users[name][split] = str(whole)
-    training = {**recipe["training"], "rounds": PARTS * recipe["training"]["rounds"]}
+    training = {**recipe["training"], "rounds": PARTS * recipe["training"]["rounds"], "local_steps": steps}
     return comingle.run({**recipe, "training": training, "data": {"users": users}}, out=folder)
 
 
@@ -131,7 +132,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="Rounds for each part.")
     parser.add_argument("--steps", type=int, default=10, help="Local steps in a round.")
     parser.add_argument("--replay", type=float, default=0.3, help="Share of earlier text in training data.")
-    parser.add_argument("--constant", action="store_true", help="Constant learning rates, and moments that are kept.")
+    parser.add_argument("--cosine", action="store_true", help="Begin the learning rates anew with each part.")
     parser.add_argument("--method", default="comigs-1g1s")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -141,7 +142,7 @@ def main() -> None:
         "training": {"rounds": arguments.rounds, "local_steps": arguments.steps, "batch_size": 4, "context": 64},
         "evaluation": {"first": False, "every": arguments.rounds},
     }
-    if arguments.constant:
+    if not arguments.cosine:
         recipe["training"] |= {"experts": {"schedule": "constant"}, "router": {"schedule": "constant"}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -152,6 +153,10 @@ def main() -> None:
             "alone": train_in_parts(recipe_alone, files, folder / "alone", leaver, arguments.replay),
             "at once": train_at_once(recipe, files, folder / "at once", leaver),
         }
+        for entry in ways["together"].metrics["earlier"]:
+            for name, scores in entry["users"].items():
+                then, now = (scores[time_]["test_perplexity"] for time_ in ("before", "after"))
+                print(f"{name}, test text of {Path(entry['run']).name}: {then:.2f} then, {now:.2f} after the last part")
         print(f"\nperplexity on held-out text, after {PARTS} parts ({time.monotonic() - began:.0f} s)")
         print(f"{'user':16} {'part':>4} " + " ".join(f"{way:>9}" for way in ways))
         for name in ways["together"].users:

@@ -294,4 +294,4 @@ def _restart_ended(clients: Sequence[ClientProcess], num_needed: int) -> None:
         client.keep_running()
     num_left = sum(not client.refusal for client in clients)
     if num_left < num_needed:
-        raise RunError(f"{num_left} of {len(clients)} users have joined; needed: {num_needed}")
+        raise RunError(f"{num_left} of {len(clients)} users can take part; needed: {num_needed}")
