@@ -137,6 +137,46 @@ def test_an_interrupted_removal_continues(tmp_path: Path, monkeypatch: pytest.Mo
     assert_equal(july, tmp_path / "never" / "july")
 
 
+@pytest.mark.parametrize("step", ["rename", "rmtree"])
+def test_killed_while_folders_are_exchanged_no_run_is_lost(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the second renaming, or before the old folder is deleted; the next plan completes it."""
+    from comingle.runs import leaving
+
+    api.run({**OPTIONS, "data": data_of(tmp_path / "texts", USERS, "may")}, out=tmp_path / "run")
+    calls: list[Path] = []
+    original_rename, original_rmtree = Path.rename, leaving.shutil.rmtree
+
+    def rename(path: Path, target: Path) -> Path:
+        if step == "rename" and path.parent.name == ".run.leaving":
+            raise KeyboardInterrupt
+        return original_rename(path, target)
+
+    def rmtree(path: Path, **options: Any) -> None:
+        calls.append(path)
+        if step == "rmtree" and path.name == "outgoing":
+            raise KeyboardInterrupt
+        original_rmtree(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        patch.setattr(leaving.shutil, "rmtree", rmtree)
+        with pytest.raises(KeyboardInterrupt):
+            remove_user(plan_removal(tmp_path / "run", "ben", "forward"))
+    with pytest.raises(RunError, match="no user 'ben'"):
+        plan_removal(tmp_path / "run", "ben", "forward")
+    assert set(read_metrics(tmp_path / "run")["users"]) == {"ada", "cem"}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_link_to_a_run_leads_to_its_folder(tmp_path: Path) -> None:
+    api.run({**OPTIONS, "data": data_of(tmp_path / "texts", USERS, "may")}, out=tmp_path / "run")
+    (tmp_path / "latest").symlink_to(tmp_path / "run")
+    remove_user(plan_removal(tmp_path / "latest", "ben", "forward"))
+    assert set(read_metrics(tmp_path / "run")["users"]) == {"ada", "cem"}
+
+
 def test_changed_data_of_others_is_refused_before_anything_is_replaced(tmp_path: Path) -> None:
     train_months(tmp_path / "runs", tmp_path / "texts")
     (tmp_path / "texts" / "ada-july.txt").write_text("other text\n\n" * 60)

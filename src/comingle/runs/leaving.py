@@ -89,6 +89,8 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
         RunError: The folder is no finished run with this and other users, or an earlier run that is needed is gone.
         RecipeError: The run's users cannot leave one by one, as they are made together, for example.
     """
+    folder = folder.resolve()  # a link would be replaced instead of the folder
+    _finish_replacement(folder)
     if is_server(folder):
         raise RunError(
             f"{folder}: a federation's server; take {user!r} out of `participants` and start a new federation with "
@@ -97,6 +99,7 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
     runs = [folder, *(Path(ancestor["run"]) for ancestor in reversed(ancestors_of(folder)))]  # the latest first
     runs_with_user: list[Path] = []
     for position, run_folder in enumerate(runs):
+        _finish_replacement(run_folder)
         if not run_folder.exists():
             if mode == "exact":
                 raise RunError(f"{run_folder}: {folder} continues this run, which is gone; allowed: --mode forward")
@@ -144,7 +147,7 @@ def remove_user(
     # Only the last run is copied; the exact mode needs the earlier ones too.
     replaced = removal.runs if removal.mode == "exact" else removal.runs[-1:]
     for folder in replaced:
-        temporary = folder.with_name(f".{folder.name}.leaving") / folder.name
+        temporary = _temporary_folder(folder)
         shutil.rmtree(temporary.parent, ignore_errors=True)  # left by a process that was killed
         say(f"{folder}: {'training again' if removal.mode == 'exact' else 'removing'} without {removal.user}")
         with convert_disk_errors(folder), locked(folder):
@@ -165,14 +168,38 @@ def remove_user(
                 "deleted": files,
             }
             write_json(temporary / LEFT, {"left": [*_earlier_certificates(folder), certificate]})
-        shutil.rmtree(folder)
-        temporary.rename(folder)
-        temporary.parent.rmdir()
+        _finish_replacement(folder)
     for folder in removal.runs:
         if folder not in replaced:
             shutil.rmtree(folder)
             say(f"{folder}: deleted")
     return certificate
+
+
+def _temporary_folder(folder: Path) -> Path:
+    """Return the folder in which a run without a user is made, such as ``.june.leaving/june``."""
+    return folder.with_name(f".{folder.name}.leaving") / folder.name
+
+
+def _finish_replacement(folder: Path) -> None:
+    """Move a complete run without a user to its place, and delete the run with the user; do nothing if there is none.
+
+    The certificate is written last, so a folder with one is complete. A process that was killed here is completed by
+    the next call; at any time one of the two runs is in its place or in the temporary folder.
+
+    Args:
+        folder: Folder of the run to replace.
+    """
+    temporary = _temporary_folder(folder)
+    outgoing = temporary.with_name("outgoing")
+    if (temporary / LEFT).exists():
+        if folder.exists():
+            folder.rename(outgoing)
+        temporary.rename(folder)
+    if outgoing.exists() and folder.exists():
+        shutil.rmtree(outgoing)
+    if temporary.parent.exists() and not any(temporary.parent.iterdir()):
+        temporary.parent.rmdir()
 
 
 def _earlier_certificates(folder: Path) -> list[JsonObject]:
