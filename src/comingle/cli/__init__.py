@@ -9,12 +9,15 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from inspect import getdoc
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
@@ -37,7 +40,7 @@ from comingle.cli.federation import client, federate, server
 from comingle.cli.run import join, leave, run
 from comingle.cli.serve import chat, live, serve
 from comingle.cli.show import plot, report, show
-from comingle.training.backends.launched import should_print_errors
+from comingle.training.backends.launched import interrupt_on_sigterm, should_print_errors
 from comingle.utils.errors import ComingleError, UnknownMethodError, lacks_memory, require_docstrings
 from comingle.utils.terminal import printable
 
@@ -297,13 +300,38 @@ class _Formatter(logging.Formatter):
 
 
 _RESUME_HINTS = {
-    **dict.fromkeys(("client", "server"), "; run the same command again to continue"),
+    **dict.fromkeys(("client", "live", "server"), "; run the same command again to continue"),
     **dict.fromkeys(
         ("compare", "demo", "federate", "reproduce", "run"),
         "; run the same command with --resume to continue from the last checkpoint",
     ),
 }
 """Hint on how to continue an interrupted command, for commands that can continue."""
+
+_SERVICES = ("serve", "live", "server", "client")
+"""Commands that run until they are stopped: exit code 0 after SIGTERM, with which service managers stop them."""
+
+_SIGTERM_CODE = 128 + signal.SIGTERM
+"""Exit code of other commands after SIGTERM, as in a shell."""
+
+
+def _called_command() -> str:
+    """Return the name of the called command; empty if there is none."""
+    return next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+
+
+def _handle_sigterm(command: str) -> AbstractContextManager[threading.Event]:
+    """Return a context in which SIGTERM interrupts a command that has something to save or to end, such as processes.
+
+    In processes that a launcher has started, SIGTERM ends the process at once: it may wait for another one.
+
+    Args:
+        command: Name of the command.
+    """
+    has_launcher = "RANK" in os.environ
+    if has_launcher or command not in (*_SERVICES, "run", "federate"):
+        return nullcontext(threading.Event())  # the event is never set
+    return interrupt_on_sigterm()
 
 
 def _replace_unknown_characters() -> None:
@@ -316,38 +344,57 @@ def _replace_unknown_characters() -> None:
 def main() -> None:
     """Run the command line, and turn errors into messages and exit codes.
 
-    Exit codes: 2 for an error that the user can correct, with one line of text; 130 for an interrupt; 1 if the output
-    goes to a pipe whose reader has closed it. Other errors are bugs and print a traceback.
+    Exit codes: 2 for an error that the user can correct, with one line of text; 130 for an interrupt; after SIGTERM 0
+    for services and 143 for runs; 1 if the output goes to a pipe whose reader has closed it. Other errors are bugs and
+    print a traceback.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when tokenizers is imported
     _replace_unknown_characters()
-    try:
-        require_docstrings()  # before torch is imported, which takes seconds without its cached bytecode
-        app()
-    except BrokenPipeError:  # the reader has closed the pipe, as in `comingle methods | head -1`
-        null_device = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null_device, sys.stdout.fileno())  # otherwise the flush at exit fails, too
-        raise SystemExit(1) from None
-    except (KeyboardInterrupt, SystemExit) as stop:
-        was_interrupted = isinstance(stop, KeyboardInterrupt) or stop.code == 130  # typer converts interrupts
-        if not was_interrupted:
-            raise
-        if should_print_errors(interrupted=True):  # of several processes only the first
-            command = sys.argv[1] if len(sys.argv) > 1 else ""
-            resume_hint = _RESUME_HINTS.get(command, "")
-            print(f"\ncomingle: stopped{resume_hint}", file=sys.stderr)
+    command = _called_command()
+    with _handle_sigterm(command) as got_sigterm:
+        try:
+            require_docstrings()  # before torch is imported, which takes seconds without its cached bytecode
+            app()
+        except BrokenPipeError:  # the reader has closed the pipe, as in `comingle methods | head -1`
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_device, sys.stdout.fileno())  # otherwise the flush at exit fails, too
+            raise SystemExit(1) from None
+        except (KeyboardInterrupt, SystemExit) as stop:
+            was_interrupted = isinstance(stop, KeyboardInterrupt) or stop.code == 130  # typer converts interrupts
+            if not was_interrupted:
+                raise
+            _exit_after_interrupt(command, by_sigterm=got_sigterm.is_set())
+        except Exception as error:
+            _exit_after_error(error)
+
+
+def _exit_after_interrupt(command: str, *, by_sigterm: bool) -> NoReturn:
+    """Print one line, and exit with the code of an interrupted command.
+
+    Args:
+        command: Name of the command.
+        by_sigterm: Whether the process got SIGTERM; otherwise Ctrl-C.
+    """
+    if should_print_errors(interrupted=True):  # of several processes only the first
+        start = "comingle: stopped by SIGTERM" if by_sigterm else "\ncomingle: stopped"  # on a line below "^C"
+        print(f"{start}{_RESUME_HINTS.get(command, '')}", file=sys.stderr)
+    if not by_sigterm:
         raise SystemExit(130) from None
-    except Exception as error:
-        message = _message_to_user(error)
-        if message is None:
-            raise
-        if should_print_errors():  # of several processes with the same error only the first
-            problems = [message]
-            if isinstance(error, RecipeError) and len(error.problems) > 1:
-                problems = list(error.problems)
-            for problem in problems:
-                print(f"comingle: {printable(problem)}", file=sys.stderr)
-        raise SystemExit(2) from None
+    raise SystemExit(0 if command in _SERVICES else _SIGTERM_CODE) from None
+
+
+def _exit_after_error(error: Exception) -> NoReturn:
+    """Print the problems that the user can correct, and exit with code 2; raise other errors, which are bugs."""
+    message = _message_to_user(error)
+    if message is None:
+        raise error
+    if should_print_errors():  # of several processes with the same error only the first
+        problems = [message]
+        if isinstance(error, RecipeError) and len(error.problems) > 1:
+            problems = list(error.problems)
+        for problem in problems:
+            print(f"comingle: {printable(problem)}", file=sys.stderr)
+    raise SystemExit(2) from None
 
 
 def _message_to_user(error: Exception) -> str | None:

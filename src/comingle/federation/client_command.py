@@ -29,10 +29,10 @@ from comingle.federation.flower.processes import (
     end_with_parent,
     environment,
     free_port,
-    interrupt_on_sigterm,
     split_address,
 )
 from comingle.federation.participant import FILE, Participant, save_participant
+from comingle.training.backends.launched import interrupt_on_sigterm
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import locked
 

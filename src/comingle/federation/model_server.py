@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from comingle.serving.access import UVICORN_OPTIONS, ApiError, Keys, Limits, listen, url_of
+from comingle.serving.access import GRACE_SECONDS, UVICORN_OPTIONS, ApiError, Keys, Limits, listen, url_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -126,8 +126,11 @@ class ModelServer:
             app.state.service.worker.close()
 
     def close(self) -> None:
-        """End the server; an answer in progress is cut off."""
+        """End the server. An answer in progress is completed unless it takes too long; then it ends with an error."""
         self._server.should_exit = True
+        self._thread.join(GRACE_SECONDS)
+        if self._thread.is_alive() and self._app is not None:
+            self._app.state.service.end_answers()
         self._thread.join()
         self._socket.close()
         self._end_app()

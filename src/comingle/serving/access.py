@@ -222,11 +222,14 @@ class Rates:
         return (1 - requests_left) * MINUTE / self.rate
 
 
+GRACE_SECONDS = 5.0
+"""Time that answers in progress have to end when the server is stopped; then they end with an error."""
+
 UVICORN_OPTIONS: dict[str, Any] = {
     "ws": "none",  # the API uses no WebSockets
     "log_level": "warning",
     "access_log": False,
-    "timeout_graceful_shutdown": 5,  # seconds that answers in progress have to end
+    "timeout_graceful_shutdown": round(GRACE_SECONDS) + 3,  # seconds; no answer should be left by then
 }
 """Options of ``uvicorn.Config`` for the API."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import uvicorn
@@ -22,6 +24,7 @@ from starlette.requests import ClientDisconnect
 from comingle.models.personal import PersonalModel
 from comingle.serving import engine as engines
 from comingle.serving.access import (
+    GRACE_SECONDS,
     METRICS_EXTRA,
     UVICORN_OPTIONS,
     ApiError,
@@ -248,6 +251,10 @@ class Service:
         if self.metrics is None:
             return PlainTextResponse(f"/metrics {METRICS_EXTRA}\n", status_code=501)
         return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def end_answers(self) -> None:
+        """End answers in progress and requests that wait, since the server stops; any thread may call it."""
+        self.worker.fail_all(ApiError(503, "the server is stopping; try again later", retry_after=10))
 
     # ------------------------------------------------------------ models
 
@@ -476,6 +483,21 @@ class Service:
         return requests
 
 
+class GracefulServer(uvicorn.Server):
+    """A server that completes answers in progress for :data:`GRACE_SECONDS` when a signal stops it."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Accept no more requests, and end the answers that take too long."""
+        super().handle_exit(sig, frame)
+        timer = threading.Timer(GRACE_SECONDS, self._service.end_answers)
+        timer.daemon = True
+        timer.start()
+
+
 def serve(
     models: Mapping[str, PersonalModel],
     sock: socket.socket,
@@ -496,6 +518,6 @@ def serve(
         ready: Called once with the server's URL, before the first request is answered.
     """
     app = make_app(Engine(models, rows=limits.rows), Keys(models, keys), limits, answers=answers)
-    server = uvicorn.Server(uvicorn.Config(app, **UVICORN_OPTIONS))
+    server = GracefulServer(uvicorn.Config(app, **UVICORN_OPTIONS), app.state.service)
     ready(url_of(sock))
     server.run(sockets=[sock])

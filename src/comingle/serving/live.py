@@ -42,7 +42,7 @@ from comingle.runs.given import NOTHING
 from comingle.runs.results import Run
 from comingle.runs.session import build, check_and_set_up, prepare
 from comingle.serving.access import UVICORN_OPTIONS, ApiError, Keys, Limits, read_keys, url_of
-from comingle.serving.api import Service, make_app
+from comingle.serving.api import GracefulServer, Service, make_app
 from comingle.serving.engine import Engine
 from comingle.serving.models import answers_messages
 from comingle.serving.schemas import model_not_found
@@ -665,7 +665,7 @@ def serve_live(
 
     trainer.publish = publish
     trainer.start()
-    server = uvicorn.Server(uvicorn.Config(app, **UVICORN_OPTIONS))
+    server = GracefulServer(uvicorn.Config(app, **UVICORN_OPTIONS), service)
     ready(url_of(sock))
     try:
         server.run(sockets=[sock])

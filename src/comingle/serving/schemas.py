@@ -345,6 +345,8 @@ class PieceQueue:
         try:
             while num_unfinished:
                 text_index, piece = await self.queue.get()
+                if isinstance(piece.error, ApiError):
+                    raise piece.error
                 if piece.error is not None:
                     raise ApiError(500, "the model failed on this request; the server's log has the details")
                 if piece.finish is not None:
@@ -519,6 +521,12 @@ class Worker:
             self._jobs.append((complete_and_replace, future))
             self._changed.notify()
         future.result()
+
+    def fail_all(self, error: Exception) -> None:
+        """End all requests with an error after the current step."""
+        with self._changed:
+            self._jobs.append((lambda: self.engine.fail_all(error), Future()))
+            self._changed.notify()
 
     def close(self) -> None:
         """End the thread after the current step."""

@@ -17,7 +17,8 @@ from typing import TypeVar
 
 from comingle.federation.flower.client_app import User, make_client_app
 from comingle.federation.flower.fleet_client import FleetConnection, MessageLoop, Server
-from comingle.federation.flower.processes import FOLDER, Service, environment, interrupt_on_sigterm
+from comingle.federation.flower.processes import FOLDER, Service, environment
+from comingle.training.backends.launched import interrupt_on_sigterm
 from comingle.utils.errors import ComingleError, RunError
 
 LOG = "client.log"

@@ -18,8 +18,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,30 +139,6 @@ def join_address(host: str, port: int) -> str:
 def bare_host(host: str) -> str:
     """Return a host without the brackets of an IPv6 address."""
     return host.strip("[]")
-
-
-@contextmanager
-def interrupt_on_sigterm() -> Iterator[threading.Event]:
-    """Treat SIGTERM as KeyboardInterrupt within the block, so that cleanup code ends child processes.
-
-    Yields:
-        An event that is set by SIGTERM. A loop in the block should check it, as Python drops exceptions in destructors
-        and callbacks.
-    """
-    received = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # Python allows signal handlers only in the main thread.
-        return
-
-    def interrupt(*_: object) -> None:
-        received.set()
-        raise KeyboardInterrupt
-
-    earlier_handler = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, earlier_handler)
 
 
 def free_port() -> int:

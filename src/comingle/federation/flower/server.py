@@ -25,12 +25,12 @@ from comingle.federation.flower.processes import (
     bare_host,
     bind_free_port,
     environment,
-    interrupt_on_sigterm,
     join_address,
     last_line,
     listens,
     read_status,
 )
+from comingle.training.backends.launched import interrupt_on_sigterm
 from comingle.utils.errors import RecipeError, RunError
 
 _CHECK_SECONDS = 0.2

@@ -1,4 +1,4 @@
-"""Place of this process among several: set by torchrun or by ``comingle run --processes``.
+"""Place of this process among several, set by torchrun or by ``comingle run --processes``, and its end by SIGTERM.
 
 Does not import torch, so that it can be read first.
 """
@@ -6,7 +6,10 @@ Does not import torch, so that it can be read first.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from comingle.utils.errors import RunError
@@ -109,3 +112,34 @@ def should_print_errors(environment: Mapping[str, str] = os.environ, *, interrup
         return False
     has_launcher = all(key in environment for key in _NEEDED)
     return not has_launcher or environment["RANK"] == "0"
+
+
+_sigterm_events: list[threading.Event] = []
+"""Events of the blocks of :func:`interrupt_on_sigterm` that are entered, outermost first."""
+
+
+@contextmanager
+def interrupt_on_sigterm() -> Iterator[threading.Event]:
+    """Treat SIGTERM as KeyboardInterrupt within the block, so that cleanup code ends child processes.
+
+    Yields:
+        An event that is set by SIGTERM, also while an inner block is entered. A loop in the block should check it, as
+        Python drops exceptions in destructors and callbacks.
+    """
+    received = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # Python allows signal handlers only in the main thread.
+        return
+
+    def interrupt(*_: object) -> None:
+        for event in _sigterm_events:
+            event.set()
+        raise KeyboardInterrupt
+
+    _sigterm_events.append(received)
+    earlier_handler = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, earlier_handler)
+        _sigterm_events.remove(received)
