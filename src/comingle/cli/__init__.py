@@ -36,7 +36,7 @@ from comingle.cli.cost import advise, cost
 from comingle.cli.data import data, methods
 from comingle.cli.demo import demo
 from comingle.cli.export import export
-from comingle.cli.federation import client, federate, server
+from comingle.cli.federation import client, federate, server, status
 from comingle.cli.run import join, leave, run
 from comingle.cli.serve import chat, live, serve
 from comingle.cli.show import plot, report, show
@@ -247,7 +247,7 @@ def _build_broken_command(name: str, error: PluginError) -> object:
 
 COMMANDS = (
     demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, leave, audit, chat, serve, live,
-    federate, server, client,
+    federate, server, client, status,
 )  # fmt: skip
 
 

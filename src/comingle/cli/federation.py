@@ -1,4 +1,4 @@
-"""``comingle federate``, ``server`` and ``client``: users in separate processes, on this machine or on many."""
+"""``comingle federate``, ``server``, ``client`` and ``status``: users in processes of this machine or of many."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from comingle.cli.options import (
     show_participants,
     with_continuation,
 )
-from comingle.utils.errors import RecipeError
-from comingle.utils.records import expand_home
+from comingle.utils.errors import RecipeError, RunError
+from comingle.utils.records import PARTICIPANTS, expand_home
 
 
 def federate(
@@ -231,3 +231,45 @@ def _make_absolute(source: str | None) -> str | None:
         return None
     path = expand_home(source)
     return str(path.absolute()) if path.exists() else source
+
+
+_REFRESH_SECONDS = 2.0
+
+
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or of a federation's server.")],
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Refresh the table every 2 seconds until nothing runs.")
+    ] = False,
+    all_users: AllUsers = False,
+) -> None:
+    """Show how far a run or a federation is, also while it runs in another terminal; nothing is changed."""
+    import time
+
+    from rich.live import Live
+
+    from comingle.reports.tables import render_progress
+    from comingle.utils.files import is_locked
+
+    has_run = any((run / name).exists() for name in ("events.jsonl", "recipe.yaml", PARTICIPANTS))
+    if not has_run:
+        raise RunError(f"status: got {run}; allowed: the folder of a run, or of a federation's server (its --out)")
+
+    def is_running() -> bool:
+        # A federation's server locks a folder inside the run folder before it has begun, and while it restarts.
+        return is_locked(run) or is_locked(run / "flower")
+
+    runs = is_running()
+    if not watch or not console.is_terminal:
+        while watch and runs:  # nothing can be refreshed, so only the end is shown
+            time.sleep(_REFRESH_SECONDS)
+            runs = is_running()
+        console.print(render_progress(run, is_running=runs, all_users=all_users))
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(render_progress(run, is_running=runs, all_users=all_users), refresh=True)
+            if not runs:
+                return
+            time.sleep(_REFRESH_SECONDS)
+            runs = is_running()

@@ -14,6 +14,7 @@ from statistics import fmean
 from types import MappingProxyType
 
 from rich import table as rich_table
+from rich.console import Group
 from rich.text import Text
 
 from comingle.reports import comparisons
@@ -52,6 +53,7 @@ from comingle.utils.records import (
     geometric,
     measure_of,
     number,
+    read_events,
     write_json,
     write_text,
 )
@@ -528,6 +530,83 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
     return table
 
 
+_ROUNDS_TIMED = 10
+"""Number of newest rounds whose mean duration is shown."""
+
+
+def render_progress(folder: Path, *, is_running: bool, all_users: bool = False) -> Group:
+    """Return the state of a run or of a federation for the terminal: a line, and a table with a row for each user.
+
+    Args:
+        folder: The run folder.
+        is_running: Whether a process writes to it.
+        all_users: Whether to list all users; else at most :data:`MOST_ROWS`.
+    """
+    state = "running" if is_running else "finished" if (folder / "metrics.json").exists() else "stopped"
+    events = list(read_events(folder))
+    num_rounds = next((event["rounds"] for event in events if event["event"] == "start"), None)
+    rounds = [event for event in events if event["event"] == "round"]
+    title = f"{folder}: {state}"
+    if num_rounds is not None:
+        num_done = rounds[-1]["round"] if rounds else 0
+        title += f" · round {num_done} of {num_rounds}{_round_times(rounds, num_rounds - num_done, state)}"
+    if (folder / PARTICIPANTS).exists():
+        table = render_participants(folder, all_users=all_users)
+    else:
+        table = _progress_of_users(events, all_users=all_users)
+    return Group(literal_text(title), table)
+
+
+def _round_times(rounds: Sequence[JsonMapping], num_left: int, state: str) -> str:
+    """Return the mean duration of the newest rounds, and while a run is running the time left, as text.
+
+    Args:
+        rounds: Events of the rounds that are done.
+        num_left: Number of rounds that are not.
+        state: "running", "finished" or "stopped".
+    """
+    seconds = [event["seconds"] for event in rounds[-_ROUNDS_TIMED:] if event["seconds"]]  # 0 without participants
+    if not seconds:
+        return ""
+    mean = fmean(seconds)
+    text = f" · {mean:.3g} s per round"
+    if state == "running" and num_left > 0:
+        text += f" · about {_duration_text(mean * num_left)} left without evaluations"
+    return text
+
+
+def _progress_of_users(events: Sequence[JsonMapping], *, all_users: bool) -> rich_table.Table:
+    """Return a table with each user's last round, training loss and test result.
+
+    Args:
+        events: Events of the run.
+        all_users: Whether to list all users; else at most :data:`MOST_ROWS`.
+    """
+    last_round, loss, test = dict[str, int](), dict[str, float](), dict[str, float]()
+    names, measure = dict[str, None](), "test"
+    for event in events:
+        if event["event"] == "start":
+            names.update(dict.fromkeys(event["users"]))
+        elif event["event"] == "round":
+            loss.update(event["train_loss_nats"])
+            last_round.update(dict.fromkeys(event["train_loss_nats"], event["round"]))
+        elif event["event"] == "evaluation":
+            measure = measure_of(event)
+            test.update({name: scores[f"test_{measure}"] for name, scores in event["users"].items()})
+    table = rich_table.Table("user", box=None)
+    for heading in ("round", "loss", measure):
+        table.add_column(heading, justify="right")
+    listed = list(names) if all_users else list(names)[:MOST_ROWS]
+    for name in listed:
+        test_text = number(test[name], measure) if name in test else "–"
+        loss_text = f"{loss[name]:.3f}" if name in loss else "–"
+        table.add_row(literal_text(name), str(last_round.get(name, "–")), loss_text, test_text)
+    num_hidden = len(names) - len(listed)
+    if num_hidden:
+        table.caption, table.caption_justify = literal_text(f"and {num_hidden:,} more", "table.caption"), "left"
+    return table
+
+
 def _read_participants(folder: Path) -> JsonObject:
     """Return the content of a federation's file of participants; empty if it is missing or unreadable."""
     try:
@@ -590,10 +669,15 @@ def _size_text(count: int) -> str:
 
 def _ago_text(seconds: float) -> str:
     """Return a time in the past as text, such as "3 min ago"."""
+    return f"{_duration_text(seconds)} ago"
+
+
+def _duration_text(seconds: float) -> str:
+    """Return a duration as text, such as "3 min"."""
     for size, name in ((3600, "h"), (60, "min")):
         if seconds >= size:
-            return f"{seconds / size:.0f} {name} ago"
-    return f"{max(0.0, seconds):.0f} s ago"
+            return f"{seconds / size:.0f} {name}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def cost_rows(costs: Sequence[Cost]) -> list[list[str]]:

@@ -54,6 +54,17 @@ def check_free(folder: Path) -> None:
             pass
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether a process writes to a run folder; False if this cannot be seen, as in another user's folder."""
+    try:
+        check_free(folder)
+    except RunError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 @contextmanager
 def _hold_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder within a ``with`` block.
