@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -20,6 +22,7 @@ from comingle.models.loading import load_base
 from comingle.serving import rows
 from comingle.serving.engine import Detokenizer, Engine, Piece, Request
 from comingle.serving.rows import without_adapters
+from comingle.serving.schemas import Overloaded, Worker
 from comingle.utils.errors import DataError, RecipeError
 
 METHODS = ["comigs-1g1s", "fedavg", "fedmerge", "floral", "local", "pfedmoe", "pretrained", "stacking"]
@@ -296,3 +299,33 @@ def test_a_further_users_memory_is_its_adapters(people: Any) -> None:
     assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
     stacked = [sum(t.numel() for t in e.row_adapters.stacked.values()) for e in (few, many)]
     assert stacked == [2 * size, 2 * size]
+
+
+def test_a_replacement_that_waits_when_the_worker_is_closed_ends(people: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that trains waits for it, and the process would never end."""
+    engine, in_step, go_on = Engine(people(), rows=1), threading.Event(), threading.Event()
+
+    def step() -> None:
+        in_step.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(engine, "step", step)
+    worker = Worker(engine, max_waiting=5)
+    sampling = read_sampling(max_new_tokens=5)
+    worker.submit([Request(name="ann", prompt=[1], sampling=sampling, on_piece=lambda piece: None)])
+    assert in_step.wait(30)
+    replacing = threading.Thread(target=worker.replace_engine, args=(engine,), daemon=True)
+    replacing.start()
+    while not worker._jobs:
+        time.sleep(0.01)
+    closing = threading.Thread(target=worker.close, daemon=True)
+    closing.start()
+    while not worker._closed:
+        time.sleep(0.01)
+    go_on.set()
+    for thread in (closing, replacing):
+        thread.join(30)
+        assert not thread.is_alive()
+    worker.replace_engine(engine)  # returns at once
+    with pytest.raises(Overloaded):
+        worker.call(lambda: None)

@@ -8,8 +8,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from contextlib import aclosing
+from concurrent.futures import CancelledError, Future
+from contextlib import aclosing, suppress
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request as Http
@@ -487,10 +487,12 @@ class Worker:
         """Call a function in the engine's thread, between two steps of the engine, and return a future of its result.
 
         Raises:
-            Overloaded: ``max_waiting`` functions are already waiting.
+            Overloaded: ``max_waiting`` functions are already waiting, or the worker is closed.
         """
         future: Future[Result] = Future()
         with self._changed:
+            if self._closed:
+                raise Overloaded("the server is stopping; try again later")
             if len(self._jobs) >= self.max_waiting:
                 raise Overloaded(f"{len(self._jobs)} requests are already waiting; try again later")
             self._jobs.append((job, future))
@@ -518,9 +520,12 @@ class Worker:
 
         future: Future[None] = Future()
         with self._changed:  # not by `call`, which may refuse a job if many are waiting
+            if self._closed:
+                return
             self._jobs.append((complete_and_replace, future))
             self._changed.notify()
-        future.result()
+        with suppress(CancelledError):  # the worker was closed before it could replace the engine
+            future.result()
 
     def fail_all(self, error: Exception) -> None:
         """End all requests with an error after the current step."""
@@ -529,11 +534,13 @@ class Worker:
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread after the current step."""
+        """End the thread after the current step, and cancel the functions that it has not called."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
+        for _job, future in self._jobs:
+            future.cancel()
 
     def _run(self) -> None:
         """Call waiting jobs and run a step of the engine, in turn, until the worker is closed."""
