@@ -500,7 +500,9 @@ class NetworkBackend(Backend[ClientReports]):
         return context.planned_rounds if self.stopped_after is None else self.stopped_after
 
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
-        """Prepare the session for the first round, and warn of phases without steps and of secure sums of two users.
+        """Prepare the session for the first round; warn of phases that never run, and of secure sums of two uploads.
+
+        In a sum of two uploads, each of the two users can compute the other's.
 
         Args:
             observe: Receives events.
@@ -663,7 +665,8 @@ class NetworkBackend(Backend[ClientReports]):
         if self.session.context.plan.evaluation.select != "best":
             return scores
         last_round_is_best = self.session.best_round == rounds
-        if last_round_is_best:  # the metrics are those of the best round already
+        # In the step "choose" a client restores its stored model of the best round.
+        if last_round_is_best:  # `scores` are the metrics of this model, so clients need not evaluate again
             self.session.ask(dict.fromkeys(self._names, ("choose",)), rounds)
             return scores
         answers = self.session.ask(dict.fromkeys(self._names, ("choose", "evaluate")), rounds)
@@ -714,7 +717,7 @@ def warn_of_small_sums(plan: RunPlan, min_participants: int, rounds: int) -> Non
     sums = plan.sums
     if sums is None or rounds == 0:
         return
-    if plan.privacy is None or plan.privacy.noisy:
+    if plan.privacy is None or plan.privacy.noisy:  # secure sums are part of the section `privacy`: it is not None
         return
     participants_by_round, needed_by_round = [], []
     for number in range(1, rounds + 1):

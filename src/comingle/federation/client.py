@@ -239,7 +239,7 @@ def open_store(
     own_data = prepare(recipe, given=Given(date=date_in_prompts, loaded_bases=bases), method=method)
     _raise_unless_same_base(own, public, own_data)
     earlier = _read_earlier_data(folder, recipe, own_data)
-    train_data, replayed = add_replay(recipe, own_data, earlier)
+    train_data, replayed = add_replay(recipe, own_data, earlier)  # own data, and a share of earlier data (data.replay)
     run_data = _data_of_run(own, public, recipe, train_data)  # with the names of all users
     _raise_unless_same_settings(own, public, own_data)
     clients = run_data.kind.clients(recipe, run_data, plan_of(public, recipe))

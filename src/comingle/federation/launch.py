@@ -232,6 +232,7 @@ def _copy_state(earlier: Path, name: str, state: Path) -> None:
     run = f"run-{run_name(earlier)}"
     source = earlier / USERS / as_folder(name) / run
     if source.exists() and not (state / run).exists():
+        # Answers are stored only to be sent again, and no task of the earlier federation is repeated.
         shutil.copytree(source, state / run, ignore=shutil.ignore_patterns("answers"))
 
 

@@ -513,7 +513,7 @@ def validation_loss(message: Download | Upload, *, user: str, done: int) -> floa
     Raises:
         MessageError: The message is from another user or round, or the loss is not finite.
     """
-    is_validation_loss = isinstance(message, Upload) and not message.tensors
+    is_validation_loss = isinstance(message, Upload) and not message.tensors  # it has a report, and no tensors
     if not is_validation_loss:
         return None
     assert isinstance(message, Upload)

@@ -36,7 +36,7 @@ class LightServer(uvicorn.Server):
     async def main_loop(self) -> None:
         """Renew the date in responses once a second, until ``should_exit`` is set."""
         while not self.should_exit:
-            await self.on_tick(0)
+            await self.on_tick(0)  # uvicorn renews the date at ticks whose number is a multiple of 10
             await asyncio.sleep(1.0)
 
 

@@ -76,7 +76,7 @@ class Public:
         return {**asdict(self), "users": list(self.users)}
 
     def check(self) -> None:
-        """Check, on a client, that the versions are its own, and that the recipe suits clients on other machines.
+        """Check, on a client, that the server has the same version, and that the recipe suits remote clients.
 
         Raises:
             MessageError: A check fails.
@@ -92,12 +92,12 @@ class Public:
             check_remote_clients(recipe)
         except RecipeError as error:  # about the server's recipe, so the server may read it
             raise MessageError(str(error)) from None
-        has_source = recipe.data.given is None  # `given` stands for sources in clients' files
         continues = recipe.continue_from
         if continues is not None and not _RUN_NAME.fullmatch(continues.run):
             raise MessageError(
                 f"the federation's recipe: continue_from.run: got {continues.run[:70]!r}; allowed: a name"
             )
+        has_source = recipe.data.given is None  # `given` stands for sources in clients' files
         if has_source:
             raise MessageError("the federation's recipe: data: has a source; allowed: sources in clients' files only")
 

@@ -252,7 +252,8 @@ def run_federation(
     if kind.needs_base:
         base = Given(date=date).load_base(recipe)
         no_users = ()
-        settings_of_base = kind.settings(kind.reopened(base, no_users, plan.settings))  # such as the date in prompts
+        data_on_server = kind.reopened(base, no_users, plan.settings)  # the base, and no user's data
+        settings_of_base = kind.settings(data_on_server)  # such as the date in prompts
         settings.update(settings_of_base)
     public = public_part(recipe, plan.users, settings, base)
     context = ServerContext.of(public, base)
@@ -365,14 +366,16 @@ def with_recorded_name(folder: Path, recipe: Recipe) -> Recipe:
 
 
 def _start_from_run(session: ServerSession, run: Path) -> JsonObject:
-    """Copy the state of the server at the end of another federation to that of a new one, and return what continues.
+    """Copy the state of the server at the end of another federation to that of a new one.
 
-    Users of both federations whose shared tensors were the newest need no download, as in
-    :func:`comingle.runs.continuation.start_from_run`.
+    Users of both federations who had the newest shared tensors at that end need no download before the first round.
 
     Args:
         session: The session before its first round, which is changed.
         run: Run folder of the earlier federation.
+
+    Returns:
+        The entry "continues" of the new federation's start event.
 
     Raises:
         RecipeError: The federation cannot continue the other one, for example because it has another method.
@@ -396,8 +399,10 @@ def _start_from_run(session: ServerSession, run: Path) -> JsonObject:
     versions = (state[f"{_SESSION_PREFIX}versions"] - 1).tolist()  # stored as version + 1
     version_by_user = dict(zip(progress.trainers, versions, strict=True))
     for name, client in session.clients.items():
-        client.version = 0 if version_by_user.get(name) == newest else -1
-    return {**continuation_entry(checkpoint, progress, public.users), "replayed": {}}
+        has_newest = version_by_user.get(name) == newest
+        client.version = 0 if has_newest else -1  # with -1 the client gets a download
+    replayed: JsonObject = {}  # amounts of earlier data in the training data, which only clients know
+    return {**continuation_entry(checkpoint, progress, public.users), "replayed": replayed}
 
 
 def _open_event_log(folder: Path, progress: Progress | None, *, rounds_are_done: bool) -> EventLog:

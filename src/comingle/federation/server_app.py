@@ -52,7 +52,8 @@ class _WarningHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a warning, unless it is also an event of the run, which :func:`_show_event` shows."""
-        if not any(hasattr(record, name) for name in AN_EVENT):
+        is_event = any(hasattr(record, attribute) for attribute in AN_EVENT)  # logged with ``extra=AN_EVENT``
+        if not is_event:
             self._say(record.getMessage())
 
 

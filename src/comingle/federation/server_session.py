@@ -72,7 +72,7 @@ class ClientSession:
         is_present: Whether it was connected when the channel was last asked.
         is_away: Whether it timed out; the server does not wait for it until it reconnects or joins.
         join_asked: When it got its first join task since it connected, in seconds of the monotonic clock.
-        join_reminded: When it last got another join task after the first one failed, on the same clock.
+        rejoin_wait_began: When it last got, refused or missed a join task; the next one is due 60 s later.
     """
 
     serial: int = 0
@@ -85,11 +85,11 @@ class ClientSession:
     is_present: bool = False
     is_away: bool = False
     join_asked: float | None = None
-    join_reminded: float | None = None
+    rejoin_wait_began: float | None = None
 
     def reset_join(self) -> None:
         """Discard refusals and times of earlier attempts to join."""
-        self.refusal, self.join_asked, self.join_reminded = "", None, None
+        self.refusal, self.join_asked, self.rejoin_wait_began = "", None, None
 
 
 @dataclass(kw_only=True)
@@ -126,10 +126,10 @@ class ServerSession:
 
     @property
     def first_version(self) -> int:
-        """Version recorded for a client that has not downloaded anything.
+        """Version of the shared tensors that is recorded for a client before its first download: -1 or 0.
 
-        A client with a lower version than the server's, which is 0 before the first round, gets a download. So -1 makes
-        clients download before the first round, and 0 lets them begin with their own initial tensors.
+        The server's version is 0 before the first round, and clients with a lower one get a download. So with -1 they
+        download before the first round. With 0 they begin it with their own initial tensors.
         """
         return -1 if self.context.method.server.first_download else 0
 
@@ -593,8 +593,8 @@ class TaskQueue:
     def _may_join(self, name: str, now: float) -> bool:
         """Return whether a connected client that has not joined gets a join task now, or still has time to answer one.
 
-        Before the first round, it always does. During a round, a client has ``_loading_seconds`` to answer; then it is
-        marked as away.
+        Before the first round, always True. During a round, a client has ``_loading_seconds`` to answer; a client that
+        has not answered by then is marked as away here.
 
         Args:
             name: Name of the user.
@@ -605,17 +605,17 @@ class TaskQueue:
         client = self.session.clients[name]
         if client.is_away:
             return self._may_rejoin(name, now)
-        has_join_task = client.join_asked is not None
-        if not has_join_task or self._is_loading(name):
+        has_got_join_task = client.join_asked is not None
+        if not has_got_join_task or self._is_loading(name):
             return True
         self._log_failure(name, f"has not joined in {self._loading_seconds:g} s", is_left_out=True)
-        client.is_away, client.join_reminded = True, now
+        client.is_away, client.rejoin_wait_began = True, now
         return False
 
     def _may_rejoin(self, name: str, now: float) -> bool:
         """Return whether a client that is away gets another join task now, or still has time to answer one.
 
-        It gets one every 60 s, which is recorded here, and has 10 s to answer it.
+        It gets one every 60 s, and has 10 s to answer it. If it gets one now, the next 60 s are counted from this call.
 
         Args:
             name: Name of the user.
@@ -625,10 +625,10 @@ class TaskQueue:
         has_task = name in self._join_sent
         if has_task:
             return now - self._join_sent[name] <= _REJOIN_WAIT_SECONDS
-        last_task_at = client.join_reminded
-        if last_task_at is not None and now - last_task_at < _REJOIN_INTERVAL_SECONDS:
+        began = client.rejoin_wait_began
+        if began is not None and now - began < _REJOIN_INTERVAL_SECONDS:
             return False
-        client.join_reminded = now
+        client.rejoin_wait_began = now
         return True
 
     def _is_loading(self, name: str) -> bool:
@@ -678,7 +678,14 @@ class TaskQueue:
             self._finish(name, task, answer)
 
     def _process_loss(self, name: str, reason: str) -> None:
-        """Record why a client's request or reply was lost, and pause before the next try, if there is time for one."""
+        """Record why a client's request or reply was lost; before the deadline, log it and pause until the next try.
+
+        After the deadline there is no other try: the client is marked as away, and the reason is logged then.
+
+        Args:
+            name: Name of the user.
+            reason: Why the request or the reply was lost, in one line.
+        """
         self._loss_reasons[name] = reason
         if self._remaining_seconds() > 0:
             self._pause(name, RETRY_SECONDS)
@@ -701,7 +708,7 @@ class TaskQueue:
             self._pause(name, _REFUSED_SECONDS)
             if not self._sends_only_joins:
                 self.pending.discard(name)
-                client.is_away, client.join_reminded = True, time.monotonic()
+                client.is_away, client.rejoin_wait_began = True, time.monotonic()
             return
         client.reset_join()
         client.is_away = False

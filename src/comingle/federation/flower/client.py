@@ -119,7 +119,8 @@ class FleetClient:
             user: The user, with its state folder.
             server: Address, certificates and key for the connection.
             load: Called once, at the first request: imports torch and returns the function that answers requests.
-            calls: Calls ``load`` and the function in the thread that serves all users of this process.
+            calls: Queue of the thread that serves all users of this process. That thread calls ``load``, and the
+                function that it returns.
             say: Called with each line to show to the user.
             loads_at_start: Whether to call ``load`` without waiting for the first request.
         """

@@ -215,9 +215,9 @@ class FleetConnection:
     def digest_of(self, run_id: int) -> str:
         """Return the SHA-256 of a run's app bundle, as announced by the server."""
         request = GetRunRequest(node=self._node, run_id=run_id)
-        for _attempt in range(2):  # the first response may have been corrupted on the way
+        for _attempt in range(2):  # twice, as a wrong digest may have been corrupted on the way
             is_installed_app = self._app_digests.get(run_id) == DIGEST
-            if is_installed_app:
+            if is_installed_app:  # asked before
                 break
             self._app_digests[run_id] = self._call_active("GetRun", request).run.fab_hash
         return self._app_digests[run_id]

@@ -283,7 +283,11 @@ class LimitedLinkState(InMemoryLinkState):
             return True
 
     def _reply_of_session(self, session_id: str) -> str | None:
-        """Return the ID of the client's reply whose objects a push session uploads; None for the server's sessions."""
+        """Return the ID of the reply whose objects a client uploads in a push session.
+
+        Returns:
+            None if no reply is pending in the session, for example because the server uploads a request in it.
+        """
         for reply_id, reply in self._pending_replies.items():
             if reply.session_id == session_id:
                 return reply_id
@@ -504,7 +508,7 @@ class Gate:
         has_repeated_header = len(headers) != len(scope["headers"])
         if has_repeated_header:  # The gate and Flower might read different values.
             return PlainTextResponse("repeated header\n", status_code=400)
-        if self._keys_only:
+        if self._keys_only:  # only clients with registered keys are admitted
             problem = self._signature_problem(self._state, headers)
             if problem:
                 return JSONResponse({"detail": problem}, status_code=401)
