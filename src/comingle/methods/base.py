@@ -421,15 +421,15 @@ class Client:
 
     @property
     def resets(self) -> bool:
-        """True if a hook resets tensors to their values from before any training, of which a run then keeps a copy."""
+        """True if a hook resets tensors to their initial values; the run then keeps a copy of these values."""
         return any(part.resets for part in self.parts)
 
     @property
     def ends_exchanged(self) -> bool:
-        """True if models are scored after the server's aggregation, even with ``evaluation.model: local``.
+        """True if models are evaluated after the server's aggregation, even with ``evaluation.model: local``.
 
-        The personal models of such methods are made from the downloaded model, by fine-tuning or by a hook's
-        ``finish``, so there is nothing to score right after the local steps.
+        That setting evaluates models right after the local steps. But a method with ``finetunes`` or a hook's
+        ``finish`` makes a user's model from the downloaded one, which exists only after the aggregation.
         """
         return self.finetunes or bool(self.finishing)
 
@@ -453,7 +453,10 @@ class Client:
 
     @property
     def looks_back(self) -> bool:
-        """True if the tensors from the start of a round are needed later in the round."""
+        """True if tensors from the start of a round are needed later in it, so that a client keeps a copy of them.
+
+        Hooks compare with them. With ``drops_nonfinite`` they replace the tensors of a user that is left out.
+        """
         return self.drops_nonfinite or any(part.looks_back for part in self.parts)
 
 
@@ -471,6 +474,7 @@ def joint(*, routed: bool) -> tuple[Phase, ...]:
     """
     if routed:
         experts_and_router = frozenset((*EXPERT_ROLES, ROUTER))
+        # "both": experts and router take their steps at the same time, each with the settings of its own optimiser.
         return (Phase(roles=experts_and_router, optimizer="both"),)
     experts_and_base = frozenset((*EXPERT_ROLES, BASE))
     return (Phase(roles=experts_and_base),)
@@ -609,7 +613,7 @@ class Method:
             return f"requires {', '.join(sorted(needs))}, but a language model's base is frozen"
         if mixture is not None:
             mixes_adapters = mixture.of == "adaptors"
-            mixes_only_predictions = mixture.trains_independently
+            mixes_only_predictions = mixture.trains_independently  # components are LoRA experts, trained separately
             if not mixes_adapters and not mixes_only_predictions:
                 return "mixes whole models, which must be nets"
         return ""
@@ -617,7 +621,7 @@ class Method:
     @property
     def unfit_for_nets(self) -> str:
         """Reason why the method cannot train whole nets; empty if it can."""
-        if self.placement.gated:  # its experts and its router are nets
+        if self.placement.gated:  # in a net, its experts are feature extractors and its router is a gate
             return ""
         trains_net = bool(self.client.trained & NET_ROLES)
         shares_net = bool(_without_suffixes(self.shared) & NET_ROLES)

@@ -80,8 +80,8 @@ def fedavg_plus() -> Method:
     Source: FedAvg+ in FedEM (Marfoq et al. 2021, arXiv:2108.10252), section 4, after Jiang et al. 2019.
     Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: the fine-tuned copy.
     Frozen: a language model's base.
-    Client: as for FedAvg; before each evaluation, and at the end, a local round on other batches fine-tunes a copy of
-    the global model.  Server: mean over users.
+    Client: as for FedAvg.  Before each evaluation and after the last round, a user fine-tunes a copy of the global
+    model by one more local round, on other random batches.  Server: mean over users.
     Differs from the paper: none known.  ``evaluation.model`` has no effect: the fine-tuned copy is evaluated.
     """
     client = Client(phases=joint(routed=False), finetunes=True)

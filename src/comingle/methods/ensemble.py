@@ -40,7 +40,7 @@ def mfl(*, clusters: Models = 4) -> Method:
 def fml(*, clusters: Models = 4, temperature: Positive = 1.0) -> Method:
     """FML: all users train C whole models, and each user uses its own weighted mean of their parameters.
 
-    Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1 with all weights in the components.
+    Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1, with whole models as components.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
     Client: joint steps on the models w_c and on the router, with its own learning rate, for the loss f(sum_c pi_c w_c).
     Server: the mean of each model c over users k with weights p(k|c) ~ pi_c p(k), where p(k) are the aggregation

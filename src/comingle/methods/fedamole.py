@@ -186,7 +186,7 @@ class AssignmentServer(Server):
             mean_tokens, mean_embeddings = means[:, 0], means[:, 1:]  # of T x, and of A_e x for each expert of the user
             kept[TOKENS][users, mlp_index] = mean_tokens.to(kept[TOKENS])
             if not self.fixed:
-                assigned = kept[ASSIGNED][users, mlp_index]  # until now
+                assigned = kept[ASSIGNED][users, mlp_index]  # the experts that the participants have just trained
                 set_expert_means(kept[EMBEDDINGS][mlp_index], mean_embeddings, assigned, weights)
                 for name, t in received.tensors.items():
                     if mlp_of(name) == mlp and EXPERTS + name in kept:
@@ -497,6 +497,7 @@ class PairGating:
         logits = (A_x.to(products.dtype) @ T_x).squeeze(-1) / math.sqrt(rank)
         gates, picks = gate(logits, is_present, router.top_k)
         leaves_out_experts = router.top_k < num_experts
+        # If each token used all experts, the penalty would be constant.
         if router.balance != "none" and leaves_out_experts:
             router.penalty = balance_penalty(logits, picks, is_present, "uniform")
         generalist_gate = torch.full_like(gates[..., :1], 0.5)
@@ -520,7 +521,8 @@ class ReportEmbeddings(ClientHook):
     def end(self, cohort: Cohort) -> None:
         """Write T x and each A_e x into the rows of the user's router below T, which are uploaded with it.
 
-        x is the mean direction of the user's hidden states, scaled to a mean square of 1, as after a norm layer.
+        Here x stands for all hidden states of the user: it is the mean of their unit vectors, times ``sqrt(width)``,
+        which is the length of a vector after a norm layer.
         """
         for name, direction in cohort.router_directions(self.instances, whole=True).items():
             router = cohort.tensors[name]

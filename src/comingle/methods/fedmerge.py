@@ -165,10 +165,10 @@ def fixed_step(
 
 
 def head(tree: Tree) -> list[str]:
-    """Return the names of the tensors of a net's last layer, such as ``["head.weight", "head.bias"]``.
+    """Return the names of the tensors of a net's last layer, such as ``["head.weight", "head.bias"]``, or of all LoRA.
 
-    FedMerge computes its inner products over them. LoRA does not adapt a language model's head, so for LoRA the
-    inner products are over all tensors, and all names are returned.
+    By default FedMerge computes the inner products of models and updates, which move the merging weights, over these
+    tensors only. LoRA does not adapt a language model's head, so its inner products are over all tensors.
 
     Args:
         tree: Tensors of a model by name, from the first layer to the last.
@@ -408,7 +408,8 @@ class Merge(Server):
     def _move_weights(self, models: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
         """Take a gradient step on the participants' merging weights, or on their logits, in place (FedMerge, eq. 6).
 
-        The step's largest entry is just above ``weight_step``. Its gradient is computed from the inner products
+        The step is scaled so that its largest entry is just above ``weight_step``, as in the public code
+        (:func:`fixed_step`). Its gradient is computed from the inner products
         ``<Theta_j, g_i>`` of models and updates, over the tensors that ``keys`` names and, with ``share`` below 1, over
         the largest numbers of each update only.
 

@@ -32,7 +32,7 @@ class WarmUp(ClientHook):
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Phase of the router's steps, if there are any."""
+        """The phase that trains the router before the local steps of a round; none if ``steps`` is 0."""
         if self.steps == 0:
             return ()
         return (Phase(roles=ROUTERS, steps=self.steps, optimizer="router"),)
@@ -79,7 +79,8 @@ def client_mixture(
         parts: Client hooks.
         shared: Roles that are shared.
         server: The server; by default :class:`ClusterSteps`.
-        reports: Whether users upload their mixture weights with shared components, for the server to weigh these by.
+        reports: Whether users upload their mixture weights, from which the server computes the users' weights in the
+            mean of each component. Without effect if the components are not shared.
     """
     hooks = list(parts)
     shares_components = ADAPTOR in shared

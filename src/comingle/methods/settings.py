@@ -25,7 +25,7 @@ class Range:
         Args:
             kind: Type of the setting: int or float.
         """
-        if kind is int:
+        if kind is int:  # bounds of whole numbers are always included: `above` and `below` are for floats
             return f"whole numbers from {self.least:,} to {self.most:,}"
         is_unlimited = self.least == -LARGEST and self.most == LARGEST
         if is_unlimited:
@@ -150,7 +150,7 @@ def _all_fit(allowed_range: Range, number_type: type, value: object) -> bool:
         value: The value, such as ``3``, ``[3, 0]`` or ``{"ada": 3, "ben": 0}``.
     """
     numbers = values_in(value)
-    if not numbers:
+    if not numbers:  # an empty list or mapping, which has no value for any user
         return False
     return all(allowed_range.fits(number_type, number) for number in numbers)
 

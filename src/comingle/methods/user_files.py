@@ -101,7 +101,8 @@ def _register_methods(module: ModuleType, methods_before: Collection[str], where
     """
     for name, method in _methods(module):
         if name in REGISTRY:
-            is_registered_by_module = name not in methods_before and REGISTRY[name] is method  # called `register`
+            # True if the module itself has called `register` for the method: then there is no conflict.
+            is_registered_by_module = name not in methods_before and REGISTRY[name] is method
             if not is_registered_by_module:
                 suffix = _origin_suffix(name)
                 raise PluginError(f"{where}: method {name!r} exists already{suffix}; give it another name")
