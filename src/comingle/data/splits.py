@@ -117,13 +117,13 @@ def split_given(
         test: Name of the test split.
         valid_fraction: Fraction of train's characters to use as validation split if there is no other.
         seed: Seed of the shuffle of train before valid is cut off.
-        advice: What to do if a split is missing, for the message; by default to give the user's splits.
+        advice: What to do if a split is missing, for the error's message; if empty, :data:`GIVE_SPLITS`.
 
     Raises:
         NoTextError: A named split is missing and nothing replaces it; the message lists the existing splits.
     """
     needed = [train, test]
-    if valid is not None and valid_fraction <= 0:
+    if valid is not None and valid_fraction <= 0:  # with a fraction, a missing validation split is cut from train
         needed = [train, valid, test]
     for wanted in needed:
         if wanted not in splits:
@@ -142,7 +142,7 @@ GIVE_SPLITS = "give train and test, and valid where a method needs it"
 
 
 def column_advice(column: str | None) -> str:
-    """Return advice for a data set whose rows lack a split.
+    """Return advice for a data set whose rows lack a split, to follow a list of the splits that they have.
 
     Args:
         column: Column with the split of each row (the recipe's ``data.dataset.split``); None if the recipe names none.
@@ -184,7 +184,7 @@ def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
         raise DataError(f"data.held_out: mixture: two users are named {repeated[0]!r}; names must be unique")
 
     def make_lists(_name: str) -> DocumentLists:
-        return ListedDocuments()  # in memory
+        return ListedDocuments()  # in memory; for data sets of a recipe, `Mixture` keeps its lists in files
 
     mixture = Mixture(make_lists, seed)
     for user in users:

@@ -58,20 +58,20 @@ class AdapterRouting(TokenRouting):
             A function that returns the gates of the last pass.
         """
         with routing.record_gates(self.adapters):
-            yield lambda: routing.gates(self.adapters)
+            yield lambda: routing.gates(self.adapters)  # which each router has stored in its last pass
 
     @torch.no_grad()
     def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
-        """Return the input of each MLP's router for each window, such as to initialise the router with its mean.
+        """Return the input of each MLP's router for each window, at the last token of the window's prompt.
 
-        The input is the hidden state at the last token of the window's prompt. Routers are off in this pass: the
-        experts are averaged.
+        Client hooks use means of these inputs, for example to initialise a router. In this pass routers are off, and
+        the experts are averaged.
 
         Args:
             tensors: The users' trainable tensors; those of routers are ignored.
             users: Indices of the users.
             batch: Windows of context + 1 tokens.
-            whole: Average the hidden states over all tokens of a window instead.
+            whole: Return the mean input over all tokens of a window instead.
 
         Returns:
             One tensor ``(users, batch, width)`` per MLP, by the name of its router's tensor; zeros for windows that

@@ -82,7 +82,7 @@ class Base:
         smallest, largest_target = (int(value) for value in torch.aminmax(tokens))  # hidden tokens are negative
         largest_hidden = -2 - smallest  # decoded: hide(token) is -2 - token
         if max(largest_target, largest_hidden) >= self.rows:
-            inputs = torch.where(tokens < PAD, hide(tokens), tokens)
+            inputs = torch.where(tokens < PAD, hide(tokens), tokens)  # `hide` decodes hidden tokens, those below PAD
             first_without_row = int(inputs[inputs >= self.rows][0])
             raise self._missing_row_error("embedding", self.rows, first_without_row, source)
         head_weight: Any = getattr(self.model.get_output_embeddings(), "weight", None)
@@ -152,6 +152,7 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     model.config.use_cache = False
     source = model.config if tokenizer is None else tokenizer
     eos, bos, pad = (getattr(source, f"{key}_token_id", None) for key in ("eos", "bos", "pad"))
+    # Generation stops at `eos` alone; at other tokens in `ends` the caller has to stop it.
     if pad is None or pad >= num_embedding_rows(model):  # the embedding has no row for padding
         pad = eos
     # Without the model's settings of sampling.

@@ -411,7 +411,8 @@ class ChatTemplate:
         """Return the text of a response without special tokens, to compare generated texts with it.
 
         Args:
-            offsets: Character offsets of the response: its start, its end, and its end with closing text.
+            offsets: Character offsets of the response: its start, its end, and the end of any text that closes the
+                conversation after it.
             span: Indices of its tokens, from :meth:`_span_of`.
             text: The rendered conversation.
             tokens: Tokens of the conversation, from :meth:`_tokenize`.
@@ -420,8 +421,9 @@ class ChatTemplate:
         start_character, end_character, _ = offsets
         start, stop = span
         ids = [token for token, _, _ in tokens[start:stop]]
-        while ids and ids[-1] in self._special_tokens:
+        while ids and ids[-1] in self._special_tokens:  # the tokens that end the response
             ids.pop()
+        # Take the text from the rendered conversation, or from its tokens if it has special tokens to be left out.
         if any(token in self._special_tokens for token in ids):
             return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
         first_removed = start + len(ids)
@@ -482,7 +484,9 @@ class ChatTemplate:
             elif offsets is not None:
                 masked_offsets.append(offsets)
             elif index > 0 or not message.get("learn", True):
-                found_all = False  # a first message needs a mask only if it has ``learn: False``
+                # A first message has no prompt, by which it could be located. Without ``learn: False`` it may have a
+                # loss like any other text, so that it needs no mask.
+                found_all = False
         return text, [*learnt_offsets, last_offsets], masked_offsets if found_all else None
 
     @staticmethod
@@ -542,6 +546,7 @@ class ChatTemplate:
             continued = self.render(messages, add_prompt=True)  # with the next prompt in place of closing text
         except DataError:
             return text, (start, end, len(text))
+        # The closing text is the part of `whole` from which on `continued` differs.
         closing_length = len(whole) - _common_prefix(continued, whole)
         end_without_closing = len(text) - closing_length
         if end_without_closing > start:  # otherwise `continued` and `whole` differ before the response

@@ -71,7 +71,7 @@ def _convert_into(folder: Path, path: Path) -> None:
 
     logger.info("converting %s to safetensors, once; this takes up to a minute", path.name)
     try:
-        with _cached_reader():
+        with _cached_reader():  # parses the file only once
             model, tokenizer = _read_gguf(path)
     except BaseModelError:
         raise

@@ -623,10 +623,10 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             self._targets_are_whole = _has_whole_targets(user)
             self._first_user_as_read = user
         elif self._targets_are_whole and not _has_whole_targets(user):
-            # From now on, the default loss is that of a regression (MSE), and `_class_limit` is None.
+            # Let `check` raise the error. The task counts as a regression now, whose default loss is MSE and whose
+            # `_class_limit` is None, so the error is about the whole numbers of the first user.
             self._targets_are_whole = False
             assert self._first_user_as_read is not None
-            # Raises the error, since the two users' targets differ in type.
             check([self._first_user_as_read, user], classes=self._class_limit)
         if self._targets_are_whole and not self.loss.classes:  # a regression on whole numbers
             user = with_real_targets(user)

@@ -538,11 +538,11 @@ def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, "
     num_held_out = not_rounded.floor().long().minimum(all_but_one)
     # One more of the labels that lose most by rounding.
     num_missing = max(1, round(share * len(labels))) - int(num_held_out.sum())
-    has_one_more = num_held_out < counts - 1
-    lost_by_rounding = torch.where(has_one_more, not_rounded - num_held_out, -1.0)
+    may_lose_one = num_held_out < counts - 1  # and still keep a sample
+    lost_by_rounding = torch.where(may_lose_one, not_rounded - num_held_out, -1.0)
     sorted_labels = lost_by_rounding.sort(descending=True, stable=True).indices
     chosen_labels = sorted_labels[: max(0, num_missing)]
-    chosen_labels = chosen_labels[has_one_more[chosen_labels]]
+    chosen_labels = chosen_labels[may_lose_one[chosen_labels]]
     num_held_out[chosen_labels] += 1
     # Per sample.
     is_held_out = _rank_in_label(labels, counts) < num_held_out[labels]

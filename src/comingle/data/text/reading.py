@@ -747,7 +747,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
 
     def shortage(self, user: UserData) -> Shortage | None:
         """Return the first token stream (train, valid or test) that is too short; None if all are long enough."""
-        begins = self.base.begin is not None
+        begins = self.base.begin is not None  # whether a begin-of-text token is put in front of each window of tokens
         return find_shortage(user, context=self.context, needs_validation=self.validates, begins=begins)
 
     def refuse(self, small_users: FirstUsers) -> DataError:

@@ -203,12 +203,13 @@ class Geometry:
 
         Args:
             rank: The new rank.
-            form: One of ``CONV_FORMS``. For "filter" the width is the rank times a group's output channels (FLoRAL,
-                arXiv:2410.03497, eq. 39), for other forms the rank.
+            form: How the two factors of a convolution divide its kernel, one of ``CONV_FORMS``. For "filter" the width
+                is the rank times a group's output channels (FLoRAL, arXiv:2410.03497, eq. 39), for other forms the
+                rank.
         """
         width_per_rank = self.d_out // self.groups if form == "filter" else 1
         largest_width = min(self.rows, self.columns)
-        largest_rank = math.ceil(largest_width / width_per_rank)
+        largest_rank = math.ceil(largest_width / width_per_rank)  # the smallest rank with at least this width
         return replace(self, width=width_per_rank * min(rank, largest_rank))
 
 
@@ -842,6 +843,9 @@ def _factors_of_differences(
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return low-rank factors of the difference of each cluster's change from the mean, ``B_c A_c - E_c[B_c A_c]``.
+
+    E_c is the mean over clusters c, weighted by p(c). ``all_widths`` is the factors' width times the number of
+    clusters.
 
     With the QR decompositions ``[B_1 .. B_C] = Q_B R_B`` and ``[A_1^T .. A_C^T] = Q_A R_A`` the difference of cluster c
     is ``Q_B (R_B D_c R_A^T) Q_A^T`` with a diagonal matrix D_c (:func:`_deviations`). So the SVD that truncates it to

@@ -124,7 +124,8 @@ def _parameter_owners(model: nn.Module) -> dict[int, dict[int, str]]:
 def _owners_of_parameters(module: nn.Module, owners: dict[int, dict[int, str]]) -> dict[int, str]:
     """Return the names of all modules that hold a parameter of ``module``, by the modules' ``id``.
 
-    They are ``module`` itself and modules that share a parameter with it.
+    They are ``module`` itself and modules that share a parameter with it. A layer gets an adaptor only if it shares no
+    parameter, since an adaptor changes the weight of its layer alone.
 
     Args:
         module: The module.
