@@ -70,7 +70,8 @@ def epsilon_of_replacing(
         accountant: "rdp" or "pld".
         is_for_replacing: Whether the accountant's epsilon is for replacement already.
     """
-    draws_fixed_number = bool(release.sample)  # `epsilon` is then for replacement, as a removal changes the number
+    # With a fixed number of participants `epsilon` is for replacement already: a removal would change their number.
+    draws_fixed_number = bool(release.sample)
     if is_for_replacing or draws_fixed_number:
         return epsilon(release, count, delta, accountant)
     if not release.sampled:  # no participants are drawn in secret
@@ -81,7 +82,7 @@ def epsilon_of_replacing(
     # the delta of a replacement is small enough.
     for halvings in range(1, _MAX_HALVINGS):
         removal_delta = delta / 2**halvings
-        removal_epsilon = epsilon(release, count, removal_delta, "rdp")  # an upper bound for any accountant
+        removal_epsilon = epsilon(release, count, removal_delta, "rdp")  # an upper bound, whatever ``accountant`` is
         factor = 1 + math.exp(min(removal_epsilon, 700.0))  # the exponential of more is not a finite float
         if factor * removal_delta <= delta:
             return 2 * removal_epsilon
@@ -241,10 +242,10 @@ def audit_run(
 
 
 def _exposures(trials: Sequence[Trial]) -> tuple[list[float], list[float]]:
-    """Return how exposed canaries are that a run included, and, for comparison, those that it left out, in bits.
+    """Return the exposures, in bits, of the canaries that a run trained on, and of those that it left out.
 
-    An exposure is high if the final model gives a canary a lower loss than it gives to most reference canaries, which
-    no user trained on (:func:`exposure`).
+    The latter are for comparison. An exposure is high if the final model gives a canary a lower loss than it gives to
+    most reference canaries, which no user trained on (:func:`exposure`).
     """
     inserted: list[float] = []
     absent: list[float] = []
@@ -323,10 +324,10 @@ class _RunCounter:
 
 
 def check_audited(run: Run) -> None:
-    """Check that the run shares something to attack, and that users have data that canaries can be inserted in.
+    """Check that a run can be audited: its users share models to attack, and have data for which there is an attack.
 
     Raises:
-        RunError: The run shares nothing, users have other data, or the server sees only sums.
+        RunError: The run shares nothing, its kind of data has no attack, or secure aggregation hides single uploads.
     """
     where = run.folder or "the run"
     check_auditable(where, run.federation.clients.method)

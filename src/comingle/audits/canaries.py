@@ -135,8 +135,7 @@ def published(server: ServerHalf, *, others: bool = False) -> Tree:
 
     Args:
         server: The server.
-        others: Return in row u the download of user u + 1 instead (in the last row that of user 0), with which that
-            user can attack user u.
+        others: Return for each user u the download of its attacker: user u + 1, or user 0 for the last user.
     """
     all_users = range(len(server.users))
     downloads = server.method.server.download(server.kept, all_users)  # ``kept`` has the server's tensors
@@ -364,12 +363,14 @@ def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, tri
 
 
 def with_example(user: UserData, canary: Int[Tensor, " width"], context: int, *, seed: int, trial: int) -> UserData:
-    """Replace one example of a user, a window of ``context + 1`` tokens, by repetitions of its canary.
+    """Write a user's canary over one training example, for runs whose privacy protects single examples.
+
+    An example is a window of ``context + 1`` tokens. The canary is repeated until it fills the window.
 
     Args:
         user: The user.
-        canary: Tokens.
-        context: Inputs of a window.
+        canary: Tokens of the user's canary.
+        context: Number of tokens that a model reads in a window, which has one token more: the last target.
         seed: Seed of the recipe.
         trial: Number of the run with canaries, from 0. Each run draws another example.
     """
@@ -446,7 +447,7 @@ class CanaryScores:
         the standard deviation of reference canaries, on which no user trained.
 
         Args:
-            view: Who observes: SERVER sees uploads, USERS what other users download, OWN what the user itself does.
+            view: What the tensors are: uploads (SERVER), downloads of another user (USERS), or the users' own (OWN).
             users: Indices of the users.
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
@@ -651,7 +652,8 @@ def infer_membership(run: Run) -> list[Membership]:
     """Return for each user how well an attacker tells training windows from test windows with the final shared model.
 
     The attacker is another user, with the model that it has downloaded itself. It scores a window by how much lower the
-    loss is under this model than under the base model. The AUC of the loss alone is given for comparison.
+    loss is under this model than under the base model. The AUC of the loss alone is given for comparison. ``found`` is
+    the share of the training windows that the attacker finds at a false alarm rate of 1%.
     """
     clients, server = run.federation.clients, run.federation.server
     attacker = Attacker(clients=clients)
@@ -811,10 +813,10 @@ class WindowScores:
     decreases: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {SERVER: {}, USERS: {}})
 
     def record_view(self, view: str, users: Sequence[int], tensors: Tree) -> None:
-        """Add the decrease of the loss of each window since the last publication, as observed in a round.
+        """Add how much the loss of each window fell from the model that was published last to the one observed now.
 
         Args:
-            view: Who observes: SERVER sees uploads, USERS what other users download, OWN what the user itself does.
+            view: What the tensors are: uploads (SERVER), downloads of another user (USERS), or the users' own (OWN).
             users: Indices of the users.
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
@@ -1020,9 +1022,11 @@ def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> li
 
 
 def _membership_of_user(view: str, user: str, scores: Tensor, inside: Tensor) -> Shadowed:
-    """Return how well included windows of a user are distinguished from left-out ones, over all runs.
+    """Return how well an attacker tells the windows of a user that a run trained on from the others, over all runs.
 
-    ``auc`` and ``found`` use likelihood ratios, which need the other runs as references; ``auc_of_scores`` does not.
+    The AUC is computed twice: ``auc`` from likelihood ratios, which need the other runs as references, and
+    ``auc_of_scores`` from the scores alone. ``found`` is the share of included windows that likelihood ratios find at a
+    false alarm rate of 1%.
 
     Args:
         view: SERVER or USERS; the attacker's view.

@@ -526,7 +526,13 @@ def _changes_in_second_round(
     changes_by_user: dict[int, Tree] = {}  # by index of the user
 
     def record_view(view: str, indices: Sequence[int], tensors: Tree) -> None:
-        """Store all users' downloads, and the change from a user's download to its upload in the second round."""
+        """Store the downloads of the first round, and in the second round the changes from them to the uploads.
+
+        Args:
+            view: OWN for what each user itself downloads, SERVER for uploads; others are ignored.
+            indices: Indices of the users.
+            tensors: Their downloads or uploads, ``(users, models, *shape)``.
+        """
         if view == OWN:
             downloads.update({name: tensors[name].clone() for name in factors})
         is_second_upload = view == SERVER and bool(downloads)  # the first downloads follow the first uploads

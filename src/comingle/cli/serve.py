@@ -437,7 +437,7 @@ class _Session:
             self._print("no local models here; add those of another run with --against RUN", "dim")
 
     def _engine_of_run(self, run: Path) -> Engine:
-        """Return an engine that generates text with the models of another run; load them in the first call."""
+        """Return an engine with the local models of another run, for ``/compare``; load them in the first call."""
         from comingle.serving.engine import Engine
 
         if run not in self.engine_by_run:

@@ -197,7 +197,7 @@ def _is_comparison(folder: Path) -> bool:
 
 
 def _read_comparison(folder: Path, against: str | None) -> ComparisonTable:
-    """Return the table of a comparison, with verdicts against another baseline if ``against`` is given.
+    """Return the table of a comparison; ``against`` replaces the baseline with which its methods are compared.
 
     Args:
         folder: Folder of the comparison.

@@ -573,7 +573,7 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
 
     listed = {name for name, _ in rows}
     lines: list[RenderableType] = []
-    if run_data.texts:  # the kind of data has documents
+    if run_data.texts:  # no excerpts for a kind without texts, such as questions
         for user in run_data.users:
             if user.name in listed:
                 lines += excerpt_lines(user.name, _excerpts_of_user(run_data, user))

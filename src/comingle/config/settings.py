@@ -374,9 +374,10 @@ _LIMITS = ("data.max_train_tokens", "data.max_valid_tokens", "data.max_test_toke
 
 
 def unread_local_steps(items: str) -> dict[str, str]:
-    """Return an error for recipes that set ``training.local_steps`` where users train for whole epochs, by the key.
+    """Return the key ``training.local_steps``, with what recipes use instead if users train for whole epochs.
 
-    The result goes into ``DataSection.unread``, the recipe keys that a kind of data does not use.
+    The result goes into ``DataSection.unread``: the recipe keys that a kind of data does not use, each with the end of
+    the error for recipes that set it.
 
     Args:
         items: Plural noun for a user's data: "samples" or "conversations".
@@ -407,11 +408,12 @@ class Gating(Protocol):
     """Weighting of experts that a method defines, the same for all routers of a model; ``str`` describes it."""
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Any]:
-        """Return the number of rows of a router's matrix ``(rows, width)``, and the function that draws initial values.
+        """Return the number of rows of a router's matrix, and the function that draws their initial values.
 
-        With at most as many rows as experts, each row belongs to an expert, and a user has only the rows of its own
-        experts. With fewer rows, the first experts have none: of 3 experts, 2 rows belong to experts 1 and 2. With more
-        rows than experts, rows do not belong to experts, and each user has all of them.
+        The matrix has the shape ``(rows, width)``. With at most as many rows as experts, each row belongs to an expert,
+        and a user has only the rows of its own experts. With fewer rows, the first experts have none: of 3 experts, 2
+        rows belong to experts 1 and 2. With more rows than experts, rows belong to no expert, and each user has all of
+        them.
 
         Args:
             experts: Number of experts.

@@ -179,7 +179,8 @@ def _user_cost(
     num_swept_models = method.server.server_models if method.client.sweeps else 0
     flops = shape.forward() * (num_swept_models * training.most_local_steps)
     for phase in clients.phases:
-        # The phase takes `phase.steps` steps after every `phase.every`-th local step of the run, in some of its rounds.
+        # A phase takes `phase.steps` steps after every `phase.every`-th local step, but only in every `phase.turns`-th
+        # round. These are its mean steps per round, over the `plan.iterations` local steps of the run.
         steps_per_round = plan.iterations // phase.every * phase.steps / training.rounds
         steps_per_round *= phase.rounds_of(training.rounds) / training.rounds
         flops += shape.training(phase) * (steps_per_round * method.placement.copies)  # copies: models per user
@@ -310,7 +311,7 @@ class Shape:
                 mlp_out=self._to_linear(f"{name}.down", mlp.last, trained),
                 router=router_products,
                 trains_router=router_products > 0 and f"{name}.router" in trained,
-                one_autograd_function=mlp.mix == "output",
+                one_autograd_function=mlp.mix == "output",  # with "linear" each linear layer mixes
                 parallel_mlp=self._has_parallel_mlp(),
             )
             blocks.append(block)
@@ -454,8 +455,9 @@ def local_work_on_text(clients: Clients) -> LocalWork:
 def count_stacked(
     rehearsal: Rehearsal, work_by_user: Mapping[str, LocalWork], flops_of_base: BaseFlops
 ) -> list[UserCost]:
-    """Return the costs of the users of a net or of a client-level mixture, one entry per group with equal local work.
+    """Return the costs of users whose models are stacked, one entry per group of users with equal local work.
 
+    These are small nets and client-level mixtures, whose tensors have an axis of users (``comingle.models.stacked``).
     A client-level mixture has adapter sets or whole models, which each user weights with one vector, as in FLoRAL. The
     formulas for token-level experts do not apply, so FLOPs are measured on fake tensors.
 
@@ -485,7 +487,7 @@ def count_stacked(
         upload_bytes, download_bytes = mean_bytes([message_sizes[name] for name in names])
         cost = UserCost(
             names=tuple(names),
-            experts=0,
+            experts=0,  # no token-level experts
             parameters=parameters,
             upload_bytes=upload_bytes,
             download_bytes=download_bytes,
@@ -598,7 +600,7 @@ class _MeasuredFlops:
 def _stacked_parameters(clients: Clients) -> dict[str, int]:
     """Return a user's number of trained parameters by role (part of the model), without roles that have none.
 
-    For nets and client-level mixtures, whose users all have the same.
+    For models that are stacked over users (nets and client-level mixtures), where all users have the same number.
     """
     layout = clients.model.layout
     trained_roles = sorted(layout.roles & clients.method.client.trained)

@@ -445,10 +445,11 @@ def _parts_as_dict(measurement: Measurement, cluster: Cluster) -> dict[str, obje
     """Return the measured parts of a round, for JSON.
 
     Keys in seconds of one core are ``user_seconds`` (local steps of a user), ``handling_seconds`` (to make and read its
-    messages), ``evaluation_seconds`` and ``upload_seconds`` (to aggregate an upload). ``words_seconds`` is for numbers
-    such as losses that processes send each other. Other keys than seconds are the rates ``bus`` (between processes) and
-    ``disk`` in bytes per second, ``adds`` (whether the server needs only sums) and ``hops`` (messages of a round that
-    are sent one after another).
+    messages), ``evaluation_seconds`` and ``upload_seconds`` (to aggregate an upload). Keys in elapsed seconds are
+    ``words_seconds`` (for a participant's numbers, such as its loss, that processes send each other), ``fixed_seconds``
+    (of a round without participants) and ``hop_seconds`` (of a small message between two processes). Other keys are the
+    rates ``bus`` (between processes) and ``disk`` in bytes per second, ``adds`` (whether the server needs only sums)
+    and ``hops`` (messages of a round that are sent one after another).
 
     Args:
         measurement: Measurements of the recipe.
@@ -522,7 +523,9 @@ def _num_participants(participation: Participation, num_recipe_users: int, num_u
 
 
 def _check_single_values(recipe: Recipe) -> None:
-    """Refuse settings that list one value per user, such as ``adapters.rank: [2, 4]``.
+    """Refuse settings that list one value per user, such as ``adapters.rank: [2, 4]``, in ``cost --machines``.
+
+    The command estimates populations of other sizes than the recipe's, for which such a list has no values.
 
     Raises:
         RecipeError: A setting has such a list.

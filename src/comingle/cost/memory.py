@@ -76,7 +76,8 @@ def text_of_equal_cost(
     if users is None and reads_user_data(kind, recipes[0]):
         run_data = _read_one_by_one(kind, recipes, load_base)
     if run_data is None or run_data.users.in_memory:
-        return kind.as_text(recipes, users)  # reads all users at once, if the costs depend on their data
+        # `as_text` reads all users at once if the costs depend on their data, and none if their number is given.
+        return kind.as_text(recipes, users)
     note = NOTE if isinstance(kind, ConversationsKind) else ""
     return conversations_as_text(kind, recipes, run_data.users), set(run_data.skipped), note
 
@@ -92,9 +93,9 @@ def reads_user_data(kind: Kind, recipe: Recipe) -> bool:
 
 @reads_user_data.register
 def _reads_conversations(kind: ConversationsKind, recipe: Recipe) -> bool:
-    """Return whether users' conversations are read before costs are counted: unless a program passed them to a run.
+    """Return whether the users' conversations are read before costs are counted, as costs depend on how many there are.
 
-    Costs depend on their numbers.
+    False if the recipe is of a run to which a program passed the conversations, since the recipe does not name them.
     """
     return not recipe.data.given
 
@@ -324,7 +325,8 @@ _TIMEOUT_SECONDS = 120
 def measured_process_bytes(kind: ProcessKind, device: torch.device) -> int:
     """Return the bytes of a process without model and data (Python and its libraries); 0 for a run on a GPU.
 
-    The smallest model is run in a process of its own, which takes several seconds; the result is cached.
+    On a GPU only the GPU's memory is counted, in which these bytes are not. They are measured by running the smallest
+    model in a process of its own, which takes several seconds; the result is cached.
 
     Args:
         kind: Kind of data of the planned run, which determines the libraries that are loaded.
@@ -702,7 +704,7 @@ def _loaded_users_bytes(rehearsal: Rehearsal, pass_size: PassSize) -> tuple[int,
     user = user_bytes(clients.state, rehearsal.store)
     cohort_size = min(pass_size.users, rehearsal.num_participants * copies)
     # Besides the cohort in training, memory holds records (models or moments in their format on disk) that are
-    # prefetched for the next cohorts, and records that wait to be written. All of the latter count as models.
+    # prefetched for the next cohorts, and records that wait to be written. Each record that waits is taken for a model.
     num_model_records = PREFETCHED_COHORTS + MAX_PENDING_WRITES
     models_bytes = cohort_size * (user.params + num_model_records * user.params_record)
     models_bytes += INDEX_BYTES * rehearsal.num_trainers * copies  # where each record begins on disk

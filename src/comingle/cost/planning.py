@@ -154,7 +154,7 @@ def add_privacy_forecast(
     for mechanism in mechanisms:
         if mechanism.account is not None:  # None: the mechanism adds no noise, so it has no epsilon
             return replace(cost, privacy=mechanism.account.forecast(planned_releases(plan, names)))
-    return replace(cost, privacy={})
+    return replace(cost, privacy={})  # no mechanism adds noise
 
 
 def check_num_users(users: int | None) -> None:
@@ -447,7 +447,7 @@ def plan(
         methods: Names of the methods; empty for the recipe's own.
         users: Number of users, if their data is not available; None reads the users from the recipe.
         participants: Names of the users of a federation, whose data is on other machines; used in place of ``users``.
-        for_all: Settings for every method that has them.
+        for_all: Settings for every method that has a setting of this name, such as ``{"specialists": 2}``.
 
     Raises:
         RecipeError: A method or a setting is wrong.
@@ -725,9 +725,9 @@ def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops
 
 
 def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
-    """Return Table 3 of the CoMiGS paper for this base: costs of CoMiGS-1G1S minus those of FedAvg.
+    """Return Table 3 of the CoMiGS paper for this base, as counted and as the paper would count it.
 
-    They are the costs of one user, with the largest rank of the recipe.
+    The table has the costs of CoMiGS-1G1S minus those of FedAvg, here for one user with the largest rank of the recipe.
 
     Args:
         recipe: The recipe; its method is replaced.
@@ -1018,8 +1018,8 @@ class _MemoryByPassSize:
         cost = self.cost_at(size)
         if self._device.type != "cpu":
             return cost.total_bytes
-        # `runtime.memory` returns freed blocks to the system, so the gaps between live tensors (`allocator_bytes`) are
-        # smaller than `cost` assumes.
+        # `cost` assumes an allocator that keeps freed blocks, with gaps between live tensors (`allocator_bytes`).
+        # `runtime.memory` returns these blocks to the system, so the gaps are smaller: a measured share of a pass.
         bytes_without_gaps = cost.total_bytes - cost.allocator_bytes
         gap_bytes = int(RETURNED_GAPS * cost.pass_bytes)
         return bytes_without_gaps + gap_bytes + LIBRARY_BYTES  # the latter: what libraries keep, such as for matmuls
@@ -1285,10 +1285,11 @@ def _largest_user(recipe: Recipe, names: Sequence[str]) -> int:
 def main() -> None:
     """Read a JSON request from standard input, choose settings for a client, and print them as JSON.
 
-    A client starts this as a process of its own, so that it needs no memory for the choice itself. The request has the
-    keys ``recipe``, ``limit``, ``names`` (of all users), ``here`` (the client's index in them) and ``process`` (bytes
-    of the client's process). Printed are ``specialists``, for ``method.specialists: auto``; for ``runtime.memory`` the
-    fields of the :class:`MemoryChoice` and its ``text``; or an ``error``.
+    A client starts this as a process of its own, whose memory is free again when it ends. The request has the keys
+    ``recipe``, ``limit`` (in bytes), ``names`` (of all users), ``here`` (a list with the client's index in them) and
+    ``process`` (bytes of the client's process). Printed are ``specialists``, for
+    ``method.specialists: auto``; for ``runtime.memory`` the fields of the :class:`MemoryChoice` and its ``text``; or an
+    ``error``.
     """
     request = json.load(sys.stdin)
     limit, names = request["limit"], tuple(request["names"])

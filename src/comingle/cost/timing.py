@@ -318,7 +318,7 @@ def network_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     if cluster.machines > 1:  # messages also cross the network between machines
         rate = min(cluster.link, rate)
         latency = latency + cluster.latency
-    if work.needs_only_sums:
+    if work.needs_only_sums:  # sums are of integers, which are exact in any order
         upload_seconds = ring_seconds(INTEGER_BYTES * work.summed_numbers, P, rate)
     else:
         upload_seconds = gather_seconds(work.participants * work.upload_bytes, P, rate)
@@ -486,7 +486,7 @@ def _build_federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) ->
     if ranks is None:
         return build(recipe, run_data)
     select_gpu(recipe, ranks.place)
-    users_by_rank = divide_users(len(run_data.users), ranks.size, cohort_size=1)  # 1: equally many, one by one
+    users_by_rank = divide_users(len(run_data.users), ranks.size, cohort_size=1)  # 1: undivided cohorts may be unequal
     own_users = users_by_rank[ranks.rank]
     method = make(recipe.method.name, **recipe.method.settings)
     return build_sharded(recipe, keep_users(run_data, own_users), method, ranks)

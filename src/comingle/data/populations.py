@@ -183,7 +183,7 @@ class StoredNames(IndexedNames):
 
         Args:
             folder: Folder that :class:`StoredNamesWriter` has written.
-            span: User numbers, counted in the folder, whose names this sequence holds; None for all.
+            span: Numbers of the users whose names this sequence holds, which are consecutive; None for all users.
 
         Raises:
             DataError: The files have inconsistent lengths.
@@ -366,10 +366,10 @@ class LazyPopulation(UserCollection[User]):
             names: Names of all users.
             make: Function that creates a user from its number.
             digest: Digest that identifies the users' data.
-            largest: User number of a user with the most training data, which bounds the local steps of a round; ignored
-                if ``sizes`` is given.
+            largest: Number of a user with the most training data, from whose data the largest number of local steps in
+                a round is computed. Ignored if ``sizes`` is given, from which it follows.
             cache_size: Number of most recently used users that are cached.
-            sizes: Amount of train, valid and test data of each user, in the unit of the kind of data; None if unknown.
+            sizes: Amount of train, valid and test data of each user, such as tokens or conversations; None if unknown.
             about: Numbers about all users together, by name, such as the number with validation data ("valid").
         """
         self._names, self.digest, self.cache_size, self.sizes, self.about = names, digest, cache_size, sizes, about
@@ -386,7 +386,7 @@ class LazyPopulation(UserCollection[User]):
 
     @property
     def largest_users(self) -> Sequence[int]:
-        """User number of the user with the most training data, as a list of one."""
+        """Number of a user with the most training data, as the only entry of a list."""
         return [self.largest]
 
     def select(self, numbers: Sequence[int]) -> UserCollection[User]:
@@ -460,7 +460,7 @@ class UserNumbers:
 
     @cached_property
     def _by_name(self) -> Mapping[str, int]:
-        """Numbers of the users by name, for names in memory."""
+        """Number of each user by name; not used for :class:`IndexedNames`, which find a number without this table."""
         return {name: i for i, name in enumerate(self._names)}
 
 

@@ -555,7 +555,7 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
         return Encoder(self.data, ChatTemplate(self.tokenizer, self.base.date), self.context, self.bad_rows)
 
     def key(self) -> list[object]:
-        """Return the part of the cache key of encoded users that conversations add: what changes their tokens.
+        """Return what changes the tokens of encoded conversations, for the cache key of the users.
 
         Besides the base class's entries it is the chat template and, if the template writes the current date, the date.
         """
@@ -633,9 +633,9 @@ def _no_base() -> Base:
 
 
 def count_conversations(recipe: Recipe, data: ConversationsSection, validates: bool) -> tuple[dict[str, int], set[str]]:
-    """Return the number of train conversations of each user, and the users that a run would skip.
+    """Return the number of train conversations of each user, and the users that a run would skip for lack of data.
 
-    If the base model's tokenizer is not on this machine, no conversation counts as too long.
+    No base model is loaded. If its tokenizer is not on this machine, no conversation counts as too long.
 
     Args:
         recipe: The recipe.
@@ -656,7 +656,7 @@ def count_conversations(recipe: Recipe, data: ConversationsSection, validates: b
         skipped.add(name)
 
     reader.on_skip = add_skipped
-    unencoded_users = list(reader.read(ListedRows()))
+    unencoded_users = list(reader.read(ListedRows()))  # in memory
     users = [user for _unencoded, user in reader.stream(unencoded_users)]
     _facts, warnings = reader.summary()
     for warning in warnings:

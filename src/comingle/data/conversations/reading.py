@@ -445,7 +445,8 @@ def _dataset_readers(
         duplicates: Drops duplicate conversations.
 
     Yields:
-        The user's name, and a function that splits its conversations, given the name and the seed of the recipe.
+        The user's name, and a function that takes this name and the recipe's seed, and returns the conversations split
+        into train, valid and test.
 
     Raises:
         DataError: No row names a user, or a selected user has no rows.
@@ -458,7 +459,7 @@ def _dataset_readers(
             yield user, split, record
 
     def to_json(record: Record) -> bytes:
-        return json.dumps(record, default=_placeholder).encode()
+        return json.dumps(record, default=_placeholder).encode()  # a placeholder for each date and the like
 
     def from_json(content: bytes) -> tuple[Any, ...]:
         return tuple(json.loads(content))

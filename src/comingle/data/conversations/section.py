@@ -125,7 +125,7 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """Measures that are reported of test sets; the first one compares models."""
+        """Names of the measures that are reported for test sets; the first is the one by which models are compared."""
         return (*self.scores, "perplexity", "loss_nats")
 
     @property
