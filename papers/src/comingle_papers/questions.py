@@ -448,8 +448,8 @@ def _read_hub_rows(
 ) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a set of questions on the hub, each as a pair such as ("row 3 in language 'de'", row).
 
-    The text says where the row is, for messages. As in local files, rows have the columns ``id`` and ``lang``: the
-    language, and the row's number where the hub has no id.
+    The text says where the row is, for messages. Each row gets the columns that local files have besides those of the
+    hub: ``lang``, its language, and ``id``, which is the row's number unless the hub has ids.
 
     Args:
         name: Name of the set of questions, "xnli" or "xquad".
@@ -679,7 +679,12 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
         )
 
     def encode(self, unencoded: EncodedLanguage) -> UserAnswers:
-        """Return the user of a language, with its questions as padded windows of tokens."""
+        """Return the user of a language, with its questions as padded windows of tokens.
+
+        Args:
+            unencoded: The language as read: its name, its questions, which are tokens already, and the indices of the
+                questions in each split.
+        """
         language, encoded_questions, indices_of_splits = unencoded
         return user_of(
             self.section.name,
@@ -691,7 +696,7 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
         )
 
     def inspect(self, unencoded: EncodedLanguage, user: UserAnswers) -> None:
-        """Check that a user has validation questions, if the method needs them, and only tokens of the base model.
+        """Check that a user has validation questions if the method needs them, and that the base model has its tokens.
 
         Args:
             unencoded: The language as read, with its encoded questions.

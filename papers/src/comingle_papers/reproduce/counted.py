@@ -84,7 +84,7 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     Raises:
         RecipeError: The method does not support nets.
     """
-    user = _reduce_samples(task.users[0])
+    user = _reduce_samples(task.users[0])  # a few samples are enough, as their number changes no count
     recipe = with_method(recipe, recipe.method.name)  # all take part: a list of participants may lack this user
     method = make(recipe.method.name, **recipe.method.settings)
     # Weighted means send a count of samples, which is not a parameter.

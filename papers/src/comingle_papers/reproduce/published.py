@@ -457,14 +457,14 @@ def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     """Return the reason why a data set cannot be read, for a message; empty if it can.
 
     If there is a folder, it must have all text; images and questions that it lacks are read from the hub. Without a
-    folder everything is read from the hub. Only scales with ``text: real`` read images and questions from the hub.
+    folder all of them are read from the hub. Only scales with ``text: real`` may use the hub.
 
     Args:
         data: The column's data set.
         scale: The scale of the runs.
-        folder: The folder with local text and images, if there is one.
+        folder: The folder with local text and images; None if there is none. ``ASSUMED_FOLDER`` has all data.
     """
-    uses_demo_text = scale.text == "demo"  # which is part of the study
+    uses_demo_text = scale.text == "demo"  # texts that come with comingle
     if uses_demo_text or folder == ASSUMED_FOLDER:
         return ""
     is_text = data.task is None and data.questions is None

@@ -642,8 +642,9 @@ def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
     if len(prompts) != len(users):
         raise RunError(f"{plan.name}: prompts for {', '.join(prompts)}, and users {', '.join(users)}")
     view = view_of(run, entry.label, list(prompts.items()), users, MAX_PROMPT_TOKENS)
+    # Mark prompt i as a text of user i (`owner`) that resembles its training text (`in_distribution`), which need not
+    # hold for the texts on which the recipe tests users.
     texts = tuple(replace(text, owner=user) for text, user in zip(view.texts, users, strict=True))
-    # Prompts resemble the training text, even if the recipe tests users on other text.
     return replace(view, texts=texts, in_distribution=True)
 
 

@@ -84,7 +84,7 @@ class Task(Population):
 
     @property
     def augmentation(self) -> Augment | None:
-        """Function that flips and crops train batches at random; None if the task trains on its images as they are."""
+        """The function :meth:`augmented`, which flips and crops train images at random; None without ``augment``."""
         return self.augmented if self.augment else None
 
     def augmented(
@@ -609,7 +609,7 @@ class TaskKind(NetKind):
         """
         input_shape = tuple(settings["input_shape"])  # a list in JSON
         task = Task(users=as_users(users), **{**settings, "input_shape": input_shape})
-        return RunData(kind=self, base=base, users=task.users, common=task, unread=True)
+        return RunData(kind=self, base=base, users=task.users, common=task, unread=True)  # on disk until used
 
 
 def prepare_task(section: TaskSection, seed: int) -> Task:

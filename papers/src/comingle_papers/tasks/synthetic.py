@@ -164,7 +164,7 @@ def _make_user(
 
 
 def _draw_inputs(kind: Kind, seed: int, user: int, stream: str, count: int) -> Float[Tensor, "n d"]:
-    """Draw inputs of N(0, I) as float32, in which they are stored, and return them as float64 to compute their targets.
+    """Draw inputs from N(0, I) in float32, the precision of stored samples; return them as float64, to compute targets.
 
     Args:
         kind: The task: linear, mlp or mlp-norm.

@@ -166,7 +166,8 @@ def quadratic_curve(
         Claim(statement=f"{F1}, router", measured=router_ratio, bound=theorem_rate),
     ]
     if bounds.same_function:
-        spectral_norm = float(linalg.norm(quadratics.step_matrix(valid, train), 2))  # as Example 1 is printed
+        # The printed Example 1 bounds the factor in the Euclidean norm: the spectral norm of the step's matrix.
+        spectral_norm = float(linalg.norm(quadratics.step_matrix(valid, train), 2))
         claims += [
             Claim(statement=WIELANDT, measured=experts_ratio, bound=bounds.wielandt_rate),
             Claim(statement=EXAMPLE, measured=experts_ratio, bound=bounds.example_rate),

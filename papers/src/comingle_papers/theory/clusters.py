@@ -527,9 +527,10 @@ def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.n
 def routed_rate_bound(
     run: Descent, cluster: Cluster, schedule: Schedule, num_clusters: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound of FLoRAL, Theorem A.9, as corrected here, on the excess loss of the average model.
+    """Return a correction of FLoRAL's Theorem A.9, which bounds the excess loss of the average model.
 
-    After T steps of sizes ``eta_t = 3 / (mu (t + s))`` the bound is
+    The printed theorem is false (:func:`printed_routed_rate`). After T steps of sizes ``eta_t = 3 / (mu (t + s))``,
+    where the paper has 1 in place of 3, the bound is
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
@@ -552,11 +553,12 @@ def routed_rate_bound(
 def _corrected_rate_bound(
     run: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drift_factor: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound of FLoRAL's Theorems A.9 and A.10, as corrected here, on the excess loss of the average model.
+    """Return a correction of FLoRAL's Theorems A.9 and A.10, which bound the excess loss of the average model.
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2
 
-    after T steps ``eta_t = 3 / (mu (t + s))``, unlike those of the paper, with ``B = drift_factor L H^2 G^2``.
+    after T steps of sizes ``eta_t = 3 / (mu (t + s))``, where the paper has 1 in place of 3, with
+    ``B = drift_factor L H^2 G^2``. The printed theorems are false.
     :func:`rate_bound` and :func:`routed_rate_bound` explain the symbols.
 
     Args:
@@ -943,7 +945,8 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
     """
     hessian = np.diag([1.0, settings.condition])
     cluster = Cluster(hessians=hessian[None], centres=np.zeros((1, 2)), weights=np.ones(1))
-    # The smallest shift that the theorems allow: s >= max(3 H, 4 kappa / U), where H and U are 1 here.
+    # The smallest shift that the theorems allow: ``s >= max(3 H, 4 kappa / U)`` with H local steps, the ratio kappa of
+    # the largest to the smallest curvature, and U of `uniformity`. H and U are 1 here.
     schedule = Schedule(scale=1, shift=max(3.0, 4 * settings.condition), local_steps=1)
     run = _descend_by_settings(
         cluster,
@@ -957,7 +960,8 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
     )
     printed_bound_of_a9 = printed_routed_rate(run, cluster, schedule, num_clusters=1)
     claim_of_a9 = _tightest_claim(A9_PRINTED, run.average_gap, printed_bound_of_a9)
-    a9_applies = schedule.shift >= 16 * run.second_moment  # A.9 asks for s >= 16 G^2 / (mu U), and mu and U are 1 here
+    # A.9 also asks for ``s >= 16 G^2 / (mu U)`` with the gradients' second moment G^2; the smallest curvature mu is 1.
+    a9_applies = schedule.shift >= 16 * run.second_moment
     if not a9_applies:
         claim_of_a9 = replace(claim_of_a9, bound=None)
     printed_bound_of_a10 = printed_rate(run, cluster, schedule, settings.decay)
@@ -986,7 +990,7 @@ def _descend_by_settings(
         initial_weights: First estimate of the clients' weights p(k|c).
         start: First model of all clients.
         replicas: Number of independent runs that are averaged.
-        rng: Generator of the draws: in each step each client draws a client whose loss it descends.
+        rng: Generator of the draws. In each step each client draws one of the clients, and descends that one's loss.
         steps_factor: Factor of the settings' number of steps; the counterexample needs more steps than other runs.
     """
     return descend(

@@ -678,6 +678,8 @@ class LinearConstants:
 def constants(problem: LinearProblem, experts: Weights, router: Weights) -> LinearConstants:
     """Return the constants of the bounds on how fast :func:`alternate` descends from these experts and this router.
 
+    :class:`LinearConstants` explains them.
+
     Args:
         problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         experts: The initial experts.
@@ -696,9 +698,9 @@ def constants(problem: LinearProblem, experts: Weights, router: Weights) -> Line
         coupling=problem.coupling,
         max_loss_curvature=problem.loss.max_curvature,
         radius=radius,
-        rho=problem.loss.slope_bound(largest_output, problem.targets),
+        rho=problem.loss.slope_bound(largest_output, problem.targets),  # largest slope along the descent
         max_input_norm=max_input_norm,
-        input_scale=float(linalg.norm(problem.inputs, 2) ** 2) / num_samples,
+        input_scale=float(linalg.norm(problem.inputs, 2) ** 2) / num_samples,  # largest eigenvalue of X^T X / n
     )
 
 

@@ -58,12 +58,12 @@ class Coupled:
 
     @property
     def left_lipschitz(self) -> float:
-        """Bound ``|P| |Q|`` on the Lipschitz constant L_A of A(x)."""
+        """Bound ``|P| |Q|`` on the Lipschitz constant L_A of ``A(x) = P sin(Q x)``, with spectral norms."""
         return _spectral_norm(self.outer_left) * _spectral_norm(self.inner_left)
 
     @property
     def right_lipschitz(self) -> float:
-        """Bound ``|R| |S|`` on the Lipschitz constant L_B of B(y)."""
+        """Bound ``|R| |S|`` on the Lipschitz constant L_B of ``B(y) = R tanh(S y)``, with spectral norms."""
         return _spectral_norm(self.outer_right) * _spectral_norm(self.inner_right)
 
     @property
@@ -80,10 +80,11 @@ class Coupled:
 
     @property
     def modulus(self) -> float:
-        """Lower bound mu on the eigenvalues of the Hessian in y, for all x and y (the earlier version's Assumption 2).
+        """Lower bound mu on the eigenvalues of the Hessian in y, for all x and y.
 
-        The term ``decay / 2 |y|^2`` adds ``decay`` to every eigenvalue, and ``<A(x), B(y)>`` subtracts at most
-        ``max_negative_curvature``. If mu is positive, the function is strongly convex in y; else it may or may not be.
+        This is Assumption 2 of the version of CoMiGS before ICML. The term ``decay / 2 |y|^2`` adds ``decay`` to every
+        eigenvalue, and ``<A(x), B(y)>`` subtracts at most ``max_negative_curvature``. If mu is positive, the function
+        is strongly convex in y; else it may or may not be.
         """
         return self.decay - self.max_negative_curvature
 
