@@ -454,9 +454,10 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """Return the files and folders that are read, or names of other sources."""
 
     def key(self) -> list[object]:
-        """Return settings that affect how users are encoded and checked; they are part of the cache key of the users.
+        """Return settings that affect how users are encoded and checked, as part of the key of the cache of users.
 
-        The caller adds the state of the sources, the recipe's section and the seed.
+        Later runs with the same key read the encoded users from the cache. The caller adds the state of the sources,
+        the recipe's section and the seed.
         """
         return []
 

@@ -258,7 +258,7 @@ def open_store(
         recipe=recipe,
         own_data=own_data,
         clients=clients,
-        state_before_first_task=clients.state.copy(compact=True),
+        state_before_first_task=clients.state.copy(compact=True),  # stores a tensor of zeros as a single zero
         earlier=earlier,
     )
     has_answered = any(answers_folder.glob("*.bin"))  # whether this client has answered a task of the run

@@ -114,7 +114,7 @@ class IdleCondition(Condition):
         return self._percent
 
     def _read(self) -> tuple[float, float]:
-        """Return the time, and the processor seconds that all other processes have used since the system started."""
+        """Return the time on the monotonic clock, and the processor seconds that other processes have used so far."""
         of_system, of_this_process = psutil.cpu_times(), self._process.cpu_times()
         seconds_of_all = sum(getattr(of_system, kind, 0.0) for kind in _BUSY)
         return time.monotonic(), seconds_of_all - of_this_process.user - of_this_process.system
@@ -373,7 +373,7 @@ class DeviceConditions:
             now = self._clock()
             reason, seconds_until_met = self._unmet(now)
             has_waited = last_reason != ""
-            if not reason and not has_waited:
+            if not reason and not has_waited:  # no time was lost, so the deadline is not checked
                 break
             training_seconds = self._steps_left * self._step_seconds
             seconds_left = self._deadline - now.timestamp()

@@ -454,7 +454,10 @@ def has_ended(folder: Path) -> bool:
 
 
 def _is_ending(folder: Path) -> bool:
-    """Return whether all rounds are done, but not all clients have been notified of the end."""
+    """Return whether all rounds are done, but not all clients have been notified of the end.
+
+    The run's file :data:`FEDERATION` says so from the time at which the metrics are complete.
+    """
     identity_file, metrics_file = folder / FEDERATION, folder / "metrics.json"
     if not identity_file.exists() or not metrics_file.exists():
         return False

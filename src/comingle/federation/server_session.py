@@ -694,7 +694,8 @@ class TaskQueue:
     def _process_join(self, name: str, task: Task, answer: Answer) -> None:
         """Process the answer to a join task: record that the client has joined, or why it refuses to.
 
-        During a round, a client that refuses is marked as away; it gets another join task in a later round.
+        Before the first round, a client that refuses gets the join task again after 5 s. During a round, it is marked
+        as away, and gets another join task in a later round.
 
         Args:
             name: Name of the user.

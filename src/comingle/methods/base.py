@@ -436,12 +436,12 @@ class Client:
     @property
     def finishing(self) -> tuple[ClientHook, ...]:
         """Hooks that make the users' final tensors once, after the run's last exchange (:meth:`ClientHook.finish`)."""
-        return tuple(part for part in self.parts if type(part).finish is not ClientHook.finish)
+        return tuple(part for part in self.parts if type(part).finish is not ClientHook.finish)  # is overridden
 
     @property
     def settling(self) -> tuple[ClientHook, ...]:
         """Hooks that compute tensors from the trained ones before models are scored (:meth:`ClientHook.settle`)."""
-        return tuple(part for part in self.parts if type(part).settle is not ClientHook.settle)
+        return tuple(part for part in self.parts if type(part).settle is not ClientHook.settle)  # is overridden
 
     @property
     def looks_across(self) -> bool:

@@ -92,9 +92,9 @@ def change_norm(
 
 
 def last_ranks_mask(ranks: Int[Tensor, " users"], gamma: float, rank: int) -> Float[Tensor, "users rank"]:
-    """Return a mask with 1 for the ranks of each user that pruning may drop: from ``floor(gamma * rank)`` on.
+    """Return a mask with 1 for those of a user's ranks that pruning may drop: from ``floor(gamma * its rank)`` on.
 
-    For a user of rank 4, gamma 0.5 and 6 columns it is ``[0, 0, 1, 1, 0, 0]``. The first rank is never dropped.
+    The row of a user of rank 4 is ``[0, 0, 1, 1, 0, 0]`` with gamma 0.5 and 6 columns. The first rank is never dropped.
 
     Args:
         ranks: Rank of each user.

@@ -162,7 +162,7 @@ class MeanByCluster(Mean):
             Weights by tensor name: ``(users,)`` for the base, ``(users, components)`` for components.
         """
         weights_by_tensor = super().coefficients(received)  # p(k)
-        pi_by_tensor = mixtures_by_tensor(received.reports["mixture"], names=received.clustered)
+        pi_by_tensor = mixtures_by_tensor(received.reports["mixture"], names=received.clustered)  # of components
         for name, pi in pi_by_tensor.items():
             weights_by_tensor[name] = aggregation_weights(pi, received.weights)  # p(k|c)
         return weights_by_tensor

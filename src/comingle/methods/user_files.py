@@ -80,7 +80,7 @@ def load_file(path: Path) -> list[str]:
             f"Method objects, comingle.methods.register(NAME, FUNCTION), and NETS.register or LOSSES.register.{found}"
         )
     _loaded[path], _nets[path] = method_names, net_names
-    SKIPPED.update({name: function.place for name, function in skipped.items()})
+    SKIPPED.update({name: function.place for name, function in skipped.items()})  # for the error of an unknown method
     paths_of_command = _paths_of_command()
     if str(path) not in paths_of_command:  # otherwise this is a subprocess, and the main process has warned
         _warn_of_skipped(skipped)

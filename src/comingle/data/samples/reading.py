@@ -226,10 +226,10 @@ class Remarks:
     """Numbers of files that are not read, by user and suffix."""
 
     def add_folder(self, user: str, folder: Path, splits: Mapping[str, Path]) -> None:
-        """Record what the user should be told about the division of a folder of images into splits.
+        """Record notes for the user on how a folder of images is divided into splits.
 
-        This is that the folder has no test split, so that its validation split is used as one, and how many files lie
-        outside of the splits' subfolders, as they are not read.
+        If the folder has no test split, one note says that its validation split is used as test split. Another one has
+        the number of files outside of the splits' subfolders, which are not read.
 
         Args:
             user: Name of the user.

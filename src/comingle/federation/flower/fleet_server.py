@@ -451,9 +451,9 @@ class Gate:
             await self._forward_with_limit(scope, receive, send)
 
     async def _hold_poll(self, node_id: int, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a poll on once there is a message for the client, or after some seconds.
+        """Pass on a client's poll, a request for its messages, once there is one for it, or after some seconds.
 
-        If the client disconnects meanwhile, drop the poll, since its message would be lost.
+        If the client disconnects meanwhile, drop the poll, since the message in the response would be lost.
 
         Args:
             node_id: The client's node.

@@ -486,10 +486,13 @@ class LowRankLayer(AdaptedLayer):
         return by_name
 
     def pairs(self, prefix: str) -> Pairs:
-        """Return the names of the layer's factors and bias adaptor, as far as it has them.
+        """Return the names of the layer's factors and bias adaptor, each with the base's tensor that it adapts.
 
         Args:
             prefix: Prefix of the names, such as "model.layers.0.".
+
+        Returns:
+            The names; without those of factors or of a bias adaptor that the layer does not have.
         """
         factors: tuple[Pair, ...] = ()
         if self.geometry is not None:
