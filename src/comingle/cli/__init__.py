@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.utils import get_params_from_function
 
-from comingle.cli import options  # noqa: F401 (its warning filter must be set before typer is imported)
+from comingle.cli import options
 from comingle.training.backends.launched import find_place
 from comingle.utils import registry
 from comingle.utils.errors import PluginError, RecipeError
@@ -286,8 +286,9 @@ def _options(
     The callback of ``--version`` has already handled that option.
     """
     logging.basicConfig(level=logging.WARNING)
+    formatter = _JsonFormatter() if options.logs_json() else _Formatter("%(message)s")
     for handler in logging.getLogger().handlers:
-        handler.setFormatter(_Formatter("%(message)s"))
+        handler.setFormatter(formatter)
     logging.getLogger("comingle").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
@@ -297,6 +298,31 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         prefix = "warning: " if record.levelno == logging.WARNING else ""
         return prefix + printable(super().format(record), keep="\n\t")
+
+
+_STANDARD_FIELDS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "is_an_event"}
+"""Attributes of every log record, and the mark of events."""
+
+
+class _JsonFormatter(logging.Formatter):
+    """Formatter that writes a record as one JSON object, with the fields of ``extra`` and without users' names."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {key: value for key, value in vars(record).items() if key not in _STANDARD_FIELDS}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return options.json_line(record.levelname.lower(), record.getMessage(), **fields)
+
+
+def _print_error_line(line: str, level: str) -> None:
+    """Print a line of ``comingle`` to standard error, as JSON if logs are JSON.
+
+    Args:
+        line: The line, without the program's name.
+        level: Its level in JSON.
+    """
+    as_json = os.environ.get(options.LOG_VARIABLE) == "json"
+    print(options.json_line(level, line) if as_json else f"comingle: {line}", file=sys.stderr)
 
 
 _RESUME_HINTS = {
@@ -376,8 +402,10 @@ def _exit_after_interrupt(command: str, *, by_sigterm: bool) -> NoReturn:
         by_sigterm: Whether the process got SIGTERM; otherwise Ctrl-C.
     """
     if should_print_errors(interrupted=True):  # of several processes only the first
-        start = "comingle: stopped by SIGTERM" if by_sigterm else "\ncomingle: stopped"  # on a line below "^C"
-        print(f"{start}{_RESUME_HINTS.get(command, '')}", file=sys.stderr)
+        if not by_sigterm:
+            print(file=sys.stderr)  # the terminal shows "^C" on the current line
+        cause = "stopped by SIGTERM" if by_sigterm else "stopped"
+        _print_error_line(f"{cause}{_RESUME_HINTS.get(command, '')}", "info")
     if not by_sigterm:
         raise SystemExit(130) from None
     raise SystemExit(0 if command in _SERVICES else _SIGTERM_CODE) from None
@@ -393,7 +421,7 @@ def _exit_after_error(error: Exception) -> NoReturn:
         if isinstance(error, RecipeError) and len(error.problems) > 1:
             problems = list(error.problems)
         for problem in problems:
-            print(f"comingle: {printable(problem)}", file=sys.stderr)
+            _print_error_line(printable(problem), "error")
     raise SystemExit(2) from None
 
 

@@ -19,7 +19,9 @@ from comingle.cli.options import (
     Sets,
     console,
     default_folder,
+    hide_names,
     line_printer,
+    logs_json,
     read_recipe,
     require_flower,
     show_participants,
@@ -86,6 +88,7 @@ def server(
     if make_certificates is not None:
         _write_certificates(make_certificates, host, plan.users)
         return
+    hide_names(plan.users)
     from comingle.federation.launch import serve
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import literal_text
@@ -94,6 +97,9 @@ def server(
     say = line_printer(quiet=quiet)
     with show_participants(folder, all_users=all_users, quiet=quiet):
         metrics = serve(federation, plan, folder, host=host, port=port, certificates=certificates, say=say)
+    if logs_json():
+        say(f"the federation has ended; {folder}/metrics.json has its results")
+        return
     console.print(render_run(metrics, all_users=all_users))
     console.print(literal_text(f"{folder}/  metrics.json · events.jsonl", "dim"))
 
@@ -216,6 +222,7 @@ def client(
 
     say = line_printer(quiet=quiet)
     participants = load_participants(files or (), names or (), options, say)
+    hide_names(participant.name for participant in participants)
     take_part(participants, say=say, stays=stay, supernode=supernode, port=serve)
 
 

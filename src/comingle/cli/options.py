@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,11 +66,53 @@ def require_flower(*, complete: bool = True) -> None:
             )
 
 
+LOG_VARIABLE = "COMINGLE_LOG"
+"""Environment variable: with the value "json" services write each line as a JSON object."""
+
+_hidden_names: list[str] = []
+"""Names of users, in the order of their numbers in JSON lines."""
+
+
+def logs_json() -> bool:
+    """Return whether lines are written as JSON.
+
+    Raises:
+        RecipeError: The environment variable has another value.
+    """
+    value = os.environ.get(LOG_VARIABLE, "")
+    if value not in ("", "json"):
+        raise RecipeError(f"{LOG_VARIABLE}: got {shorten(value)!r}; allowed: json, or unset it")
+    return value == "json"
+
+
+def hide_names(names: Iterable[str]) -> None:
+    """Write these users' names as numbers in JSON lines, which are often collected where others read them."""
+    _hidden_names[:] = names
+
+
+def json_line(level: str, message: str, **fields: object) -> str:
+    """Return a JSON object with the time in UTC, the level, the message and further fields; it names no user."""
+    from datetime import UTC, datetime
+
+    if _hidden_names:
+        numbers = {name: f"user {number}" for number, name in enumerate(_hidden_names, start=1)}
+        longest_first = sorted(numbers, key=len, reverse=True)
+        pattern = "|".join(re.escape(name) for name in longest_first)
+        message = re.sub(rf"(?<!\w)(?:{pattern})(?!\w)", lambda match: numbers[match[0]], message)
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"time": now, "level": level, "message": message, **fields}, default=str)
+
+
 def line_printer(*, quiet: bool) -> Callable[[str], None]:
-    """Return a function that prints a line behind the time of day; if ``quiet``, the function prints nothing."""
+    """Return a function that prints a line behind the time of day, or as JSON; if ``quiet``, it prints nothing."""
+    as_json = logs_json()
 
     def print_line(line: str) -> None:
-        if not quiet:
+        if quiet:
+            return
+        if as_json:
+            print(json_line("info", line), flush=True)
+        else:
             console.print(literal_text(f"{time.strftime('%T')}  {line}"))
 
     return print_line
@@ -87,7 +131,7 @@ def show_participants(folder: Path, *, all_users: bool, quiet: bool) -> Iterator
 
     from comingle.reports.tables import render_participants
 
-    if quiet or not console.is_terminal:
+    if quiet or not console.is_terminal or logs_json():
         yield
         return
 

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.cli.options import Out, Quiet, RecipePath, Sets, console, finite, line_printer, read_recipe
+from comingle.cli.options import (
+    Out,
+    Quiet,
+    RecipePath,
+    Sets,
+    console,
+    finite,
+    hide_names,
+    line_printer,
+    logs_json,
+    read_recipe,
+)
 from comingle.serving.access import Limits, check_host, read_keys
 from comingle.utils.errors import ComingleError, RecipeError, list_names, require_user
 
@@ -56,6 +67,7 @@ def serve(
     from comingle.serving.models import find_run, users_in
 
     names = users_in(find_run(run, method))
+    hide_names(names)
     if make_keys is not None:
         from comingle.utils.terminal import literal_text
 
@@ -144,6 +156,9 @@ def load_all_models(run: Path, method: str | None) -> UserModels:
 
 def print_addresses(url: str) -> None:
     """Print the addresses of the chat page and of the API of the server at ``url``."""
+    if logs_json():
+        line_printer(quiet=False)(f"{url}  OpenAI-compatible API")
+        return
     from comingle.utils.terminal import literal_text
 
     console.print(literal_text(f"{url}  chat page · {url}/v1  OpenAI-compatible API; Ctrl-C stops the server"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import socket
 import stat
 import time
@@ -232,6 +233,9 @@ UVICORN_OPTIONS: dict[str, Any] = {
     "timeout_graceful_shutdown": round(GRACE_SECONDS) + 3,  # seconds; no answer should be left by then
 }
 """Options of ``uvicorn.Config`` for the API."""
+
+if os.environ.get("COMINGLE_LOG") == "json":
+    UVICORN_OPTIONS["log_config"] = None  # its records reach the root logger, which writes JSON
 
 
 def listen(host: str, port: int) -> socket.socket:
