@@ -451,7 +451,7 @@ class CanaryScores:
             users: Indices of the users.
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
-        is_scored = view in self.scores  # not OWN, which is only stored to compare the next uploads with
+        is_scored = view in self.scores  # not OWN: a user's download is only stored, to compare its next upload with
         if is_scored:
             # Of each user: its own canary, then reference canaries.
             windows = self.canaries.windows(users, NUM_COMPARED_REFERENCES)

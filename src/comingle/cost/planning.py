@@ -748,7 +748,7 @@ def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
             state_bytes=cost.trainable_parameters * 3 * bytes_per_number,  # parameters and both moments of AdamW
             upload_bytes=cost.upload_bytes,
         )
-    parameters = costs["comigs-1g1s"].parameters  # by role
+    parameters = costs["comigs-1g1s"].parameters  # by role; the generalist and the specialist have equal sizes
     sizes = Sizes(attention=parameters["attention"], expert=parameters["generalist"], router=parameters["router"])
     return table3_columns(sizes, context, fedavg=accounts["fedavg"], comigs=accounts["comigs-1g1s"])
 

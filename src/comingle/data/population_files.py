@@ -376,7 +376,11 @@ def _check_unchanged(folder: Path, checksums: Mapping[str, int]) -> None:
 
 
 def _form_named(type_name: object) -> UserForm | None:
-    """Return the array format of the users whose type has this name; None for an unknown type."""
+    """Return how users of a type are converted to and from arrays; None for an unknown type.
+
+    Args:
+        type_name: Name of the type, such as "UserData", as a population on disk records it.
+    """
     for user_type, form in FORMS.items():
         if user_type.__name__ == type_name:
             return form

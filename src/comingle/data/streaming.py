@@ -95,11 +95,11 @@ class DocumentLists(ABC):
     @abstractmethod
     def __getitem__(self, number: int) -> Sequence[str]: ...
 
-    def finish(self) -> None:  # noqa: B027 (needed by files alone)
+    def finish(self) -> None:  # noqa: B027 (lists in memory need nothing)
         """End writing; from now on lists can be read."""
 
-    def remove(self) -> None:  # noqa: B027 (needed by files alone)
-        """Delete the files."""
+    def remove(self) -> None:  # noqa: B027 (lists in memory need nothing)
+        """Delete the files of lists that are stored on disk."""
 
 
 class ListedDocuments(DocumentLists):

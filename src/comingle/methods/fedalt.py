@@ -23,9 +23,9 @@ def fedalt() -> Method:
     Client: joint steps on attention, individual LoRA and mixer on training text, the mixer with its own settings.
     Server: user k gets the plain mean of A and of B over the most recent uploads of all other users.
     Differs from the paper: one mixer for each MLP mixes its outputs, where the paper has a mixer for each linear.
-    ``adapters: {mix: linear}`` mixes in each linear, with the same weights in all linears of an MLP.  The attention's
-    LoRA, the only place that the public code adapts, is local.  All individual LoRA start equal.  Before the first
-    exchange the rest-of-world LoRA contributes nothing.  Users who have never taken part are in no mean.
+    With ``adapters: {mix: linear}`` the outputs of each linear are mixed, but all linears of an MLP share one mixer.
+    Attention has a local LoRA; the public code adapts nothing but attention.  All individual LoRA start equal.  Before
+    the first exchange the rest-of-world LoRA contributes nothing.  Users who have never taken part are in no mean.
     """
     individual_lora, rest_of_world_lora = frozenset({SPECIALIST}), frozenset({GENERALIST})
     phase = Phase(roles=frozenset({ATTENTION, SPECIALIST, ROUTER}), optimizer="both")

@@ -107,7 +107,7 @@ class TritonBackend:
         Args:
             act: The activation.
             scale: LoRA scale s.
-            bases: The base's pre-activations without bias of each layer that reads the MLP's input.
+            bases: ``W x`` for each layer that reads the MLP's input x, with the layer's base weight W.
             biases: Biases of these layers.
             z: Products of the input with A of these layers.
             gates: The experts' probabilities ``p_j``, in float32.
@@ -158,7 +158,7 @@ class TritonBackend:
         Args:
             act: The activation.
             scale: LoRA scale s.
-            bases: The base's pre-activations without bias of each layer that reads the MLP's input.
+            bases: ``W x`` for each layer that reads the MLP's input x, with the layer's base weight W.
             biases: Biases of these layers.
             z: Products of the input with A of these layers.
             gates: The experts' probabilities ``p_j``.

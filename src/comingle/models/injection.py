@@ -359,7 +359,8 @@ class _InputProducts(torch.autograd.Function):
 
         Args:
             ctx: Autograd context.
-            d_x: Gradient of the ``x`` that :meth:`forward` returned; overwritten with the result.
+            d_x: The mixture's gradient of its input, which is the ``x`` that :meth:`forward` returned; overwritten with
+                the result.
             d_products: Gradient of the product.
         """
         x, matrix = ctx.saved_tensors
@@ -417,8 +418,10 @@ class _NativeMixture(torch.autograd.Function):
     def backward(ctx: Context, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
         """Return the gradients of ``x``, ``z``, the gates and the LoRA factors.
 
-        The gradient of ``x`` is the part through the base's weights; :class:`_InputProducts` adds the part through
-        ``z``.
+        In names, "first" are the layers that read the MLP's input and "last" is the one that computes its output.
+        ``z_last_j = s A2_j h_j`` and ``gated_j = p_j z_last_j`` are as in :meth:`forward`; ``d_mixed`` and ``d_gated``
+        are the gradients of ``sum_j p_j h_j`` and of ``gated``. The gradient of ``x`` is the part through the base's
+        weights; :class:`_InputProducts` adds the part through ``z``, the products of ``x`` with A of the first layers.
 
         Args:
             ctx: Autograd context.

@@ -400,7 +400,7 @@ class StackedModel(Model):
         - "losses": ``sum_c pi_c f_c``, but the gradient is that of ``sum_c f_c`` (FLoRAL, eq. 4), because the server
           weighs component c by pi_c when it aggregates.
         - "samples": ``sum_c shares_c f_c`` with shares per sample.
-        - Otherwise the loss of the user's mixed or only model.
+        - Otherwise the loss of one model: the user's only one, or the mixture of its components' weights or outputs.
 
         Args:
             tensors: The users' tensors; in training their running statistics change.

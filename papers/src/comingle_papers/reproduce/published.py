@@ -556,15 +556,17 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
 
 
 def _with_local_path(settings: Mapping[str, Any], data: DataSet, folder: Path | None) -> dict[str, Any]:
-    """Return settings of a task or of questions, with the ``path`` of the images or questions in the folder, if any.
+    """Return the settings of a data set, with the ``path`` of its images or questions if the folder has them.
+
+    Without a path a run downloads them from the hub.
 
     Args:
-        settings: The section ``data.task`` or ``data.questions`` of a recipe.
+        settings: The section ``data.task`` (of images or synthetic) or ``data.questions`` of a recipe.
         data: The data set.
         folder: The folder with local data, if there is one.
     """
     section = dict(settings)
-    has_images_or_questions = data.images or data.questions
+    has_images_or_questions = data.images or data.questions  # not a synthetic task
     path = _find_in_folder(data, folder) if has_images_or_questions else None
     if path is not None:
         section["path"] = str(path)

@@ -589,9 +589,9 @@ def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterato
     """Yield figures of the study's prompts, with each token coloured by the expert to which it is routed.
 
     Args:
-        plan: The figure's plan. With ``plot.own`` there is one figure with each prompt in one user's model, otherwise
-            one figure per layer with each prompt in every user's model.
-        entries: The runs by (row, column); those of the first seed are drawn.
+        plan: The figure's plan. With ``plot.own`` there is one figure of a run, in which each prompt is routed by the
+            model of its own user; otherwise one per layer, in which each prompt is routed by every user's model.
+        entries: The runs of all seeds by (row, column). Of each entry only the run of the first seed is drawn.
 
     Yields:
         The suffix of the figure's file name, and the figure.

@@ -45,11 +45,11 @@ class Coupled:
     decay: float
 
     def left(self, x: Left) -> Meeting:
-        """Return ``A(x) = P sin(Q x)``, which has as many entries as B(y)."""
+        """Return ``A(x) = P sin(Q x)``, the left side of the inner product ``<A(x), B(y)>``."""
         return self.outer_left @ np.sin(self.inner_left @ x)
 
     def right(self, y: Right) -> Meeting:
-        """Return ``B(y) = R tanh(S y)``, which has as many entries as A(x)."""
+        """Return ``B(y) = R tanh(S y)``, the right side of the inner product ``<A(x), B(y)>``."""
         return self.outer_right @ np.tanh(self.inner_right @ y)
 
     def value(self, x: Left, y: Right) -> float:

@@ -422,11 +422,19 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, state: LimitedLinkState, *, keys_only: bool) -> None:
-        """Wrap an app; the class describes the arguments."""
+        """Wrap an app.
+
+        Args:
+            app: The Fleet API.
+            state: Where keys are registered, and messages are stored.
+            keys_only: Whether only clients with registered keys are admitted, and signatures are checked.
+        """
         self._app, self._state, self._keys_only = app, state, keys_only
-        self._used_signatures: dict[tuple[bytes, int], float] = {}  # when each was used, on the monotonic clock
+        self._used_signatures: dict[tuple[bytes, int], float] = {}
+        """Time of use on the monotonic clock by (public key, first number of the signature), to refuse a second use."""
         self._lock = threading.Lock()
-        self._started = time.time()  # older signatures are refused, as an earlier process may have accepted them
+        self._started_at = time.time()
+        """Signatures from before this time are refused, as an earlier process of the server may have accepted them."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request of a client: refuse it, hold it back if it is a poll, or pass it on to the Fleet API.
@@ -543,7 +551,7 @@ class Gate:
         is_recent = -SYSTEM_TIME_TOLERANCE < age_seconds < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
         if not is_recent:
             return f"signed {age_seconds:.0f} s ago by this server's clock; set the clocks of client and server"
-        if signed_at < self._started:  # an earlier process of this server may have accepted the signature
+        if signed_at < self._started_at:  # an earlier process of this server may have accepted the signature
             return "signed before this server started; sign again"
         if self._record_signature(key, r):
             return "the signature was used before"
