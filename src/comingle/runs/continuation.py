@@ -59,7 +59,8 @@ def read_earlier_data(
 ) -> Sequence[EarlierData]:
     """Read the data of the runs that a run continues, for replay and to measure forgetting.
 
-    Data that cannot be read, or has changed since its run, is left out; with ``data.replay`` a warning names it.
+    Data that cannot be read, or has changed since its run, is left out; with ``data.replay`` a warning names it. Splits
+    that the new run or a later one has, too, are left out without a warning.
 
     Args:
         recipe: The recipe of the new run, with ``continue_from``.
@@ -71,7 +72,11 @@ def read_earlier_data(
     """
     assert recipe.continue_from is not None
     log = logger.warning if recipe.data.replay else logger.info
-    seen = {(name, split): {digest} for name, digests in run_data.digests.items() for split, digest in digests.items()}
+    # Digests of the splits that the new run or a later run has.
+    known_digests: dict[tuple[str, str], set[str]] = {}
+    for name, digests in run_data.digests.items():
+        for split, digest in digests.items():
+            known_digests[name, split] = {digest}
     collected: list[EarlierData] = []
     run = Path(recipe.continue_from.run)
     earlier_runs = [run, *(Path(ancestor["run"]) for ancestor in reversed(ancestors_of(run)))]
@@ -92,12 +97,12 @@ def read_earlier_data(
             if digests != recorded_users[user.name].digests:
                 changed.append(user.name)
                 continue
-            if digests["train"] not in seen[user.name, "train"]:
+            if digests["train"] not in known_digests[user.name, "train"]:
                 train_users[user.name] = user
-            if digests["test"] not in seen[user.name, "test"]:
+            if digests["test"] not in known_digests[user.name, "test"]:
                 test_splits[user.name] = user.test
             for split, digest in digests.items():
-                seen[user.name, split].add(digest)
+                known_digests[user.name, split].add(digest)
         if changed:
             log("continue_from: data has changed since %s, so it is not used again: %s", folder, list_names(changed))
         collected.append(EarlierData(run=folder, train_users=train_users, test_splits=test_splits))
@@ -105,10 +110,9 @@ def read_earlier_data(
 
 
 def add_replay(recipe: Recipe, run_data: RunData, earlier: Sequence[EarlierData]) -> tuple[RunData, dict[str, int]]:
-    """Add earlier data to the training data of users, as their share ``data.replay`` of it.
+    """Add data of earlier runs to the training data of users, of which it then is the fraction ``data.replay``.
 
-    Users whose training data is the same as before are unchanged. If a user has too little earlier data, its share is
-    smaller.
+    Users whose training data is the same as before are unchanged. With too little earlier data the fraction is smaller.
 
     Args:
         recipe: The recipe of the new run.
@@ -217,7 +221,7 @@ def check_earlier_run(recipe: Recipe) -> None:
     if recipe.continue_from is None:
         return
     run = Path(recipe.continue_from.run)
-    newest_checkpoint(run)
+    newest_checkpoint(run)  # raises an error if there is none
     check_equal({"method": (recipe.method.name, load_recipe(run).method.name)}, run)
 
 
@@ -299,7 +303,7 @@ def copy_users_state(
 
 
 def continuation_entry(checkpoint: Path, progress: Progress, names: Sequence[str]) -> JsonObject:
-    """Return the entry "continues" of a run's start event, for users whose data has not changed.
+    """Return the entry "continues" of a run's start event; callers may add users with changed data.
 
     Args:
         checkpoint: Checkpoint of the earlier run.
@@ -382,13 +386,13 @@ def check_no_privacy_budget(server: ServerHalf, earlier: Recipe) -> None:
     """Refuse differential privacy, whose budget would have to include what the earlier run has spent.
 
     Raises:
-        RecipeError: One of the two runs has it.
+        RecipeError: One of the two runs has differential privacy.
     """
-    has_budget = {
-        "privacy.mechanism": bool(server.mechanisms.state),
+    is_private_by_key = {
+        "privacy.mechanism": bool(server.mechanisms.state),  # numbers of noisy uploads; empty without noise
         "privacy.mechanism of the earlier run": earlier.privacy is not None and earlier.privacy.mechanism != "none",
     }
-    for key, is_private in has_budget.items():
+    for key, is_private in is_private_by_key.items():
         if is_private:
             raise RecipeError(f"{key}: got differential privacy; allowed with continue_from: none")
 

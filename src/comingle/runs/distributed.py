@@ -65,7 +65,10 @@ class _RankHandler(logging.Handler):
         logger.setLevel(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a record on to the root logger unless all processes log such records; else drop it."""
+        """Pass errors, and warnings about this process's users, on to the root logger; drop all other records.
+
+        Every process of a run logs the others alike, so those of the first process are enough.
+        """
         # Warnings of secure sums are about the uploads of this process's users.
         if record.levelno >= logging.ERROR or record.pathname == secure_sum.__file__:
             logging.getLogger().handle(record)

@@ -113,7 +113,7 @@ class Given:
         Raises:
             RecipeError: No net is registered under this name.
         """
-        if self.make_net is not None or kind_of(recipe).needs_base:  # only samples are for nets
+        if self.make_net is not None or kind_of(recipe).needs_base:  # text and conversations need a language model
             return
         names_net = "base" in recipe.model_fields_set and recipe.base.startswith(NETS)
         if names_net:

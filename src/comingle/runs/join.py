@@ -337,15 +337,15 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
 
 
 def _shared_models(clients: Clients) -> Models:
-    """Return the models to evaluate before training: only what is downloaded.
+    """Return the models with which a newcomer is evaluated before its training: only what it has downloaded.
 
-    If a user's model is a mixture of downloaded and local models, the local ones get a mixture weight of 0.
+    If its model is a mixture of downloaded and local models, the local ones get a mixture weight of 0.
     """
     placement, models = clients.method.placement, clients.models
     mixture = placement.mixture
     if mixture is None or not mixture.trains_independently:  # there are no local models
         return models
-    rows = clients.state.rows.clone()  # a row with all parameters of each user, here only the newcomer
+    rows = clients.state.rows.clone()  # the only row has all parameters of the newcomer
     mixture_logits = clients.model.layout.views(rows)[CLIENT_ROUTER]  # (users, models): downloaded models come first
     num_downloaded, num_models = placement.generalists, mixture.clusters  # generalists are shared by all users
     mixture_logits[:, num_downloaded:num_models] = ZERO_SHARE_LOGIT  # the softmax of this logit is exactly 0

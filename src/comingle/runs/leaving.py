@@ -128,8 +128,9 @@ def remove_user(
 ) -> JsonObject:
     """Carry out the removal of a user, and return the certificate of the last run.
 
-    A folder is replaced when its run without the user has ended. After an interruption the same removal continues with
-    the folders that are left.
+    Mode ``exact`` trains every run again without the user, the earliest first, as each continues from the one before.
+    Mode ``forward`` copies only the last run without the user, and deletes the earlier ones. Each folder is replaced as
+    soon as its new run is complete. After an interruption the same removal continues with the folders that are left.
 
     Args:
         removal: The plan.
@@ -144,7 +145,6 @@ def remove_user(
     if removal.mode == "exact":
         for folder in removal.runs:
             _read_data(folder, removal.user)  # refuses changed data before anything is replaced
-    # Only the last run is copied; the exact mode needs the earlier ones too.
     replaced = removal.runs if removal.mode == "exact" else removal.runs[-1:]
     for folder in replaced:
         temporary = _temporary_folder(folder)
@@ -330,9 +330,9 @@ def _copy_without(folder: Path, target: Path, user: str) -> None:
 
 
 def _metrics_without(finished: Run, user: str) -> JsonObject:
-    """Return the metrics of a run without a user, with the means over the others."""
+    """Return the metrics of a run without a user, with the means over the others; all else stays as recorded."""
     clients, metrics = finished.federation.clients, _without_name(finished.metrics, user)
-    over_others = metrics_of(
+    over_others = metrics_of(  # only its means are used, so it needs neither the run's time nor the selected round
         metrics["users"],
         clients.model,
         clients.plan,

@@ -297,7 +297,7 @@ class Bars:
                 self._progress.reset(bar, completed=run_progress.steps_before_resume)
             if event["event"] != "step":
                 status = run_progress.result
-            elif run_progress.evaluating:
+            elif run_progress.evaluating:  # an event "step" also says that an evaluation begins
                 status = "evaluating"
             else:
                 status = f"round {run_progress.round}"

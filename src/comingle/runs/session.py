@@ -158,8 +158,8 @@ def choose_settings(
         BaseModelError: The base cannot be used.
     """
 
-    def require_own_process(got: str) -> None:
-        """Check that base and users can be read now, and by this process alone.
+    def check_can_choose(got: str) -> None:
+        """Check that values can be chosen: in a single process, before base and users are loaded by the recipe's names.
 
         Args:
             got: Beginning of the error's message, such as "method.specialists: got 'auto'".
@@ -173,10 +173,10 @@ def choose_settings(
     if resumed is not None and (resumed / "recipe.yaml").exists():
         earlier_recipe = load_recipe(resumed)
     if chooses_specialists(recipe):
-        require_own_process("method.specialists: got 'auto'")
+        check_can_choose("method.specialists: got 'auto'")
         recipe = _with_specialists(recipe, earlier_recipe, say)
     if recipe.runtime.memory is not None:
-        require_own_process(f"runtime.memory: got {recipe.runtime.memory!r}")
+        check_can_choose(f"runtime.memory: got {recipe.runtime.memory!r}")
         recipe = _within_memory(recipe, earlier_recipe, say)
     return recipe
 
@@ -453,7 +453,8 @@ def check_and_set_up(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
             never kept.
 
     Raises:
-        RecipeError: As :func:`check_recipe`.
+        RecipeError: As :func:`check_recipe`; or the recipe has ``runtime.memory`` or ``method.specialists: auto``, and
+            the caller has not chosen the settings that it leaves open.
     """
     method = check_recipe(recipe)
     if lacks_chosen_settings(recipe):
@@ -668,7 +669,7 @@ def run_in(
 
 
 def prepare_earlier(base: Base | None, recipe: Recipe, date: str) -> RunData:
-    """Read the data of an earlier run, whose base is loaded already.
+    """Read the data of an earlier run, whose base is loaded already; users may lack validation data, which is not used.
 
     Args:
         base: The base.

@@ -143,9 +143,9 @@ class DocumentStore:
         return None
 
     def collect(self, users: Sequence[str], number: int) -> dict[str, Path]:
-        """Make the new documents of users their data of a run; return the file of each.
+        """Move the new documents of users to the files that a run trains on; return the file of each user.
 
-        If a process was killed in between, some documents are in both files; their ids tell.
+        If a process was killed while it moved them, some documents are in both files. Each id is written once.
 
         Args:
             users: Names of the users.
@@ -277,7 +277,11 @@ class LiveTrainer:
     # ------------------------------------------------------------ runs
 
     def _load_models(self) -> dict[str, PersonalModel]:
-        """Return the models of the last finished run, or untrained models."""
+        """Return the models of the last finished run, or untrained models; set ``_base`` and ``_served`` to match.
+
+        ``_served`` is the number of that run, 0 for untrained models. In a new folder, write the recipe of the first
+        run, which :meth:`_train_forever` then trains.
+        """
         last = self._last_planned()
         for number in range(last, 0, -1):
             if (self._runs / f"{number:04d}" / "metrics.json").exists():
@@ -406,7 +410,8 @@ def _check_live(recipe: Recipe) -> None:
     """Check that a recipe can be trained live.
 
     Raises:
-        RecipeError: Its users do not have text or conversations in files of their own, or a setting is not for all.
+        RecipeError: Its users do not have text or conversations in files of their own, a setting has a value for each
+            user, or the recipe has privacy or continues a run.
     """
     if recipe.data.kind not in KINDS:
         raise RecipeError(f"data.kind: got {recipe.data.kind}; allowed with comingle live: {', '.join(KINDS)}")
@@ -479,6 +484,11 @@ class WatchedKeys(Keys):
         return super().users_of(key)
 
     def _read(self) -> None:
+        """Replace names and keys by those in the file if it has changed since it was read.
+
+        Raises:
+            DataError: The file cannot be used; names and keys stay as they were.
+        """
         changed_at = self._path.stat().st_mtime_ns if self._path.exists() else 0
         if changed_at == self._changed_at:
             return

@@ -369,7 +369,7 @@ class EnsembleRows(Rows):
         super().__init__(models, max_rows)
         self.model = cast(EnsembleModel, next(iter(models.values())).model)
         self.network = self.model.inner.network
-        # Weights of the models in the mixture, and exponents of their probabilities (None for 1), of the rows in use.
+        # Of rows in use: weights of the models, and exponents to which their probabilities are raised (None for 1).
         # The network's forward pass reads them; `bind` replaces them.
         self.mixing = (torch.empty(0, 0), None)
         mix_forward(self.network, lambda: self.mixing)

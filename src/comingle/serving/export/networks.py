@@ -309,9 +309,9 @@ def format_hint(source: Source) -> str:
 
 
 def unsupported_mixing(source: Source) -> str:
-    """Return a way of mixing experts that no architecture of transformers has; empty if the model has none.
+    """Return how a model mixes its experts if no architecture of transformers mixes them in this way; else "".
 
-    These architectures mix the outputs of whole MLPs, with a softmax over the router's logits. The result completes the
+    The architectures mix the outputs of whole MLPs, with a softmax over the router's logits. The result completes the
     sentence "its experts are ...", for example "mixed inside each linear layer".
     """
     if not isinstance(source.model, AdaptedModel):
