@@ -332,7 +332,7 @@ class PassBatchSource(BatchSource):
     @property
     def most_steps(self) -> int:
         """Largest number of local steps of a trainer in one round."""
-        if not self._has_own_sizes:  # trainers with the most data take the most steps
+        if not self._has_own_sizes:  # then those with the most data take the most steps, and others need no counting
             return super().most_steps
         return max(self.steps(trainer) for trainer in range(len(self.trainers)))
 
@@ -382,7 +382,8 @@ class PassBatchSource(BatchSource):
             repeat: Repeat of the phase within the step.
         """
         self.enter(round_number)
-        # Samples are shuffled anew for each phase and split, and for batches before the first step.
+        # Each phase has an order of its own of the samples of each split (train or valid), and so have the batches that
+        # are used before the first step.
         if step < 0:
             purpose, batch_number = "before", repeat
         else:

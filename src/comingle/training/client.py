@@ -750,7 +750,8 @@ class Clients(Users):
     def upload_bytes(self) -> list[int]:
         """Return the upload size in bytes per round of each evaluated user; 0 if nothing is shared.
 
-        Uploads are made, but not sent, to count their bytes; sizes of messages of secure sums are computed.
+        Uploads are made only to count their bytes (``counts=True``), and not sent. Messages of secure sums are not even
+        made, as their sizes follow from the number of entries.
         """
         if not self.shares:
             return [0] * len(self.scored)
@@ -760,7 +761,8 @@ class Clients(Users):
             return [secure_sums.sent_bytes(self.name(row), num_entries) for row in self.scored_rows]
         bytes_by_trainer: dict[int, int] = {}
         for trainers in cohorts(self.scored_trainers, self.users_per_message):
-            any_losses = {LOSS: torch.zeros(len(trainers))}  # the size depends neither on their values nor on the round
+            # The size depends neither on the values of the losses nor on the round.
+            any_losses = {LOSS: torch.zeros(len(trainers))}
             message = self.upload(trainers, round_number=1, losses=any_losses, counts=True)
             bytes_by_trainer.update(zip(trainers, packed_bytes(message), strict=True))
         return [bytes_by_trainer[trainer] for trainer in self.trainers_of(self.scored_rows)]
@@ -1080,6 +1082,7 @@ def settle(clients: Clients, *, all_users: bool = True) -> None:
     trainers = range(num_trainers) if all_users else clients.scored_trainers
     all_rows = [copy * num_trainers + trainer for copy in copies for trainer in trainers]
     for rows in cohorts(all_rows, clients.pass_size.users):
+        # Batches that hooks draw are of the round after the last one, so that no training step has the same batch.
         cohort = clients.cohort(rows, clients.plan.training.rounds, state=clients.state.without_moments())
         for hook in hooks:
             hook.settle(cohort)

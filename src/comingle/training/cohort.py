@@ -401,7 +401,8 @@ class Cohort(CohortTensors):
 
         Args:
             instances: Number of training windows of each user.
-            whole: Average a router's input over all tokens of a window, instead of taking it at the end of the prompt.
+            whole: Average a router's input over all tokens of a window. Otherwise it is the input at the last token of
+                the window's prompt, or of the window if it has no prompt.
 
         Returns:
             Means ``(users, width)`` of inputs scaled to unit vectors, by the name of the router's tensor; zeros for

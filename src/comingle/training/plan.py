@@ -105,15 +105,15 @@ def training_by_name(training: TrainingSection, names: Sequence[str], *, pooled:
 
 
 def check_normalisation(recipe: Recipe, method: Method) -> None:
-    """Check that ``training.normalise_steps: true`` is possible: uploads normalised by users' numbers of local steps.
+    """Check that uploads can be normalised by users' numbers of local steps, if ``training.normalise_steps`` is true.
 
     Args:
         recipe: The recipe.
         method: Method of the recipe.
 
     Raises:
-        RecipeError: The method's server uses more of uploads than their change against the download, or privacy or a
-            robust aggregation rule does not allow it.
+        RecipeError: The recipe has privacy or a robust aggregation rule, or the method's server uses more of an upload
+            than its change since the download.
     """
     if not recipe.training.normalise_steps:
         return

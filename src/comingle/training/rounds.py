@@ -323,7 +323,8 @@ def run_rounds(
         return scores
     # A run without rounds is evaluated once here. A run that was resumed after its last round has logged its event.
     bytes_before = clock.upload_bytes, clock.download_bytes
-    receives = evaluates_aggregated(run) or not was_stopped  # whether users download the aggregated model first
+    # Users download the newest shared tensors first. Only local models of a run that ended early stay as they are.
+    receives = evaluates_aggregated(run) or not was_stopped
     scores = _evaluate(backend, num_rounds, observe, scores, receives=receives, silent=was_resumed)
     if was_resumed or not backend.remote:  # the messages were counted before, or were not sent over a network
         clock.upload_bytes, clock.download_bytes = bytes_before
@@ -405,7 +406,7 @@ def _evaluate(
         observe: Called with the event.
         previous_scores: Scores of the previous evaluation; None if they are of other models.
         receives: Whether users first download the newest shared tensors.
-        finishes: Whether users first make their final models.
+        finishes: Whether users first make their final models, as some methods do once, after the last exchange.
         silent: Do not log the event, as it was logged before the run was interrupted.
     """
     new_scores, event = backend.evaluate(done, receives=receives, finishes=finishes, silent=silent)

@@ -223,7 +223,7 @@ class ServerState:
 
     @property
     def _saved_ranks(self) -> Int[Tensor, " _"]:
-        """LoRA ranks to save: one per user, or a single one for many users (:data:`MAX_HASHED_NAMES`) of equal rank."""
+        """LoRA ranks to save: one per user, or a single one for over :data:`MAX_HASHED_NAMES` users of equal rank."""
         changes_ranks = any(hook.resizes for hook in self.method.client.parts)
         has_many_users = len(self.users) > MAX_HASHED_NAMES
         if has_many_users and not changes_ranks and bool((self.ranks == self.ranks[0]).all()):
@@ -613,7 +613,7 @@ def _check_uploads_and_ranks(model: Model, plan: RunPlan) -> None:
         raise RecipeError(
             f"training.uploads: got {number_format!r} for {method.name}, whose users mix uploads; allowed: float32"
         )
-    # The server sends its own models to all users, already before the first round or after merging uploads.
+    # Such a server sends models of one rank to all users: before the first round, or after it has merged uploads.
     needs_equal_ranks = method.server.first_download or method.server.one_rank
     has_padding = not bool(model.mask().all())  # of users with a smaller rank than others
     if needs_equal_ranks and has_padding:

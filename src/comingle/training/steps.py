@@ -378,7 +378,8 @@ class PrivateSteps:
             tensors_digest = digest({n: t[i] for n, t in shared.items()})
             streams.append((name, round_number, phase.purpose, *step_and_repeat, tensors_digest))
 
-        # Parameters that are trained without noise stay out of this pass, as they depend on the same private data.
+        # Local roles take no part in this pass. They are trained without noise on the same private data, which they
+        # would reveal through the gradients of the shared roles.
         roles_of_pass = layout.roles - self.local_roles(layout)
         tensors = restrict(model.tensors(rows), layout, roles_of_pass)
         noised_names = self.noised_names(phase, layout)
@@ -813,8 +814,8 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Return mean losses ``(users,)``, and the gradients that a phase computes, by tensor name.
 
-        Gradients have the dtype of the parameters (at least float32). If nothing is done with them before the optimizer
-        step, they may have the dtype of the model instead.
+        Gradients have the dtype of the parameters (at least float32). If they come from a single backward pass and no
+        client hook changes them, they may have that of the model, such as bfloat16.
 
         Args:
             cohort: The cohort; running statistics of its nets are updated.

@@ -124,7 +124,10 @@ class Layout:
 
     @cached_property
     def _other_roles_cache(self) -> dict[frozenset[str], Tensor | None]:
-        """Results of :meth:`other_roles_mask`, the columns that a step must not change, by set of roles."""
+        """Results of :meth:`other_roles_mask` by the set of roles that a step trains.
+
+        A result is a mask of the columns that the step must not change, or None if there are none.
+        """
         return {}
 
     @cached_property

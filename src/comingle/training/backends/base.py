@@ -45,7 +45,7 @@ class RoundPlan:
 
     @property
     def done(self) -> int:
-        """Number of rounds that are done after this one."""
+        """Number of rounds that are done once this one has ended."""
         return self.number + 1
 
 

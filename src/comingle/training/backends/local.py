@@ -140,7 +140,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
                 clients.plan = clients.plan.updated("evaluation", every=self._resolve_eval_interval())
             if self.is_first_process:
                 warn_of_untrained(clients.plan, clients.steps.local_steps)  # roles whose phase needs more local steps
-        return clients.plan, clients.rounds_done
+        return clients.plan, clients.rounds_done  # as planned, or fewer if a resumed run has spent its privacy budget
 
     def _resolve_eval_interval(self) -> int:
         """Return the number of rounds between evaluations with which they take at most 10% of the training time."""
@@ -241,7 +241,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         Args:
             done: Number of rounds that are done.
             receives: Whether users first download the newest shared tensors, if they have older ones.
-            finishes: Whether users first make their final models, after the last exchange of the run.
+            finishes: Whether users first make their final models, as some methods do once, after the last exchange.
             silent: Do not log this evaluation, as it was logged before the run was interrupted.
 
         Returns:
@@ -294,7 +294,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
         clients = self.clients
         is_last_round = done >= clients.plan.training.rounds
         scores_all_users = len(clients.scored) == len(clients.users)
-        # Compute tensors that depend on trained ones, for all users or only for the scored ones.
+        # Compute tensors that depend on trained ones, such as ensemble weights: for all users after the last round, as
+        # all final models are kept, else only for the scored ones.
         settle(clients, all_users=is_last_round or scores_all_users)
         selects_best_round = bool(clients.state.best)
         with finetuned(clients, done):  # once for test and validation
@@ -687,7 +688,7 @@ def _repack_downloads(parts: Sequence[Download]) -> Download:
         parts: The message of each user.
     """
     messages = [unpack(pack(part)) for part in parts]
-    return join_downloads([part for part in messages if isinstance(part, Download)])
+    return join_downloads([part for part in messages if isinstance(part, Download)])  # all; tells the type checker
 
 
 def _repack_uploads(parts: Sequence[Upload]) -> Upload:

@@ -270,7 +270,7 @@ class Kind(ABC):
         Args:
             split: Training data of a user, in the form of this kind.
             count: Number of tokens, conversations or samples to draw.
-            width: Tokens that text is drawn by; other kinds draw single examples.
+            width: Number of tokens in a window of text. This class ignores it, as only text is drawn in windows.
             generator: Source of randomness.
         """
         if len(split) <= count:
@@ -293,7 +293,7 @@ class Kind(ABC):
     def with_inputs(self, personal: Personal, recipe: Recipe, settings: Mapping[str, Any]) -> Personal:
         """Return the model of a user, extended by settings for reading its inputs, such as the shape of images.
 
-        Kinds that need no such settings, as here, return the model unchanged.
+        This class returns the model unchanged; kinds whose models need such settings override the method.
 
         Args:
             personal: The model.
@@ -303,9 +303,9 @@ class Kind(ABC):
         return personal
 
     def with_test_data(self, personal: Personal, test_data: Callable[[], Any]) -> Personal:
-        """Return the model of a user with a function that reads the user's test data, on which it can be evaluated.
+        """Return the model of a user, extended by a function that reads the test data on which to evaluate it.
 
-        Kinds whose models are not evaluated in this way, as here, return the model unchanged.
+        This class returns the model unchanged; kinds whose models can be evaluated override the method.
 
         Args:
             personal: The model.
@@ -699,6 +699,7 @@ def mix_base(recipe: Recipe, base: Base, method: Method, num_trainers: int) -> M
     # Only linear layers get adaptors; biases and norms of the base stay frozen.
     size = adaptor_size(backbone(base.model), rank=rank, bias=False, norm=False)
     require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
+    # This ``alpha`` multiplies the adaptors' outputs as it is; that of the recipe is divided by the root of the rank.
     return mix_language_model(base, mixture, users=num_trainers, rank=rank, alpha=scale)
 
 

@@ -161,11 +161,11 @@ class AnswerBatchSource(PassBatchSource):
             windows = self._set(trainer, stream).windows[numbers_of_trainer.clamp(min=0)]
             windows_by_trainer.append(windows.masked_fill(is_missing.unsqueeze(1), PAD))  # all tokens of a window
         all_windows = torch.stack(widen(windows_by_trainer))
-        smallest_width = max(2, _longest_unpadded(all_windows))  # at least one input and one target
-        width = self.plan.training.context if self.fixed_shape or full_width else smallest_width
+        longest_width = max(2, _longest_unpadded(all_windows))  # at least one input and one target
+        width = self.plan.training.context if self.fixed_shape or full_width else longest_width
         missing_width = max(0, width - all_windows.shape[-1])
         padded = torch.nn.functional.pad(all_windows, (0, missing_width), value=PAD)
-        return padded[..., :width]  # cuts off only padding
+        return padded[..., :width]  # no conversation is longer than ``width``
 
     def loss_counts(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
         """Return the number of targets with a loss for each user: the tokens of the responses."""

@@ -75,7 +75,7 @@ class SampleBatchSource(PassBatchSource):
         self.device_and_dtype = {"device": device, "dtype": dtype}
         """Device and dtype of inputs."""
         self._cached_banks: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
-        """The two sequences of splits that were scored last, with their samples in one tensor, by ids of the splits."""
+        """The two latest results of :meth:`_bank`: splits with their samples in one tensor, by ids of the splits."""
         self.banks: dict[str, SampleBank] = {}
         """Samples of all trainers in one tensor, by split; empty if trainers are not in memory."""
         if not self.trainers.in_memory:  # samples are read for each batch instead
@@ -119,7 +119,7 @@ class SampleBatchSource(PassBatchSource):
     def examples_at(
         self, trainers: Sequence[int], indices: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch"]:
-        """Return a batch of samples by index, for example-level privacy: the indices, which :meth:`read` reads.
+        """Return the indices themselves as a batch, whose samples :meth:`read` reads; used for example-level privacy.
 
         Args:
             trainers: Not used.
@@ -647,7 +647,7 @@ def _add_adaptors(net: nn.Module, recipe: Recipe, method: Method) -> nn.Module:
         generator=torch.Generator(),  # unseeded, as initial values are drawn again for each user
         num_clusters=mixture.clusters,
         per_layer=mixture.per_layer,
-        warn=not has_default_size,
+        warn=not has_default_size,  # of layers that exceed the budget, if the recipe sets it
         **settings,
     )
 

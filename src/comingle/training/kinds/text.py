@@ -211,7 +211,8 @@ class TextBatchSource(BatchSource):
             pass_size: Number of users and sequences in one training pass; scoring passes have as many sequences.
             gates: Collects the gates of routers; None if there are none.
         """
-        batch, slots = pass_size.slots(SCORED_PER_SLOT)  # a slot of a pass has windows that one model scores
+        # A pass has ``slots`` slots of ``batch`` windows each; one model scores all windows of a slot.
+        batch, slots = pass_size.slots(SCORED_PER_SLOT)
         context = self.plan.training.context
         return score_streams(
             predict, splits, model_numbers, batch=batch, slots=slots, gates=gates, context=context, begin=self.begin
@@ -237,8 +238,8 @@ class LanguageKind(Kind):
         Args:
             recipe: The recipe.
             source: Dataset of the recipe, if it has one. Its ``users`` are names, or the number of users to read.
-            read_owners: Yields the name of the user of each row.
-            unread: What may be missing, for the advice in the error: "text" or "rows".
+            read_owners: Yields the name of the user of each row; called only if nothing else has names.
+            unread: What the error's advice calls the data that cannot be read: "text" or "rows".
 
         Raises:
             DataError: The rows cannot be read.
@@ -376,14 +377,14 @@ class TextKind(LanguageKind):
         return self.known_names(recipe, source, read_owners, "text")
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
-        """Return the recipes unchanged, as they have text already, and find the users with too little text.
+        """Return the recipes, which need no conversion as they have text, and the users with too little text.
 
         Args:
             recipes: Recipes of several methods with the same data, whose costs are to be counted.
             users: Number of users, if it is given; then no text is read, and no user is found to have too little.
 
         Returns:
-            The recipes, the names of the users that a run would leave out, and a note about these for the user.
+            The recipes, the names of the users that a run would leave out, and a message about these.
         """
         if users is not None:
             return list(recipes), set(), ""

@@ -187,9 +187,9 @@ def copy_fields(state: State, template: State) -> None:
 
 
 def align(state: State, rows: Sequence[int]) -> State:
-    """Return a state at the memory alignment that it would have as a view of the state of all users in memory.
+    """Return a state whose tensors start at the same offset from a cache line as in a run with users in memory.
 
-    Alignment may change the last bit of a matrix product; with it, runs with users on disk and in memory are equal.
+    The last bit of a matrix product may depend on this offset. So runs with users on disk and in memory are equal.
 
     Args:
         state: State of some rows, without a best round.
@@ -197,7 +197,7 @@ def align(state: State, rows: Sequence[int]) -> State:
     """
     first = rows[0]
     is_consecutive = list(rows) == list(range(first, first + len(rows)))
-    if not is_consecutive:  # then they would be a copy in memory, too, not a view
+    if not is_consecutive:  # in memory, too, such rows are copied, and a copy starts at a cache line
         return state
     aligned = {name: _at_offset_of_row(t, first) for name, t in state.tensors().items()}
     return state.filled(aligned, best={})
@@ -428,7 +428,7 @@ class RecordFile:
         return record_number
 
     def free_all_except(self, used: Sequence[Int64[np.ndarray, " _"]]) -> None:
-        """Let all records be overwritten, except those in use, which are protected.
+        """Mark all records as free to be overwritten except those in use, which are protected from it.
 
         Args:
             used: Numbers of the records that the current state, the best round or a checkpoint refers to, as one array
@@ -436,7 +436,7 @@ class RecordFile:
         """
         for record_numbers in used:
             last_number = int(record_numbers.max(initial=-1))
-            self.end = max(self.end, last_number + 1)
+            self.end = max(self.end, last_number + 1)  # a file that was opened again does not know its records yet
         is_used = np.zeros(self.end, dtype=bool)
         for record_numbers in used:
             is_used[record_numbers] = True
