@@ -119,7 +119,7 @@ class _MovedModules:
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the empty module of an old name: warn, and forward its attributes to the module of the current name."""
-        if (new := _moved().get(module.__name__)) is None:
+        if (new := _moved().get(module.__name__)) is None:  # a package of modules that have moved, which stays empty
             return
         warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
         vars(module)["__getattr__"] = partial(getattr, importlib.import_module(new))

@@ -246,7 +246,7 @@ class Recipe(Section):
             excluded["aggregation"] = True
         content = self.model_dump(mode="json", exclude=excluded)
         _drop_later_keys(content)
-        sections = {**content, "method": content["method"]["settings"]}
+        sections = {**content, "method": content["method"]["settings"]}  # "method.KEY" is a key of these settings
         for dotted_key in VALUES_OF_USERS:  # such as "training.batch_size"
             section_name, _dot, key = dotted_key.partition(".")
             section = sections[section_name]  # part of `content`
@@ -285,9 +285,9 @@ class Recipe(Section):
         return self.with_changes(lists) if lists else self
 
     def _by_name(self, value: object) -> object:
-        """Convert a setting's list with a value for each user of the recipe to a mapping by name.
+        """Convert a list to a mapping by user name if it has one value for each user of the recipe, in their order.
 
-        Other values are returned unchanged. The recipe's fingerprint then does not depend on the order of the users.
+        Other values are returned unchanged. With mappings the recipe's fingerprint does not depend on the users' order.
         """
         names = self.data.names
         if isinstance(value, list) and len(value) == len(names):

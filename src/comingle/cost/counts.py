@@ -494,7 +494,7 @@ def count_stacked(
             forward=forward,
             training=round_flops * (1 / tokens_per_round),
             round=round_flops,
-            unit=rehearsal.steps.batch_source.unit.removesuffix("s"),
+            unit=rehearsal.steps.batch_source.unit.removesuffix("s"),  # such as "sample"
         )
         costs.append(cost)
     return costs
@@ -570,11 +570,11 @@ class _MeasuredFlops:
 
     @torch.no_grad()
     def _predict(self, count: int) -> None:
-        """Run the forward pass of one user on ``count`` sequences or samples, whose FLOPs are counted meanwhile."""
+        """Run a user's forward pass on ``count`` sequences or samples; :func:`measure_flops` counts its FLOPs."""
         self.rehearsal.steps.model.predict(self._tensors(), [0], fake_inputs(self.rehearsal, 1, count))
 
     def _step(self, phase: Phase, count: int) -> None:
-        """Compute the gradients of one step of a phase, whose FLOPs are counted meanwhile.
+        """Compute the gradients of one step of a phase; :func:`measure_flops` counts the FLOPs that this takes.
 
         Args:
             phase: Phase of the method, which says which parameters the step trains.
@@ -585,7 +585,7 @@ class _MeasuredFlops:
 
     @torch.no_grad()
     def _sweep(self, count: int) -> None:
-        """Compute the losses of each component of a client-level mixture, whose FLOPs are counted meanwhile.
+        """Compute the losses of each component of a client-level mixture; :func:`measure_flops` counts its FLOPs.
 
         Users compute them on all training data, to weight the components.
 

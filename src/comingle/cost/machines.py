@@ -287,6 +287,7 @@ def _fit_other_work(
     aggregation_seconds = times["aggregate_s"]
     if is_distributed and times["needs_only_sums"]:
         aggregation_seconds = 0.0  # processes sum the uploads on the way to the server
+    # Participants of all processes together, in the two measured rounds.
     few, many = (users * num_processes for users in times["other_work_users"])
     seconds_with_few, seconds_with_many = times["other_work_s"]
     seconds_per_participant = (seconds_with_many - seconds_with_few) / (many - few) if many > few else 0.0

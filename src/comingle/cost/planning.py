@@ -341,7 +341,7 @@ def net_cost(
         recipe: The recipe.
         population: Users and their samples.
         net_flops: Function that returns the FLOPs of a net without the method's additions, for a user's local work.
-        free: Free memory in bytes; the costs say whether the run fits into it, and with which settings if not.
+        free: Free memory in bytes; the costs say whether the run fits into it, or which settings would make it fit.
         participation: Fraction of the users in each round, or the names of each round's participants.
     """
     rehearsal = rehearse_nets(recipe, population, participation)
@@ -641,7 +641,7 @@ def method_cost(
         recipe: The recipe.
         base: The base model; weights are not needed.
         names: Names of the users.
-        free: Free memory in bytes; the costs say whether the run fits into it, and with which settings if not.
+        free: Free memory in bytes; the costs say whether the run fits into it, or which settings would make it fit.
         participation: Fraction of the users in each round, or the names of each round's participants.
     """
     # A federation whose steps run on fake tensors (shapes without values).

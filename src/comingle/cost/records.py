@@ -56,7 +56,7 @@ def measure_flops(work: Callable[[int], object]) -> LinearFlops:
 
 def count_flops(work: Callable[[], object]) -> int:
     """Run ``work`` and return the FLOPs of its matrix products and convolutions, forward and backward."""
-    with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:  # _FORMULAS: where torch's do not suffice
         work()
     return counter.get_total_flops()
 

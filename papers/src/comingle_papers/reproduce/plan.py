@@ -284,7 +284,7 @@ class Cell:
 
     @cached_property
     def folder(self) -> str:
-        """Name of the run folder; equal for cells with equal settings, in any table and on any machine."""
+        """Name of the run folder; equal for cells with equal :attr:`computed`, in any table and on any machine."""
         return name_of(self.computed)
 
     @property
@@ -437,9 +437,7 @@ def _merge_scale(study: Study, experiment: Experiment, name: str) -> Scale:
         known = list(study.scales)
         raise RecipeError(f"--scale {name!r}: unknown.{did_you_mean(name, known)} Allowed: {', '.join(known)}")
     scale = study.scales[name].model_dump(exclude_unset=True)
-    if name not in experiment.scales:
-        return Scale.model_validate(merge(scale))
-    changes = experiment.scales[name].model_dump(exclude_unset=True)
+    changes = experiment.scales[name].model_dump(exclude_unset=True) if name in experiment.scales else {}
     return Scale.model_validate(merge(scale, changes))
 
 

@@ -245,7 +245,7 @@ class Experiment(Section):
         Raises:
             ValueError: A row does not fit, or a note refers to an unknown row or column.
         """
-        is_table_of_costs = self.kind == "cost"
+        is_table_of_costs = self.kind == "cost"  # each row has a quantity to count (`count`)
         for name, row in self.rows.items():
             has_count = row.count is not None
             if has_count != is_table_of_costs:

@@ -297,7 +297,7 @@ def _run_cell(
     restart = force or (is_begun and not resume)
     run_data = cache.run_data(cell)
     started = time.perf_counter()
-    for name in (DIVERGED, MEASURED):
+    for name in (DIVERGED, MEASURED):  # results of an earlier run
         (folder / name).unlink(missing_ok=True)
     try:
         run_in(folder, cell.recipe, run_data, resume=resume, force=restart, observers=observers)

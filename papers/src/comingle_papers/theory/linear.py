@@ -211,7 +211,9 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
 
 
 def _shares_at_outputs(problem: LinearProblem, expert_outputs: Shares, logits: Shares, outputs: Vector) -> Shares:
-    """Return ``softmax(b - l'(t) a / mu)`` for each sample, with the derivative l' of the loss.
+    """Return the best shares of each sample if its mixed output is t: ``softmax(b - l'(t) a / mu)``.
+
+    l' is the derivative of the loss. :func:`best_shares` searches the t that these shares give.
 
     Args:
         problem: The samples, the loss, and the weight ``coupling`` (mu).
