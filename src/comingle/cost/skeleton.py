@@ -121,11 +121,11 @@ def _config_folder(name: str) -> Path:
     """
     alias = ALIASES.get(name)
     if alias is not None:
-        return _hub_config(alias.repository) or locate(name).folder
+        return _hub_config(alias.repository) or locate(name).path
     is_path = not name or expand_home(name).exists() or name.startswith((".", "~", "/")) or name.count("/") > 1
     if is_path:
-        return locate(name).folder
-    return _hub_config(name) or locate(name).folder
+        return locate(name).path
+    return _hub_config(name) or locate(name).path
 
 
 def _hub_config(repository: str) -> Path | None:

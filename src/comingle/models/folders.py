@@ -67,7 +67,7 @@ def read_folder(
         BaseModelError: The configuration is missing, the model is not causal or is quantised, or the weights are
             missing, pickled, damaged or larger than memory.
     """
-    check_config(folder, _read_json(folder / "config.json"))
+    check_config(folder, read_json(folder / "config.json"))
     if (folder / _ADAPTER_FILE).is_file():  # transformers would load it if peft is installed, else ignore it
         raise BaseModelError(
             f"base model {folder}: {_ADAPTER_FILE} belongs to an adapter; merge it into the weights "
@@ -153,7 +153,7 @@ def check_config(where: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a model's folder.
 
     Raises:
@@ -180,7 +180,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / _WEIGHTS_FILE).is_file():
         return [folder / _WEIGHTS_FILE]
     if (folder / _INDEX_FILE).is_file():
-        shards = _read_json(folder / _INDEX_FILE).get("weight_map", {})
+        shards = read_json(folder / _INDEX_FILE).get("weight_map", {})
         return sorted({folder / name for name in shards.values()})
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
     if pickles:

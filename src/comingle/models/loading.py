@@ -158,9 +158,9 @@ class Alias:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A folder with a model, and the model's display name."""
+    """The folder or GGUF file of a model, and the model's display name."""
 
-    folder: Path
+    path: Path
     name: str
 
 
@@ -188,38 +188,37 @@ def locate(name: str) -> ModelSource:
     Raises:
         BaseModelError: No model of that name exists or can be reached.
     """
+    source = find_files(name)
+    if source.path.is_file():
+        return replace(source, path=convert_gguf(source.path))
+    return source
+
+
+def find_files(name: str) -> ModelSource:
+    """Return the folder or the GGUF file of a model; download it from the hub on the first call.
+
+    Raises:
+        BaseModelError: No model of that name exists or can be reached.
+    """
     if name in ALIASES:
-        return _locate_alias(name, ALIASES[name])
+        return _find_alias(name, ALIASES[name])
     path = expand_home(name)
     if name and path.is_dir():
-        return ModelSource(folder=path, name=name)
+        return ModelSource(path=path, name=name)
     if path.is_file():
-        return _locate_file(path, name)
+        if path.suffix.lower() != ".gguf":
+            raise BaseModelError(f"base model {name!r}: a file must be a .gguf; for other weights give their folder.")
+        return ModelSource(path=path, name=name)
     if path.suffix.lower() == ".gguf" or not _HUB_NAME.fullmatch(name):
         raise BaseModelError(_not_found_message(name, "no such file or folder"))
     try:
-        return ModelSource(folder=hub_folder(name), name=name)
+        return ModelSource(path=hub_folder(name), name=name)
     except BaseModelError as error:
         raise BaseModelError(_not_found_message(name, f"no such folder; {error}")) from error
 
 
-def _locate_file(path: Path, name: str) -> ModelSource:
-    """Convert a GGUF file and return the folder.
-
-    Args:
-        path: The file.
-        name: The name that the user gave, for the message.
-
-    Raises:
-        BaseModelError: The file is not a GGUF file, or cannot be converted.
-    """
-    if path.suffix.lower() != ".gguf":
-        raise BaseModelError(f"base model {name!r}: a file must be a .gguf; for other weights give their folder.")
-    return ModelSource(folder=convert_gguf(path), name=name)
-
-
-def _locate_alias(name: str, alias: Alias) -> ModelSource:
-    """Return an alias's model from the hub, or without the hub from the GGUF file of an installed package.
+def _find_alias(name: str, alias: Alias) -> ModelSource:
+    """Return an alias's folder from the hub, or without the hub the GGUF file of an installed package.
 
     Args:
         name: The alias's name, for error messages.
@@ -234,14 +233,14 @@ def _locate_alias(name: str, alias: Alias) -> ModelSource:
         reason = str(error)
     else:
         logger.info("base model %s: %s from the hub", name, alias.repository)
-        return ModelSource(folder=folder, name=alias.repository)
+        return ModelSource(path=folder, name=alias.repository)
     gguf_file = _find_packaged_file(alias)
     if gguf_file is None:
         raise BaseModelError(
             f"base model {name!r}: {reason} Without the hub, pip install 'comingle[demo]' has its instruct variant."
         )
     logger.info("base model %s: %s from the package %s (%s)", name, alias.file, alias.package, reason)
-    return ModelSource(folder=convert_gguf(gguf_file), name=f"{alias.package}/{alias.file}")
+    return ModelSource(path=gguf_file, name=f"{alias.package}/{alias.file}")
 
 
 def _find_packaged_file(alias: Alias) -> Path | None:
@@ -459,9 +458,9 @@ def load_base(
         else:
             source = locate(name)
             model, tokenizer = read_folder(
-                source.folder, dtype=torch_dtype, device=torch_device, attention=implementation, bits=bits
+                source.path, dtype=torch_dtype, device=torch_device, attention=implementation, bits=bits
             )
-            display_name, origin = source.name, source.folder
+            display_name, origin = source.name, source.path
         ends = freeze(model, tokenizer)  # tokens that end a text
     torch.nn.Module.to(model, torch_device)  # not model.to, which transformers overrides
     return Base(
