@@ -31,6 +31,7 @@ from comingle.utils.errors import PluginError, RecipeError
 # isort: split
 from comingle import __version__
 from comingle.cli.audit import audit
+from comingle.cli.bundle import bundle
 from comingle.cli.compare import compare
 from comingle.cli.cost import advise, cost
 from comingle.cli.data import data, methods
@@ -247,7 +248,7 @@ def _build_broken_command(name: str, error: PluginError) -> object:
 
 COMMANDS = (
     demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, leave, audit, chat, serve, live,
-    federate, server, client, status,
+    federate, server, client, status, bundle,
 )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def write_origin(folder: Path, method: str, net: str = "") -> None:
         net: Name of the net; empty for a language model.
     """
     record: dict[str, Any] = {}
-    method_file = _file_of(method)
+    method_file = file_of(method)
     if method_file is not None:
         record = {"method": method, "file": str(method_file), "sha256": _digest(method_file)}
     net_file = _file_of_net(net)
@@ -180,7 +180,7 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
         _warn_if_changed(f"net {net!r}", _file_of_net(net), net_digest, folder)
     if method in REGISTRY:
         if begun and method_file:
-            _warn_if_changed(f"method {method!r}", _file_of(method), method_digest, folder)
+            _warn_if_changed(f"method {method!r}", file_of(method), method_digest, folder)
         return
     if method_file:
         gone = "" if Path(method_file).is_file() else ", which no longer exists"
@@ -320,11 +320,11 @@ def _origin_suffix(name: str) -> str:
     Returns:
         ", from FILE" for a method of a loaded file; empty for built-in methods and installed packages.
     """
-    path = _file_of(name)
+    path = file_of(name)
     return "" if path is None else f", from {path}"
 
 
-def _file_of(method: str) -> Path | None:
+def file_of(method: str) -> Path | None:
     """Return the loaded file that has a method; None for built-in methods and installed packages."""
     return next((path for path, names in _loaded.items() if method in names), None)
 
