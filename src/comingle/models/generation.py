@@ -69,7 +69,7 @@ def _integer_rule(least: int, below: float = math.inf) -> _Rule:
         allowed += f" and below {below:,}"
 
     def is_allowed(value: Any) -> bool:
-        return isinstance(value, int) and is_number(value) and least <= value < below
+        return isinstance(value, int) and is_number(value) and least <= value < below  # a boolean is not a number
 
     return is_allowed, allowed
 
@@ -724,7 +724,7 @@ class _StopCriterion:
             has_ended = self.ends.get(row) is not None
             if has_ended:
                 continue
-            self.ends[row] = None
+            self.ends[row] = None  # from the first call on, `ends` has all rows in order
             if self._is_finished(new_tokens, self.contexts[row]):
                 self.ends[row] = length
         return torch.tensor([end is not None for end in self.ends.values()], device=tokens.device)

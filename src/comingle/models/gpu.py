@@ -66,7 +66,7 @@ def triton_backend(device: torch.device) -> TritonBackend:
         raise RecipeError("runtime.gpu: got 'triton', which is not installed here; pip install triton, or leave it out")
     from comingle.models.kernels import triton_kernels as programs
 
-    if device.type != "cuda" and not programs.INTERPRETED:
+    if device.type != "cuda" and not programs.INTERPRETED:  # tests interpret Triton on CPUs
         raise RecipeError(f"runtime.gpu: got 'triton' on device {device.type!r}; allowed: a CUDA GPU")
     return TritonBackend(programs)
 
@@ -330,7 +330,7 @@ class RecordedModel(AdaptedModel):
         def run_pass(*static_arguments: Tensor) -> tuple[Tensor, Tensor | float]:
             """Return hidden states and penalty for arguments in the order of ``arguments``."""
             *tensors, present, inputs = static_arguments
-            with without_packing():
+            with without_packing():  # do not look for several texts in a row, which cannot be captured
                 return model.states(dict(zip(names, tensors, strict=True)), present, inputs)
 
         try:

@@ -199,7 +199,7 @@ def fast_bf16(device: torch.device) -> bool:
 
 
 def cpu_features() -> set[str]:
-    """Return the processor's features by their names in PyTorch or Linux."""
+    """Return the processor's features, such as "amx_bf16", by their names in PyTorch or else in Linux."""
     get_capabilities = getattr(torch.cpu, "get_capabilities", None)  # absent from older torch
     if get_capabilities is not None:
         return {name for name, is_present in get_capabilities().items() if is_present is True}

@@ -342,8 +342,8 @@ class _InputProducts(torch.autograd.Function):
     def forward(ctx: Context, x: Tokens, matrix: Float[Tensor, "users columns width"]) -> tuple[Tokens, Tensor]:
         """Return ``x`` and its product with each user's ``matrix``, ``(users, n, columns)``.
 
-        The caller passes the returned ``x`` to the mixture, so that the mixture's gradient of ``x`` is the argument
-        ``d_x`` of :meth:`backward`, which adds the product's gradient in place, without another tensor.
+        The caller gives the returned ``x`` to the mixture. So :meth:`backward` gets the mixture's gradient of ``x`` and
+        adds the product's gradient in place, without another tensor.
 
         Args:
             ctx: Autograd context.
@@ -471,8 +471,9 @@ def _split_native_arguments(
     """Split the last arguments of :class:`_NativeMixture`, the tensors, which autograd requires to be flat.
 
     Args:
-        layer_tensors: B of each first layer, A and B of the last, then weight and bias of the same layers.
-        num_first: Number of layers that read the input: 2 with a gate, else 1.
+        layer_tensors: B of each first layer (one that reads the MLP's input), A and B of the last layer, then weight
+            and bias of each of these layers. A of the first layers is not needed: the caller has multiplied the input.
+        num_first: Number of first layers: 2 with a gate, else 1.
 
     Returns:
         B of the first layers, (A, B) of the last, weights of all layers, biases of all layers.
@@ -743,7 +744,7 @@ class Adapters:
         return rescaled
 
     def penalties(self) -> Tensor | float:
-        """Return each user's load-balancing penalty of the last pass, averaged over blocks; 0.0 without a penalty."""
+        """Return each user's load-balancing penalty of the last pass, averaged over MLPs; 0.0 without a penalty."""
         penalties = [mlp.router.penalty for mlp in self.experts.values() if mlp.router.penalty is not None]
         return torch.stack(penalties).mean(0) if penalties else 0.0
 
@@ -787,8 +788,9 @@ class Adapters:
         """Return True where a user has a row of a router's weight; a user with a single expert has none.
 
         If the weight has at most one row per expert, its rows belong to the last experts: with 3 experts, 3 rows belong
-        to all of them and 2 rows to the last two. A user lacks the rows of experts that it lacks. With more rows than
-        experts, as some methods define them, a row belongs to no single expert.
+        to all of them and 2 rows to the last two, as in a method whose first expert has no row. A user lacks the rows
+        of experts that it lacks. With more rows than experts, as some methods define them, a row belongs to no single
+        expert.
 
         Args:
             num_rows: Number of rows of the router's weight.

@@ -109,7 +109,7 @@ def is_hub_reachable(endpoint: str) -> bool:
 
 
 def _responds(endpoint: str) -> bool:
-    """Return whether a server responds to a request with a status below 500."""
+    """Return whether a server, such as the hub, can be reached: it responds to a request with a status below 500."""
     request = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": "comingle"})
     try:
         with urllib.request.urlopen(request, timeout=_PROBE_SECONDS):
@@ -118,7 +118,7 @@ def _responds(endpoint: str) -> bool:
         response.close()
         return response.code < 500
     except (OSError, http.client.HTTPException, ValueError) as error:
-        # An unknown certificate is a response, too; the hub's client has its own certificates.
+        # An unknown certificate is a response, too; the hub's client may know it, as it has its own list.
         cause = getattr(error, "reason", error)
         return isinstance(cause, ssl.SSLError)
 
@@ -566,6 +566,7 @@ def _raise_unless_supported(model: object) -> None:
     if getattr(model, "_hf_peft_config_loaded", False):
         raise BaseModelError(f"base: {class_name} has adapters; give the model without them")
     config = model.config.to_dict()
+    # The path is for messages only.
     check_config(Path(config.get("_name_or_path") or GIVEN), {**config, "architectures": [class_name]})
     dtypes = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
     if len(dtypes) != 1 or not dtypes <= set(DTYPES.values()):

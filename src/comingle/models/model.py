@@ -115,7 +115,7 @@ class TokenRouting:
 
     @property
     def routed(self) -> bool:
-        """True if tokens are routed to experts."""
+        """True if tokens are routed to experts; False by default."""
         return False
 
     def record_gates(self) -> AbstractContextManager[Gates]:
@@ -323,7 +323,7 @@ class Model(TokenRouting, ClientMixing, ABC):
     # ---------------------------------------------------------------- costs
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """Replace the frozen weights by fake tensors, to estimate memory; here nothing, as nets have no frozen weights.
+        """Replace the frozen weights by fake tensors, to estimate memory; by default nothing, for nets without any.
 
         Args:
             fakes: Maker of fake tensors (:class:`comingle.cost.memory.Fakes`).

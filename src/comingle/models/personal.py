@@ -81,8 +81,9 @@ class Change:
 def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Change]:
     """Return the change of each adapted linear's weight by one user's adapters, for merging and exports.
 
-    A change is a sum over experts, each weighted by the LoRA scale; :func:`average_experts` divides the weights by the
-    number of experts. As a side effect, the user's tensors are bound to the model's adapters.
+    The change of an MLP's linear has the factors of all experts, each with the LoRA scale as its weight. So it is a sum
+    over experts, not yet their mean: :func:`average_experts` divides the weights by the number of experts. As a side
+    effect, the user's tensors are bound to the model's adapters.
 
     Args:
         model: The model of all users.
@@ -496,13 +497,13 @@ class PersonalModel(Personal):
 
         Use it in the context only: all users share the modules, and another user's adapters may be bound later.
         """
-        if isinstance(self.model, AdaptedModel):  # adapters, whose experts are mixed within the MLPs
+        if isinstance(self.model, AdaptedModel):  # LoRA adapters; each MLP mixes the user's experts
             self.model.adapters.bind(self.tensors, [self.row])
             yield self.model.network
         elif isinstance(self.model, EnsembleModel):  # a mixture of several models' predictions
             with self.model.mixed_network(self.tensors, [self.row]) as network:
                 yield network
-        else:  # several sets of adaptors, which are mixed in the weights
+        else:  # a MixedLanguageModel: the weighted mean of several sets of adaptors is added to the weights
             (mixture,) = self.model.shares(self.tensors)
             with self._floral_model.mixing(mixture):
                 yield cast(PreTrainedModel, self._floral_model.model)

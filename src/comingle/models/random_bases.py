@@ -261,7 +261,7 @@ def _config_settings(family: Family, shape: Shape) -> dict[str, Any]:
     head_dim = shape.dim // shape.heads
     mlp_width = shape.mlp
     if mlp_width == 0:
-        # Usually 8/3 dim, rounded up to a multiple of 8, with a gate, and 4 dim without.
+        # With a gate usually 8/3 dim, rounded up to a multiple of 8. Without a gate 4 dim.
         mlp_width = math.ceil(shape.dim / 3) * 8 if family.gated else 4 * shape.dim
     settings: dict[str, Any] = {
         "vocab_size": shape.vocab,

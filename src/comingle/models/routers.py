@@ -51,7 +51,7 @@ def balance_penalty(
     present: Bool[Tensor, "users experts"],
     balance: Balance,
 ) -> Float[Tensor, " users"]:
-    """Return each user's load-balancing penalty ``n sum_j c_j f_j P_j`` over its n experts (CoMiGS eq. 10 and 11).
+    """Return each user's load-balancing penalty ``E sum_j c_j f_j P_j`` over its E experts (CoMiGS eq. 10 and 11).
 
     ``f_j`` is the share of tokens with expert j in their top k, ``P_j`` its mean softmax probability, and ``c_j`` its
     weight (:func:`balance_weights`).
@@ -65,8 +65,8 @@ def balance_penalty(
     f = picks.to(logits.dtype).mean(1)  # (users, experts)
     mean_probability = logits.masked_fill(~present.unsqueeze(1), -torch.inf).softmax(-1).mean(1)
     c = balance_weights(present, balance).to(logits.dtype)
-    n = present.sum(-1)
-    return n * (c * f * mean_probability).sum(-1)
+    num_experts = present.sum(-1)  # E
+    return num_experts * (c * f * mean_probability).sum(-1)
 
 
 def init_router(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -246,7 +246,7 @@ class ClientMixture:
         """Return the exponents of the components' probabilities; None unless ``tempered``.
 
         Args:
-            theta: The router's parameters; the last ``clusters`` are the exponents' logarithms.
+            theta: The router's parameters: a logit of each component, then the logarithm of each component's exponent.
         """
         if not self.tempered:
             return None

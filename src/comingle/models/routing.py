@@ -38,7 +38,7 @@ def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
     """Return the gates of the latest forward pass, first layer first; requires routers and :func:`record_gates`."""
     recorded = []
     for mlp in adapters.experts.values():
-        if mlp.router.gates is not None:
+        if mlp.router.gates is not None:  # None for a router without a weight
             recorded.append(mlp.router.gates)
     return torch.stack(recorded)
 

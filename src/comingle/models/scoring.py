@@ -92,9 +92,10 @@ def evaluation_windows(
 ) -> Int64[Tensor, "windows window"]:
     """Cut a stream into consecutive windows so that every token is a target exactly once.
 
-    For example, with a context of 2 the stream 5 6 7 8 becomes ``[5, 6, 7]`` and ``[7, 8, PAD]``, in which 5 is no
-    target. With ``begin`` it becomes ``[begin, 5, 6]``, ``[begin, (6), 7]`` and ``[begin, (7), 8]``, in which the
-    tokens in parentheses are inputs but no targets (:func:`hide`), as they are targets in the window before.
+    Without ``begin`` the first token is an exception: it is no target. For example, with a context of 2 the stream
+    5 6 7 8 becomes ``[5, 6, 7]`` and ``[7, 8, PAD]``. With ``begin`` it becomes ``[begin, 5, 6]``, ``[begin, (6), 7]``
+    and ``[begin, (7), 8]``, in which the tokens in parentheses are inputs but no targets (:func:`hide`), as they are
+    targets in the window before.
 
     Args:
         stream: Token ids.

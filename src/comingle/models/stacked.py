@@ -118,7 +118,7 @@ def split_head(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
 
 
 def assign_role(slot: Slot) -> Slot:
-    """Return the slot of a tensor of a :class:`GatedPair` with the role of its submodule.
+    """Return the slot of a tensor of a :class:`GatedPair` (a shared and an own net) with the role of its submodule.
 
     For example, "own.0.weight" gets the role "specialist". The running statistic "own.1.running_mean" keeps the role
     "statistics" and gets the factor "own", so that a recipe can name "statistics.own".
@@ -464,7 +464,7 @@ class StackedModel(Model):
         return self._outputs(tensors, batch, train=False)
 
     def shares(self, tensors: Tree) -> Float[Tensor, "users *layers clusters"]:
-        """Return each user's mixture weights pi of the components, which sum to 1.
+        """Return each user's mixture weights pi of the components, one for each cluster, which sum to 1.
 
         They follow from the logits of the user's router. With ``layers`` every layer has its own weights.
 
@@ -846,7 +846,7 @@ class MixedLanguageModel(StackedModel):
         """Embed the tokens, then call the function for each user; always in evaluation mode, without dropout.
 
         Args:
-            train: Ignored.
+            train: Ignored, as language models always run in evaluation mode.
             call: Function of one user's tensors, embedded tokens and further arguments.
             *stacked: All users' tensors, their tokens, and further arguments, each with a leading user axis.
         """

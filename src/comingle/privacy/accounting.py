@@ -298,7 +298,7 @@ class Account(ABC):
 
     @property
     def sampled(self) -> bool:
-        """True if participants are drawn in secret, so that a round counts for all users; False by default."""
+        """True if participants are drawn in secret, so that each round is charged to all users; False by default."""
         return False
 
     @abstractmethod
@@ -412,7 +412,7 @@ class UploadAccount(Account):
 
     @property
     def sampled(self) -> bool:
-        """True if participants are drawn in secret, so that a round counts for all users."""
+        """True if participants are drawn in secret, so that each round is charged to all users."""
         return self.release.sampled
 
     def epsilon_of(self, user: int, count: int) -> float:
@@ -445,7 +445,7 @@ class UploadAccount(Account):
     def metrics(self, clip_norm: float) -> dict[str, object]:
         """Return the epsilon so far, with the settings behind it and the clip norm of the next round.
 
-        ``releases`` is the largest number of noisy uploads that count for a user.
+        ``releases`` is the number of noisy uploads that the account has counted for a user, the largest of all users.
         """
         return {
             **self.spent,

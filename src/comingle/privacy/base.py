@@ -221,7 +221,8 @@ class PrivacyMechanism:
         Only called if the mechanism adds noise to gradients (DP-SGD).
 
         Args:
-            step: The users' amounts of work, keys of their random streams, and the clipped sums of given examples.
+            step: The users' amounts of work, keys of their random streams, and a function that returns the sums of
+                clipped gradients of given examples.
 
         Returns:
             Losses ``(users,)`` and gradients ``(users, *shape)``, float64.
@@ -258,7 +259,7 @@ class PrivacyMechanism:
         Args:
             received: Indices of the users whose uploads have arrived.
         """
-        self.rule_result = None
+        self.rule_result = None  # no robust rule was applied
 
     def warn(self, num_shared: int, rounds: int) -> str | None:
         """Return a warning if the mechanism leaves the run no chance to learn, such as too much noise; else None.
@@ -380,7 +381,7 @@ def protect_uploads(
     )
     for mechanism in mechanisms:
         update = mechanism.client_update(update)
-    if update.masked is not None:
+    if update.masked is not None:  # integers, to which masks are added when they are sent
         return update.masked, update.reports
     uploads: Tree = {}
     for name, change in update.changes.items():

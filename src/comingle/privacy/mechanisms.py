@@ -141,7 +141,8 @@ class DifferentialPrivacy(PrivacyMechanism):
 
     def why_unsupported(self, method: Method) -> str:
         """Return why the mechanism cannot protect this method's uploads; an empty string if it can."""
-        if method.server.clipped_mean:  # The server takes a mean, so a clipped upload has a bounded influence.
+        takes_plain_mean = method.server.clipped_mean  # a mean with weights that are independent of the uploads
+        if takes_plain_mean:  # so clipping an upload bounds its influence
             return ""
         return (
             f"its server ({type(method.server).__name__}) does not publish a mean with weights that are independent of "
@@ -339,7 +340,8 @@ class Central(DifferentialPrivacy):
             # A user downloads and uploads only rows up to its LoRA rank; other rows are 0 in both, so the change is 0.
             downloads = without_padding(model_of_each, received.ranks)
             changes = {name: t.double() - downloads[name].double() for name, t in uploads.items()}
-        mean = self.mean(changes, model, server_round.round_index, received.reports.get(WITHIN))
+        within = received.reports.get(WITHIN)  # which changes were within the clip norm; None unless it is adaptive
+        mean = self.mean(changes, model, server_round.round_index, within)
         return mean_as_upload(model, mean, received.roles)
 
     def mean(self, changes: Tree, model: Tree, round_index: int, within: Tensor | None) -> Tree:
@@ -568,7 +570,7 @@ class Example(DifferentialPrivacy):
 
         Args:
             work: Amount of the user's work, with its number of examples.
-            stream: Key of the random stream.
+            stream: Purpose of the draws, such as user and step, which determines them together with the secret key.
         """
         draws = uniform(work.examples, self.key, *stream, "examples")
         return torch.from_numpy(np.flatnonzero(draws < work.rate))
@@ -581,7 +583,7 @@ class Example(DifferentialPrivacy):
         Args:
             gradient_sums: Sums of the clipped gradients of a batch.
             work: Amount of the user's work; ``work.expected`` is the expected number of examples in a batch.
-            stream: Key of the random stream.
+            stream: Purpose of the noise, such as user and step, which determines it together with the secret key.
         """
         z = multiplier_of(self.privacy, work)  # the noise multiplier
         clip_norm = self.privacy.first_bound  # C

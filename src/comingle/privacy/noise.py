@@ -139,7 +139,8 @@ def uniform(count: int, key: str, *purpose: str | int) -> np.ndarray:
 def add_noise(tree: Tree, deviation: float, key: str, *purpose: str | int) -> Tree:
     """Return tensors plus Gaussian noise, float64.
 
-    The noise depends on the tensors' values too: equal noise on other values would cancel in the difference.
+    The noise depends on the tensors' values, too. If a repeated round with other values drew the same noise, the noise
+    would cancel in the difference of both results.
 
     Args:
         tree: Tensors, float64.

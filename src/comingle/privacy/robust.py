@@ -131,7 +131,7 @@ def geometric_median(uploads: Tree, weights: Float[Tensor, " users"]) -> Combine
     """Return the point v with the smallest weighted sum of distances to the uploads, float64.
 
     The smoothed Weiszfeld algorithm repeats ``v = sum_u b_u x_u / sum_u b_u`` with ``b_u = w_u / max(nu, |v - x_u|)``
-    until v hardly moves. It starts here from the median of each coordinate.
+    until v hardly moves; nu is :data:`LEAST_DISTANCE`. It starts here from the median of each coordinate.
 
     Source: Pillutla et al. 2022, arXiv:1912.13445, Algorithm 2.
 
@@ -365,7 +365,8 @@ def _why_not_boundable(method: Method) -> str:
 
 def _why_not_combinable(method: Method) -> str:
     """Return why a robust rule cannot replace the server's mean; an empty string if it can."""
-    if method.server.clipped_mean:  # The server takes a mean with weights that do not depend on the uploads.
+    takes_plain_mean = method.server.clipped_mean  # a mean with weights that are independent of the uploads
+    if takes_plain_mean:
         return ""
     allowed = "" if _why_not_boundable(method) else "; allowed: norm-bound"
     server = type(method.server).__name__

@@ -64,12 +64,14 @@ def keys_message(name: str, round_number: int, public_keys: bytes) -> Upload:
 def shares_message(name: str, round_number: int, shares: Mapping[str, bytes]) -> Upload:
     """Return the message with which a user sends secret shares to the server.
 
-    In step "share" these are encrypted shares of its own secrets, in step "unmask" its shares of the others' secrets.
+    In step "share" these are encrypted shares of its own secrets, one for each other user. In step "unmask" they are
+    its shares of a secret of each user, itself included.
 
     Args:
         name: The user.
         round_number: Number of the round, from 1.
-        shares: Shares by the other user that they belong to, in the order in which the server expects them.
+        shares: Shares by the user who can decrypt them (step "share") or whose secret they are of (step "unmask"), in
+            the order in which the server expects them.
     """
     return make_upload(name, round_number, {SHARES: _as_byte_tensor(list(shares.values()))})
 
@@ -102,15 +104,17 @@ def read_keys(message: Upload | Download | None, name: str, round_number: int) -
 
 
 def read_shares(
-    message: Upload | Download | None, name: str, round_number: int, others: Sequence[str], *, sealed: bool
+    message: Upload | Download | None, name: str, round_number: int, users: Sequence[str], *, sealed: bool
 ) -> dict[str, bytes]:
-    """Return the secret shares in a user's message to the server, by the other user that they belong to.
+    """Return the secret shares in a user's message to the server, by user.
+
+    The user of a share is the one who can decrypt it (step "share"), or the one whose secret it is of (step "unmask").
 
     Args:
         message: The message.
         name: The user who sent it.
         round_number: Number of the round, from 1.
-        others: The other users, in the order of the message.
+        users: The users of the shares, in the order of the message. In step "unmask" they include the sender.
         sealed: Whether the shares are encrypted (step "share") or plain (step "unmask").
 
     Raises:
@@ -118,8 +122,8 @@ def read_shares(
     """
     tensor = _single_tensor(message, name, round_number, SHARES)
     share_bytes = SEALED_BYTES if sealed else SHARE_BYTES
-    shares = _byte_strings(tensor, count=len(others), width=share_bytes)
-    return dict(zip(others, shares, strict=True))
+    shares = _byte_strings(tensor, count=len(users), width=share_bytes)
+    return dict(zip(users, shares, strict=True))
 
 
 def read_masked(message: Upload | Download | None, name: str, round_number: int, entries: int, word: int) -> np.ndarray:

@@ -362,7 +362,8 @@ class Sums:
             name: The user.
             size: Number of shared parameters.
         """
-        terms = self.terms(run="", round_number=1, size=size, selected=self.users)
+        terms = self.terms(run="", round_number=1, size=size, selected=self.users)  # messages do not name the run
+        # The participants of a round are not known yet, so count round 1 with this user and the first others.
         others = [other for other in self.users if other != name]
         participants = [name, *others][: self.num_selected(1)]
         return received_bytes(terms, name, participants)

@@ -393,8 +393,8 @@ def render_advice(advice: Advice) -> Table:
     header, rows = gain_rows(advice)
     table = Table(title=title, title_justify="left", box=None)
     for name in header:
-        has_methods = name == "together"  # methods and groups, in the first column
-        table.add_column(literal_text(name), no_wrap=has_methods)
+        is_label_column = name == "together"  # the first column, with methods and groups of users
+        table.add_column(literal_text(name), no_wrap=is_label_column)
     for row in rows:
         table.add_row(*(literal_text(text) for text in row))
     return table

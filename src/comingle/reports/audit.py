@@ -357,7 +357,8 @@ _MAX_RELATIVE_ERROR = 0.1
 def _inversion_sentence(inversion: Inversion) -> str:
     """Return the sentence on inputs that were reconstructed from one upload of each user.
 
-    An input counts as reconstructed if its relative error is below :data:`_MAX_RELATIVE_ERROR`.
+    An input counts as reconstructed if its relative error is below :data:`_MAX_RELATIVE_ERROR`. The sentence compares
+    the errors with those of a guess without an attack, the mean input.
     """
     num_reconstructed = sum(error < _MAX_RELATIVE_ERROR for error in inversion.errors)
     errors_text = (

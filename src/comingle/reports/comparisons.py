@@ -861,7 +861,7 @@ def _method_row(name: str, runs: Sequence[JsonMapping]) -> MethodRow:
     warnings = _warnings(runs)
     if warnings:
         row["warnings"] = warnings
-    for key in ("method_settings", "untrained"):
+    for key in ("method_settings", "untrained"):  # settings that are not defaults, and roles that never trained
         if key in first:
             row[key] = first[key]
     return cast(MethodRow, row)  # a type checker cannot know keys such as "mean_test_perplexity"

@@ -341,7 +341,8 @@ def _compute_table(plan: PlanRecord) -> Table:
     has_experts = any(user["experts"] for _, _, user in rows)
     all_have_experts = all(user["experts"] for _, _, user in rows)
     operations = "Matrix products" if is_text else "Matrix products and convolutions"
-    # Mixtures and nets may make several passes in a step. Their overhead is over one pass of the base.
+    # Users without experts have a client-level mixture or a net, which may make several passes in a step. Their
+    # overhead is over one pass of the base.
     exception_of_mixtures = "" if all_have_experts else "; of mixtures and nets, in one pass a step"
     caption = (
         f"{operations}, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "
@@ -426,9 +427,10 @@ def _memory_table(plan: PlanRecord) -> Table:
 
 
 def _chosen_settings(memory: ChoicesRecord) -> ChoiceRecord | None:
-    """Return the best settings that fit into the memory limit; None if none do.
+    """Return the settings for ``runtime.memory``: the first choice that fits into the memory limit; None if none does.
 
-    Choices are in order of preference: settings that leave the model as it is first, and of these the fastest first.
+    Choices are in order of preference: first settings that change results by rounding at most, then a base in fewer and
+    fewer bits; each group fastest first.
     """
     for choice in memory["choices"]:
         if choice["needed_bytes"] <= memory["limit_bytes"]:

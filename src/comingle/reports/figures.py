@@ -496,8 +496,8 @@ def _format_factors(axis: Axis, low: float, high: float) -> None:
 
 
 def _factor_tick(value: float, _: object) -> str:
-    """Return the label of a minor tick as a factor, empty for most ticks."""
-    text = sparse_tick(value, "loss")
+    """Return the label of a minor tick as a factor, such as "×2"; empty except for 2 and 5 times a power of ten."""
+    text = sparse_tick(value, "loss")  # a plain number, as for losses
     return f"×{text}" if text else ""
 
 

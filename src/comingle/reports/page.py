@@ -625,7 +625,7 @@ def render_page(
         notices=notices(entries),
         palette=palette,
         experts=expert_css(),
-        channels=_css_channels,
+        channels=_css_channels,  # a function, which the template calls
         results=_results_table(entries, users),
         verdicts=_verdicts_table(baseline_comparison(entries, baseline)),
         max_panels=MAX_PANELS,
@@ -922,7 +922,7 @@ def _names_markup(names: list[str], *, worst_first: bool) -> Markup:
 
 
 def _learned_mixtures(entry: Entry) -> list[Mixtures]:
-    """Return the client-level mixtures of an entry's runs, without runs in which no user mixes several components."""
+    """Return the client-level mixtures of an entry's runs that were learned, so that users mix several components."""
     mixtures_of_runs = [read_mixtures(run.folder) for run in entry.runs]
     return [mixtures for mixtures in mixtures_of_runs if mixtures is not None and mixtures.learned]
 

@@ -479,8 +479,10 @@ def _distinguishing_label(run: RunRecord, runs: Sequence[RunRecord], keys_in_all
     keys = keys_in_all_labels | _differing_keys(settings_of_runs)
     if "privacy.mechanism" in keys:
         keys.discard("privacy")  # which is the mechanism, too
-    settings = _settings_of(run, full_privacy=False)  # has "privacy"
-    settings.update(_settings_of(run, full_privacy=all_are_private))  # can add "privacy.mechanism" and others
+    # Values of all possible keys: "privacy" (the mechanism) from the first call; if all runs are private, the second
+    # adds "privacy.mechanism" and the other settings of privacy.
+    settings = _settings_of(run, full_privacy=False)
+    settings.update(_settings_of(run, full_privacy=all_are_private))
     texts = []
     for key in sorted(keys):
         short_key = key.rpartition(".")[2]

@@ -379,7 +379,7 @@ def _finite_parts(curve: Curve) -> list[list[tuple[int, float]]]:
     """Split a curve at values that are not finite; return the parts between them."""
     parts: list[list[tuple[int, float]]] = [[]]
     for round_number, value in curve:
-        if value is None:
+        if value is None:  # not finite
             parts.append([])
         else:
             parts[-1].append((round_number, value))

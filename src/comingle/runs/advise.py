@@ -45,7 +45,7 @@ def choose_seeds(recipe: Recipe, run_data: RunData, unit: str) -> tuple[int, ...
     """Return the seeds that advice needs: three for two users with enough test data, else five.
 
     Only one seed is returned if runs with several seeds could not be compared, because each seed draws the users to
-    evaluate, or because each seed splits the data and so skips other users.
+    evaluate, or because each seed splits the data anew, and so skips other users for too little data.
 
     Args:
         recipe: The recipe of the short runs.

@@ -378,7 +378,7 @@ class _ComparableRuns:
                 difference = first_difference(recipe, other_recipe, ignored=("seed",))
                 raise RunError(f"its method has other settings than that of {other.name}: {difference}")
         if recipe.method.name in REGISTRY:  # a table can also show a run whose method is not known here
-            check_origin(path, recipe.method.name)
+            check_origin(path, recipe.method.name)  # warns if the Python file of the method has changed
         self.labels[path] = label
         self.recipes[path] = recipe
 

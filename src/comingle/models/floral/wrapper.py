@@ -238,8 +238,8 @@ def adaptor_size(
         budget: Parameters of an adaptor divided by those of its base weight, in (0, 1].
         conv: Form of convolutions; "none" adds no low-rank adaptors to them.
         lora: Add low-rank adaptors to linear layers.
-        bias: Does not change the number, as adaptors of biases are not counted.
-        norm: Does not change the number, as adaptors of norms are not counted.
+        bias: As in :func:`floral`, but without effect on the number, as adaptors of biases are not counted.
+        norm: As in :func:`floral`, but without effect on the number, as adaptors of norms are not counted.
 
     Raises:
         RecipeError: Not exactly one of rank and budget is given, one is out of range, or layers share parameters.
@@ -376,11 +376,11 @@ def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
 
 def _log_sizes(model: FloralModel, plan: _Plan) -> None:
     """Log a warning if some adaptors have a smaller rank than asked for, or exceed the budget (if ``plan.warn``)."""
-    # By the names in the caller's model: "model.fc1" of the wrapper is its "fc1".
+    # Adapted layers by their names in the caller's model, for the warning: "model.fc1" of the wrapper is its "fc1".
     bases = {name.removeprefix("model."): layer.base for name, layer in model.layers().items()}
-    num_low_rank = sum(plan.rank_one_geometry(base) is not None for base in bases.values())
+    num_low_rank_layers = sum(plan.rank_one_geometry(base) is not None for base in bases.values())
     if plan.rank is not None:
-        log_limited(plan.rank, plan.layers_below_rank(bases), num_low_rank)
+        log_limited(plan.rank, plan.layers_below_rank(bases), num_low_rank_layers)
         return
     if not plan.warn:
         return
@@ -389,7 +389,7 @@ def _log_sizes(model: FloralModel, plan: _Plan) -> None:
     log_excess(
         plan.budget,
         plan.layers_over_budget(bases),
-        num_low_rank,
+        num_low_rank_layers,
         clusters=plan.num_clusters,
         growth=parameters.adaptors / parameters.base,
     )

@@ -105,7 +105,8 @@ def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | Non
     """
     assert _library is not None
     if _accepts_fakes:
-        # Native code needs more scratch memory for the gradient of the weight: 1 stands for its address.
+        # Native code needs more scratch memory if it computes the gradient of the weight, that is, if the field has an
+        # address other than 0.
         needs_d_weight = tensors.get("d_weight") is not None
         step.d_weight = 1 if needs_d_weight else 0
         first_tensor = next(t for t in tensors.values() if t is not None)
@@ -165,7 +166,10 @@ class PassShape:
         return padded.contiguous().permute(0, 4, 3, 1, 2)
 
     def flat(self, x: Tensor) -> Tensor:
-        """Convert maps to samples ``(users * images, channels, height, width)``, the inverse of :meth:`to_maps`."""
+        """Convert maps to samples ``(users * images, channels, height, width)``; return samples unchanged.
+
+        It is the inverse of :meth:`to_maps`, which pads the axis of images.
+        """
         are_maps = x.dim() == 5
         if not are_maps:
             return x
@@ -418,8 +422,8 @@ class _Fused(torch.autograd.Function):
             t.new_empty(t.shape) if is_needed else None for t, is_needed in zip(inputs, needs_gradient, strict=True)
         )
         dz_memory = _to_memory_order(dz)
-        # The gradient of `added` is dz; behind a ReLU, native code writes it, with 0 where the ReLU's output is 0. It
-        # only checks that the field `added` is set, so any tensor will do.
+        # The gradient of `added` is dz if no ReLU follows the addition. Else native code writes it: dz, but 0 where the
+        # ReLU's output is 0. Of the field `added` it only checks that it is set, so any tensor will do.
         writes_d_added = ctx.adds and ctx.step.relu
         d_added = torch.empty_like(dz_memory) if writes_d_added else dz_memory
         run(

@@ -609,7 +609,7 @@ def _mixture_struct(
     Args:
         act: The activation.
         scale: LoRA scale.
-        bases: The base's pre-activations without bias of each layer that reads the MLP's input.
+        bases: ``W x`` for each layer that reads the MLP's input x, with the layer's base weight W.
         biases: Biases of these layers.
         z: Products of the input with A of these layers.
         gates: The experts' probabilities.
