@@ -115,6 +115,7 @@ class Given:
         """
         if self.make_net is not None or kind_of(recipe).needs_base:  # text and conversations need a language model
             return
+        # A recipe without ``base`` trains the data's own net.
         names_net = "base" in recipe.model_fields_set and recipe.base.startswith(NETS)
         if names_net:
             require_net(recipe.base.removeprefix(NETS), in_python=in_python)

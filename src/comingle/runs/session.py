@@ -249,13 +249,15 @@ def use_chosen_settings(
 ) -> Recipe:
     """Return the recipe with the settings that were chosen for ``runtime.memory``, and report them.
 
+    From then on this process returns freed memory to the system, as a run must stay below ``runtime.memory``.
+
     Args:
         recipe: The recipe with ``runtime.memory``.
         changes: The chosen values by recipe key, such as ``{"runtime.dtype": "bfloat16"}``.
         description: The chosen settings and the memory that they need, in one line.
         say: Called with the description.
     """
-    return_buffers()  # from now on this process returns freed memory to the system
+    return_buffers()
     say(f"runtime.memory {recipe.runtime.memory}: {description}")
     full_recipe = with_chosen_settings(recipe, changes)
     if full_recipe.quantise != recipe.quantise:

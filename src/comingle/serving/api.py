@@ -230,7 +230,8 @@ class Service:
         """
         self.worker.replace_engine(engine)
         self.engine = engine
-        self.keys.names = engine.models if not self.keys.required else self.keys.names
+        if not self.keys.required:  # then every user of the engine is served; else those with a key
+            self.keys.names = engine.models
 
     def refuse(self, error: ApiError) -> Response:
         """Return the response of an error, and count it."""

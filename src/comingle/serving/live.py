@@ -551,6 +551,7 @@ class LiveApi:
 
     async def upload(self, request: Request) -> JsonObject:
         """Store a JSONL file for a fine-tuning job, as OpenAI's API does."""
+        # The users whose jobs may read the file; without keys any user's job may.
         owners = self.service.accessible_users(request) if self.service.keys.required else ()
         async with request.form(max_files=1) as form:
             file, purpose = form.get("file"), form.get("purpose") or "fine-tune"

@@ -418,12 +418,13 @@ class Users(UsersAndTrainers):
             _zero_where_false(self.state, self.mask)
 
     def _update_may_be_padded(self) -> None:
-        """Set ``may_be_padded``: whether a user may lack parameters that others have, if tensors are stored on disk.
+        """Set ``may_be_padded`` for tensors on disk: whether a user may lack parameters that others have.
 
         The columns of parameters that a user lacks, as its LoRA rank or its number of experts is smaller, are padding.
-        If there may be any, each cohort gets a mask when it is read from disk; a mask of all users would be too large.
+        If there may be any, each cohort gets a mask when it is read from disk. A mask of all users would be too large,
+        so ``mask`` is that of the first user.
         """
-        self.mask = self.model.only([0]).mask()  # of the first user
+        self.mask = self.model.only([0]).mask()
         if self._resizes:  # LoRA ranks may shrink during the run
             self.may_be_padded = True
             return
@@ -934,8 +935,8 @@ def _amount_of_round(clients: Clients, participants: Sequence[int], steps_taken:
 def _amount_of_steps(batch_source: BatchSource, trainer: int, steps: int) -> int:
     """Return the number of tokens or samples that a trainer has trained on in a round.
 
-    If it took fewer steps than planned, this is the same share of the planned amount, rounded: an estimate if batches
-    have different sizes.
+    If it took only some of the planned steps, the planned amount is multiplied by their fraction and rounded. This is
+    an estimate if batches have different sizes.
 
     Args:
         batch_source: Batch source of the trainers.

@@ -377,7 +377,7 @@ def take_step(
         return
     columns = layout.span(trained)
     gradient = flatten([gradients.pop(slot.name) for slot in trained.slots], state.rows.dtype)
-    if cohort.mask is not None:
+    if cohort.mask is not None:  # False on padding, the entries that a user with a smaller rank or fewer experts lacks
         gradient *= cohort.mask[:, columns]
     if frozen_columns is not None:
         gradient.masked_fill_(frozen_columns[:, columns], 0.0)

@@ -80,6 +80,8 @@ LEAST_WARNED_SECONDS = 10.0
 def warn_of_share(plan: RunPlan, amounts: Sequence[int], users: int, *, seconds: float = math.inf) -> None:
     """Log a warning if evaluations take more than 10% of training time even at the longest interval.
 
+    There is none if they are known to take less than :data:`LEAST_WARNED_SECONDS` together.
+
     Args:
         plan: Plan of the run.
         amounts: Amounts of data from :func:`data_amounts`, from which the time of training and evaluation is estimated.
@@ -269,7 +271,7 @@ def mismatch(
 ) -> Float[Tensor, " clusters"]:
     """Return how far each learned component is from the nearest true cluster, comparing how they weight the users.
 
-    The distance is ``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` over users k (FLoRAL, section 4), from 0 to 2.
+    The distance of component c is ``sum_k |p_hat(k|c) - p(k|c)|`` over users k (FLoRAL, section 4), from 0 to 2.
     Components have no fixed order, so each is compared with the nearest true cluster.
 
     Args:

@@ -445,7 +445,7 @@ class ServerHalf(ServerState):
             mechanism.skip_round(received)
 
     def _make_received(self, numbers: Sequence[int], tensors: Tree, upload: Upload) -> Received:
-        """Return uploads with weights, ranks and scales of the users, as strategies and mechanisms take them.
+        """Return uploads with the users' aggregation weights and LoRA scales, as strategies and mechanisms take them.
 
         Args:
             numbers: Numbers of the users that have uploaded.
@@ -613,7 +613,7 @@ def _check_uploads_and_ranks(model: Model, plan: RunPlan) -> None:
         raise RecipeError(
             f"training.uploads: got {number_format!r} for {method.name}, whose users mix uploads; allowed: float32"
         )
-    # Such a server sends models of one rank to all users: before the first round, or after it has merged uploads.
+    # A server with ``first_download`` sends models of one rank to all users before the first round.
     needs_equal_ranks = method.server.first_download or method.server.one_rank
     has_padding = not bool(model.mask().all())  # of users with a smaller rank than others
     if needs_equal_ranks and has_padding:

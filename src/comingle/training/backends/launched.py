@@ -110,7 +110,7 @@ def should_print_errors(environment: Mapping[str, str] = os.environ, *, interrup
     has_parent = PARENT in environment  # started by --processes
     if interrupted and has_parent:
         return False
-    has_launcher = all(key in environment for key in _NEEDED)
+    has_launcher = all(key in environment for key in _NEEDED)  # started by torchrun, or by --processes
     return not has_launcher or environment["RANK"] == "0"
 
 

@@ -202,7 +202,7 @@ class TextBatchSource(BatchSource):
         pass_size: PassSize,
         gates: Gates | None,
     ) -> list[Score]:
-        """Return the losses of whole token streams, in which each token is scored once.
+        """Return the losses of whole token streams, in which each token is scored once, in windows of the context.
 
         Args:
             predict: Returns the losses of a batch under several models; see ``Predict``.

@@ -189,7 +189,8 @@ def copy_fields(state: State, template: State) -> None:
 def align(state: State, rows: Sequence[int]) -> State:
     """Return a state whose tensors start at the same offset from a cache line as in a run with users in memory.
 
-    The last bit of a matrix product may depend on this offset. So runs with users on disk and in memory are equal.
+    The last bit of a matrix product may depend on this offset. With the same offset, runs with users on disk and in
+    memory are equal.
 
     Args:
         state: State of some rows, without a best round.
