@@ -550,6 +550,7 @@ _UNDESCRIPTIVE_KEYS = ("transformers_version", "_name_or_path")
 def digest_folder(folder: Path) -> str:
     """Return a digest of a model's configuration and weight files, which is equal for copies of the folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # Leave out the path and transformers' version, which may differ between copies.
     described = {key: value for key, value in config.items() if key not in _UNDESCRIPTIVE_KEYS}
     file_digests: list[Any] = []
     for path in weight_files(folder):

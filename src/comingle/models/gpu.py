@@ -215,7 +215,7 @@ def _leading_arguments(
     Layers 0 and 1 are gate and up in a gated MLP. A plain MLP has only up, which is passed as both.
 
     Args:
-        bases: The base's pre-activations without bias, ``(users, n, hidden)``, of each layer.
+        bases: ``W x`` for each layer, with the MLP's input x and the layer's base weight W, ``(users, n, hidden)``.
         biases: The bias of each layer, or None.
         z: Products of the input with A of these layers.
         gates: The experts' probabilities.

@@ -862,7 +862,7 @@ def inject(
         mlp.router.gating = gating
         is_first_layer = i == 0  # all layers are alike, so check one
         has_mlp_module = bool(targets.mlp)
-        has_values = not next(layer.parameters()).is_meta
+        has_values = not next(layer.parameters()).is_meta  # without values functions cannot be compared
         if is_first_layer and has_mlp_module and has_values:
             check_same_function(layer.get_submodule(targets.mlp), mlp, type(model).__name__)
         _replace_mlp(layer, targets, mlp)

@@ -487,7 +487,7 @@ class StackedModel(Model):
             return self._run_single_nets(train, tensors, inputs)
         if mixture.merges_models:  # nets mixed in their weights
             return self._merged_outputs(tensors, inputs, train)
-        pi = self.shares(tensors)
+        pi = self.shares(tensors)  # mixture weights
         if mixture.of == "models":  # nets mixed in their outputs
             outputs = self._component_outputs(tensors, inputs, train)
             if self.mixes_probabilities:
@@ -687,7 +687,7 @@ def stack(
             values: one per cluster for a mixture of whole models, or the server's initial models without a mixture.
         name: Name of the model.
         users: Number of users.
-        mixture: How components are mixed.
+        mixture: How components are mixed; None if each user has a single net.
         device: Device of the tensors; the CPU by default.
         dtype: Dtype of the computations.
         loss: Loss of outputs and targets.

@@ -381,7 +381,7 @@ def protect_uploads(
     )
     for mechanism in mechanisms:
         update = mechanism.client_update(update)
-    if update.masked is not None:  # integers, to which masks are added when they are sent
+    if update.masked is not None:  # integers, to which masks are added before they are sent
         return update.masked, update.reports
     uploads: Tree = {}
     for name, change in update.changes.items():

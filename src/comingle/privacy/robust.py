@@ -480,7 +480,7 @@ def _shorten_changes(
     """
     initial = without_padding(initial, received.ranks)
     changes = {name: t.double() - initial[name].double() for name, t in received.tensors.items()}
-    bound = None if aggregation.bound == "median" else aggregation.bound
+    bound = None if aggregation.bound == "median" else aggregation.bound  # norm_bound takes None for the median
     shortened = norm_bound(changes, bound)
     lengths = norms(changes)
     factors = norms(shortened) / lengths

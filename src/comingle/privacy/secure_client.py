@@ -389,6 +389,7 @@ class Session:
         """
         self._check_public_keys(public_keys)
         request = {name: keys.hex() for name, keys in public_keys.items()}
+        # Raises a MessageError if an earlier request differs.
         self._record_step("share", request, after="advertise", public_keys=dict(public_keys))
         sealed_shares: dict[str, bytes] = {}
         for name, both_shares in self._all_shares().items():
@@ -414,6 +415,7 @@ class Session:
         for name, shares in sealed_shares.items():
             self._unseal_shares(name, shares)  # raises a MessageError if the shares are invalid
         request = {name: shares.hex() for name, shares in sealed_shares.items()}
+        # Raises a MessageError if an earlier request differs.
         self._record_step("mask", request, after="share", sealed_shares=dict(sealed_shares))
         masked = upload + mask(self._derive_secret("own mask"), self.terms.entries, self.terms.word)
         private_key = self._derive_secret("masking")
@@ -446,7 +448,7 @@ class Session:
         if has_duplicates or self.name not in survivors or not set(survivors) <= set(sharers):
             raise MessageError("secure aggregation: the sum has a user who has not shared, or lacks this user")
         self._require_threshold(len(survivors), "mask")
-        self._record_step("unmask", sorted(survivors), after="masked")
+        self._record_step("unmask", sorted(survivors), after="masked")  # raises an error if an earlier request differs
         shares: dict[str, bytes] = {}
         for name in sharers:
             if name in survivors:

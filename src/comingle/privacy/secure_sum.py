@@ -290,7 +290,7 @@ class Sums:
             size: Number of shared parameters.
             selected: Names of the users selected for the round.
         """
-        num_weights = 1 if self.weighted else 0  # in each upload
+        num_weights = 1 if self.weighted else 0  # an upload ends with the user's weight if it is weighted
         return Terms(
             run=run,
             round=round_number,

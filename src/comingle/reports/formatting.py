@@ -319,7 +319,7 @@ class Table(table.Table):
 
 
 def _full_width_text(console: Console, text: TextType | None, style: str) -> Iterator[RenderableType | Segment]:
-    """Yield a title or a caption, which wraps at the width of the console; nothing without one."""
+    """Yield a table's title or caption, if any, as text that wraps at the width of the console, not of the table."""
     if text:
         yield text if isinstance(text, Text) else console.render_str(text, style=style)
 

@@ -450,8 +450,8 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
     """Return a different label for each run.
 
-    Labels are the runs' names in a comparison, or their methods, if these are different. Otherwise they are
-    ``METHOD (KEY VALUE, ...)``, such as "fedprox (mu 0.1, rank 8)".
+    A run's label is the name of its method in its comparison, or without a comparison its method. If two runs have the
+    same, all labels are ``METHOD (KEY VALUE, ...)`` instead, such as "fedprox (mu 0.1, rank 8)".
     """
     folders = {run.folder.parent for run in runs}
     methods_of_comparison = {folder: methods_in_table(folder) for folder in folders}
@@ -521,7 +521,7 @@ def _differing_keys(settings_of_runs: Sequence[Mapping[str, object]]) -> set[str
 
 
 def _label_in_comparison(run: RunRecord, names: Sequence[str]) -> str:
-    """Return the name of a run's method in the comparison that has the run, such as "fedprox:mu=0.1".
+    """Return the name that a run's method has in the run's comparison, such as "fedprox:mu=0.1".
 
     Args:
         run: The run, whose folder is named after its label.

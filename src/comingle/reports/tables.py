@@ -280,7 +280,7 @@ def curve_svg(events: Sequence[JsonObject]) -> str:
         return ""
     all_names = dict.fromkeys(name for event in evaluations for name in event["users"])
     curve_by_user: dict[str, Curve] = {}
-    for name in users_with_column(all_names):
+    for name in users_with_column(all_names):  # none if there are many users
         curve: Curve = []
         for event in evaluations:
             result = event["users"].get(name, {})  # empty if the user kept its results private in this round

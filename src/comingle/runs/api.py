@@ -242,6 +242,7 @@ def run(
             # The default of data.add_bos_token has changed; a run that began with the old default keeps it.
             full_recipe = with_bos_of_run(folder, full_recipe, resume=resume)
         is_loaded = run_data is not None
+        # The recipe may leave numbers of specialists, and settings that save memory, to this machine.
         full_recipe = choose_settings(full_recipe, reporter.say, resumed=resumed_folder, is_loaded=is_loaded)
         if folder is not None:
             check_folder(folder, full_recipe, resume=resume, force=force)
@@ -322,7 +323,7 @@ def load(
                 progress = federation.restore(folder, recipe.fingerprint)
                 _check_round(folder, metrics, progress)  # the checkpoint may be older than the metrics
                 federation.clients.restore_best_round()  # if the recipe selects the round with the lowest loss
-    settings = run_data.kind.settings(run_data)
+    settings = run_data.kind.settings(run_data)  # for samples their shapes, classes, loss and net
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)
 
 

@@ -246,7 +246,7 @@ def recipes_of(
     _check_distinct({label: run_recipe.method for (label, _seed), run_recipe in recipes.items()})
     for run_recipe in recipes.values():
         check_recipe(run_recipe)
-        require_specialists(run_recipe)
+        require_specialists(run_recipe)  # a comparison does not choose numbers of specialists
     return recipes
 
 

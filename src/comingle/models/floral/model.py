@@ -112,7 +112,10 @@ def _check_registered_once(layers: dict[str, nn.Module]) -> None:
 
 
 def _parameter_owners(model: nn.Module) -> dict[int, dict[int, str]]:
-    """Return the modules that hold each parameter: ``{id(parameter): {id(module): "layers.0.mlp"}}``."""
+    """Return the modules that hold each parameter, to find parameters that several modules share.
+
+    The result has the form ``{id(parameter): {id(module): "layers.0.mlp"}}``.
+    """
     owners: dict[int, dict[int, str]] = defaultdict(dict)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():

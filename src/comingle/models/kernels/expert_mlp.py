@@ -508,7 +508,7 @@ def forward(
     Args:
         act: The activation.
         scale: LoRA scale s.
-        bases: The base's pre-activations without bias, one per first layer.
+        bases: ``W x`` for each first layer, with the MLP's input x and the layer's base weight W.
         biases: Biases of the first layers.
         z: Products of the input with A of the first layers, ordered by layer and expert.
         gates: The experts' probabilities ``p_j``, in float32.
@@ -563,7 +563,7 @@ def backward(
     Args:
         act: The activation.
         scale: LoRA scale s.
-        bases: The base's pre-activations without bias, one per first layer.
+        bases: ``W x`` for each first layer, with the MLP's input x and the layer's base weight W.
         biases: Biases of the first layers.
         z: Products of the input with A of the first layers.
         gates: The experts' probabilities ``p_j``.
