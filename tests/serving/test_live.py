@@ -25,11 +25,13 @@ from tests.serving.test_serving_api import serving
 
 from comingle.config import Recipe, parse_recipe
 from comingle.runs import api
+from comingle.runs.leaving import plan_removal, remove_user
 from comingle.serving.access import Keys, Limits
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
 from comingle.serving.live import DocumentStore, LiveApi, LiveTrainer, WatchedKeys, When
-from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.errors import DataError, RecipeError, RunError
+from comingle.utils.files import locked
 from comingle.utils.records import read_events, read_metrics
 
 NEW_TEXT = [f"ada now writes about rivers and lakes, number {number}." for number in range(80)]
@@ -197,6 +199,33 @@ def test_documents_without_text_are_refused(content: Any, start: Open) -> None:
 def test_recipes_that_cannot_be_trained_live(changes: dict[str, Any], place: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=place):
         LiveTrainer(recipe_of(tmp_path, **changes), tmp_path / "live", When(), print)
+
+
+def test_a_user_leaves_a_live_folder_with_all_documents(start: Open, tmp_path: Path) -> None:
+    """Afterwards nothing of the user is below the folder but the certificates, and the next run is without it."""
+    trainer, live = start(), tmp_path / "live"
+    trainer.start()
+    wait_for(lambda: trainer.is_served(1))
+    trainer.store.add("ada", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(2))
+    trainer.store.add("ada", ["some words that wait"])
+    with pytest.raises(RunError, match="name that folder"):
+        plan_removal(live / "runs" / "0002", "ada", "exact")
+    removal = plan_removal(live, "ada", "exact")
+    assert {path.name for path in removal.documents} == {"0002.jsonl", "ada.jsonl"}
+    trainer.stop()
+    with locked(live), pytest.raises(RunError, match="in use"):
+        remove_user(removal)
+    assert removal.documents
+    remove_user(removal)
+    for path in live.rglob("*"):
+        if path.is_file() and path.name != "left.json":
+            assert not re.search(rb"\bada\b", path.read_bytes()), path
+    again = start()
+    again.start()
+    again.store.add("ben", NEW_TEXT)
+    wait_for(lambda: again.is_served(2))  # the run on her documents is gone, so its number is free
+    assert set(again.models) == {"ben"}
 
 
 # ------------------------------------------------------------ over HTTP

@@ -155,4 +155,4 @@ def leave(
         return
     remove_user(removal, say, progress=not quiet)
     console.print(f"{user} has left {run}: {len(files)} files deleted; {STATEMENTS[mode]}")
-    console.print(literal_text(f"{run}/left.json is the certificate", "dim"))
+    console.print(literal_text("left.json in the run folder is the certificate", "dim"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +34,7 @@ from comingle.training.kinds.base import RunData
 from comingle.utils.errors import DataError, RecipeError, RunError, list_names
 from comingle.utils.files import list_checkpoints, locked
 from comingle.utils.inputs import SPLITS, read_inputs, recorded_date, write_inputs
+from comingle.utils.names import as_folder
 from comingle.utils.records import (
     JsonObject,
     convert_disk_errors,
@@ -63,6 +65,7 @@ class Removal:
             through other runs, back to the first one with the user.
         rounds: Number of rounds to train again; 0 for ``forward``.
         seconds: Seconds that these rounds took the first time.
+        live: Folder of the ``comingle live`` that the runs belong to; None for other runs.
     """
 
     user: str
@@ -70,18 +73,30 @@ class Removal:
     runs: tuple[Path, ...]
     rounds: int
     seconds: float
+    live: Path | None = None
 
     @property
     def files(self) -> list[Path]:
         """Files that are deleted, in order."""
-        return sorted(path for folder in self.runs for path in folder.rglob("*") if path.is_file())
+        in_runs = sorted(path for folder in self.runs for path in folder.rglob("*") if path.is_file())
+        return [*in_runs, *self.documents]
+
+    @property
+    def documents(self) -> list[Path]:
+        """Files with documents of the user that a live run has received."""
+        if self.live is None:
+            return []
+        texts = sorted((self.live / "texts" / as_folder(self.user)).glob("*"))
+        incoming = [self.live / "incoming" / f"{as_folder(self.user)}.jsonl"]
+        uploads = [path for path in sorted((self.live / "files").glob("*.json")) if _owners(path) == [self.user]]
+        return [path for path in [*texts, *incoming, *uploads] if path.is_file()]
 
 
 def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
-    """Return what the removal of a user from a run replaces and costs; changes nothing.
+    """Return what the removal of a user from a run replaces and costs.
 
     Args:
-        folder: The run folder.
+        folder: The run folder, or that of ``comingle live``, whose last run is meant.
         user: Name of the user.
         mode: How the user is to be removed.
 
@@ -90,6 +105,11 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
         RecipeError: The run's users cannot leave one by one, as they are made together, for example.
     """
     folder = folder.resolve()  # a link would be replaced instead of the folder
+    live = _live_folder(folder)
+    if live is not None and folder != live:
+        raise RunError(f"{folder}: belongs to {live} of `comingle live`; name that folder")
+    if live is not None:
+        folder = _last_run(live)
     _finish_replacement(folder)
     if is_server(folder):
         raise RunError(
@@ -110,17 +130,46 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
         raise RunError(f"{folder}: no user {user!r}; allowed: {list_names(read_inputs(folder).users)}")
     if mode == "forward":
         runs_with_user = [each for each in runs_with_user if each.exists() and user in read_inputs(each).users]
-    metrics = [read_metrics(run_folder) for run_folder in runs_with_user]  # refuses runs that have not finished
+    rounds, seconds = 0, 0.0
     for run_folder in runs_with_user:
-        recipe_without(load_recipe(run_folder), list(read_inputs(run_folder).users), user)
-    repeats = mode == "exact"
+        recipe, metrics = load_recipe(run_folder), read_metrics(run_folder)  # refuses runs that have not finished
+        recipe_without(recipe, list(read_inputs(run_folder).users), user)  # refuses users who cannot leave
+        if mode == "exact" and not _trains_alone(recipe, user):
+            rounds += metrics["rounds"]
+            seconds += metrics["wall_seconds"]
     return Removal(
         user=user,
         mode=mode,
         runs=tuple(reversed(runs_with_user)),
-        rounds=sum(of_run["rounds"] for of_run in metrics) if repeats else 0,
-        seconds=sum(of_run["wall_seconds"] for of_run in metrics) if repeats else 0.0,
+        rounds=rounds,
+        seconds=seconds,
+        live=live,
     )
+
+
+def _live_folder(folder: Path) -> Path | None:
+    """Return the folder of the ``comingle live`` that a folder is or belongs to; None if there is none."""
+    for candidate in (folder, folder.parent.parent):
+        if (candidate / "incoming").is_dir() and (candidate / "runs").is_dir():
+            return candidate
+    return None
+
+
+def _last_run(live: Path) -> Path:
+    """Return the folder of the last run of a live folder, which must have ended.
+
+    Raises:
+        RunError: A run is planned or has not ended.
+    """
+    plans = sorted((live / "runs").glob("*.yaml"))
+    if not plans or not (plans[-1].with_suffix("") / "metrics.json").exists():
+        raise RunError(f"{live}: its last run has not ended; start `comingle live` again until it has, then stop it")
+    return plans[-1].with_suffix("")
+
+
+def _owners(upload: Path) -> list[str]:
+    """Return the users whose keys have uploaded a file."""
+    return list(json.loads(upload.read_text(encoding="utf-8"))["owners"])
 
 
 def remove_user(
@@ -140,12 +189,36 @@ def remove_user(
     Raises:
         ComingleError: The data of other users has changed or cannot be read, or the disk is full.
     """
+    with locked(removal.live) if removal.live is not None else nullcontext():  # while it is served it is in use
+        certificate = _replace_runs(removal, say, progress=progress)
+        for path in removal.documents:
+            path.unlink()
+        if removal.live is not None:
+            for plan in sorted((removal.live / "runs").glob("*.yaml")):
+                recipe = load_recipe(plan)
+                if removal.user in recipe.data.names:
+                    write_text(plan, recipe_without(recipe, recipe.data.names, removal.user).as_yaml())
+    return certificate
+
+
+def _replace_runs(removal: Removal, say: Callable[[str], None], *, progress: bool) -> JsonObject:
+    """Replace the runs with a user by runs without it, and return the certificate of the last one.
+
+    Args:
+        removal: The plan.
+        say: Called with a line for each run.
+        progress: Whether to print the progress of training.
+    """
     certificate: JsonObject = {}
     date = datetime.now().isoformat(timespec="seconds")
     if removal.mode == "exact":
         for folder in removal.runs:
-            _read_data(folder, removal.user)  # refuses changed data before anything is replaced
-    replaced = removal.runs if removal.mode == "exact" else removal.runs[-1:]
+            if not _trains_alone(load_recipe(folder), removal.user):
+                _read_data(folder, removal.user)  # refuses changed data before anything is replaced
+    # Only the last run is copied. The exact mode needs all, except those that would not have taken place.
+    replaced = removal.runs[-1:]
+    if removal.mode == "exact":
+        replaced = tuple(each for each in removal.runs if not _trains_alone(load_recipe(each), removal.user))
     for folder in replaced:
         temporary = _temporary_folder(folder)
         shutil.rmtree(temporary.parent, ignore_errors=True)  # left by a process that was killed
@@ -153,8 +226,10 @@ def remove_user(
         with convert_disk_errors(folder), locked(folder):
             before = digest_of_checkpoint(list_checkpoints(folder)[-1])
             files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+            files += [str(path) for path in removal.documents]
             if removal.mode == "exact":
-                _train_again(folder, temporary, removal.user, progress)
+                dropped = [each for each in removal.runs if each not in replaced]
+                _train_again(folder, temporary, removal.user, dropped, progress)
             else:
                 _copy_without(folder, temporary, removal.user)
             certificate = {
@@ -172,6 +247,8 @@ def remove_user(
     for folder in removal.runs:
         if folder not in replaced:
             shutil.rmtree(folder)
+            if removal.live is not None and removal.mode == "exact":
+                folder.with_suffix(".yaml").unlink(missing_ok=True)
             say(f"{folder}: deleted")
     return certificate
 
@@ -237,12 +314,20 @@ def recipe_without(recipe: Recipe, names: Sequence[str], user: str) -> Recipe:
     for key, values in recipe.for_users(names).values_of_users().items():
         changes[key] = dict(zip(names, values, strict=True))
         changes[key].pop(user, None)
-    if isinstance(recipe.training.participation, list):
+    if _trains_alone(recipe, user):
+        changes["training.participation"] = 1.0  # of a finished run, whose tensors are copied
+    elif isinstance(recipe.training.participation, list):
         rounds = [[name for name in members if name != user] for members in recipe.training.participation]
         if not all(rounds):
             raise RecipeError(f"training.participation: a round has no other user than {user!r}")
         changes["training.participation"] = rounds
     return recipe.with_changes(changes)
+
+
+def _trains_alone(recipe: Recipe, user: str) -> bool:
+    """Return whether a user is the only participant of all rounds, as in a live run on this user's new documents."""
+    participation = recipe.training.participation
+    return isinstance(participation, list) and all(members == [user] for members in participation)
 
 
 def _read_data(folder: Path, user: str) -> tuple[Recipe, RunData]:
@@ -268,18 +353,21 @@ def _read_data(folder: Path, user: str) -> tuple[Recipe, RunData]:
     return recipe, run_data
 
 
-def _train_again(folder: Path, target: Path, user: str, progress: bool) -> None:
+def _train_again(folder: Path, target: Path, user: str, dropped: Sequence[Path], progress: bool) -> None:
     """Train a run without a user.
 
     Args:
         folder: The run folder, which is only read.
         target: Folder of the new run.
         user: Name of the user.
+        dropped: Runs that would not have taken place without the user.
         progress: Whether to print the progress.
     """
     recipe, run_data = _read_data(folder, user)
     if recipe.continue_from is not None:
-        recipe = recipe.with_changes({"continue_from.run": ancestors_of(folder)[-1]["run"]})  # an absolute path
+        ancestors = [Path(ancestor["run"]) for ancestor in ancestors_of(folder)]  # absolute paths
+        parent = [ancestor for ancestor in ancestors if ancestor not in dropped][-1]
+        recipe = recipe.with_changes({"continue_from.run": str(parent)})
     run(recipe, out=target, run_data=run_data, progress=progress)
 
 

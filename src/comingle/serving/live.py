@@ -58,6 +58,9 @@ KINDS = {"text": "text", "conversations": "messages"}
 CHECK_SECONDS = 0.5
 """Time between two checks whether a run is due."""
 
+MAX_FILE_BYTES = 50_000_000
+"""Largest size of an uploaded file."""
+
 RETRY_SECONDS = 60.0
 """Time after which a run that failed is resumed."""
 
@@ -555,11 +558,11 @@ class LiveApi:
         owners = self.service.accessible_users(request) if self.service.keys.required else ()
         async with request.form(max_files=1) as form:
             file, purpose = form.get("file"), form.get("purpose") or "fine-tune"
+            if isinstance(file, UploadFile) and (file.size or 0) > MAX_FILE_BYTES:
+                raise ApiError(400, f"file too large; allowed: {MAX_FILE_BYTES:,} bytes", param="file")
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "got no file; allowed: multipart/form-data with file and purpose", param="file")
             content = await file.read()
-        if len(content) > self.service.limits.body_bytes:
-            raise ApiError(400, f"file too large; allowed: {self.service.limits.body_bytes:,} bytes", param="file")
         file_id = f"file-{secrets.token_hex(12)}"
         write_json(self._files / f"{file_id}.json", {"owners": owners, "content": content.decode("utf-8", "replace")})
         return {
