@@ -34,6 +34,7 @@ from comingle.reports.formatting import (
     best_of,
     change_text,
     clip_points,
+    epsilon_of,
     interval_text,
     is_worse,
     markdown_line,
@@ -870,7 +871,7 @@ def _method_row(name: str, runs: Sequence[JsonMapping]) -> MethodRow:
 def _most_revealing_privacy(runs: Sequence[JsonMapping]) -> Mapping[str, object]:
     """Return the privacy of the seed with the largest epsilon."""
     privacy_of_runs = [run["privacy"] for run in runs if run.get("privacy")]
-    return max(privacy_of_runs, key=lambda privacy: privacy["epsilon"] or 0.0)
+    return max(privacy_of_runs, key=epsilon_of)
 
 
 def _warnings(runs: Sequence[JsonMapping]) -> list[str]:

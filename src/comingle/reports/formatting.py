@@ -34,6 +34,12 @@ TOLERANCE = 0.1
 """Largest relative difference between parameter budgets that count as equal."""
 
 
+def epsilon_of(privacy: Mapping[str, Any]) -> float:
+    """Return the epsilon of an entry "privacy"; infinity where a file has null, as JSON has no infinity."""
+    epsilon = privacy["epsilon"]
+    return math.inf if epsilon is None else epsilon
+
+
 def best_first(scores: Mapping[str, float | None], measure: str) -> list[str]:
     """Sort users by score, best first; users without a finite score come last."""
     sign = 1 if MEASURES[measure] == "lower" else -1

@@ -28,6 +28,7 @@ from comingle.reports.formatting import (
     additive_difference,
     as_change,
     change_text,
+    epsilon_of,
     interval_text,
     is_worse,
     negligible_change,
@@ -949,6 +950,6 @@ def epsilon_text(entry: Entry) -> str:
     """Return the largest epsilon of all users and runs as text; "no bound" or "nothing is sent" without privacy."""
     all_are_private = all(run.spent for run in entry.runs)
     if all_are_private:
-        return f"{max(run.spent['epsilon'] for run in entry.runs):.3g}"
+        return f"{max(epsilon_of(run.spent) for run in entry.runs):.3g}"
     has_uploads = any(event["upload_bytes"] for run in entry.runs for event in run.rounds)
     return "no bound" if has_uploads else "nothing is sent"

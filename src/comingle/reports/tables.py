@@ -34,6 +34,7 @@ from comingle.reports.formatting import (
     best_first,
     best_of,
     byte_unit,
+    epsilon_of,
     is_unequal,
     markdown_line,
     median_parameter_count,
@@ -629,7 +630,7 @@ def _participants_title(content: JsonMapping) -> str:
     title = f"{content['round']} of {content['rounds']} rounds are done · {counts}"
     privacy = content.get("privacy")  # the budget spent so far
     if privacy:
-        title += f" · epsilon {privacy['epsilon']:.3g} at delta {privacy['delta']:g}"
+        title += f" · epsilon {epsilon_of(privacy):.3g} at delta {privacy['delta']:g}"
     return title
 
 
