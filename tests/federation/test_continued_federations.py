@@ -82,6 +82,16 @@ def test_it_is_the_run_of_one_process_that_continues(method: str, tmp_path: Path
     assert continues["run"] == str(tmp_path / "apart" / "server")
 
 
+def test_one_participant_of_a_peer_to_peer_method_trains_alone(tmp_path: Path) -> None:
+    content = recipe_of(tmp_path / "texts", "pcl")
+    ann, bob, _ = content["data"]["users"]
+    training = {**content["training"], "participation": [[ann]]}
+    recipe = of_users(content, ann, bob, training=training)
+    together = api.run(recipe, out=tmp_path / "together")
+    _, channel = federated(recipe, tmp_path / "apart")
+    assert_same(channel, together)
+
+
 def test_a_user_without_its_earlier_state_starts_as_a_new_one(tmp_path: Path) -> None:
     content = recipe_of(tmp_path / "texts")
     ann, bob, _ = content["data"]["users"]

@@ -554,8 +554,8 @@ def _check_models(download: Download, possible_senders: tuple[str, ...], user: s
     are_valid = len(distinct_numbers) == 1 and 0 not in distinct_numbers
     allowed: int | str = "the same number"
     if possible_senders:
-        num_other_senders = len(senders - {user})
-        are_valid = are_valid and distinct_numbers == {num_other_senders}
+        num_other_senders = len(senders - {user})  # 0 if no other user has uploaded
+        are_valid = distinct_numbers == {num_other_senders}
         if num_other_senders > 0:
             allowed = num_other_senders
     if not are_valid:
