@@ -178,7 +178,13 @@ class ConnectedNodes:
     """Connected nodes by user name."""
 
     def __init__(
-        self, grid: Grid, sender: MessageSender, say: Callable[[str], None], *, allowed: Collection[str] = ()
+        self,
+        grid: Grid,
+        sender: MessageSender,
+        say: Callable[[str], None],
+        *,
+        allowed: Collection[str] = (),
+        read_allowed: Callable[[], Collection[str]] = tuple,
     ) -> None:
         """Start without nodes; :meth:`refresh` looks for them.
 
@@ -187,9 +193,11 @@ class ConnectedNodes:
             sender: Sends the questions for names, and refusals.
             say: Called with each line to show to the operator.
             allowed: Names of the users that may join; all if empty.
+            read_allowed: Called when a client has another name; returns the names of users that may join too.
         """
         self._grid, self._sender, self._say = grid, sender, say
-        self._allowed_names = frozenset(allowed)
+        self.allowed_names = frozenset(allowed)
+        self._read_allowed = read_allowed
         self._replies: queue.SimpleQueue[tuple[Node, Message | NoReply]] = queue.SimpleQueue()  # to questions for names
         self._asked_at: dict[Node, float] = {}  # when a node was asked for its name, on the monotonic clock
         self._hellos: dict[Node, Hello] = {}  # what a node has answered: name, state folder and message format
@@ -294,8 +302,8 @@ class ConnectedNodes:
             return f"{hello.name}: got message format {hello.format}; allowed: {FORMAT}"
         if node.registered and node.registered != hello.name:
             return f"{hello.name}: the key of this client is registered for {node.registered!r}; use that name"
-        if self._allowed_names and hello.name not in self._allowed_names:
-            allowed = ", ".join(sorted(self._allowed_names))
+        if self.allowed_names and hello.name not in self.allowed_names and hello.name not in self._read_allowed():
+            allowed = ", ".join(sorted(self.allowed_names))
             return f"{hello.name}: not a user of this federation; allowed: {allowed}"
         instance_with_name = self._instance_by_name.get(hello.name)
         if instance_with_name is not None and instance_with_name != hello.instance:
@@ -361,6 +369,7 @@ class GridChannel:
         say: Callable[[str], None],
         *,
         allowed: Collection[str] = (),
+        read_allowed: Callable[[], Collection[str]] = tuple,
         name_seconds: float = 10.0,
         grace: float = 120.0,
     ) -> None:
@@ -370,13 +379,18 @@ class GridChannel:
             grid: Flower's grid, through which messages are sent.
             say: Called with each line to show to the operator.
             allowed: Names of the users that may join; all if empty.
+            read_allowed: Called when a client has another name; returns the names of users that may join too.
             name_seconds: How long to wait for the names of nodes that have just connected, in seconds.
             grace: How long to wait for a client that has disconnected, in seconds.
         """
         self._sender = MessageSender(grid)
-        self._nodes = ConnectedNodes(grid, self._sender, say, allowed=allowed)
+        self._nodes = ConnectedNodes(grid, self._sender, say, allowed=allowed, read_allowed=read_allowed)
         self._name_seconds, self._grace = name_seconds, grace
         self._may_wait_for_names = True  # whether `present` waits for the names of new nodes
+
+    def allow(self, names: Collection[str]) -> None:
+        """Set the names of the users that may join; others are refused and disconnected."""
+        self._nodes.allowed_names = frozenset(names)
 
     def present(self) -> Sequence[str]:
         """Return the names of connected users.

@@ -12,6 +12,7 @@ import asyncio
 import base64
 import datetime
 import json
+import math
 import socket
 import sys
 import threading
@@ -21,8 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import unquote
 
 import uvicorn
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
@@ -419,17 +422,27 @@ class Gate:
         state: Where keys are registered, and messages are stored.
         keys_only: Whether only clients with registered keys are admitted. Otherwise clients register keys themselves,
             and signatures are not checked.
+        register_new_keys: Called when a client has another key; registers keys that the operator has added meanwhile.
     """
 
-    def __init__(self, app: ASGIApp, state: LimitedLinkState, *, keys_only: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        state: LimitedLinkState,
+        *,
+        keys_only: bool,
+        register_new_keys: Callable[[], None] = lambda: None,
+    ) -> None:
         """Wrap an app.
 
         Args:
             app: The Fleet API.
             state: Where keys are registered, and messages are stored.
             keys_only: Whether only clients with registered keys are admitted, and signatures are checked.
+            register_new_keys: Called when a client has another key; registers keys that the operator has added.
         """
         self._app, self._state, self._keys_only = app, state, keys_only
+        self._register_new_keys = register_new_keys
         self._used_signatures: dict[tuple[bytes, int], float] = {}
         """Time of use on the monotonic clock by (public key, first number of the signature), to refuse a second use."""
         self._lock = threading.Lock()
@@ -540,6 +553,8 @@ class Gate:
             signed_text = headers[TIMESTAMP_HEADER]
             signed_at = datetime.datetime.fromisoformat(signed_text.decode("ascii")).timestamp()
             if state.get_node_id_by_public_key(key) is None:
+                self._register_new_keys()
+            if state.get_node_id_by_public_key(key) is None:
                 return UNKNOWN_KEY
             if not verify_signature(bytes_to_public_key(key), signed_text, signature):
                 return "the signature is not valid"
@@ -624,13 +639,16 @@ class _OwnMessagesOnly(BaseHTTPMiddleware):
         return await call_next(request)
 
 
-def make_fleet_api(states: LinkStateFactory, *, keys_only: bool) -> Gate:
+def make_fleet_api(
+    states: LinkStateFactory, *, keys_only: bool, register_new_keys: Callable[[], None] = lambda: None
+) -> Gate:
     """Return the ASGI app of a federation: the Fleet API behind a :class:`Gate`.
 
     Args:
         states: Holds nodes, runs and messages.
         keys_only: Admit only clients with registered keys, and check signatures. Otherwise clients register generated
             keys.
+        register_new_keys: Called when a client has another key; see :class:`Gate`.
     """
     api = FastAPI(
         docs_url=None,
@@ -649,7 +667,7 @@ def make_fleet_api(states: LinkStateFactory, *, keys_only: bool) -> Gate:
     api.state.fleet_event_log_plugin = None
     api.include_router(fleet_router)
     state = cast(LimitedLinkState, states.state())
-    return Gate(api, state, keys_only=keys_only)
+    return Gate(api, state, keys_only=keys_only, register_new_keys=register_new_keys)
 
 
 class _InProcessRuntime:
@@ -742,6 +760,21 @@ def create_active_run(state: LinkState) -> int:
     return run_id
 
 
+def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
+    """Read a public key in OpenSSH format.
+
+    Raises:
+        RecipeError: It is damaged, or of another kind.
+    """
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+    except (ValueError, UnsupportedAlgorithm):
+        raise RecipeError(f"{path}: got no key; allowed: an elliptic-curve key in OpenSSH format") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise RecipeError(f"{path}: got another kind of key; allowed: an elliptic-curve key")
+    return key
+
+
 def register_keys(state: LinkState, keys: Mapping[str, Path]) -> None:
     """Register each user's public key under the user's name.
 
@@ -753,11 +786,32 @@ def register_keys(state: LinkState, keys: Mapping[str, Path]) -> None:
         RecipeError: A file holds a key of another kind.
     """
     for name, path in keys.items():
-        key = load_ssh_public_key(path.read_bytes())
-        if not isinstance(key, ec.EllipticCurvePublicKey):
-            raise RecipeError(f"{path}: got another kind of key; allowed: an elliptic-curve key")
-        key_bytes = public_key_to_bytes(key)
+        key_bytes = public_key_to_bytes(load_public_key(path))
         state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key_bytes, HEARTBEAT_DEFAULT_INTERVAL, name=name)
+
+
+class KeyFolder:
+    """A folder with a public key of each user, to which the operator may add keys while the server runs.
+
+    Args:
+        state: Flower's state, in which keys are registered.
+        folder: The folder; its files are ``NAME.pub``.
+    """
+
+    def __init__(self, state: LinkState, folder: Path) -> None:
+        self._state, self._folder = state, folder
+        self._read_at = -math.inf  # on the monotonic clock
+
+    def register_new_keys(self) -> None:
+        """Register the keys that are not registered yet; at most once per second, as any program may ask for it."""
+        if time.monotonic() - self._read_at < 1.0:
+            return
+        self._read_at = time.monotonic()
+        for path in sorted(self._folder.glob("*.pub")):
+            with suppress(OSError, RecipeError):  # the operator is writing the file, or it is damaged
+                key = public_key_to_bytes(load_public_key(path))
+                if self._state.get_node_id_by_public_key(key) is None:
+                    register_keys(self._state, {unquote(path.stem): path})
 
 
 def serve_fleet_api(
@@ -833,6 +887,7 @@ def main() -> None:
     parser.add_argument("--certificate", type=Path)
     parser.add_argument("--private-key", type=Path)
     parser.add_argument("--keys", type=json.loads, default={}, help="Names of users and files of their public keys.")
+    parser.add_argument("--key-folder", type=Path, help="Register keys that are added here while the server runs.")
     parser.add_argument("--run-config", type=json.loads, default={})
     parser.add_argument("--app", required=True, help="Import path of the ServerApp.")
     options = parser.parse_args()
@@ -842,7 +897,10 @@ def main() -> None:
     try:
         register_keys(state, {name: Path(path) for name, path in options.keys.items()})
         run_id = create_active_run(state)
-        api = make_fleet_api(state_factory, keys_only=bool(options.keys))
+        new_keys: dict[str, Callable[[], None]] = {}
+        if options.key_folder is not None:
+            new_keys["register_new_keys"] = KeyFolder(state, options.key_folder).register_new_keys
+        api = make_fleet_api(state_factory, keys_only=bool(options.keys), **new_keys)
         inherited_socket = None if options.socket is None else socket.socket(fileno=options.socket)
         serve_fleet_api(
             api, options.host, options.port, options.certificate, options.private_key, bound=inherited_socket

@@ -60,6 +60,7 @@ class SuperLink:
         port: Port to listen on; 0 binds a free one now, whose socket the process inherits each time it starts.
         certificates: Files for TLS.
         keys: Files of public keys by user; if there are any, no other client is admitted.
+        key_folder: Folder to whose public keys the operator may add others while the process runs; None for no such.
         run_config: Settings of the ServerApp.
         app: Import path of the ServerApp; tests use others.
 
@@ -73,6 +74,7 @@ class SuperLink:
     port: int = 0
     certificates: Certificates | None = None
     keys: Mapping[str, Path] = field(default_factory=dict)
+    key_folder: Path | None = None
     run_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     app: str = SERVER_APP
     service: Service = field(init=False)
@@ -145,6 +147,8 @@ class SuperLink:
             command += ["--certificate", str(self.certificates.certificate.absolute())]
             command += ["--private-key", str(self.certificates.key.absolute())]
         command += ["--keys", json.dumps(keys)]
+        if self.key_folder is not None:
+            command += ["--key-folder", str(self.key_folder.absolute())]
         command += ["--run-config", json.dumps(run_config)]
         return command
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -15,6 +16,7 @@ from urllib.parse import quote, unquote
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from comingle.config.files import read_yaml
 from comingle.federation.flower.channel import Channel, GridChannel
 from comingle.federation.flower.processes import StatusWriter
 from comingle.utils.errors import ComingleError, RecipeError
@@ -44,8 +46,10 @@ def make_server_app(run: RunFunction) -> ServerApp:
         folder = _folder(context.run_config)
         status = StatusWriter.begin(folder)
         try:
-            channel = GridChannel(grid, status.say, allowed=_names(context.run_config))
-            run(channel, context.run_config, folder, status.say)
+            config = context.run_config
+            read_allowed = partial(_read_names, config) if config.get("continuous") else tuple
+            channel = GridChannel(grid, status.say, allowed=_names(config), read_allowed=read_allowed)
+            run(channel, config, folder, status.say)
         except ComingleError as error:
             status.fail(str(error))
             raise
@@ -72,6 +76,15 @@ def _folder(run_config: Mapping[str, object]) -> Path:
 def _names(run_config: Mapping[str, Any]) -> list[str]:
     """Return the names of users that :func:`encode_names` has encoded; an empty list if any user may join."""
     return [unquote(name) for name in str(run_config.get("users") or "").split()]
+
+
+def _read_names(run_config: Mapping[str, Any]) -> Sequence[str]:
+    """Return the names of the users in the server's file as it is now; none if it cannot be read."""
+    try:
+        names = read_yaml(expand_home(str(run_config["federation"])))["participants"]
+    except (ComingleError, LookupError, TypeError):
+        return ()
+    return names if isinstance(names, list) else ()
 
 
 def encode_names(names: Sequence[str]) -> str:
