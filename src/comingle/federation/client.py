@@ -14,7 +14,9 @@ A task is a list of steps, carried out in order:
     finish     carry out the method's final step, after the last round
     evaluate   score the model on the user's own test data
     choose     restore the models of the best round
-    end        the federation has ended: save the user's model
+    end        the run has ended: save the user's model
+
+Between the runs of a continuous federation, the only step of a task is "count": report how much data is new.
 """
 
 from __future__ import annotations
@@ -38,7 +40,17 @@ from comingle.config import Recipe, parse_recipe
 from comingle.config.sections import ContinuationSection, with_older_defaults
 from comingle.config.settings import Terms
 from comingle.data.populations import as_users
-from comingle.federation.client_store import MODEL, ClientStore, check_run_limit, run_folder, save_model
+from comingle.federation.client_store import (
+    MODEL,
+    ClientStore,
+    check_run_limit,
+    fix_data,
+    read_fixed_run,
+    record_training,
+    run_folder,
+    save_model,
+    sources_digest,
+)
 from comingle.federation.conditions import DeviceConditions
 from comingle.federation.messages import (
     Answer,
@@ -47,6 +59,7 @@ from comingle.federation.messages import (
     check_download,
     check_task,
     check_verdict,
+    earlier_runs,
     unpack_task,
 )
 from comingle.federation.participant import LEVELS_WITH_SCORES, TELLS, Own, Tells
@@ -230,9 +243,14 @@ def open_store(
         ComingleError: The user's data or base cannot be used.
     """
     public.check()
+    fixed = read_fixed_run(folder)
+    if fixed is not None:
+        own = own.model_copy(update={"data": fixed.data})
     recipe = _own_recipe(own, public)
     _raise_unless_expected(own, public)
     recipe = _with_choices(folder, recipe, public, own, say)
+    if fixed is not None and fixed.continues:  # this user may have been absent from the server's last run
+        recipe = recipe.with_changes({"continue_from.run": fixed.continues})
     # Between rounds other programs use the device, so freed memory is returned to the system.
     method = check_and_set_up(recipe, keeps_memory=False)
     date_in_prompts = str(public.settings.get(DATE, ""))  # empty if the chat template writes no date
@@ -658,6 +676,12 @@ REVERTED_NOTICE = "the last answer was late or lost; the server continued withou
 Say = Callable[[str], None]
 """Called with each line to show to the user."""
 
+COUNT = ("count",)
+"""Steps of the task of a client between the runs of a continuous federation."""
+
+COUNTED = "counted.json"
+"""File in the user's state folder with its last count, and a digest of what it depends on."""
+
 CHANGING = frozenset({"receive", "train", "finish", "choose"})
 """Steps that change the user's model."""
 
@@ -712,11 +736,18 @@ class Client:
         is_join = task.todo == ("join",)
         try:
             with convert_disk_errors(self.folder):
-                answer = self._join(task).pack() if is_join else self._carry_out(task, data, deadline)
+                if is_join:
+                    answer = self._join(task).pack()
+                elif task.todo == COUNT:
+                    answer = self._count(task).pack()
+                else:
+                    answer = self._carry_out(task, data, deadline)
         except ComingleError as error:
             line = "; ".join([str(error), *getattr(error, "__notes__", ())])  # notes are for the user only
             self.say(line)
             may_be_temporary = isinstance(error, RunError)  # such as a full disk
+            if isinstance(error, DataError) and "since" in task.arguments:  # too little text so far, for example
+                may_be_temporary = True
             if is_join and not may_be_temporary:
                 self.refuse(line)
             answer = _refusal(task, error).pack()
@@ -796,13 +827,21 @@ class Client:
                 f"{self.own.name!r} joined"
             )
         check_run_limit(self.folder, task.run, self.own.max_runs)
+        earlier = earlier_runs(task)
+        has_answered = any((self._folder(task.run) / "answers").glob("*.bin"))
+        if earlier is not None and self._run != task.run and not has_answered:
+            public.check()
+            fix_data(self.folder, task.run, self.own, earlier)
         store = self._enter(task.run, public)
         self._publish_model(store)
         clients = store.clients
         self.say(upload_notice(store))
         reports_scores = store.reporting_level(self.own) in LEVELS_WITH_SCORES  # and with them amounts of data
         reports_specialists = chooses_specialists(public.whole_recipe()) and reports_scores
-        self.say(report_notice(store, self.own, reports_specialists=reports_specialists))
+        is_continuous = earlier is not None
+        self.say(
+            report_notice(store, self.own, reports_specialists=reports_specialists, reports_new_data=is_continuous)
+        )
         warn_of_untrained(clients.plan, clients.steps.local_steps)
         unit = clients.batch_source.unit
         reported: dict[str, Any] = {
@@ -822,6 +861,57 @@ class Client:
         if reports_specialists:
             reported["specialists"] = store.recipe.method.settings["specialists"]
         return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)
+
+    def _count(self, task: Task) -> Answer:
+        """Report how much data this user has beyond that with which it has trained last, in tokens or conversations.
+
+        The data is read only if the paths, sizes or times of its files have changed since the last count.
+
+        Raises:
+            ComingleError: The federation does not suit this user.
+        """
+        public = read_public(task.arguments.get("public"))
+        path, own = self.folder / COUNTED, self.own
+        current = {"sources": sources_digest(own.data, self.folder), "recipe": public.digest}
+        counted: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            counted = json.loads(path.read_text(encoding="utf-8"))
+        has_changed = any(counted.get(key) != value for key, value in current.items())
+        if has_changed:
+            counted = {**current, "amount": self._amount(public)}
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_json(path, counted)
+        trained = 0
+        for run in earlier_runs(task) or ():
+            fixed = read_fixed_run(self._folder(run))
+            if fixed is not None:
+                trained = fixed.trained
+                break
+        new = max(0, int(counted["amount"]) - trained)
+        if has_changed:
+            unit = "tokens" if public.recipe["data"].get("kind") == "text" else "conversations"
+            self.say(f"user {own.name!r}: {new:,} {unit} are new; the server sees this number")
+        return Answer(run=task.run, serial=task.serial, user=task.user, reported={"new": new})
+
+    def _amount(self, public: Public) -> int:
+        """Return the number of tokens or conversations that a run would read now; 0 if it could not use the data.
+
+        Args:
+            public: Public part of the federation.
+        """
+        public.check()
+        recipe = _own_recipe(self.own, public)
+        base = None if self._store is None else self._store.own_data.base
+        is_limited = recipe.runtime.memory is not None  # then a run may load the base in another format
+        given = Given(loaded_bases=None if is_limited else self._bases)
+        try:
+            own_data = prepare(recipe, base=base, given=given, method=check_and_set_up(recipe, keeps_memory=False))
+            run_data = _data_of_run(self.own, public, recipe, own_data)
+            run_data.kind.clients(recipe, run_data, plan_of(public, recipe))  # checks the splits
+        except DataError as error:
+            self.say(f"takes part in no run so far: {error}")
+            return 0
+        return sum(describe(own_data, recipe).users[self.own.name].counts.values())
 
     def _carry_out(self, task: Task, data: bytes, deadline: float) -> bytes:
         """Carry out a task, store its answer and the new state, and return the answer's bytes.
@@ -855,7 +945,9 @@ class Client:
                 answer = TaskRunner(store, self.own, task, self._conditions).run().pack()
             store.commit(task.serial, data, answer)
             self.say(_describe_answer(store, task, answer))
-            if "end" in task.todo:
+            if "train" in task.todo:
+                record_training(store.folder, self.own.name)
+            if "end" in task.todo and not task.arguments.get("continuous"):
                 self.end()
         except BaseException:
             store.revert()
@@ -1175,13 +1267,14 @@ _REPORTED: dict[Tells, tuple[str, ...]] = {
 """Numbers that each value of ``tells`` adds to those of the values above it."""
 
 
-def report_notice(store: ClientStore, own: Own, *, reports_specialists: bool) -> str:
+def report_notice(store: ClientStore, own: Own, *, reports_specialists: bool, reports_new_data: bool = False) -> str:
     """Return one line for the user: which numbers leave this machine beside the tensors, and how to change that.
 
     Args:
         store: The user's part of the run.
         own: The user's settings; ``tells`` decides which optional numbers leave.
         reports_specialists: Whether the number of specialists leaves, which this device has chosen.
+        reports_new_data: Whether the amount of new data leaves, since the federation is continuous.
     """
     plan, level = store.clients.plan, store.reporting_level(own)
     is_private = plan.privacy is not None
@@ -1197,6 +1290,8 @@ def report_notice(store: ClientStore, own: Own, *, reports_specialists: bool) ->
         optional.append("the number of specialists")
 
     always = ["the number of local steps"]  # numbers that leave with every value of `tells`
+    if reports_new_data:
+        always.append("the amount of new data")
     selects_best_round = bool(store.clients.state.best)
     if selects_best_round:
         always.append("validation losses")
@@ -1224,7 +1319,8 @@ def _describe_answer(store: ClientStore, task: Task, answer: bytes) -> str:
         answer: The bytes of the answer.
     """
     if "end" in task.todo:
-        return f"{ENDED}; {store.folder / MODEL} is the model of user {task.user!r}"
+        ended = "the run has ended, the next one starts with new data" if task.arguments.get("continuous") else ENDED
+        return f"{ended}; {store.folder / MODEL} is the model of user {task.user!r}"
     # Tasks count rounds from 0.
     done = f"round {task.round + 1}" if "train" in task.todo else ", ".join(task.todo)
     return f"{done}: {len(answer):,} bytes leave this machine"

@@ -15,10 +15,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from torch import Tensor
 from comingle.config import Recipe
 from comingle.config.settings import Terms
 from comingle.federation.messages import unpack_answer
-from comingle.federation.participant import Own, Tells
+from comingle.federation.participant import Own, Tells, map_sources
 from comingle.federation.public import Public
 from comingle.privacy.noise import digest
 from comingle.privacy.secure_client import Record, Session
@@ -42,10 +45,11 @@ from comingle.training.client import Clients, finetuned
 from comingle.training.evaluation import summarise
 from comingle.training.kinds.base import RunData
 from comingle.training.state import GRADIENTS, State
-from comingle.utils.errors import MessageError, RunError
+from comingle.utils.errors import DataError, MessageError, RunError
 from comingle.utils.files import list_checkpoints
-from comingle.utils.inputs import write_inputs
-from comingle.utils.records import DRAFT, convert_disk_errors, write_bytes, write_json, write_text
+from comingle.utils.inputs import read_inputs, write_inputs
+from comingle.utils.names import is_named
+from comingle.utils.records import DRAFT, convert_disk_errors, expand_home, write_bytes, write_json, write_text
 
 SECURE = "secure.json"
 """File with the secrets of secure sums in a run's folder."""
@@ -551,6 +555,166 @@ def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     all_users = slice(None)
     without_padding = [slice(size) for size in shape]
     return tensor[(all_users, *without_padding)]
+
+
+FIXED, DATA = "fixed.json", "data"
+"""File and folder of a run of a continuous federation, whose data is fixed while the source files grow."""
+
+KEPT_RUNS = 3
+"""Number of latest runs of a continuous federation that a client keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedRun:
+    """A run of a continuous federation, as the user's client has joined it.
+
+    Args:
+        data: The user's source of data, in which paths are those of the copy in the run's folder.
+        continues: Name of the earlier run that it continues; empty if this user was in none.
+        trained: Amount of data with which the user has trained last, in this run or in an earlier one.
+    """
+
+    data: Any
+    continues: str
+    trained: int
+
+
+def read_fixed_run(folder: Path) -> FixedRun | None:
+    """Return a run of a continuous federation; None for a run of any other one.
+
+    Args:
+        folder: Folder of the run.
+
+    Raises:
+        RunError: The file is damaged.
+    """
+    path = folder / FIXED
+    if not path.exists():
+        return None
+
+    def with_folder(source: str) -> str:
+        return str((folder / source).absolute()) if source.startswith(f"{DATA}/") else source
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        data = map_sources(content["data"], with_folder)
+        return FixedRun(data=data, continues=str(content["continues"]), trained=int(content["trained"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: damaged ({error}); delete {folder} to restart this run") from None
+
+
+def record_training(folder: Path, user: str) -> None:
+    """Record that a user has trained on its data in a run, which then is not new any more.
+
+    Args:
+        folder: Folder of the run; without effect if its federation is not continuous.
+        user: Name of the user.
+    """
+    path = folder / FIXED
+    if path.exists():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        amount = sum(read_inputs(folder).users[user].counts.values())
+        if content["trained"] != amount:
+            write_text(path, json.dumps({**content, "trained": amount}), private=True)
+
+
+def fix_data(state: Path, run: str, own: Own, earlier: Sequence[str]) -> None:
+    """Copy the user's source files to the folder of a run, which is created, and delete what is not needed any more.
+
+    The copy of the run that this one continues is kept, for replay. Of the earlier runs, the latest are kept.
+
+    Args:
+        state: The user's state folder.
+        run: Name of the run.
+        own: The user's settings.
+        earlier: Names of earlier runs, the newest first.
+
+    Raises:
+        DataError: A file cannot be copied.
+        RunError: The user's folder has too many runs.
+    """
+    folder = run_folder(state, run)
+    here = [name for name in earlier if (run_folder(state, name) / FIXED).exists() and name != run]
+    continues = next((name for name in here if list_checkpoints(run_folder(state, name))), "")
+    for name in here[KEPT_RUNS - 1 :]:
+        if name != continues:
+            shutil.rmtree(run_folder(state, name), ignore_errors=True)
+    for name in here:
+        if name != continues:
+            shutil.rmtree(run_folder(state, name) / DATA, ignore_errors=True)
+    last = read_fixed_run(run_folder(state, here[0])) if here else None
+    check_run_limit(state, run, own.max_runs)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = folder / f".{DATA}{DRAFT}"
+    for earlier_copy in (draft, folder / DATA):
+        shutil.rmtree(earlier_copy, ignore_errors=True)
+    draft.mkdir(mode=0o700)
+    try:
+        data = map_sources(own.data, partial(_copy_source, draft, state))
+    except OSError as error:  # also shutil.Error, of files that vanish meanwhile
+        raise DataError(f"data: cannot be copied to {folder} ({' '.join(str(error).split())})") from None
+    draft.rename(folder / DATA)
+    content = {"data": data, "continues": continues, "trained": last.trained if last else 0}
+    write_text(folder / FIXED, json.dumps(content), private=True)
+
+
+def _copy_source(target: Path, state: Path, source: str) -> str:
+    """Copy a file or folder, and return its path in the run's folder; return other sources, such as names, unchanged.
+
+    Args:
+        target: Folder of the copies.
+        state: The user's state folder, which is not copied if it is in a folder of data.
+        source: The path or name.
+
+    Raises:
+        DataError: It is a pattern.
+        OSError: It cannot be copied.
+    """
+    path = expand_home(source)
+    if not path.exists():
+        if any(character in source for character in "*?[") and not is_named(source):
+            raise DataError(f"data: got the pattern {source}; allowed with a continuous server: files and folders")
+        return source
+    number = str(len(list(target.iterdir())))
+    copy = target / number / (path.name or path.resolve().name or DATA)
+    copy.parent.mkdir()
+
+    def state_folder(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if (Path(folder) / name).resolve() == state.resolve()]
+
+    if path.is_dir():
+        shutil.copytree(path, copy, ignore=state_folder)
+    else:
+        shutil.copyfile(path, copy)
+    return f"{DATA}/{number}/{copy.name}"
+
+
+def sources_digest(data: Any, state: Path) -> str:
+    """Return a digest of the paths, sizes and times of a user's source files, which are not read.
+
+    Args:
+        data: The user's source of data.
+        state: The user's state folder, which is left out.
+    """
+    entries: list[str] = []
+
+    def add(path: str) -> None:
+        with suppress(OSError):  # it was deleted meanwhile
+            status = os.stat(path)
+            entries.append(f"{path} {status.st_size} {status.st_mtime_ns}")
+
+    def add_source(source: str) -> str:
+        path = str(expand_home(source))
+        entries.append(path)
+        add(path)
+        for folder, folders, files in os.walk(path):
+            folders[:] = [name for name in folders if Path(folder, name).resolve() != state.resolve()]
+            for name in files:
+                add(os.path.join(folder, name))
+        return source
+
+    map_sources(data, add_source)
+    return hashlib.sha256("\n".join(sorted(entries)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def run_folder(state: Path, run: str) -> Path:

@@ -55,8 +55,10 @@ class Task:
         todo: Names of the steps.
         round: The round to train, from 0, or the number of rounds that are done.
         arguments: Values that the steps need, by key: ``public``, the public part of the federation, only for the step
-            "join"; ``done``, the number of rounds that are done, for "evaluate"; ``local_steps``, the largest number of
-            local steps of a client in a round, for all tasks once it is known.
+            "join" and "count"; ``since``, the names of earlier runs of a continuous federation, the newest first, for
+            the same steps; ``continuous``, for "end" of a run after which another one will follow; ``done``, the number
+            of rounds that are done, for "evaluate"; ``local_steps``, the largest number of local steps of a client in a
+            round, for all tasks once it is known.
         messages: Downloads that the steps need, in their order.
     """
 
@@ -249,6 +251,26 @@ def check_address(task: Task, user: str) -> None:
         raise MessageError(f"task: got run {task.run[:70]!r}; allowed: up to 64 letters and digits")
 
 
+def earlier_runs(task: Task) -> tuple[str, ...] | None:
+    """Return the names of earlier runs of a continuous federation, the newest first, after checking them.
+
+    Args:
+        task: A task to join or to count.
+
+    Returns:
+        None if the federation is not continuous.
+
+    Raises:
+        MessageError: The value is not a list of names, which have to be safe as folder names.
+    """
+    runs = task.arguments.get("since")
+    if runs is None:
+        return None
+    if not isinstance(runs, list) or not all(isinstance(run, str) and _RUN.fullmatch(run) for run in runs):
+        raise MessageError(f"task: since is {str(runs)[:70]!r}; allowed: a list of names of runs")
+    return tuple(runs)
+
+
 def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, steps_follow_from_data: bool) -> None:
     """Check a task that a client has received, before the client carries it out, as its server may be faulty.
 
@@ -333,6 +355,12 @@ class _JoinReport(Section):
     specialists: Annotated[int, Field(ge=0, le=1000, strict=True)] | None = None
 
 
+class _CountReport(Section):
+    """Number of tokens or conversations that a client has not trained on yet."""
+
+    new: _Amount = 0
+
+
 class _TrainingReport(Section):
     """Values that a client reports after its local steps."""
 
@@ -363,7 +391,7 @@ class _EvaluationReport(Section):
         return measure
 
 
-_REPORTS: tuple[type[Section], ...] = (_Refusal, _JoinReport, _TrainingReport, _EvaluationReport)
+_REPORTS: tuple[type[Section], ...] = (_Refusal, _JoinReport, _CountReport, _TrainingReport, _EvaluationReport)
 
 
 def check_reported(reported: Mapping[str, Any]) -> dict[str, Any]:

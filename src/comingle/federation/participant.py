@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -239,18 +240,30 @@ def _with_absolute_paths(folder: Path, data: Any) -> Any:
 
     Args:
         folder: Folder of the client's file, to which paths are relative.
+        data: The source.
+    """
+    return map_sources(data, partial(_absolute_if_exists, folder))
+
+
+def map_sources(data: Any, change: Callable[[str], str]) -> Any:
+    """Return a user's source of data with each path or name changed.
+
+    Args:
         data: A path or name, a mapping with one under each of the keys :data:`PATHS`, or a mapping with ``dataset``.
+        change: Called with each path or name.
     """
     if isinstance(data, str):
-        return _absolute_if_exists(folder, data)
+        return change(data)
     if not isinstance(data, Mapping):
         return data
     changed = dict(data)
     for key in PATHS:  # such as "path" and "train"
         if isinstance(data.get(key), str):
-            changed[key] = _absolute_if_exists(folder, data[key])
+            changed[key] = change(data[key])
+        elif isinstance(data.get(key), list):
+            changed[key] = [map_sources(source, change) for source in data[key]]
     if isinstance(data.get("dataset"), Mapping):
-        changed["dataset"] = _with_absolute_paths(folder, data["dataset"])
+        changed["dataset"] = map_sources(data["dataset"], change)
     return changed
 
 
