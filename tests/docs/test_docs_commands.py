@@ -253,7 +253,9 @@ def test_a_federation_is_run_and_its_files_are_read_as_its_page_says(place: Path
     from comingle.federation.participant import load_participant
 
     page = DOCS / "federation.md"
-    coordinator, with_conversations, participant, _by_user = shown(page, "yaml")
+    coordinator, with_conversations, participant, rounds, _by_user = shown(page, "yaml")
+    (place / "continuous.yaml").write_text(f"{coordinator}\n{rounds}", encoding="utf-8")
+    assert load_plan(place / "continuous.yaml", continuous=True).rounds is not None
     (place / "chats.yaml").write_text(with_conversations, encoding="utf-8")
     (place / "federation.yaml").write_text(coordinator, encoding="utf-8")
     (place / "participant.yaml").write_text(participant, encoding="utf-8")

@@ -75,6 +75,27 @@ def server(
         typer.Option("--make-certificates", metavar="FOLDER", help="Write certificates and keys for --host, and exit."),
     ] = None,
     continue_from: ContinueFrom = None,
+    continuous: Annotated[
+        bool, typer.Option("--continuous", help="Train again whenever enough users have new data, without an end.")
+    ] = False,
+    add_users: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--add-user",
+            metavar="NAME",
+            help="Add the user to the federation file, with a key in --certificates, and exit (repeatable).",
+            show_default=False,
+        ),
+    ] = None,
+    remove_users: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--remove-user",
+            metavar="NAME",
+            help="Remove the user from the federation file, and exit (repeatable).",
+            show_default=False,
+        ),
+    ] = None,
     all_users: AllUsers = False,
     quiet: Quiet = False,
 ) -> None:
@@ -82,9 +103,17 @@ def server(
     require_flower()
     if federation is None:
         raise RecipeError("server: no federation file; give one, for example `comingle server federation.yaml`")
-    from comingle.federation.files import load_plan
+    from comingle.federation.files import change_participants, load_plan
 
-    plan = load_plan(federation, continue_from=str(continue_from.resolve()) if continue_from else "")
+    if add_users or remove_users:
+        names = change_participants(federation, add=add_users or (), remove=remove_users or ())
+        if certificates is not None and add_users:
+            _write_certificates(certificates, host, tuple(add_users))
+        console.print(f"{federation}  participants: {', '.join(names)}", markup=False, highlight=False, soft_wrap=True)
+        return
+    allows_rounds = None if make_certificates is not None else continuous
+    continued_run = str(continue_from.resolve()) if continue_from else ""
+    plan = load_plan(federation, continue_from=continued_run, continuous=allows_rounds)
     if make_certificates is not None:
         _write_certificates(make_certificates, host, plan.users)
         return
@@ -95,6 +124,10 @@ def server(
 
     folder = out or Path("runs") / federation.stem
     say = line_printer(quiet=quiet)
+    if continuous:  # until the process is interrupted
+        options: dict[str, Any] = {"host": host, "port": port, "certificates": certificates}
+        serve(federation, plan, folder, say=say, continuous=True, **options)
+        return
     with show_participants(folder, all_users=all_users, quiet=quiet):
         metrics = serve(federation, plan, folder, host=host, port=port, certificates=certificates, say=say)
     if logs_json():

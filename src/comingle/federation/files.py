@@ -5,6 +5,7 @@ The server's file has the keys of a recipe except data sources, and
     participants: [ada, ben, cem]       names of the users
     network: {min_participants: 2, round_timeout: 600, join_timeout: 300}
     shapes: {...}                       for samples: shapes and labels of networks (see docs/federation.md)
+    rounds: {when: {users: 3, new_tokens: 2000, at_most_every: 1h}}     only with --continuous
 
 A client's file is a :class:`comingle.federation.participant.Participant`.
 """
@@ -12,7 +13,8 @@ A client's file is a :class:`comingle.federation.participant.Participant`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import yaml
 from comingle.config import Recipe, parse_recipe
 from comingle.federation.participant import Own, parse_section, read_mapping
 from comingle.federation.public import check_remote_clients, without_data
-from comingle.federation.run_folder import Plan
+from comingle.federation.run_folder import Plan, RoundsSection
 from comingle.federation.server_session import NetworkSection
 from comingle.runs.session import prepare
 from comingle.training.kinds.base import kind_of
@@ -30,7 +32,7 @@ from comingle.utils.names import name_problem
 from comingle.utils.records import expand_home, write_text
 
 
-def load_plan(path: Path, *, continue_from: str = "") -> Plan:
+def load_plan(path: Path, *, continue_from: str = "", continuous: bool | None = None) -> Plan:
     """Read a server's file: a recipe without data sources, and the keys ``participants``, ``network`` and ``shapes``.
 
     The data is text unless the file names another kind. Relative paths are relative to the file.
@@ -38,11 +40,67 @@ def load_plan(path: Path, *, continue_from: str = "") -> Plan:
     Args:
         path: The file.
         continue_from: Folder of an earlier run to continue, instead of the one in the file; empty for that.
+        continuous: Whether the federation is continuous, which ``rounds`` is for; None if either is allowed.
 
     Raises:
         RecipeError: The file does not exist, a value is wrong, or clients on other machines cannot run the recipe.
     """
+    plan = _parse_plan(read_mapping(path), path, continue_from)
+    if continuous is False and plan.rounds is not None:
+        raise RecipeError(f"{path}: rounds: got a section; allowed: with --continuous")
+    if not continuous:
+        return plan
+    _check_continuous(path, plan.recipe)
+    return replace(plan, rounds=plan.rounds or RoundsSection())
+
+
+def _check_continuous(path: Path, recipe: Recipe) -> None:
+    """Check that a federation can be continuous.
+
+    Raises:
+        RecipeError: A value in the file does not allow it.
+    """
+    if recipe.data.kind not in _CONTINUOUS_KINDS:
+        allowed = ", ".join(_CONTINUOUS_KINDS)
+        raise RecipeError(f"{path}: data.kind: got {recipe.data.kind}; allowed with --continuous: {allowed}")
+    if recipe.privacy is not None and recipe.privacy.mechanism != "none":
+        raise RecipeError(f"{path}: privacy.mechanism: got {recipe.privacy.mechanism}; allowed with --continuous: none")
+    if isinstance(recipe.training.participation, list):
+        raise RecipeError(f"{path}: training.participation: got names; allowed with --continuous: a fraction")
+
+
+_CONTINUOUS_KINDS = ("text", "conversations")
+
+
+def change_participants(path: Path, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> tuple[str, ...]:
+    """Add users to a server's file and remove others, and return the names of all users.
+
+    The file is replaced atomically, so a running server reads either the old or the new one.
+
+    Args:
+        path: The file. Its comments are lost.
+        add: Names of the new users.
+        remove: Names of the users to remove.
+
+    Raises:
+        RecipeError: The file is wrong, or would be: a user is there already, is not there, or too few remain.
+    """
+    names = _parse_plan(read_mapping(path), path).users
+    for name in add:
+        if name in names:
+            raise RecipeError(f"--add-user: got {name!r}, who is a user in {path} already")
+    for name in remove:
+        if name not in names:
+            raise RecipeError(f"--remove-user: got {name!r}; allowed: {', '.join(names)}")
     content = read_mapping(path)
+    content["participants"] = [*(name for name in names if name not in remove), *add]
+    plan = _parse_plan(dict(content), path)
+    write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    return plan.users
+
+
+def _parse_plan(content: dict[str, Any], path: Path, continue_from: str = "") -> Plan:
+    """Return the plan in the content of a server's file, whose keys are removed; see :func:`load_plan`."""
     names = content.pop("participants", None)
     is_list_of_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not is_list_of_names or not names:
@@ -56,6 +114,7 @@ def load_plan(path: Path, *, continue_from: str = "") -> Plan:
             f"{path}: network.min_participants: got {network.min_participants}; allowed: up to the number of "
             f"users, {len(names)}"
         )
+    rounds = parse_section(RoundsSection, content.pop("rounds"), f"{path}: rounds") if "rounds" in content else None
     # Shapes of a net that is trained from scratch, such as {"input_shape": [28, 28], "classes": 10}; else empty.
     net_settings = content.pop("shapes", {})
     data = content.get("data", {"kind": "text"})
@@ -78,7 +137,7 @@ def load_plan(path: Path, *, continue_from: str = "") -> Plan:
         recipe = recipe.with_changes({"base": str(base_path.resolve())})
     if recipe.continue_from is not None:
         recipe = recipe.with_changes({"continue_from.run": str((path.parent / recipe.continue_from.run).resolve())})
-    return Plan(recipe=recipe, users=tuple(names), settings=net_settings, network=network)
+    return Plan(recipe=recipe, users=tuple(names), settings=net_settings, network=network, rounds=rounds)
 
 
 def save_plan(path: Path, plan: Plan) -> None:

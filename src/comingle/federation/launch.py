@@ -43,8 +43,11 @@ def serve(
     port: int,
     certificates: Path | None,
     say: Callable[[str], None],
+    continuous: bool = False,
 ) -> dict[str, Any]:
     """Run a federation's server, or resume it if the run folder has a run, and return the metrics.
+
+    A continuous federation has no end; its folder has a run folder for each of its runs.
 
     Args:
         file: The server's file.
@@ -54,21 +57,32 @@ def serve(
         port: Port to listen on; 0 for a free one.
         certificates: Folder of certificates and keys; None for loopback without TLS.
         say: Called with each line to show to the operator.
+        continuous: Whether to start a run whenever enough users have new data, until the process is interrupted.
 
     Raises:
         ComingleError: The file, the folder or the certificates cannot be used, or too few clients take part.
     """
     if has_ended(folder):
         raise RunError(f"{folder}: this federation has ended; use another --out")
+    if (folder / "recipe.yaml" if continuous else folder / "0001.yaml").exists():
+        kind = "one run" if continuous else "the runs of --continuous"
+        raise RunError(f"{folder}: has {kind}; use another --out")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     tls_files, public_keys = None, dict[str, Path]()
     if certificates is not None:
         tls_files, public_keys = _read_tls_files(certificates, plan.users, file)
     flower_folder = folder / FLOWER  # status and logs of the server process
     flower_folder.mkdir(exist_ok=True)
-    run_config = {"federation": str(file.absolute()), "users": encode_names(plan.users)}
+    run_config: dict[str, str | int | float | bool] = {
+        "federation": str(file.absolute()),
+        "users": encode_names(plan.users),
+    }
     if plan.recipe.continue_from is not None:
         run_config["continue_from"] = plan.recipe.continue_from.run
+    key_folder = None
+    if continuous:
+        run_config["continuous"] = True
+        key_folder = None if certificates is None else certificates / "users"
     with locked(flower_folder):  # Two servers must not share a run folder.
         link = SuperLink(
             folder=folder,
@@ -77,6 +91,7 @@ def serve(
             port=port,
             certificates=tls_files,
             keys=public_keys,
+            key_folder=key_folder,
             run_config=run_config,
         )
         is_port_given = port != 0  # otherwise `link` has bound a free one already

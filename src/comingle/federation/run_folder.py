@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+from pydantic import field_validator
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import AUTO
+from comingle.config.settings import AUTO, Count, NotNegative, Section
 from comingle.federation.backend import NetworkBackend
 from comingle.federation.flower.channel import Channel
 from comingle.federation.public import Public, ServerContext, check_remote_clients, public_part, read_public
@@ -198,6 +200,37 @@ KEPT_CHECKPOINTS = 2
 """Number of newest checkpoints that a server keeps."""
 
 
+_SECONDS_OF_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+class WhenSection(Section):
+    """Section ``rounds.when``: the condition under which a run of a continuous federation starts.
+
+    ``users`` users, or all if there are fewer, must have ``new_tokens`` new tokens or conversations each.
+    ``at_most_every`` is the least time between the starts of two runs: seconds, or a text such as 30s, 10m, 1h or 1d.
+    """
+
+    users: Count = 1
+    new_tokens: Count = 500
+    at_most_every: NotNegative = 0.0
+
+    @field_validator("at_most_every", mode="before")
+    @classmethod
+    def _in_seconds(cls, duration: object) -> object:
+        if not isinstance(duration, str):
+            return duration
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", duration)
+        if match is None:
+            raise ValueError("allowed: a number with a unit, such as 30s, 10m, 1h or 1d")
+        return float(match[1]) * _SECONDS_OF_UNIT[match[2]]
+
+
+class RoundsSection(Section):
+    """Section ``rounds`` of a server's file, for ``comingle server --continuous``."""
+
+    when: WhenSection = WhenSection()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A federation to run.
@@ -207,12 +240,16 @@ class Plan:
         users: Names of the users.
         settings: Shapes and labels of networks.
         network: Timeouts, and how many clients the server needs.
+        rounds: When the next run starts, if the federation is continuous; else None.
+        earlier: Names of the latest earlier runs, if the federation is continuous, the newest first; else None.
     """
 
     recipe: Recipe
     users: tuple[str, ...]
     settings: JsonObject
     network: NetworkSection = field(default_factory=NetworkSection)
+    rounds: RoundsSection | None = None
+    earlier: tuple[str, ...] | None = None
 
 
 def run_federation(
@@ -303,6 +340,7 @@ def _run_rounds(
 
     try:
         session = start_session(run, public, context, channel, observe, plan.network)
+        session.earlier = plan.earlier
         # From the key, privacy noise is drawn. A resumed run keeps it, so that repeated rounds have the same noise.
         keep_key(folder, *session.server.mechanisms, overwrite=not has_begun, begun=progress is not None)
         if checkpoint is not None and progress is not None:

@@ -109,6 +109,7 @@ class ServerSession:
         clients: Sessions by user, in the order of the users.
         local_steps: Largest number of local steps that a client takes in a round.
         best_round: Number of rounds after which the mean validation loss was lowest.
+        earlier: Names of earlier runs of a continuous federation, the newest first; None if it is not continuous.
     """
 
     run: str
@@ -123,6 +124,7 @@ class ServerSession:
     clients: dict[str, ClientSession] = field(default_factory=dict)
     local_steps: int = 0
     best_round: int = 0
+    earlier: tuple[str, ...] | None = None
 
     @property
     def first_version(self) -> int:
@@ -154,9 +156,16 @@ class ServerSession:
     def join(self) -> None:
         """Send all clients a join task, and wait until all have joined or ``network.join_timeout`` has passed.
 
+        In a continuous federation, users without new text are not awaited if they are not connected.
+
         Raises:
             RunError: Fewer than ``network.min_participants`` clients have joined.
         """
+        participation = self.context.plan.participation
+        if self.earlier and isinstance(participation, tuple):
+            connected, awaited = set(self.channel.present()), {number for users in participation for number in users}
+            for number, name in enumerate(self.public.users):
+                self.clients[name].is_away = number not in awaited and name not in connected
         join_tasks = TaskQueue(self, self.public.users, self.network.join_timeout)
         join_tasks.run()
         num_joined, num_needed = len(self.joined), self.network.min_participants
@@ -171,9 +180,10 @@ class ServerSession:
         raise RunError("; ".join([*parts, *refusals[:_MAX_LISTED_REFUSALS]]))
 
     def end(self, rounds: int) -> None:
-        """Notify all clients that the federation has ended, after ``rounds`` rounds."""
+        """Notify all clients that the run has ended, after ``rounds`` rounds, and whether another one will follow."""
         steps_by_user = dict.fromkeys(self.public.users, ("end",))
-        self.ask(steps_by_user, rounds, seconds=END_SECONDS)
+        arguments = {} if self.earlier is None else {"continuous": True}
+        self.ask(steps_by_user, rounds, arguments=arguments, seconds=END_SECONDS)
 
     def ask(
         self,
@@ -250,7 +260,10 @@ class ServerSession:
 
     def join_task(self, name: str) -> Task:
         """Return the task that sends a client the public part of the federation."""
-        return self._task(name, _JOIN, 0, arguments={"public": self.public.as_dict()})
+        arguments: dict[str, Any] = {"public": self.public.as_dict()}
+        if self.earlier is not None:
+            arguments["since"] = list(self.earlier)
+        return self._task(name, _JOIN, 0, arguments=arguments)
 
     def _task(
         self,
