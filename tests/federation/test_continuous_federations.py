@@ -118,6 +118,7 @@ def test_runs_with_arriving_text_are_those_of_one_process(method: str, tmp_path:
     assert federation.trained(2) == {ANN}
     together = federation.together(2, texts, ANN, BOB, ready=(ANN,))
     assert_same(federation.channel, together)
+    assert not federation.server.plan_next()
 
     federation.write(ANN)
     federation.write(BOB)
@@ -193,10 +194,12 @@ def test_an_absent_user_without_new_text_is_not_awaited(tmp_path: Path, monkeypa
     assert federation.run_due()
     federation.channel.nodes.pop(BOB)
     federation.write(ANN)
-    waits: list[float] = []
-    monkeypatch.setattr("time.sleep", waits.append)
+
+    def refuse_to_wait(seconds: float) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("time.sleep", refuse_to_wait)
     assert federation.run_due()
-    assert not waits
 
 
 def test_counts_have_no_text_and_read_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,6 +376,7 @@ def test_a_run_that_cannot_start_is_planned_again(tmp_path: Path, monkeypatch: p
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
+        assert len(slept) < 10
         if federation.server.last_planned == 2 and seconds == server_app.COUNT_SECONDS:
             raise Stop
         federation.file.write_text(content)
