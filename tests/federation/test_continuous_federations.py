@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -22,14 +23,14 @@ from tests.federation.test_continued_federations import assert_same, recipe_of, 
 
 from comingle.federation import server_app
 from comingle.federation.client import Client
-from comingle.federation.client_store import DATA, FIXED
+from comingle.federation.client_store import DATA, FIXED, fix_data, read_fixed_run, sources_digest
 from comingle.federation.files import change_participants, load_plan
 from comingle.federation.messages import unpack_answer, unpack_task
 from comingle.federation.participant import Own
 from comingle.federation.run_folder import WhenSection, has_ended, run_federation
 from comingle.federation.server_app import ContinuousServer
 from comingle.runs import api
-from comingle.utils.errors import RecipeError
+from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.records import read_events, read_metrics
 
 ANN, BOB, CEM = "ann", "bob", "cem"
@@ -248,6 +249,73 @@ def test_the_data_of_a_run_is_a_private_copy_until_the_run_after_the_next(tmp_pa
         assert len(copies) == min(number, 2)  # replay needs that of the run before
         assert len(list((tmp_path / ANN).glob("run-*"))) == min(number, 3)
         federation.write(ANN)
+
+
+def test_clients_replay_the_copies_of_the_run_before(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, ANN, BOB, **{"data.replay": 0.3})
+    texts = federation.snapshot()
+    assert federation.run_due()
+    assert load_plan(federation.out / "0001.yaml").recipe.data.replay == 0  # there is nothing to replay yet
+    first = dict(federation.recipe["data"])
+    federation.recipe["data"]["replay"] = 0.0
+    federation.together(1, texts, ANN, BOB)
+    federation.recipe["data"] = first | {"replay": 0.3}
+    federation.write(ANN)
+    texts = federation.snapshot()
+    assert federation.run_due()
+    together = federation.together(2, texts, ANN, BOB, ready=(ANN,))
+    assert_same(federation.channel, together)
+    start = next(event for event in read_events(tmp_path / "together 2") if event["event"] == "start")
+    assert start["continues"]["replayed"][ANN] > 0
+    run = federation.channel.nodes[ANN]._run
+    federation.client(ANN)._open(run)  # a new process finds the same earlier data
+
+
+def test_a_folder_of_files_is_copied_without_the_state_in_it(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    state = data / "state"
+    (data / "deep").mkdir(parents=True)
+    state.mkdir()
+    (data / "one.txt").write_text("one")
+    (data / "deep" / "two.txt").write_text("two")
+    own = Own(name=ANN, data={"train": str(data), "test": str(data / "one.txt"), "valid": "demo:ada"})
+    before = sources_digest(own.data, state)
+    fix_data(state, "a1", own, [])
+    assert sources_digest(own.data, state) == before  # the client's own files are no new data
+    fixed = read_fixed_run(state / "run-a1")
+    assert fixed is not None
+    assert fixed.data["valid"] == "demo:ada"
+    copy = Path(fixed.data["train"])
+    assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*.txt")) == ["deep/two.txt", "one.txt"]
+    assert Path(fixed.data["test"]).read_text() == "one"
+    (data / "deep" / "three.txt").write_text("three")
+    assert sources_digest(own.data, state) != before
+    with pytest.raises(DataError, match="pattern"):
+        fix_data(state, "a2", Own(name=ANN, data=f"{data}/*.txt"), [])
+
+
+def test_conversations_arrive_too(tmp_path: Path) -> None:
+    def lines(count: int) -> str:
+        chats = [
+            [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n} is {n}."}]
+            for n in range(count)
+        ]
+        return "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+
+    federation = Federation(tmp_path, ANN, when={"new_tokens": 5})
+    content = yaml.safe_load(federation.file.read_text())
+    content["data"] = {"kind": "conversations"}
+    content["training"] = {"rounds": 1, "batch_size": 4, "context": 64}
+    federation.file.write_text(yaml.safe_dump(content))
+    federation.texts[ANN] = tmp_path / "chats.jsonl"
+    federation.texts[ANN].write_text(lines(20))
+    federation.channel.nodes[ANN] = federation.client(ANN)
+    assert federation.run_due()
+    federation.texts[ANN].write_text(lines(24))
+    assert not federation.server.plan_next()
+    federation.texts[ANN].write_text(lines(26))
+    assert federation.run_due()
+    assert "user 'ann': 6 conversations are new; the server sees this number" in federation.said
 
 
 class Restarting(Direct):
