@@ -17,13 +17,12 @@ from tests.commands import comingle as comingle
 from comingle.data.conversations.encoding import Answers
 from comingle.data.samples.samples import Samples
 from comingle.runs import api
-from comingle.runs.continuation import start_from_run
+from comingle.runs.continuation import draw_examples, start_from_run
 from comingle.runs.given import given_of
 from comingle.runs.results import Run
 from comingle.runs.session import build, describe, prepare
 from comingle.training.backends.local import InProcess
 from comingle.training.kinds.base import RunData
-from comingle.training.kinds.samples import KIND as samples_kind
 from comingle.utils.errors import ComingleError, RecipeError, RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import read_inputs
@@ -330,9 +329,9 @@ def test_conversations_and_samples_are_drawn_whole() -> None:
     assert drawn.references == ("b", "c", "d")
     samples = Samples(inputs=torch.arange(6.0).view(3, 2), targets=torch.tensor([4, 5, 6]))
     assert samples.select(numbers).targets.tolist() == [5, 6]
-    chosen = samples_kind.draw_examples(samples, 2, width=9, generator=torch.Generator().manual_seed(0))
+    chosen = draw_examples(samples, 2, width=9, generator=torch.Generator().manual_seed(0))
     assert len(chosen) == 2
-    assert samples_kind.draw_examples(samples, 3, width=9, generator=torch.Generator()) is samples
+    assert draw_examples(samples, 3, width=9, generator=torch.Generator()) is samples
 
 
 def test_commands_name_what_has_changed(comingle: Any, tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import MEMORY, TrainingSection
+from comingle.data.text.streams import draw_windows
 from comingle.training.backends.local import InProcess
 from comingle.training.batch_sources import AnySplit, AnyUser
 from comingle.training.checkpoints import Progress, digest_of_checkpoint, read_progress, read_state, rows_of_names
@@ -131,7 +133,7 @@ def add_replay(recipe: Recipe, run_data: RunData, earlier: Sequence[EarlierData]
         if not earlier_users:
             continue
         pooled = kind.pooled(earlier_users)
-        drawn = kind.draw_examples(
+        drawn = draw_examples(
             pooled.train,
             round(len(user.train) * share / (1 - share)),
             width=recipe.training.context + 1,
@@ -140,6 +142,22 @@ def add_replay(recipe: Recipe, run_data: RunData, earlier: Sequence[EarlierData]
         users[number] = replace(user, train=kind.pooled([user, replace(pooled, train=drawn)]).train)
         added[user.name] = len(drawn)
     return (run_data.with_users(users) if added else run_data), added
+
+
+def draw_examples(split: AnySplit, count: int, *, width: int, generator: torch.Generator) -> AnySplit:
+    """Return at most ``count`` random examples of training data, in their order, to train on them again.
+
+    Args:
+        split: Token stream, conversations or samples.
+        count: Number of tokens, conversations or samples to draw.
+        width: Tokens that a stream is drawn by; conversations and samples are drawn one by one.
+        generator: Source of randomness.
+    """
+    if isinstance(split, Tensor):  # a token stream
+        return draw_windows(split, count, width=width, generator=generator)
+    if len(split) <= count:
+        return split
+    return split.select(torch.randperm(len(split), generator=generator)[:count].sort().values)
 
 
 def check_replay(folder: Path, replayed: Mapping[str, int]) -> None:

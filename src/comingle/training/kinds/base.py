@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from comingle.config import Recipe
@@ -263,19 +262,6 @@ class Kind(ABC):
     def pooled(self, users: Sequence[AnyUser]) -> AnyUser:
         """Return one user named "everyone" with the data of all users, for methods that train a single model."""
         raise NotImplementedError
-
-    def draw_examples(self, split: Any, count: int, *, width: int, generator: torch.Generator) -> Any:
-        """Return at most ``count`` random examples of a split, in their order; used to train on earlier data again.
-
-        Args:
-            split: Training data of a user, in the form of this kind.
-            count: Number of tokens, conversations or samples to draw.
-            width: Number of tokens in a window of text. This class ignores it, as only text is drawn in windows.
-            generator: Source of randomness.
-        """
-        if len(split) <= count:
-            return split
-        return split.select(torch.randperm(len(split), generator=generator)[:count].sort().values)
 
     # ---------------------------------------------------------------- afterwards
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from jaxtyping import Int, Int32
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -16,7 +16,7 @@ from comingle.data.row_files import BadRows
 from comingle.data.sources import iterate_documents
 from comingle.data.text.reading import ALLOWED_TEXT, TextReader, check_texts, may_be_user_text, require_rows
 from comingle.data.text.section import TextSection, UsersRows
-from comingle.data.text.streams import UserData, check, draw_windows, pool
+from comingle.data.text.streams import UserData, check, pool
 from comingle.methods import make
 from comingle.methods.base import Method, Phase
 from comingle.models.hardware import require_bytes
@@ -342,19 +342,6 @@ class TextKind(LanguageKind):
     def pooled(self, users: Sequence[AnyUser]) -> UserData:
         """Return one user with the concatenated streams of all users."""
         return pool(users)
-
-    def draw_examples(
-        self, split: Int32[Tensor, " tokens"], count: int, *, width: int, generator: torch.Generator
-    ) -> Int32[Tensor, " drawn"]:
-        """Return random windows of a stream, joined into a shorter stream.
-
-        Args:
-            split: The stream.
-            count: Largest number of tokens to return.
-            width: Number of tokens in a window.
-            generator: Random generator that draws the windows.
-        """
-        return draw_windows(split, count, width=width, generator=generator)
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """Return the names of the users; reads rows only if the recipe does not name them."""
