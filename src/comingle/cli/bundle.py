@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BufferedIOBase, BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from comingle.cli.options import Force, Quiet, console, line_printer, parse_path, status
 from comingle.utils.errors import BaseModelError, ComingleError
 from comingle.utils.files import SUMS, check_target
-from comingle.utils.records import DRAFT, to_disk
+from comingle.utils.records import DRAFT, JsonObject, to_disk
 from comingle.utils.terminal import literal_text
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def read_plan(path: Path) -> BundlePlan:
     )
 
 
-def _remove_sources(content: dict[str, Any], recipe: Recipe) -> list[str]:
+def _remove_sources(content: JsonObject, recipe: Recipe) -> list[str]:
     """Remove the data sources and the earlier run from the content of a recipe; return a line on each.
 
     Args:

@@ -689,7 +689,7 @@ def _copy_source(target: Path, state: Path, source: str) -> str:
     return f"{DATA}/{number}/{copy.name}"
 
 
-def sources_digest(data: Any, state: Path) -> str:
+def sources_digest(data: object, state: Path) -> str:
     """Return a digest of the paths, sizes and times of a user's source files, which are not read.
 
     Args:

@@ -29,7 +29,7 @@ from comingle.runs.session import prepare
 from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import RecipeError
 from comingle.utils.names import name_problem
-from comingle.utils.records import expand_home, write_text
+from comingle.utils.records import JsonObject, expand_home, write_text
 
 
 def load_plan(path: Path, *, continue_from: str = "", continuous: bool | None = None) -> Plan:
@@ -99,7 +99,7 @@ def change_participants(path: Path, *, add: Sequence[str] = (), remove: Sequence
     return plan.users
 
 
-def _parse_plan(content: dict[str, Any], path: Path, continue_from: str = "") -> Plan:
+def _parse_plan(content: JsonObject, path: Path, continue_from: str = "") -> Plan:
     """Return the plan in the content of a server's file, whose keys are removed; see :func:`load_plan`."""
     names = content.pop("participants", None)
     is_list_of_names = isinstance(names, list) and all(isinstance(name, str) for name in names)

@@ -25,7 +25,7 @@ from comingle.methods.user_files import load_files_of_command
 from comingle.training.events import AN_EVENT, Observer
 from comingle.utils.errors import ComingleError, MessageError, RecipeError, RunError
 from comingle.utils.files import list_checkpoints
-from comingle.utils.records import FEDERATION, expand_home
+from comingle.utils.records import FEDERATION, JsonObject, expand_home
 
 
 def run_federation_app(channel: Channel, config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
@@ -176,7 +176,7 @@ class ContinuousServer:
         save_plan(self._plan_file(number), plan)
         return True
 
-    def _changes(self, plan: Plan, number: int) -> dict[str, Any] | None:
+    def _changes(self, plan: Plan, number: int) -> JsonObject | None:
         """Return how the recipe of the next run differs from the server's file; None if no run is due.
 
         Args:

@@ -19,6 +19,7 @@ from comingle.models.pretrained import PreTrainedConfig, PreTrainedModel, PreTra
 from comingle.models.quantised import Bits, QuantisedLinear, quantise, quantise_shapes
 from comingle.utils.errors import BaseModelError
 from comingle.utils.files import cache_folder, make_once
+from comingle.utils.records import JsonObject
 from comingle.utils.trees import digest_all
 
 _WEIGHTS_FILE = "model.safetensors"
@@ -153,7 +154,7 @@ def check_config(where: Path, config: dict[str, Any]) -> None:
         )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Return the object in a JSON file of a model's folder.
 
     Raises:

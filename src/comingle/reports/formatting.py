@@ -18,7 +18,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text, TextType
 
-from comingle.utils.records import MEASURES, SHARES
+from comingle.utils.records import MEASURES, SHARES, JsonMapping
 from comingle.utils.terminal import printable
 
 MOST_ROWS = 24
@@ -34,7 +34,7 @@ TOLERANCE = 0.1
 """Largest relative difference between parameter budgets that count as equal."""
 
 
-def epsilon_of(privacy: Mapping[str, Any]) -> float:
+def epsilon_of(privacy: JsonMapping) -> float:
     """Return the epsilon of an entry "privacy"; infinity where a file has null, as JSON has no infinity."""
     epsilon = privacy["epsilon"]
     return math.inf if epsilon is None else epsilon

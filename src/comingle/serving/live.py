@@ -108,7 +108,7 @@ class DocumentStore:
             if documents:
                 self.pending[documents[0]["user"]] = sum(self._count_tokens(document) for document in documents)
 
-    def add(self, user: str, contents: Sequence[Any]) -> tuple[list[str], int]:
+    def add(self, user: str, contents: Sequence[object]) -> tuple[list[str], int]:
         """Store documents of a user; when this returns, they are on disk.
 
         Args:
@@ -311,7 +311,7 @@ class LiveTrainer:
         """Return the number of the last run that has a recipe; 0 if there is none."""
         return max((int(path.stem) for path in self._runs.glob("*.yaml")), default=0)
 
-    def _paths(self, number: int) -> dict[str, Any]:
+    def _paths(self, number: int) -> JsonObject:
         """Return the data source of each user in a run; empty for the number 0."""
         if number == 0:
             return {}
@@ -450,7 +450,7 @@ class NewDocuments(BaseModel):
     messages: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
 
-    def contents(self, key: str) -> list[Any]:
+    def contents(self, key: str) -> list[object]:
         """Return the content of each document.
 
         Args:
@@ -592,7 +592,7 @@ class LiveApi:
         if stored is None or (self.service.keys.required and body.model not in stored["owners"]):
             raise ApiError(404, f"no file {body.training_file!r:.60}", param="training_file")
 
-        def contents() -> list[Any]:
+        def contents() -> list[object]:
             found = []
             for number, line in enumerate(stored["content"].splitlines(), start=1):
                 try:
@@ -635,7 +635,7 @@ class LiveApi:
         """Key of a document's content."""
         return self.trainer.store.content_key
 
-    async def _add(self, user: str, contents: Callable[[], list[Any]]) -> tuple[list[str], int]:
+    async def _add(self, user: str, contents: Callable[[], list[object]]) -> tuple[list[str], int]:
         """Store documents in a thread, since the disk may be slow.
 
         Args:

@@ -78,7 +78,7 @@ def _names(run_config: Mapping[str, Any]) -> list[str]:
     return [unquote(name) for name in str(run_config.get("users") or "").split()]
 
 
-def _read_names(run_config: Mapping[str, Any]) -> Sequence[str]:
+def _read_names(run_config: Mapping[str, object]) -> Sequence[str]:
     """Return the names of the users in the server's file as it is now; none if it cannot be read."""
     try:
         names = read_yaml(expand_home(str(run_config["federation"])))["participants"]
