@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or with --method a comparison's.")]
+Host = Annotated[str, typer.Option("--host", help="Listen on this address; --keys is required unless it is local.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Listen on this port; 0 selects a free one.")]
+MakeKeys = Annotated[
+    Path | None, typer.Option("--make-keys", metavar="FILE", help="Write a key for each user, and exit.")
+]
+Rows = Annotated[int, typer.Option("--rows", min=1, help="Generate up to N answers at once.")]
+Rate = Annotated[int, typer.Option("--rate", min=1, help="Accept N requests per user and minute.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Generate up to N tokens per answer.")]
 Method = Annotated[str | None, typer.Option("--method", help="Use this method's run of a comparison.")]
 
 
 def serve(
     run: RunPath,
     method: Method = None,
-    host: Annotated[
-        str, typer.Option("--host", help="Listen on this address; --keys is required unless it is local.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Listen on this port; 0 selects a free one.")
-    ] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     keys: Annotated[
         Path | None,
         typer.Option("--keys", metavar="FILE", help="Require keys, in lines USER: KEY; each opens one model."),
     ] = None,
-    make_keys: Annotated[
-        Path | None, typer.Option("--make-keys", metavar="FILE", help="Write a key for each user, and exit.")
-    ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Generate up to N answers at once.")] = Limits.rows,
+    make_keys: MakeKeys = None,
+    rows: Rows = Limits.rows,
     queue: Annotated[int, typer.Option("--queue", min=0, help="Queue up to N further requests.")] = Limits.queue,
-    rate: Annotated[int, typer.Option("--rate", min=1, help="Accept N requests per user and minute.")] = Limits.rate,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Generate up to N tokens per answer.")
-    ] = Limits.max_tokens,
+    rate: Rate = Limits.rate,
+    max_tokens: MaxTokens = Limits.max_tokens,
 ) -> None:
     """Serve all users' models over one base as an OpenAI-compatible API, with a chat page at /."""
     require_serving_packages("serve")
@@ -88,29 +88,21 @@ def live(
     recipe: RecipePath,
     sets: Sets = None,
     out: Out = None,
-    host: Annotated[
-        str, typer.Option("--host", help="Listen on this address; --keys is required unless it is local.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Listen on this port; 0 selects a free one.")
-    ] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     keys: Annotated[
         Path | None,
         typer.Option("--keys", metavar="FILE", help="Require keys, in lines USER: KEY; read again when it changes."),
     ] = None,
-    make_keys: Annotated[
-        Path | None, typer.Option("--make-keys", metavar="FILE", help="Write a key for each user, and exit.")
-    ] = None,
+    make_keys: MakeKeys = None,
     users: Annotated[int, typer.Option("--users", min=1, help="Train when N users have enough new text.")] = 1,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="N new tokens of a user are enough.")] = 500,
     at_most_every: Annotated[
         float, typer.Option("--at-most-every", min=0, metavar="SECONDS", help="Start runs at least this far apart.")
     ] = 0.0,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Generate up to N answers at once.")] = Limits.rows,
-    rate: Annotated[int, typer.Option("--rate", min=1, help="Accept N requests per user and minute.")] = Limits.rate,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Generate up to N tokens per answer.")
-    ] = Limits.max_tokens,
+    rows: Rows = Limits.rows,
+    rate: Rate = Limits.rate,
+    max_tokens: MaxTokens = Limits.max_tokens,
     quiet: Quiet = False,
 ) -> None:
     """Train on new text as it arrives, and serve all users' models meanwhile, in one process.
