@@ -13,7 +13,7 @@ import torch
 import yaml
 from tests.commands import comingle as comingle
 from tests.federation.direct import Direct, federated, nodes_of
-from tests.federation.tiny import kept_in, tiny
+from tests.federation.tiny import kept_in, tasks_of, tiny
 
 from comingle.config import parse_recipe
 from comingle.federation.client import Client
@@ -102,8 +102,12 @@ def test_a_user_without_its_earlier_state_starts_as_a_new_one(tmp_path: Path) ->
     changed = {**before, "continue_from": str(tmp_path / "apart" / "server")}
     plan, nodes = nodes_of(parse_recipe(changed), tmp_path / "apart")
     nodes[bob].say = said.append
-    run_federation(plan, Direct(nodes), tmp_path / "later")
+    channel = Direct(nodes)
+    run_federation(plan, channel, tmp_path / "later")
     assert any("starts as a new user" in line for line in said)
+    first = {name: next(task for task in tasks_of(channel, name) if "train" in task.todo) for name in (ann, bob)}
+    assert "receive" in first[bob].todo  # also the shared tensors are gone
+    assert "receive" not in first[ann].todo
 
 
 def test_moments_go_on(tmp_path: Path) -> None:

@@ -181,7 +181,29 @@ def test_the_store_keeps_what_it_acknowledged_and_nothing_twice(start: Open, tmp
     assert again.find("ada", "unknown") is None
 
 
-@pytest.mark.parametrize("content", ["", "  ", 3, None])
+def test_texts_with_other_line_separators_stay_whole(start: Open, tmp_path: Path) -> None:
+    store = DocumentStore(tmp_path / "s", "text", start().base.tokenizer)
+    text = "one\u2028two\x85three\x0cfour\nfive"
+    (document_id,), tokens = store.add("ada", [text])
+    assert (tmp_path / "s" / "incoming" / "ada.jsonl").stat().st_mode & 0o077 == 0
+    again = DocumentStore(tmp_path / "s", "text", start().base.tokenizer)
+    assert again.pending == {"ada": tokens}
+    found = again.find("ada", document_id)
+    assert found is not None
+    assert found[0]["text"] == text
+
+
+def test_documents_of_a_run_that_was_never_planned_wait_again(start: Open) -> None:
+    trainer = start()
+    trainer.store.add("ada", ["killed before the plan was written"])
+    trainer.store.collect(["ada"], 2)
+    assert not trainer.store.pending
+    again = start()
+    assert again.store.pending["ada"] > 0
+    assert not list((again.folder / "texts").rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize("content", ["", "  ", 3, None, "half \ud800 a pair"])
 def test_documents_without_text_are_refused(content: Any, start: Open) -> None:
     with pytest.raises(DataError):
         start().store.add("ada", [content])

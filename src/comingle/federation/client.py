@@ -329,6 +329,7 @@ def _start_from_earlier_run(clients: Clients, section: ContinuationSection, stat
     checkpoints = list_checkpoints(run_folder(state, section.run))
     if not checkpoints:
         say(f"continues run {section.run}, in which this user has no state here: starts as a new user")
+        clients.state.versions.fill_(-1)  # the server is told at joining to send the shared tensors
         return
     newest = checkpoints[-1]
     progress = read_progress(newest)
@@ -851,6 +852,8 @@ class Client:
             "back": store.revertible_tasks()[0],
             **store.public_counts,  # "examples"
         }
+        if store.recipe.continue_from is not None and int(clients.state.versions.min()) < 0:
+            reported["downloads"] = True
         if reports_scores:
             only_trainer = clients.trainers[0]  # this client group has a single user
             reported["amounts"] = amounts(only_trainer, unit)

@@ -348,6 +348,7 @@ class _JoinReport(Section):
     steps: Steps = 1
     done: _Amount = 0
     back: _Amount = 0
+    downloads: bool = False  # whether it has no shared tensors of the run that this one continues
     examples: _Amount = 0
     amounts: dict[_Key, _Amount] = {}  # noqa: RUF012 (pydantic copies it)
     skipped_rows: _Amount = 0

@@ -331,6 +331,8 @@ class ServerSession:
         client.joined = reported
         client.examples = int(reported.get("examples", 0))
         self.observe({"event": "joined", "user": name})
+        if reported.get("downloads") and client.serial == 0:
+            client.version = -1  # older than any version of the server, so it gets the shared tensors
         self._record_local_steps(name, int(reported.get("steps", 1)))
         last_task = int(reported.get("done", client.serial))
         earliest_task = int(reported.get("back", 0))

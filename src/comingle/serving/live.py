@@ -128,10 +128,15 @@ class DocumentStore:
             documents.append({**received, self.content_key: content})
         num_tokens = sum(self._count_tokens(document) for document in documents)
         lines = "".join(f"{json.dumps(document, ensure_ascii=False)}\n" for document in documents)
-        with self._lock, self._path(user).open("ab") as file:
-            file.write(lines.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        with self._lock, open(self._path(user), "ab", opener=_open_private) as file:
+            size_before = file.tell()
+            try:
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:  # such as a full disk: later documents must not follow half a line
+                os.truncate(self._path(user), size_before)
+                raise
             self.pending[user] = self.pending.get(user, 0) + num_tokens
         return [document["id"] for document in documents], num_tokens
 
@@ -172,6 +177,17 @@ class DocumentStore:
                 files[user] = target
         return files
 
+    def recover(self, last_planned: int) -> None:
+        """Return documents to those that wait, if a process was killed before the run for them was planned.
+
+        Args:
+            last_planned: Number of the last run that has a recipe.
+        """
+        for path in sorted(self._texts.glob("*/*.jsonl")):
+            if int(path.stem) > last_planned:
+                user = next(_documents(path))["user"]
+                self.put_back({user: path})
+
     def put_back(self, files: Mapping[str, Path]) -> None:
         """Return the documents of a run that cannot start, so that they wait for further ones.
 
@@ -200,8 +216,14 @@ class DocumentStore:
 def _documents(path: Path) -> Iterator[JsonObject]:
     """Yield the documents of a file; none if it does not exist."""
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
+        for line in path.read_bytes().split(b"\n"):  # not `splitlines`: texts may contain other line separators
+            if line:
+                yield json.loads(line)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that only its owner can read if it is created now."""
+    return os.open(path, flags, 0o600)
 
 
 def _check_content(content: object, key: str) -> None:
@@ -211,6 +233,10 @@ def _check_content(content: object, key: str) -> None:
         content: The content.
         key: "text" or "messages".
     """
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{key}: got half a surrogate pair; allowed: valid Unicode") from None
     if key == "text":
         if not isinstance(content, str) or not content.strip():
             raise DataError("text: got no text; allowed: a text that is not empty")
@@ -259,6 +285,7 @@ class LiveTrainer:
         assert self._base is not None
         assert self._base.tokenizer is not None
         self.store = DocumentStore(folder, KINDS[recipe.data.kind], self._base.tokenizer)
+        self.store.recover(self._last_planned())
         self._thread = threading.Thread(target=self._train_forever, name="comingle-live", daemon=True)
 
     @property
@@ -363,7 +390,11 @@ class LiveTrainer:
         try:
             method = check_and_set_up(recipe)
             build(recipe, prepare(recipe, base=self._base, method=method), method=method)  # checks the splits
-        except DataError as error:  # too little text for a split, for example
+        except ComingleError as error:
+            if not isinstance(error, DataError):
+                self.store.put_back(files)
+                raise
+            # Too little text for a split, for example.
             self.say(f"run {number:04d}: waits for more text ({error})")
             self.store.put_back(files)
             self._too_little.update({user: self.store.pending[user] for user in files})
@@ -489,7 +520,11 @@ class WatchedKeys(Keys):
         """Return the users whose models a key opens, by the file as it is now."""
         try:
             self._read()
-        except (ComingleError, OSError) as error:  # the operator is editing the file: the last keys remain valid
+        except (
+            ComingleError,
+            OSError,
+            UnicodeError,
+        ) as error:  # the operator is editing the file: the last keys remain valid
             logger.warning("%s", error)
         return super().users_of(key)
 
@@ -499,7 +534,11 @@ class WatchedKeys(Keys):
         Raises:
             DataError: The file cannot be used; names and keys stay as they were.
         """
-        changed_at = self._path.stat().st_mtime_ns if self._path.exists() else 0
+        if not self._path.exists():  # all access is withdrawn
+            self._changed_at = 0
+            super().__init__([], {})
+            return
+        changed_at = self._path.stat().st_mtime_ns
         if changed_at == self._changed_at:
             return
         content = read_text(self._path.read_text(encoding="utf-8"), str(self._path))
@@ -594,15 +633,25 @@ class LiveApi:
 
         def contents() -> list[object]:
             found = []
-            for number, line in enumerate(stored["content"].splitlines(), start=1):
+            for number, line in enumerate(stored["content"].split("\n"), start=1):
+                if not line.strip():
+                    continue
                 try:
                     found.append(json.loads(line)[self._key])
                 except (ValueError, KeyError, TypeError):
                     raise DataError(f"line {number}: allowed: JSON with {self._key}") from None
             return found
 
-        ids, _num_tokens = await self._add(body.model, contents)
-        path.unlink()
+        try:
+            claimed = path.rename(path.with_suffix(".used"))  # of two jobs at once only one gets the file
+        except FileNotFoundError:
+            raise ApiError(404, f"no file {body.training_file!r:.60}", param="training_file") from None
+        try:
+            ids, _num_tokens = await self._add(body.model, contents)
+        except ApiError:
+            claimed.rename(path)
+            raise
+        claimed.unlink()
         return self._describe_job(body.model, ids[0])
 
     async def job(self, request: Request, job_id: str) -> JsonObject:

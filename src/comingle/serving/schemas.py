@@ -509,14 +509,16 @@ class Worker:
         """
 
         def complete_and_replace() -> None:
-            old = self.engine
-            waiting = list(old.waiting)
-            old.waiting.clear()
-            while old.busy:
-                old.step()
             with self._changed:  # `submit` appends to the waiting requests of the current engine
-                engine.waiting.extend([*waiting, *old.waiting])
-                self.engine = engine
+                old, self.engine = self.engine, engine
+                engine.waiting.extend(old.waiting)
+                old.waiting.clear()
+            try:
+                while old.busy:
+                    old.step()
+            except Exception as error:  # ends the answers in progress; later ones are answered
+                logger.exception("a generation step failed")
+                old.fail_all(error)
 
         future: Future[None] = Future()
         with self._changed:  # not by `call`, which may refuse a job if many are waiting
