@@ -177,6 +177,38 @@ def test_a_link_to_a_run_leads_to_its_folder(tmp_path: Path) -> None:
     assert set(read_metrics(tmp_path / "run")["users"]) == {"ada", "cem"}
 
 
+def test_an_interrupted_removal_continues_with_runs_that_the_user_had_left_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ben was dropped from June, which continues May with him."""
+    from comingle.runs import leaving
+
+    def train(folder: Path, *users: str) -> None:
+        api.run({**OPTIONS, "data": data_of(tmp_path / "texts", users, "may")}, out=folder / "may")
+        june = {**OPTIONS, "data": data_of(tmp_path / "texts", ("ada", "cem"), "june")}
+        api.run(june, out=folder / "june", continue_from=str(folder / "may"))
+
+    train(tmp_path / "with", "ada", "ben")
+    train(tmp_path / "never", "ada")
+    original, june = leaving.run, tmp_path / "with" / "june"
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if options["out"].name == "june":
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leaving, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            remove_user(plan_removal(june, "ben", "exact"))
+    removal = plan_removal(june, "ben", "exact")
+    assert [folder.name for folder in removal.runs] == ["june"]
+    remove_user(removal)
+    assert_equal(june, tmp_path / "never" / "june")
+    with pytest.raises(RunError, match="no user 'ben'"):
+        plan_removal(june, "ben", "exact")
+
+
 def test_changed_data_of_others_is_refused_before_anything_is_replaced(tmp_path: Path) -> None:
     train_months(tmp_path / "runs", tmp_path / "texts")
     (tmp_path / "texts" / "ada-july.txt").write_text("other text\n\n" * 60)

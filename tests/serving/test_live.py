@@ -131,6 +131,17 @@ def test_too_little_text_for_a_split_waits_for_more(start: Open, tmp_path: Path)
     assert "a few words only" in data
 
 
+def test_a_user_with_too_little_text_does_not_hold_up_others(start: Open) -> None:
+    trainer = start(new_tokens=1)
+    trainer.start()
+    wait_for(lambda: trainer.is_served(1))
+    trainer.store.add("zed", ["a"])
+    trainer.store.add("ada", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(2))
+    assert "zed" in trainer.store.pending
+    assert "zed" not in trainer.models
+
+
 def test_a_new_user_gets_a_model(start: Open) -> None:
     trainer = start()
     trainer.start()
@@ -233,6 +244,9 @@ def test_a_user_leaves_a_live_folder_with_all_documents(start: Open, tmp_path: P
     trainer.store.add("ada", ["some words that wait"])
     with pytest.raises(RunError, match="name that folder"):
         plan_removal(live / "runs" / "0002", "ada", "exact")
+    trainer.store.add("eve", ["words of somebody without a model"])
+    of_eve = plan_removal(live, "eve", "exact")
+    assert (of_eve.runs, [path.name for path in of_eve.documents]) == ((), ["eve.jsonl"])
     removal = plan_removal(live, "ada", "exact")
     assert {path.name for path in removal.documents} == {"0002.jsonl", "ada.jsonl"}
     trainer.stop()
@@ -240,6 +254,8 @@ def test_a_user_leaves_a_live_folder_with_all_documents(start: Open, tmp_path: P
         remove_user(removal)
     assert removal.documents
     remove_user(removal)
+    remove_user(of_eve)
+    assert not (live / "incoming" / "eve.jsonl").exists()
     for path in live.rglob("*"):
         if path.is_file() and path.name != "left.json":
             assert not re.search(rb"\bada\b", path.read_bytes()), path
@@ -313,6 +329,12 @@ def test_a_key_opens_one_user_and_the_operator_adds_another_while_it_runs(client
     assert http.post("/v1/users/ben/documents", json={"text": "one"}, headers=of_ben).status_code == 401
     keys.write_text("ada: [not a key]")
     assert http.post("/v1/users/cem/documents", json={"text": "two"}, headers=of_cem).status_code == 200
+    keys.write_text("")
+    assert http.post("/v1/users/cem/documents", json={"text": "two"}, headers=of_cem).status_code == 401
+    keys.write_text(yaml.safe_dump({"cem": "sk-" + "c" * 20}))
+    assert http.post("/v1/users/cem/documents", json={"text": "two"}, headers=of_cem).status_code == 200
+    keys.unlink()
+    assert http.post("/v1/users/cem/documents", json={"text": "two"}, headers=of_cem).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -323,6 +345,8 @@ def test_a_key_opens_one_user_and_the_operator_adds_another_while_it_runs(client
         ("/v1/users/ada/documents", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/users/ada/documents", {"documents": [{"text": "x"}, {"other": "y"}]}),
         ("/v1/users/a%00b/documents", {"text": "x"}),
+        (f"/v1/users/{'x' * 260}/documents", {"text": "x"}),
+        ("/v1/fine_tuning/jobs", {"model": "ada", "training_file": "file-" + "a" * 300}),
         ("/v1/fine_tuning/jobs", {"model": "ada", "training_file": "file-../../keys"}),
         ("/v1/fine_tuning/jobs", {"model": "ada"}),
     ],
@@ -336,19 +360,19 @@ def test_wrong_requests_are_refused_in_one_line(path: str, body: Any, client: An
 def test_fine_tuning_of_the_openai_client(client: Any) -> None:
     """The real client library, over the application."""
     http = client()
-    library = openai.OpenAI(base_url=str(http.base_url.join("/v1")), api_key="none")
-    rows = "\n".join(json.dumps({"text": text}) for text in NEW_TEXT)
-    wait_for(lambda: http.trainer.is_served(1))
-    uploaded = library.files.create(file=("rows.jsonl", io.BytesIO(rows.encode())), purpose="fine-tune")
-    job = library.fine_tuning.jobs.create(model="ben", training_file=uploaded.id)
-    assert job.status in ("queued", "running")
-    wait_for(lambda: library.fine_tuning.jobs.retrieve(job.id).status == "succeeded")
-    assert library.fine_tuning.jobs.retrieve(job.id).fine_tuned_model == "ben"
-    assert http.trainer.is_served(2)
-    with pytest.raises(openai.NotFoundError):
-        library.fine_tuning.jobs.retrieve("ftjob-ben-0000")
-    with pytest.raises(openai.NotFoundError):  # a file is used once
-        library.fine_tuning.jobs.create(model="ben", training_file=uploaded.id)
+    with openai.OpenAI(base_url=str(http.base_url.join("/v1")), api_key="none") as library:
+        rows = "\n".join(json.dumps({"text": text}) for text in NEW_TEXT)
+        wait_for(lambda: http.trainer.is_served(1))
+        uploaded = library.files.create(file=("rows.jsonl", io.BytesIO(rows.encode())), purpose="fine-tune")
+        job = library.fine_tuning.jobs.create(model="ben", training_file=uploaded.id)
+        assert job.status in ("queued", "running")
+        wait_for(lambda: library.fine_tuning.jobs.retrieve(job.id).status == "succeeded")
+        assert library.fine_tuning.jobs.retrieve(job.id).fine_tuned_model == "ben"
+        assert http.trainer.is_served(2)
+        with pytest.raises(openai.NotFoundError):
+            library.fine_tuning.jobs.retrieve("ftjob-ben-0000")
+        with pytest.raises(openai.NotFoundError):  # a file is used once
+            library.fine_tuning.jobs.create(model="ben", training_file=uploaded.id)
 
 
 @pytest.mark.slow

@@ -329,7 +329,7 @@ def _start_from_earlier_run(clients: Clients, section: ContinuationSection, stat
     checkpoints = list_checkpoints(run_folder(state, section.run))
     if not checkpoints:
         say(f"continues run {section.run}, in which this user has no state here: starts as a new user")
-        clients.state.versions.fill_(-1)  # the server is told at joining to send the shared tensors
+        clients.state.versions.fill_(-1)  # when it joins, it asks the server for the shared tensors
         return
     newest = checkpoints[-1]
     progress = read_progress(newest)

@@ -124,8 +124,13 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
             if mode == "exact":
                 raise RunError(f"{run_folder}: {folder} continues this run, which is gone; allowed: --mode forward")
             continue
+        if position and mode == "exact" and _continues_from_before(runs[position - 1], run_folder, user):
+            runs_with_user = runs[:position]
         if user in read_inputs(run_folder).users:
             runs_with_user = runs[: position + 1]  # later runs without the user continue what it has trained
+    only_documents = Removal(user=user, mode=mode, runs=(), rounds=0, seconds=0.0, live=live)
+    if not runs_with_user and only_documents.documents:  # they wait, or an earlier removal was interrupted
+        return only_documents
     if not runs_with_user:
         raise RunError(f"{folder}: no user {user!r}; allowed: {list_names(read_inputs(folder).users)}")
     if mode == "forward":
@@ -145,6 +150,21 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
         seconds=seconds,
         live=live,
     )
+
+
+def _continues_from_before(run_folder: Path, earlier: Path, user: str) -> bool:
+    """Return whether a run still continues an earlier one as it was with a user who has left it exactly.
+
+    It does so if the removal was interrupted between the two runs.
+
+    Args:
+        run_folder: Folder of the run.
+        earlier: Folder of the run that it continues.
+        user: Name of the user.
+    """
+    has_left = any((one["user"], one["mode"]) == (user, "exact") for one in _earlier_certificates(earlier))
+    start = next(event for event in read_events(run_folder) if event["event"] == "start")
+    return has_left and start["continues"]["checkpoint"] != digest_of_checkpoint(list_checkpoints(earlier)[-1])
 
 
 def _live_folder(folder: Path) -> Path | None:
@@ -194,6 +214,7 @@ def remove_user(
         for path in removal.documents:
             path.unlink()
         if removal.live is not None:
+            shutil.rmtree(removal.live / "texts" / as_folder(removal.user), ignore_errors=True)
             for plan in sorted((removal.live / "runs").glob("*.yaml")):
                 recipe = load_recipe(plan)
                 if removal.user in recipe.data.names:

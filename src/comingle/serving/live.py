@@ -59,6 +59,9 @@ KINDS = {"text": "text", "conversations": "messages"}
 CHECK_SECONDS = 0.5
 """Time between two checks whether a run is due."""
 
+MAX_NAME_BYTES = 200
+"""Largest length of a user's name in file names."""
+
 NICENESS = 10
 """Niceness of the threads that train; on a busy processor they get a tenth of the time of those that answer."""
 
@@ -397,7 +400,8 @@ class LiveTrainer:
             # Too little text for a split, for example.
             self.say(f"run {number:04d}: waits for more text ({error})")
             self.store.put_back(files)
-            self._too_little.update({user: self.store.pending[user] for user in files})
+            named = [user for user in files if user in str(error)] or list(files)  # the others are tried again without
+            self._too_little.update({user: self.store.pending[user] for user in named})
             return False
         for user in files:
             self._too_little.pop(user, None)
@@ -541,7 +545,12 @@ class WatchedKeys(Keys):
         changed_at = self._path.stat().st_mtime_ns
         if changed_at == self._changed_at:
             return
-        content = read_text(self._path.read_text(encoding="utf-8"), str(self._path))
+        text = self._path.read_text(encoding="utf-8")
+        if not text.strip():  # all access is withdrawn
+            self._changed_at = changed_at
+            super().__init__([], {})
+            return
+        content = read_text(text, str(self._path))
         names = [str(name) for name in content] if isinstance(content, Mapping) else []
         if problem := name_problem(names):
             raise DataError(f"--keys {self._path}: {problem}")
@@ -582,6 +591,8 @@ class LiveApi:
             raise model_not_found(name)
         if problem := name_problem([name]):
             raise ApiError(400, f"user: {problem}")
+        if len(as_folder(name).encode()) > MAX_NAME_BYTES:
+            raise ApiError(400, f"user: got a name of {len(name)} characters; allowed: up to {MAX_NAME_BYTES} bytes")
 
     async def add_documents(self, request: Request, name: str) -> JsonObject:
         """Store documents of a user; the answer says that they are on disk."""
@@ -626,7 +637,7 @@ class LiveApi:
         body = await self.service.read_body(request, FineTuningJob)
         self._check_user(request, body.model)
         path = self._files / f"{body.training_file}.json"
-        is_id = body.training_file.removeprefix("file-").isalnum()
+        is_id = body.training_file.removeprefix("file-").isalnum() and len(body.training_file) < 40
         stored = json.loads(path.read_text(encoding="utf-8")) if is_id and path.exists() else None
         if stored is None or (self.service.keys.required and body.model not in stored["owners"]):
             raise ApiError(404, f"no file {body.training_file!r:.60}", param="training_file")
