@@ -16,6 +16,7 @@ import tarfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.metadata import PathDistribution
 from itertools import pairwise
 from pathlib import Path
@@ -415,7 +416,9 @@ main()
 def stopped(federation: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A bundle that has written all but its last file."""
     words = ("bundle", federation, "--out", federation.parent / "site.tar", "--quiet", "--force")
-    process = subprocess.Popen([sys.executable, "-c", STOPPED, *map(str, words)], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", STOPPED, *map(str, words)]
+    take_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore them
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=take_interrupts)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"almost\n"

