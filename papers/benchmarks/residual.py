@@ -60,7 +60,7 @@ def measure(run: Run) -> dict[str, Any]:
     model = clients.model
     assert isinstance(model, EnsembleModel)
     together = Together(**vars(model))
-    layout, state, started = model.layout, clients.state, clients.begin(range(clients.rows))
+    layout, state, started = model.layout, clients.state, clients.begin(range(clients.num_rows))
     shared = layout.mask({GENERALIST})
     started.rows[:, shared] = state.rows[:, shared]
     clients.state, clients.model = started, together
