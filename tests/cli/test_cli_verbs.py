@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from comingle.cli.compare import split_names, split_seeds
-from comingle.cli.demo import METHODS, PROMPTS
+from comingle.cli.compare import DEMO_METHODS, DEMO_PROMPTS, split_names, split_seeds
 from comingle.config import load_recipe
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.settings import allowed_values
@@ -321,10 +320,12 @@ def test_the_demo_ends_with_a_table_a_sample_of_each_user_and_what_next(comingle
     answer = comingle("demo", "--out", tmp_path / "demo", *options)
     assert (answer.code, answer.err) == (0, "")
     table = json.loads((tmp_path / "demo" / "table.json").read_text())
-    assert [row["method"] for row in table["methods"]] == METHODS == ["pretrained", "local", "fedavg", "comigs-1g1s"]
+    assert (
+        [row["method"] for row in table["methods"]] == DEMO_METHODS == ["pretrained", "local", "fedavg", "comigs-1g1s"]
+    )
     after_table = answer.out.rpartition("greedy")[2]
-    assert list(table["methods"][0]["users"]) == list(PROMPTS)
-    for name, prompt in PROMPTS.items():
+    assert list(table["methods"][0]["users"]) == list(DEMO_PROMPTS)
+    for name, prompt in DEMO_PROMPTS.items():
         assert f"{name}: {prompt}" in after_table
     advised = re.search(r"comingle show (\S+)", after_table)
     assert advised

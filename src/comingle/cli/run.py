@@ -1,7 +1,8 @@
-"""``comingle run`` and ``comingle join``: train the users of a recipe, or a new user of a finished run."""
+"""Commands on one run: ``comingle run``, ``join``, ``leave``, ``export`` and ``audit``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,12 +21,14 @@ from comingle.cli.options import (
     console,
     default_folder,
     line_printer,
+    out_option,
     read_recipe,
     status,
     with_continuation,
 )
 from comingle.training.backends.launched import find_place
-from comingle.utils.errors import RecipeError
+from comingle.utils.errors import RecipeError, list_names, require_user
+from comingle.utils.names import as_folder
 
 Processes = Annotated[
     int | None,
@@ -100,7 +103,6 @@ def join(
     from comingle.runs.join import join_run, prepare_newcomer
     from comingle.runs.progress import reporting
     from comingle.training.kinds.base import kind_of
-    from comingle.utils.names import as_folder
     from comingle.utils.terminal import literal_text
 
     with status("opening the run"):
@@ -156,3 +158,152 @@ def leave(
     remove_user(removal, say, progress=not quiet)
     console.print(f"{user} has left {run}: {len(files)} files deleted; {STATEMENTS[mode]}")
     console.print(literal_text("left.json in the run folder is the certificate", "dim"))
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of a comparison.")],
+    to: Annotated[
+        Path, typer.Option("--to", metavar="<path>", help="Write to this folder; with all, to a folder in it per user.")
+    ],
+    user: Annotated[
+        str | None,
+        typer.Option(
+            "--user", metavar="NAME", help='Export this user\'s model; "all" for all users (default: the only user).'
+        ),
+    ] = None,
+    format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="Write this format: transformers, peft, gguf or merged-approximately.",
+            show_default=True,
+        ),
+    ] = "transformers",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="Use float32, bfloat16, float16 or float64; for gguf float32, bfloat16 or q8_0 (default: the run's).",
+        ),
+    ] = None,
+    method: Annotated[str | None, typer.Option("--method", help="Export this method's run of a comparison.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Export this seed's run of a comparison (default: the first).")
+    ] = None,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a user's model for transformers, PEFT or llama.cpp, with a model card and the tokenizer."""
+    import comingle
+    from comingle.runs.views import generating_model
+    from comingle.serving.export.exporting import check_target
+    from comingle.serving.models import find_run
+
+    folder = find_run(run, method, seed)
+    with status("opening the run"):
+        opened = comingle.load(folder)
+    targets = target_by_user(user, opened.users, to)
+    for target in targets.values():  # all are checked before the first is written
+        check_target(target, force=force)
+    for name, target in targets.items():
+        with status(f"exporting {name}"):
+            exported = generating_model(opened, name).export(target, format=format, dtype=dtype, force=force)
+        if quiet:
+            continue
+        description = exported.form  # a sentence on the format
+        scores_before_and_after = exported.lost  # of an approximation; empty for exact formats
+        console.print(f"{name}: {target}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  {description}", highlight=False, markup=False)
+        for key, value in scores_before_and_after.items():
+            console.print(f"  {key.replace('_', ' ')}: {value:.4g}", highlight=False, markup=False)
+
+
+def target_by_user(user: str | None, users: Sequence[str], to: Path) -> dict[str, Path]:
+    """Return the folder to which each exported user's model is written: ``{"ann": Path("out/ann")}``.
+
+    Args:
+        user: Name of a user, or "all" for all users; None for the only user of the run.
+        users: All users of the run.
+        to: Folder to write to; with "all" each user has a folder in it.
+
+    Raises:
+        RecipeError: No user is named, and the run has several.
+        DataError: There is no such user.
+    """
+    if user is None:
+        if len(users) > 1:
+            raise RecipeError(f"--user: got none for {len(users)} users; allowed: {list_names(users)}, or all")
+        return dict.fromkeys(users, to)
+    means_all_users = user == "all" and "all" not in users  # not a user with this name
+    if means_all_users:
+        return {name: to / as_folder(name) for name in users}
+    name = require_user(user, users, "--user: ")
+    return {name: to}
+
+
+def _check_shadows(context: object, option: object, num_runs: int) -> int:
+    """Check the number of reference runs that ``--shadows`` gives, and return it unchanged; the option's callback.
+
+    Args:
+        context: Not used; click passes it.
+        option: Not used; click passes it.
+        num_runs: Number of reference runs, whose models membership inference needs; 0 for no membership inference with
+            reference models.
+
+    Raises:
+        RecipeError: The number is not 0, but less than membership inference needs.
+    """
+    if num_runs == 0:
+        return num_runs
+    from comingle.audits.canaries import MIN_REFERENCE_RUNS
+
+    if num_runs < MIN_REFERENCE_RUNS:
+        raise RecipeError(f"--shadows: got {num_runs}; allowed: 0, or a whole number from {MIN_REFERENCE_RUNS}")
+    return num_runs
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    trials: Annotated[
+        int | None,
+        typer.Option("--trials", min=1, help="Start N runs with canaries (default: enough for about 40 canaries)."),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Train N rounds in each of these runs.")] = 3,
+    shadows: Annotated[
+        int,
+        typer.Option(
+            "--shadows",
+            min=0,
+            callback=_check_shadows,
+            help="Start N reference runs on half of each user's data, at least 3; 0 for none.",
+        ),
+    ] = 8,
+    out: Annotated[Path | None, out_option("Write to this folder (default: RUN).")] = None,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Attack a run with the messages that the server and other users see, and report what leaks.
+
+    Text and conversations: bound epsilon from below with canaries, and guess which texts a user's model was trained on.
+    Text: recover tokens from one upload. Samples: reconstruct an input from one upload. Write audit.json and audit.md.
+    """
+    from comingle.audits import auditing
+    from comingle.reports.audit import check_targets, conclusions, render_audit
+    from comingle.runs.api import load
+    from comingle.utils.terminal import literal_text
+
+    folder = out or run
+    if run.is_dir():
+        check_targets(folder, force=force)  # before the run is opened, which takes a while
+    with status("opening the run"):
+        opened = load(run)
+    results = auditing.audit(
+        opened, trials=trials, rounds=rounds, shadows=shadows, out=folder, force=force, progress=not quiet
+    )
+    for sentence in conclusions(results):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    for table in render_audit(results):
+        console.print()
+        console.print(table)
+    console.print(literal_text(f"{folder / 'audit.md'}  {folder / 'audit.json'}", "dim"))
