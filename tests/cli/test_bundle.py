@@ -30,7 +30,7 @@ from comingle.config import load_recipe
 from comingle.federation.files import load_plan
 from comingle.utils.errors import ComingleError
 
-module = importlib.import_module("comingle.cli.bundle")  # the package has the function under this name
+module = importlib.import_module("comingle.federation.bundle")
 
 FEDERATION = {
     "base": "model",
@@ -400,7 +400,7 @@ def test_nothing_is_replaced_without_force(comingle: Any, federation: Path, tmp_
 STOPPED = """
 import importlib, sys, time
 from comingle.cli import main
-module = importlib.import_module("comingle.cli.bundle")
+module = importlib.import_module("comingle.federation.bundle")
 add = module._add
 def add_one(archive, name, content):
     if name.endswith("SHA256SUMS"):

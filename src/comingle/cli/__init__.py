@@ -30,11 +30,10 @@ from comingle.utils.errors import PluginError, RecipeError
 
 # isort: split
 from comingle import __version__
-from comingle.cli.bundle import bundle
 from comingle.cli.compare import compare, demo
 from comingle.cli.cost import advise, cost
 from comingle.cli.data import data, methods
-from comingle.cli.federation import client, federate, server, status
+from comingle.cli.federation import bundle, client, federate, server, status
 from comingle.cli.run import audit, export, join, leave, run
 from comingle.cli.serve import chat, live, serve
 from comingle.cli.show import plot, report, show

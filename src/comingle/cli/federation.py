@@ -1,4 +1,4 @@
-"""``comingle federate``, ``server``, ``client`` and ``status``: users in processes of this machine or of many."""
+"""``comingle federate``, ``server``, ``client``, ``status`` and ``bundle``: users in processes of many machines."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from comingle.cli.options import (
     hide_names,
     line_printer,
     logs_json,
+    parse_path,
     read_recipe,
     require_flower,
     show_participants,
     with_continuation,
 )
+from comingle.cli.options import status as show_status
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.records import PARTICIPANTS, expand_home
 
@@ -313,3 +315,54 @@ def status(
                 return
             time.sleep(_REFRESH_SECONDS)
             runs = is_running()
+
+
+def bundle(
+    recipe: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe, or the server's file of a federation.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.tar", help="Write this archive.", parser=parse_path)],
+    extras: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--extra",
+            metavar="NAME",
+            help="Include the packages of this extra of comingle (repeatable; default: device, for `comingle client`).",
+            show_default=False,
+        ),
+    ] = None,
+    platforms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--platform",
+            metavar="TAG",
+            help="Include wheels for this platform, such as manylinux_2_28_aarch64 (repeatable; default: this one).",
+            show_default=False,
+        ),
+    ] = None,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write an archive for a site without internet: comingle, its packages, the base model and the recipe.
+
+    No data is put into the archive.
+    """
+    from comingle.federation.bundle import write_bundle
+    from comingle.utils.files import check_target
+    from comingle.utils.terminal import literal_text
+
+    if out.suffix != ".tar":
+        raise RecipeError(f"--out: got {str(out)!r}; allowed: a file name that ends in .tar")
+    check_target(out, force=force)
+    with show_status("collecting the wheels"):
+        written = write_bundle(recipe, out, extras or [], platforms or [], line_printer(quiet=quiet))
+    for line in written.left_out:
+        console.print(literal_text(f"left out: {line}"))
+    if written.gpu_megabytes:
+        index = "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+        console.print(
+            literal_text(
+                f"{written.gpu_megabytes:,.1f} MB are GPU libraries; with {index} pip takes PyTorch without them"
+            )
+        )
+    parts = f"{written.num_wheels} wheels · {written.num_base_files} files of the base model"
+    console.print(literal_text(f"{out}  {written.megabytes:,.1f} MB · {parts}"))
+    console.print(literal_text(f"SHA-256 {written.digest}"))

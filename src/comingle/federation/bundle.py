@@ -12,21 +12,17 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BufferedIOBase, BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from comingle.cli.options import Force, Quiet, console, line_printer, parse_path, status
 from comingle.utils.errors import BaseModelError, ComingleError
-from comingle.utils.files import SUMS, check_target
+from comingle.utils.files import SUMS
 from comingle.utils.records import DRAFT, JsonObject, to_disk
-from comingle.utils.terminal import literal_text
 
 if TYPE_CHECKING:
     import tarfile
@@ -39,6 +35,9 @@ INSTALLER, README, REQUIREMENTS = "install.sh", "README.md", "requirements.txt"
 
 _CLIENT = "device"
 """The extra with the packages that ``comingle client`` needs beside flwr itself."""
+
+_GPU_PACKAGES = ("nvidia-", "cuda-", "triton")
+"""Starts of the names of packages that only a GPU needs."""
 
 _MODIFIED = 1580601600
 """Modification time of all files in an archive, as of files in a wheel, so that equal contents give equal archives."""
@@ -63,42 +62,48 @@ _TOKENIZER_FILES = (
 """Files of tokenizers; nothing else but configuration and weights is copied, as a folder may also hold users' text."""
 
 
-def bundle(
-    recipe: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe, or the server's file of a federation.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.tar", help="Write this archive.", parser=parse_path)],
-    extras: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--extra",
-            metavar="NAME",
-            help="Include the packages of this extra of comingle (repeatable; default: device, for `comingle client`).",
-            show_default=False,
-        ),
-    ] = None,
-    platforms: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--platform",
-            metavar="TAG",
-            help="Include wheels for this platform, such as manylinux_2_28_aarch64 (repeatable; default: this one).",
-            show_default=False,
-        ),
-    ] = None,
-    force: Force = False,
-    quiet: Quiet = False,
-) -> None:
-    """Write an archive for a site without internet: comingle, its packages, the base model and the recipe.
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """An archive that was written.
 
-    No data is put into the archive.
+    Attributes:
+        megabytes: Its size.
+        digest: Its SHA-256, in hexadecimal.
+        num_wheels: Number of wheels in it.
+        num_base_files: Number of files of the base model in it.
+        gpu_megabytes: Size of the wheels that only a GPU needs.
+        left_out: Lines on what it lacks, such as the data.
     """
-    if out.suffix != ".tar":
-        raise ComingleError(f"--out: got {str(out)!r}; allowed: a file name that ends in .tar")
-    check_target(out, force=force)
-    target = Target.of(platforms or [])
-    say = line_printer(quiet=quiet)
+
+    megabytes: float
+    digest: str
+    num_wheels: int
+    num_base_files: int
+    gpu_megabytes: float
+    left_out: tuple[str, ...]
+
+
+def write_bundle(
+    recipe: Path, out: Path, extras: Sequence[str], platforms: Sequence[str], say: Callable[[str], None]
+) -> Bundle:
+    """Write an archive with comingle, its packages, the base model and a recipe.
+
+    Args:
+        recipe: A recipe, or the federation file of a server.
+        out: The archive to write; a file there is replaced.
+        extras: Extras of comingle whose packages are included; those for ``comingle client`` if there are none.
+        platforms: Platform tags of the wheels; none for this machine.
+        say: Prints a line of progress.
+
+    Raises:
+        ComingleError: A platform or an extra is unknown, or wheels cannot be had.
+        RecipeError: The recipe is missing or wrong.
+        BaseModelError: The base model is not found, or lacks files.
+    """
+    target = Target.of(platforms)
     plan = read_plan(recipe)
     chosen = tuple(dict.fromkeys(extras or [_CLIENT]))
-    with _workspace(out) as folder, status("collecting the wheels"):
+    with _workspace(out) as folder:
         say("building and downloading the wheels")
         wheels = collect_wheels(folder / "wheels", plan, chosen, target)
         pinned = "".join(f"{wheel.name}=={wheel.version}\n" for wheel in wheels)
@@ -110,25 +115,19 @@ def bundle(
             **plan.base,
             **{f"wheels/{wheel.path.name}": wheel.path for wheel in wheels},
         }
-        gpu_bytes = sum(
-            wheel.path.stat().st_size for wheel in wheels if wheel.name.startswith(("nvidia-", "cuda-", "triton"))
-        )
         say(f"writing {out}")
         digest = write_archive(folder / "archive", out.stem, contents)
+        gpu_bytes = sum(wheel.path.stat().st_size for wheel in wheels if wheel.name.startswith(_GPU_PACKAGES))
         os.replace(folder / "archive", out)
         to_disk(out.parent)
-    for line in plan.left_out:
-        console.print(literal_text(f"left out: {line}"))
-    if gpu_bytes:
-        index = "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
-        console.print(
-            literal_text(f"{gpu_bytes / 1e6:,.1f} MB are GPU libraries; with {index} pip takes PyTorch without them")
-        )
-    size = out.stat().st_size / 1e6
-    console.print(
-        literal_text(f"{out}  {size:,.1f} MB · {len(wheels)} wheels · {len(plan.base)} files of the base model")
+    return Bundle(
+        megabytes=out.stat().st_size / 1e6,
+        digest=digest,
+        num_wheels=len(wheels),
+        num_base_files=len(plan.base),
+        gpu_megabytes=gpu_bytes / 1e6,
+        left_out=plan.left_out,
     )
-    console.print(literal_text(f"SHA-256 {digest}"))
 
 
 # ---------------------------------------------------------------- recipe and base model
