@@ -30,7 +30,6 @@ from comingle.cli.options import (
 )
 from comingle.cli.options import status as show_status
 from comingle.utils.errors import RecipeError, RunError
-from comingle.utils.records import PARTICIPANTS, expand_home
 
 
 def federate(
@@ -269,6 +268,8 @@ def _make_absolute(source: str | None) -> str | None:
     Args:
         source: Value of ``--data`` or ``--base``; None if it is not given.
     """
+    from comingle.utils.records import expand_home
+
     if source is None:
         return None
     path = expand_home(source)
@@ -292,6 +293,7 @@ def status(
 
     from comingle.reports.tables import render_progress
     from comingle.utils.files import is_locked
+    from comingle.utils.records import PARTICIPANTS
 
     has_run = any((run / name).exists() for name in ("events.jsonl", "recipe.yaml", PARTICIPANTS))
     if not has_run:

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from comingle.cli.options import AllUsers, console, parse_path, status
 from comingle.utils.errors import RecipeError, RunError, did_you_mean
-from comingle.utils.files import check_target, require_packages
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,6 +63,8 @@ def report(
     Unless --text or --no-tokens is given, the page contains the beginning of each user's test text, which may be
     private.
     """
+    from comingle.utils.files import check_target, require_packages
+
     require_packages("comingle report")
     from comingle.cli.compare import split_names
     from comingle.reports.page import render_page
@@ -138,6 +139,8 @@ def show(
     force: Replace = False,
 ) -> None:
     """Print the results of a run or of a comparison, or write each user's results to a file."""
+    from comingle.utils.files import check_target
+
     target_by_option = {"--csv": csv, "--parquet": parquet, "--latex": latex}
     given_options = [option for option, path in target_by_option.items() if path is not None]
     for option, path in target_by_option.items():
@@ -328,6 +331,8 @@ def plot(
     force: Replace = False,
 ) -> None:
     """Write figures of runs as PNG, SVG and CSV. The figure tokens shows the users' test text, or --text."""
+    from comingle.utils.files import check_target, require_packages
+
     require_packages("comingle plot")
     from comingle.reports.canvas import save
     from comingle.reports.page import csv_text

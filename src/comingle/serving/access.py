@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from comingle.utils.errors import ComingleError, DataError, RunError, require_user
-from comingle.utils.records import write_text
 
 if TYPE_CHECKING:
     from fastapi.responses import JSONResponse
@@ -109,6 +108,8 @@ def make_keys(path: Path, names: Iterable[str]) -> None:
     import secrets
 
     import yaml
+
+    from comingle.utils.records import write_text
 
     if path.exists():
         raise RunError(f"--make-keys {path}: exists; choose another name, or delete it first")
