@@ -103,20 +103,19 @@ class CommandGroup(TyperGroup):
         that raises this error when called.
         """
         plugin = registry.find_plugins(GROUP).get(cmd_name)
-        core_function = self.core_functions.get(cmd_name)
+        function = self.core_functions.get(cmd_name)
         if plugin is not None:
             try:
-                if core_function is not None:
+                if function is not None:
                     raise registry.name_conflict(plugin)
-                plugin_function = _load_plugin_function(plugin, cmd_name)
+                function = _load_plugin_function(plugin, cmd_name)
             except PluginError as error:
                 return _build_broken_command(cmd_name, error)
-            return _build_command(cmd_name, plugin_function)
-        if core_function is None:
+        if function is None:
             return None
         if self._only_help_texts:  # while the list of all subcommands is printed
-            return TyperCommand(cmd_name, help=getdoc(core_function))
-        return _build_command(cmd_name, core_function)
+            return TyperCommand(cmd_name, help=getdoc(function))
+        return _build_command(cmd_name, function)
 
 
 class _Command(TyperCommand):
