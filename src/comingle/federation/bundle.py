@@ -421,6 +421,12 @@ def choose_requirements(
 
     Flower is among the latter if only ``comingle client`` is used, which then does without scipy, too.
 
+    Args:
+        own: Wheel of comingle itself.
+        plan: The recipe or federation file, and its base model.
+        extras: Extras of comingle whose packages are included.
+        target: The machine at the site.
+
     Raises:
         ComingleError: comingle has no such extra.
     """
