@@ -68,8 +68,8 @@ def shown(page: Path, language: str) -> list[str]:
 def shortened(words: tuple[str, ...]) -> list[str]:
     """The same command on toy models and little text."""
     verb, extra = words[0], []
-    # Which need the pretrained model, somebody at the other end, a run of more than one round, or a package index.
-    alone = ("demo", "server", "client", "join", "audit", "bundle")
+    # They need the pretrained model, another process, a run of more than one round, a package index, or lm-eval.
+    alone = ("demo", "server", "client", "join", "audit", "bundle", "evaluate")
     if (
         verb in alone
         or any("run-*" in word for word in words)  # the model that a client's federation has left

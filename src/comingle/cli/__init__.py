@@ -34,7 +34,7 @@ from comingle.cli.compare import compare, demo
 from comingle.cli.cost import advise, cost
 from comingle.cli.data import data, methods
 from comingle.cli.federation import bundle, client, federate, server, status
-from comingle.cli.run import audit, export, join, leave, run
+from comingle.cli.run import audit, evaluate, export, join, leave, run
 from comingle.cli.serve import chat, live, serve
 from comingle.cli.show import plot, report, show
 from comingle.training.backends.launched import interrupt_on_sigterm, should_print_errors
@@ -242,8 +242,8 @@ def _build_broken_command(name: str, error: PluginError) -> object:
 
 
 COMMANDS = (
-    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, leave, audit, chat, serve, live,
-    federate, server, client, status, bundle,
+    demo, run, compare, advise, methods, data, cost, show, report, plot, export, evaluate, join, leave, audit,
+    chat, serve, live, federate, server, client, status, bundle,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Commands on one run: ``comingle run``, ``join``, ``leave``, ``export`` and ``audit``."""
+"""Commands on one run: ``comingle run``, ``join``, ``leave``, ``export``, ``evaluate`` and ``audit``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from comingle.cli.options import (
     default_folder,
     line_printer,
     out_option,
+    parse_path,
     read_recipe,
     status,
     with_continuation,
@@ -240,6 +241,72 @@ def target_by_user(user: str | None, users: Sequence[str], to: Path) -> dict[str
         return {name: to / as_folder(name) for name in users}
     name = require_user(user, users, "--user: ")
     return {name: to}
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of a comparison.")],
+    tasks: Annotated[
+        Path | None,
+        typer.Option("--tasks", metavar="FOLDER", help="Use the task files (*.yaml) of lm-eval in this folder."),
+    ] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task",
+            metavar="NAME",
+            help="Score on this task (repeatable; default: all of the folder); without --tasks one of lm-eval itself.",
+            show_default=False,
+        ),
+    ] = None,
+    users: Annotated[
+        list[str] | None,
+        typer.Option("--user", metavar="NAME", help="Score this user's model (repeatable; default: all users)."),
+    ] = None,
+    pretrained: Annotated[bool, typer.Option("--pretrained", help="Score the base without adapters, too.")] = False,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Use only the first N documents of each task.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Compute N texts in one pass.")] = 8,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each document into the tokenizer's chat template.")] = False,
+    method: Annotated[str | None, typer.Option("--method", help="Take this method's run of a comparison.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Take this seed's run of a comparison (default: the first).")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE.json", parser=parse_path, help="Write the scores to this file."),
+    ] = None,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Score users' models with lm-eval, on its own tasks or on local task files, without an export."""
+    from comingle.reports.tables import render_task_scores
+    from comingle.runs.api import load
+    from comingle.runs.harness import Tasks, find_tasks, score_on_tasks
+    from comingle.runs.views import generating_model
+    from comingle.serving.models import find_run
+    from comingle.serving.rows import without_adapters
+    from comingle.utils.files import check_target
+    from comingle.utils.records import write_json
+
+    chosen = Tasks(folder=tasks, names=tuple(names or ()), limit=limit, batch_size=batch_size, chat=chat)
+    find_tasks(chosen)  # raises before the run is opened, which takes a while
+    if out is not None:
+        check_target(out, force=force)
+    with status("opening the run"):
+        opened = load(find_run(run, method, seed))
+    models = {
+        name: generating_model(opened, require_user(name, opened.users, "--user: ")) for name in users or opened.users
+    }
+    if pretrained:
+        models = {"pretrained": without_adapters(next(iter(models.values()))), **models}
+    scores = {}
+    for name, model in models.items():
+        with status(f"scoring {name}"):
+            scores[name] = score_on_tasks(model, chosen, progress=not quiet)
+    if out is not None:
+        write_json(out, scores)
+    console.print(render_task_scores(scores))
 
 
 def _check_shadows(context: object, option: object, num_runs: int) -> int:

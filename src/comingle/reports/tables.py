@@ -241,6 +241,33 @@ def render_curve(events: list[JsonObject]) -> Table:
     return table
 
 
+def render_task_scores(scores: Mapping[str, JsonMapping]) -> Table:
+    """Return a table for the terminal of users' scores on tasks of lm-eval: a row for each task, metric and user.
+
+    Args:
+        scores: Results of :func:`comingle.runs.harness.score_on_tasks` by user.
+    """
+    table = Table("task", "metric", "user", title="scores of lm-eval", title_justify="left", box=None)
+    for heading in ("score", "standard error", "documents"):
+        table.add_column(heading, justify="right")
+    first = next(iter(scores.values()))["results"]
+    for task, metrics in first.items():
+        for metric in metrics:
+            if metric.endswith("_stderr"):
+                continue
+            for user, of_user in scores.items():
+                score = of_user["results"][task][metric]
+                error = of_user["results"][task].get(f"{metric}_stderr")
+                documents = of_user["n-samples"].get(task, {}).get("effective")  # none for groups of tasks
+                numbers = (
+                    f"{score:.4g}",
+                    "" if error is None else f"{error:.2g}",
+                    "" if documents is None else documents,
+                )
+                table.add_row(literal_text(task), literal_text(metric), literal_text(user), *map(str, numbers))
+    return table
+
+
 def _named_geometric_mean(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
     """Return the geometric mean over users by its name in tables; empty for measures other than perplexity."""
     means = list(geometric(users, measure).values())  # one for perplexities, none for other measures
