@@ -31,9 +31,8 @@ from comingle.utils.errors import PluginError, RecipeError
 # isort: split
 from comingle import __version__
 from comingle.cli.compare import compare, demo
-from comingle.cli.cost import advise, cost
-from comingle.cli.data import data, methods
 from comingle.cli.federation import bundle, client, federate, server, status
+from comingle.cli.plan import advise, cost, data, methods
 from comingle.cli.run import audit, evaluate, export, join, leave, run
 from comingle.cli.serve import chat, live, serve
 from comingle.cli.show import plot, report, show

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
@@ -55,22 +56,19 @@ def score_on_tasks(personal: PersonalModel, tasks: Tasks, *, progress: bool = Tr
         DataError: The base has no tokenizer.
     """
     manager, names = find_tasks(tasks)
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-
     base = personal.model.base
     if base.tokenizer is None:
         raise DataError(f"base model {base.name}: has no tokenizer, which tasks of text need")
     with personal.generating() as network, _few_messages(progress=progress):
-        model = HFLM(
+        model = import_module("lm_eval.models.huggingface").HFLM(
             pretrained=network,
             backend="causal",
-            tokenizer=base.tokenizer,  # type: ignore[arg-type]
+            tokenizer=base.tokenizer,
             batch_size=tasks.batch_size,
             add_bos_token=base.begin is not None,
         )
         try:
-            scores = simple_evaluate(
+            scores = import_module("lm_eval.evaluator").simple_evaluate(
                 model,
                 tasks=names,
                 task_manager=manager,
@@ -98,13 +96,13 @@ def find_tasks(tasks: Tasks) -> tuple[Any, list[str]]:
     """
     try:
         with _few_messages():
-            from lm_eval.tasks import TaskManager
+            tasks_of_harness = import_module("lm_eval.tasks")
     except ImportError as error:
         raise ComingleError(f"comingle evaluate needs {error.name}: pip install 'comingle[evaluate]'") from None
     folder = tasks.folder
     if folder is not None and not folder.is_dir():
         raise ComingleError(f"--tasks: got {folder}; allowed: a folder with task files (*.yaml) of lm-eval")
-    manager = TaskManager(include_path=folder, include_defaults=folder is None)
+    manager = tasks_of_harness.TaskManager(include_path=folder, include_defaults=folder is None)
     if folder is None and not tasks.names:
         raise ComingleError("--tasks: got none; give a folder with task files of lm-eval, or names with --task")
     if not tasks.names and not manager.all_subtasks:
