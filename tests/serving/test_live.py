@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import openai
@@ -26,6 +27,7 @@ from tests.serving.test_serving_api import serving
 from comingle.config import Recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.leaving import plan_removal, remove_user
+from comingle.serving import live
 from comingle.serving.access import Keys, Limits
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
@@ -40,6 +42,22 @@ Open = Callable[..., LiveTrainer]
 
 def text_of(name: str) -> str:
     return "\n\n".join(f"{name} counts {number} of {number}." for number in range(60))
+
+
+def conversation_of(name: str, number: int) -> dict[str, Any]:
+    question = {"role": "user", "content": f"how much is {number}?"}
+    return {"messages": [question, {"role": "assistant", "content": f"{name} says {number}."}]}
+
+
+def conversations_of(folder: Path) -> dict[str, Any]:
+    """Return changes to a recipe whose users have conversations."""
+    users = {}
+    for name in ("ada", "ben"):
+        path = folder / f"{name}-chats.jsonl"
+        path.write_text("".join(f"{json.dumps(conversation_of(name, number))}\n" for number in range(60)))
+        users[name] = str(path)
+    training = {"rounds": 2, "local_epochs": 1, "batch_size": 2, "context": 64}
+    return {"data": {"kind": "conversations", "users": users, "replay": 0.2}, "training": training}
 
 
 def recipe_of(folder: Path, **changes: Any) -> Recipe:
@@ -62,9 +80,11 @@ def start(tmp_path: Path) -> Iterator[Open]:
     """Return a function that opens a trainer, whose thread is ended after the test."""
     trainers: list[LiveTrainer] = []
 
-    def open_trainer(**when: Any) -> LiveTrainer:
+    def open_trainer(changes: dict[str, Any] | None = None, **when: Any) -> LiveTrainer:
         said: list[str] = []
-        trainer = LiveTrainer(recipe_of(tmp_path), tmp_path / "live", When(**{"new_tokens": 300, **when}), said.append)
+        trainer = LiveTrainer(
+            recipe_of(tmp_path, **(changes or {})), tmp_path / "live", When(**{"new_tokens": 300, **when}), said.append
+        )
         trainer.said = said  # type: ignore[attr-defined]
         trainers.append(trainer)
         return trainer
@@ -227,11 +247,102 @@ def test_documents_without_text_are_refused(content: Any, start: Open) -> None:
         ({"adapters": {"rank": {"ada": 2, "ben": 4}}}, "adapters.rank"),
         ({"privacy": {"noise_multiplier": 1.0}}, "privacy.mechanism"),
         ({"continue_from": "runs/may"}, "continue_from"),
+        ({"data": {"kind": "conversations", "users": {"ada": "a.jsonl"}, "messages": "chat"}}, "data"),
     ],
 )
 def test_recipes_that_cannot_be_trained_live(changes: dict[str, Any], place: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=place):
         LiveTrainer(recipe_of(tmp_path, **changes), tmp_path / "live", When(), print)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory left for ada"), RunError("disk full for ada")])
+def test_any_error_of_a_run_is_shown_and_the_run_is_tried_again(
+    error: Exception, start: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(live, "RETRY_SECONDS", 1.0)
+    trainer, errors = start(), [error]
+
+    def publish(models: Any) -> None:
+        if errors:
+            raise errors.pop()
+
+    trainer.publish = publish
+    trainer.start()
+    wait_for(lambda: trainer.state["state"] == "failed")
+    assert trainer.state == {"state": "failed", "run": "0001", "round": 0, "error": type(error).__name__}
+    assert ("no memory left" in caplog.text) == isinstance(error, RuntimeError)
+    wait_for(lambda: trainer.is_served(1))
+    assert trainer.state["state"] == "waiting"
+    assert "error" not in trainer.state
+
+
+def test_an_unexpected_error_of_a_plan_keeps_its_documents_waiting(start: Open, tmp_path: Path) -> None:
+    trainer = start()
+    trainer.store.add("ada", NEW_TEXT)
+    trainer.recipe = None  # type: ignore[assignment]
+    with pytest.raises(AttributeError):
+        trainer._plan(2)
+    assert trainer.store.pending["ada"] >= 300
+    assert [document["text"] for document, run in trainer.store.documents("ada") if not run] == NEW_TEXT
+
+
+def test_the_state_after_a_restart_names_the_run_that_answers(start: Open) -> None:
+    trainer = start()
+    trainer.start()
+    wait_for(lambda: trainer.is_served(1))
+    assert start().state == {"state": "waiting", "run": "0001", "round": 2}
+
+
+# ------------------------------------------------------------ deleted documents
+
+
+def test_a_user_whose_text_is_deleted_trains_on_no_more_than_earlier_text(start: Open, tmp_path: Path) -> None:
+    """Others train as before; a user with text in the recipe keeps its model, a user without any loses it."""
+    trainer, runs = start(), tmp_path / "live" / "runs"
+    trainer.start()
+    wait_for(lambda: trainer.is_served(1))
+    trainer.store.add("ada", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(2))
+    trainer.store.add("cem", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(3))
+    assert len(trainer.delete("ada", lambda document: True)) == len(NEW_TEXT)
+    assert trainer.delete("cem", lambda document: "number 7" in document["text"]) != []
+    assert trainer.store.users() == ["cem"]
+    trainer.store.add("ben", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(4))
+    sources = api.load(runs / "0004").recipe.data.users  # type: ignore[attr-defined]
+    assert sources["ada"].path == str(tmp_path / "ada.txt")
+    assert set(trainer.models) == {"ada", "ben", "cem"}
+    assert trainer.delete("cem", lambda document: True) != []
+    trainer.store.add("ben", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(5))
+    assert set(trainer.models) == {"ada", "ben"}
+    assert any(line.startswith("cem: is left out") for line in trainer.said)  # type: ignore[attr-defined]
+    replayed = next(read_events(runs / "0005"))["continues"]["replayed"]
+    assert set(replayed) == {"ben"}
+
+
+def test_a_run_that_is_interrupted_after_a_deletion_is_planned_again(start: Open, tmp_path: Path) -> None:
+    trainer = start()
+    trainer.start()
+    wait_for(lambda: trainer.is_served(1))
+    observe = trainer._observe
+
+    def stop_after_a_round(event: Any) -> None:
+        if event["event"] == "round":
+            trainer._stopping.set()
+        observe(event)
+
+    trainer._observe = stop_after_a_round  # type: ignore[method-assign]
+    trainer.store.add("ada", NEW_TEXT)
+    trainer._thread.join()
+    assert trainer.delete("ada", lambda document: document["text"] == NEW_TEXT[5])[0][1] == 2
+    again = start()
+    again.start()
+    wait_for(lambda: again.is_served(2))
+    documents = [document["text"] for document, _run in again.store.documents("ada")]
+    assert documents == [text for text in NEW_TEXT if text != NEW_TEXT[5]]
+    assert not list((tmp_path / "live" / "runs").glob("*.stale"))
 
 
 def test_a_user_leaves_a_live_folder_with_all_documents(start: Open, tmp_path: Path) -> None:
@@ -274,8 +385,8 @@ def client(start: Open, tmp_path: Path) -> Iterator[Callable[..., httpx.Client]]
     """Return a function that starts a live server and returns a client of it, with its ``trainer``."""
     with ExitStack() as stack:
 
-        def open_client(keys: Path | None = None) -> httpx.Client:
-            trainer = start()
+        def open_client(keys: Path | None = None, changes: dict[str, Any] | None = None) -> httpx.Client:
+            trainer = start(changes)
             engine = Engine(trainer.models, rows=2)
             access = Keys(engine.models, None) if keys is None else WatchedKeys(keys)
             app = make_app(engine, access, Limits())
@@ -373,6 +484,141 @@ def test_fine_tuning_of_the_openai_client(client: Any) -> None:
             library.fine_tuning.jobs.retrieve("ftjob-ben-0000")
         with pytest.raises(openai.NotFoundError):  # a file is used once
             library.fine_tuning.jobs.create(model="ben", training_file=uploaded.id)
+
+
+def test_files_of_the_openai_client_are_listed_and_deleted(client: Any) -> None:
+    """A file that a job has used is deleted with the documents that came from it."""
+    http = client()
+    with openai.OpenAI(base_url=str(http.base_url.join("/v1")), api_key="none") as library:
+        wait_for(lambda: http.trainer.is_served(1))
+
+        def upload(text: str) -> Any:
+            rows = json.dumps({"text": text}).encode()
+            return library.files.create(file=("rows.jsonl", io.BytesIO(rows)), purpose="fine-tune")
+
+        used, unused = upload("one"), upload("two")
+        assert {file.id for file in library.files.list()} == {used.id, unused.id}
+        library.fine_tuning.jobs.create(model="ben", training_file=used.id)
+        (listed,) = library.files.list()
+        assert listed == unused
+        for file in (used, unused):
+            assert library.files.delete(file.id).deleted
+            with pytest.raises(openai.NotFoundError):
+                library.files.delete(file.id)
+        assert library.files.list().data == []
+        assert http.trainer.store.documents("ben") == []
+        assert not http.trainer.store.pending
+
+
+def test_an_upload_that_a_killed_process_was_about_to_use_is_there_again(client: Any, tmp_path: Path) -> None:
+    http = client()
+    uploaded = http.post("/v1/files", files={"file": b'{"text": "one"}'}).json()
+    path = tmp_path / "live" / "files" / f"{uploaded['id']}.json"
+    path.rename(path.with_suffix(".used"))
+    LiveApi(
+        http.trainer, make_app(Engine(http.trainer.models, rows=1), Keys([], None), Limits()).state.service, path.parent
+    )
+    assert [file["id"] for file in http.get("/v1/files").json()["data"]] == [uploaded["id"]]
+
+
+def test_documents_are_listed_and_deleted(client: Any) -> None:
+    http = client()
+    trainer, url = http.trainer, "/v1/users/ada/documents"
+    wait_for(lambda: trainer.is_served(1))
+    ids = http.post(url, json={"documents": [{"text": text} for text in NEW_TEXT]}).json()["ids"]
+    wait_for(lambda: trainer.is_served(2))
+    (waiting,) = http.post(url, json={"text": "this one waits"}).json()["ids"]
+    listed = http.get(url).json()["data"]
+    assert [document["id"] for document in listed] == [*ids, waiting]
+    assert [document["text"] for document in listed] == [*NEW_TEXT, "this one waits"]
+    assert [document["run"] for document in listed] == ["0002"] * len(ids) + [None]
+    assert http.get("/v1/users/ben/documents").json()["data"] == []
+    assert http.delete(f"/v1/users/ben/documents/{waiting}").status_code == 404
+    deleted = http.delete(f"{url}/{waiting}")
+    assert (deleted.status_code, deleted.json()["runs"]) == (200, [])
+    assert "ada" not in trainer.store.pending
+    deleted = http.delete(f"{url}/{ids[3]}")
+    assert (deleted.json()["deleted"], deleted.json()["runs"]) == (True, ["0002"])
+    assert "comingle leave" in deleted.json()["note"]
+    assert http.delete(f"{url}/{ids[3]}").status_code == 404
+    assert [document["id"] for document in http.get(url).json()["data"]] == [*ids[:3], *ids[4:]]
+
+
+def test_documents_and_files_of_others_are_not_seen_or_deleted(client: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(yaml.safe_dump({name: f"sk-{name[0] * 20}" for name in ("ada", "ben")}))
+    keys.chmod(0o600)
+    http = client(keys)
+    of_ada, of_ben = ({"authorization": f"Bearer sk-{letter * 20}"} for letter in "ab")
+    url = "/v1/users/ada/documents"
+    (document_id,) = http.post(url, json={"text": "one"}, headers=of_ada).json()["ids"]
+    file_id = http.post("/v1/files", files={"file": b'{"text": "one"}'}, headers=of_ada).json()["id"]
+    for path in (url, f"{url}/{document_id}", f"/v1/files/{file_id}"):
+        for headers, status in ((of_ben, 404), ({}, 401)):
+            method = "get" if path == url else "delete"
+            assert http.request(method, path, headers=headers).status_code == status
+    assert http.get("/v1/files", headers=of_ben).json()["data"] == []
+    assert http.post("/v1/fine_tuning/jobs", json={"model": "ada", "training_file": file_id}, headers=of_ada)
+    assert http.delete(f"/v1/files/{file_id}", headers=of_ben).status_code == 404
+    assert len(http.get(url, headers=of_ada).json()["data"]) == 2
+
+
+@pytest.mark.parametrize("name", ["a/b", "50%", "50%41", "a/documents/b", "documents", "ann lee", "a?b#c"])
+def test_names_with_any_character_have_documents(name: str, client: Any) -> None:
+    http = client()
+    url = f"/v1/users/{quote(name, safe='')}/documents"
+    with openai.OpenAI(base_url=str(http.base_url.join("/v1")), api_key="none") as library:
+        (document_id,) = http.post(url, json={"text": "one"}).json()["ids"]
+        assert http.trainer.store.users() == [name]
+        assert [document["id"] for document in http.get(url).json()["data"]] == [document_id]
+        rows = io.BytesIO(b'{"text": "two"}')
+        uploaded = library.files.create(file=("rows.jsonl", rows), purpose="fine-tune")
+        job = library.fine_tuning.jobs.create(model=name, training_file=uploaded.id)
+        assert library.fine_tuning.jobs.retrieve(job.id).model == name
+        assert http.delete(f"{url}/{document_id}").status_code == 200
+        assert [document["text"] for document in http.get(url).json()["data"]] == ["two"]
+
+
+def test_health_says_what_the_trainer_does(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    http = client()
+    trainer = http.trainer
+    wait_for(lambda: trainer.is_served(1))
+    wait_for(lambda: http.get("/health").json() == {"training": "waiting"})
+    trainer.publish = None  # an error that nothing expects
+    trainer.store.add("ada", NEW_TEXT)
+    wait_for(lambda: http.get("/health").json() == {"training": "failed"})
+    assert http.get("/health").status_code == 200
+    assert http.get("/v1/live").json()["error"] == "TypeError"
+    assert answer(http, "ada").status_code == 200
+
+
+def test_conversations_come_in_and_change_the_answers(client: Any, tmp_path: Path) -> None:
+    """What a run would refuse is refused when it arrives, since the user would wait for ever."""
+    http = client(changes=conversations_of(tmp_path))
+    trainer, url = http.trainer, "/v1/users/cem/documents"
+    wait_for(lambda: trainer.is_served(1))
+    user, response = conversation_of("cem", 1)["messages"]
+    for messages in (
+        [],
+        [user],
+        [response],
+        [{"role": "wizard", "content": "x"}, response],
+        [user, {**response, "content": ""}],
+        [user, {**response, "weight": 3}],
+        [{**user, "content": 3}, response],
+    ):
+        refused = http.post(url, json={"messages": messages})
+        assert refused.status_code == 400, messages
+        assert refused.json()["error"]["message"].startswith("messages: "), refused.text
+    parts = {"role": "user", "content": [{"type": "text", "text": "how much is 3?"}]}
+    assert http.post(url, json={"messages": [parts, response]}).json()["tokens"] > len("how much is 3?")
+    documents = [conversation_of("cem", number) for number in range(100, 160)]
+    assert http.post(url, json={"documents": documents}).status_code == 200
+    wait_for(lambda: trainer.is_served(2))
+    assert set(trainer.models) == {"ada", "ben", "cem"}
+    body = {"model": "cem", "messages": [user], "max_tokens": 4}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+    assert http.get(url).json()["data"][1]["messages"] == documents[0]["messages"]
 
 
 @pytest.mark.slow

@@ -144,6 +144,8 @@ class Service:
         self.prompts = Prompts(any_model.base)
         self.metrics = _metrics_of(self.worker, any_model.base.name)
         self.started = int(time.time())
+        self.health_details: Callable[[], Mapping[str, object]] = dict
+        """Returns what ``/health`` says besides its status; nothing by default."""
 
     # ------------------------------------------------------------ who asks
 
@@ -245,7 +247,8 @@ class Service:
         """Return status 200 while the engine's thread runs, else 503."""
         if not self.worker.alive:
             raise ApiError(503, "the engine has ended; restart the server")
-        return Response()
+        details = self.health_details()
+        return JSONResponse(details) if details else Response()
 
     async def metrics_page(self) -> Response:
         """Return the metrics in the Prometheus text format; status 501 without the package."""

@@ -18,13 +18,15 @@ import json
 import math
 import os
 import secrets
+import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,10 +37,12 @@ from starlette.datastructures import UploadFile
 
 from comingle.config import Recipe, load_recipe
 from comingle.config.files import read_text
+from comingle.data.conversations.messages import Columns, messages_of
+from comingle.data.conversations.section import ConversationsSection
 from comingle.models.base import Base
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedTokenizerBase
-from comingle.runs.api import load, run
+from comingle.runs.api import load, recipe_for_one_user, run
 from comingle.runs.given import NOTHING
 from comingle.runs.results import Run
 from comingle.runs.session import build, check_and_set_up, prepare
@@ -111,12 +115,13 @@ class DocumentStore:
             if documents:
                 self.pending[documents[0]["user"]] = sum(self._count_tokens(document) for document in documents)
 
-    def add(self, user: str, contents: Sequence[object]) -> tuple[list[str], int]:
+    def add(self, user: str, contents: Sequence[object], *, file_id: str | None = None) -> tuple[list[str], int]:
         """Store documents of a user; when this returns, they are on disk.
 
         Args:
             user: Name of the user.
             contents: Text of each document, or its messages.
+            file_id: Id of the uploaded file that they come from; None if they come from none.
 
         Returns:
             The id of each document, and the number of their tokens.
@@ -128,6 +133,8 @@ class DocumentStore:
         for content in contents:
             _check_content(content, self.content_key)
             received = {"id": secrets.token_hex(8), "user": user, "created": int(time.time())}
+            if file_id is not None:
+                received["file"] = file_id
             documents.append({**received, self.content_key: content})
         num_tokens = sum(self._count_tokens(document) for document in documents)
         lines = "".join(f"{json.dumps(document, ensure_ascii=False)}\n" for document in documents)
@@ -149,13 +156,51 @@ class DocumentStore:
         Returns:
             None if there is no such document.
         """
-        with self._lock:
-            paths = [self._path(user), *sorted((self._texts / as_folder(user)).glob("*.jsonl"), reverse=True)]
-            for path in paths:
-                for document in _documents(path):
-                    if document["id"] == document_id:
-                        return document, 0 if path == self._path(user) else int(path.stem)
+        for document, run_number in reversed(self.documents(user)):
+            if document["id"] == document_id:
+                return document, run_number
         return None
+
+    def documents(self, user: str) -> list[tuple[JsonObject, int]]:
+        """Return the documents of a user, the oldest first, each with the number of its run; 0 if it still waits."""
+        with self._lock:
+            return [
+                (document, 0 if path == self._path(user) else int(path.stem))
+                for path in self._paths(user)
+                for document in _documents(path)
+            ]
+
+    def delete(self, user: str, is_meant: Callable[[JsonObject], bool]) -> list[tuple[str, int]]:
+        """Delete documents of a user; when this returns, they are not on disk.
+
+        Args:
+            user: Name of the user.
+            is_meant: Returns whether a document is to be deleted.
+
+        Returns:
+            The id of each deleted document, and the number of the run that trains on it; 0 if it still waited.
+        """
+        deleted: list[tuple[str, int]] = []
+        with self._lock:
+            for path in self._paths(user):
+                documents = list(_documents(path))
+                kept = [document for document in documents if not is_meant(document)]
+                if len(kept) == len(documents):
+                    continue
+                waits = path == self._path(user)
+                deleted += [(each["id"], 0 if waits else int(path.stem)) for each in documents if is_meant(each)]
+                _write_documents(path, kept)
+                if waits:
+                    self.pending[user] = sum(map(self._count_tokens, kept))
+                    if not kept:
+                        del self.pending[user]
+        return deleted
+
+    def users(self) -> list[str]:
+        """Return the users who have documents, in alphabetical order."""
+        with self._lock:
+            paths = [*self._incoming.glob("*.jsonl"), *self._texts.glob("*/*.jsonl")]
+            return sorted({document["user"] for path in paths for document in islice(_documents(path), 1)})
 
     def collect(self, users: Sequence[str], number: int) -> dict[str, Path]:
         """Move the new documents of users to the files that a run trains on; return the file of each user.
@@ -173,8 +218,7 @@ class DocumentStore:
                 target.parent.mkdir(exist_ok=True, mode=0o700)
                 source = self._path(user)
                 documents = {document["id"]: document for file in (target, source) for document in _documents(file)}
-                lines = [json.dumps(document, ensure_ascii=False) for document in documents.values()]
-                write_bytes(target, "\n".join([*lines, ""]).encode(), private=True)
+                _write_documents(target, documents.values())
                 source.unlink(missing_ok=True)
                 self.pending.pop(user, None)
                 files[user] = target
@@ -201,18 +245,29 @@ class DocumentStore:
             for user, path in files.items():
                 source = self._path(user)
                 documents = {document["id"]: document for file in (path, source) for document in _documents(file)}
-                lines = [json.dumps(document, ensure_ascii=False) for document in documents.values()]
-                write_bytes(source, "\n".join([*lines, ""]).encode(), private=True)
-                path.unlink()
+                _write_documents(source, documents.values())
+                path.unlink(missing_ok=True)
                 self.pending[user] = sum(self._count_tokens(document) for document in documents.values())
 
     def _path(self, user: str) -> Path:
         return self._incoming / f"{as_folder(user)}.jsonl"
 
+    def _paths(self, user: str) -> list[Path]:
+        """Return the files of a user, the oldest first; the last one, with the documents that wait, may not exist."""
+        return [*self.trained_files(user), self._path(user)]
+
+    def trained_files(self, user: str) -> list[Path]:
+        """Return the files of a user that runs train on, the oldest first."""
+        return sorted((self._texts / as_folder(user)).glob("*.jsonl"))
+
     def _count_tokens(self, document: JsonObject) -> int:
         """Return the number of tokens of a document's text, or of its messages."""
-        content = document[self.content_key]
-        text = content if isinstance(content, str) else "\n".join(message["content"] for message in content)
+        text = document[self.content_key]
+        if self.content_key == "messages":
+            try:
+                text = "\n".join(message["content"] for message in messages_of(document, Columns()))
+            except ValueError:  # received by an earlier version, which did not check it
+                return 0
         return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -224,13 +279,22 @@ def _documents(path: Path) -> Iterator[JsonObject]:
                 yield json.loads(line)
 
 
+def _write_documents(path: Path, documents: Iterable[JsonObject]) -> None:
+    """Replace the documents of a file; without any there is no file."""
+    lines = [json.dumps(document, ensure_ascii=False) for document in documents]
+    if lines:
+        write_bytes(path, "\n".join([*lines, ""]).encode(), private=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _open_private(path: str, flags: int) -> int:
     """Open a file that only its owner can read if it is created now."""
     return os.open(path, flags, 0o600)
 
 
 def _check_content(content: object, key: str) -> None:
-    """Raise a :class:`DataError` if the content of a document is neither a text nor messages, as its kind requires.
+    """Raise a :class:`DataError` if the content of a document is not a text or a conversation, as its kind requires.
 
     Args:
         content: The content.
@@ -244,12 +308,10 @@ def _check_content(content: object, key: str) -> None:
         if not isinstance(content, str) or not content.strip():
             raise DataError("text: got no text; allowed: a text that is not empty")
         return
-    are_messages = isinstance(content, list) and content != []
-    for message in content if isinstance(content, list) else ():
-        has_text = isinstance(message, dict) and all(isinstance(message.get(part), str) for part in ("role", "content"))
-        are_messages = are_messages and has_text
-    if not are_messages:
-        raise DataError('messages: got no messages; allowed: a list of {"role": ROLE, "content": TEXT}')
+    try:
+        messages_of({key: content}, Columns())  # as a run reads it, which would refuse all documents of the user
+    except ValueError as error:
+        raise DataError(f"messages: {error}") from None
 
 
 class StoppedError(ComingleError):
@@ -325,6 +387,7 @@ class LiveTrainer:
                 finished = load(self._runs / f"{number:04d}")
                 models = _models_of(finished)
                 self._base, self._served = next(iter(models.values())).model.base, number
+                self.state = {**self.state, "run": f"{number:04d}", "round": finished.metrics["rounds"]}
                 return models
         self._served = 0
         recipe = self.recipe
@@ -341,7 +404,7 @@ class LiveTrainer:
         """Return the number of the last run that has a recipe; 0 if there is none."""
         return max((int(path.stem) for path in self._runs.glob("*.yaml")), default=0)
 
-    def _paths(self, number: int) -> JsonObject:
+    def _sources(self, number: int) -> JsonObject:
         """Return the data source of each user in a run; empty for the number 0."""
         if number == 0:
             return {}
@@ -362,9 +425,14 @@ class LiveTrainer:
                     self._stopping.wait(CHECK_SECONDS)
             except StoppedError:
                 return
-            except ComingleError as error:  # such as a full disk; the models so far answer
-                self.say(f"run {number:04d}: {error}; trying again in {RETRY_SECONDS:.0f} s")
-                self.state = {"state": "failed", "run": f"{number:04d}", "round": 0}
+            except Exception as error:  # such as a full disk or too little memory; the models so far answer
+                reason = str(error)
+                if not isinstance(error, ComingleError):
+                    reason = f"{type(error).__name__}: {error}"
+                    logger.exception("run %04d", number)
+                self.say(f"run {number:04d}: {reason}; trying again in {RETRY_SECONDS:.0f} s")
+                # Not the message, which may name another user.
+                self.state = {"state": "failed", "run": f"{number:04d}", "round": 0, "error": type(error).__name__}
                 self._stopping.wait(RETRY_SECONDS)
 
     def _plan(self, number: int) -> bool:
@@ -382,31 +450,104 @@ class LiveTrainer:
         if len(ready) < self.when.users:
             return False
         files = self.store.collect(ready, number)
-        changes: dict[str, Any] = {
-            "data.users": {**self._paths(number - 1), **{user: {"path": str(path)} for user, path in files.items()}},
-            "continue_from.run": str(self._runs / f"{number - 1:04d}"),
-            "seed": self.recipe.seed + number,
-        }
-        if set(ready) != set(changes["data.users"]):  # the others keep their models
-            changes["training.participation"] = [ready] * self.recipe.training.rounds
-        recipe = self.recipe.with_changes(changes)
+        sources = {**self._sources(number - 1), **{user: {"path": str(path)} for user, path in files.items()}}
         try:
-            method = check_and_set_up(recipe)
-            build(recipe, prepare(recipe, base=self._base, method=method), method=method)  # checks the splits
-        except ComingleError as error:
-            if not isinstance(error, DataError):
-                self.store.put_back(files)
-                raise
-            # Too little text for a split, for example.
-            self.say(f"run {number:04d}: waits for more text ({error})")
+            recipe = self._recipe_of(number, sources, ready)
+            try:
+                self._check(recipe)
+            except DataError as error:  # too little text for a split, for example
+                lacking = [user for user, source in sources.items() if not self._suffices(user, source)]
+                waiting = [user for user in files if user in lacking]
+                if waiting or not lacking:
+                    self.say(f"run {number:04d}: waits for more text ({error})")
+                    self.store.put_back(files)
+                    # The others are tried again without.
+                    self._too_little.update({user: self.store.pending[user] for user in waiting or files})
+                    return False
+                recipe = self._recipe_of(number, self._with_earlier_text(sources, lacking), ready)
+                self._check(recipe)
+        except Exception:
             self.store.put_back(files)
-            named = [user for user in files if user in str(error)] or list(files)  # the others are tried again without
-            self._too_little.update({user: self.store.pending[user] for user in named})
-            return False
+            raise
         for user in files:
             self._too_little.pop(user, None)
         write_text(self._runs / f"{number:04d}.yaml", recipe.as_yaml())
         return True
+
+    def _recipe_of(self, number: int, sources: JsonObject, participants: Sequence[str]) -> Recipe:
+        """Return the recipe of a run that continues the last one.
+
+        Args:
+            number: Number of the run.
+            sources: Data source of each user.
+            participants: Users with new documents; the others keep their models.
+        """
+        changes: dict[str, Any] = {
+            "data.users": sources,
+            "continue_from.run": str(self._runs / f"{number - 1:04d}"),
+            "seed": self.recipe.seed + number,
+        }
+        if set(participants) != set(sources):
+            changes["training.participation"] = [list(participants)] * self.recipe.training.rounds
+        return self.recipe.with_changes(changes)
+
+    def _check(self, recipe: Recipe) -> None:
+        """Raise an error if a run cannot start from a recipe: its data does not suffice for the splits, for example."""
+        method = check_and_set_up(recipe)
+        build(recipe, prepare(recipe, base=self._base, method=method), method=method)
+
+    def _suffices(self, user: str, source: object) -> bool:
+        """Return whether the data of a source can be used for a user."""
+        recipe = recipe_for_one_user(self.recipe, lambda values: values[0])
+        try:
+            self._check(recipe.with_changes({"data.users": {user: source}}))
+        except DataError:
+            return False
+        return True
+
+    def _with_earlier_text(self, sources: JsonObject, users: Collection[str]) -> JsonObject:
+        """Return data sources in which users who have deleted too many documents have earlier text.
+
+        A user whose earlier text does not suffice either is left out.
+
+        Args:
+            sources: Data source of each user.
+            users: Names of the users whose source does not suffice.
+        """
+        replaced = dict(sources)
+        first = self.recipe.data.model_dump(mode="json", exclude_unset=True)["users"]
+        for user in users:
+            earlier: list[object] = [{"path": str(path)} for path in reversed(self.store.trained_files(user))]
+            usable = [source for source in [*earlier, first.get(user)] if source and self._suffices(user, source)]
+            if usable:
+                replaced[user] = usable[0]
+            else:
+                del replaced[user]
+                self.say(f"{user}: is left out of further runs, as too little text is left")
+        return replaced
+
+    def delete(self, user: str, is_meant: Callable[[JsonObject], bool]) -> list[tuple[str, int]]:
+        """Delete documents of a user, on which later runs then do not train; arguments as in the store.
+
+        A run that trains now ends with the documents that it has read. If it is interrupted, it is planned again.
+        """
+        runs = [run_number for document, run_number in self.store.documents(user) if run_number and is_meant(document)]
+        if runs and max(*runs, self._last_planned()) > self._served:
+            write_text(self._stale_mark(self._served + 1), "")
+        self._too_little.pop(user, None)
+        return self.store.delete(user, is_meant)
+
+    def _stale_mark(self, number: int) -> Path:
+        """Return the file that says that documents were deleted after a run was planned."""
+        return self._runs / f"{number:04d}.stale"
+
+    def _plan_again(self, number: int) -> None:
+        """Discard a planned run, so that its documents wait again."""
+        shutil.rmtree(self._runs / f"{number:04d}", ignore_errors=True)
+        if number > 1:  # the first run is on the recipe's own text
+            (self._runs / f"{number:04d}.yaml").unlink()
+            self.store.recover(number - 1)
+        self._stale_mark(number).unlink()
 
     def _train(self, number: int) -> None:
         """Train or resume a planned run, and publish its models.
@@ -417,6 +558,9 @@ class LiveTrainer:
         Raises:
             StoppedError: The process is to end.
         """
+        if self._stale_mark(number).exists():
+            self._plan_again(number)
+            return
         self._last_start = time.monotonic()
         folder = self._runs / f"{number:04d}"
         recipe, resumes = load_recipe(folder.with_suffix(".yaml")), folder.exists()
@@ -429,6 +573,7 @@ class LiveTrainer:
         self.models = _models_of(finished)
         self.publish(self.models)
         self._served = number
+        self._stale_mark(number).unlink(missing_ok=True)
         self.state = {"state": "waiting", "run": f"{number:04d}", "round": finished.metrics["rounds"]}
         measure = finished.metrics["measure"]
         mean = finished.metrics[f"mean_test_{measure}"]
@@ -469,6 +614,10 @@ def _check_live(recipe: Recipe) -> None:
         raise RecipeError(f"{by_user[0]}: got a value for each user; allowed with comingle live: one for all")
     if recipe.privacy is not None and recipe.privacy.mechanism != "none":
         raise RecipeError(f"privacy.mechanism: got {recipe.privacy.mechanism}; allowed with comingle live: none")
+    if isinstance(recipe.data, ConversationsSection) and recipe.data.columns != Columns():
+        raise RecipeError(
+            f"data: got columns {recipe.data.columns.description}; allowed with comingle live: 'messages'"
+        )
     if recipe.continue_from is not None:
         raise RecipeError("continue_from: got a run; allowed with comingle live: null")
 
@@ -571,14 +720,22 @@ class LiveApi:
         """
         self.trainer, self.service, self._files = trainer, service, files
         files.mkdir(exist_ok=True, mode=0o700)
+        for claimed in files.glob("*.used"):  # by a process that was killed before it had answered
+            claimed.rename(claimed.with_suffix(".json"))
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
-        app.post("/v1/users/{name}/documents")(self.add_documents)
+        # `path`: names may contain a slash, which arrives decoded.
+        app.post("/v1/users/{name:path}/documents")(self.add_documents)
+        app.get("/v1/users/{name:path}/documents")(self.list_documents)
+        app.delete("/v1/users/{name:path}/documents/{document_id}")(self.delete_document)
         app.get("/v1/live")(self.state)
         app.post("/v1/files")(self.upload)
+        app.get("/v1/files")(self.list_files)
+        app.delete("/v1/files/{file_id}")(self.delete_file)
         app.post("/v1/fine_tuning/jobs")(self.create_job)
-        app.get("/v1/fine_tuning/jobs/{job_id}")(self.job)
+        app.get("/v1/fine_tuning/jobs/{job_id:path}")(self.job)
+        self.service.health_details = lambda: {"training": self.trainer.state["state"]}
 
     def _check_user(self, request: Request, name: str) -> None:
         """Refuse a request for a user that its key does not open; without keys any valid name may be new.
@@ -602,6 +759,38 @@ class LiveApi:
         pending = self.trainer.store.pending.get(name, 0)
         return {"object": "list", "ids": ids, "tokens": num_tokens, "waiting_tokens": pending}
 
+    async def list_documents(self, request: Request, name: str) -> JsonObject:
+        """List the documents of a user, the oldest first, each with its content and the run that trains on it."""
+        self._check_user(request, name)
+        documents = await asyncio.to_thread(self.trainer.store.documents, name)
+        return {
+            "object": "list",
+            "data": [
+                {
+                    "id": document["id"],
+                    "object": "document",
+                    "created_at": document["created"],
+                    "run": f"{run_number:04d}" if run_number else None,
+                    self._key: document[self._key],
+                }
+                for document, run_number in documents
+            ],
+        }
+
+    async def delete_document(self, request: Request, name: str, document_id: str) -> JsonObject:
+        """Delete a document of a user; the answer says which run has trained on it.
+
+        Args:
+            request: The HTTP request.
+            name: Name of the user.
+            document_id: Id of the document.
+        """
+        self._check_user(request, name)
+        deleted = await asyncio.to_thread(self.trainer.delete, name, lambda document: document["id"] == document_id)
+        if not deleted:
+            raise ApiError(404, f"no document {document_id!r:.60}", param="document_id")
+        return {"id": document_id, "object": "document", "deleted": True, **_what_remains(deleted)}
+
     async def state(self, request: Request) -> JsonObject:
         """Return what the trainer does, and the waiting tokens of the users that the request's key opens."""
         names = self.service.accessible_users(request)
@@ -620,17 +809,52 @@ class LiveApi:
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "got no file; allowed: multipart/form-data with file and purpose", param="file")
             content = await file.read()
-        file_id = f"file-{secrets.token_hex(12)}"
-        write_json(self._files / f"{file_id}.json", {"owners": owners, "content": content.decode("utf-8", "replace")})
-        return {
-            "id": file_id,
-            "object": "file",
-            "bytes": len(content),
-            "created_at": int(time.time()),
+        stored: JsonObject = {
+            "owners": owners,
             "filename": file.filename,
             "purpose": purpose,
-            "status": "processed",
+            "created": int(time.time()),
+            "content": content.decode("utf-8", "replace"),
         }
+        path = self._files / f"file-{secrets.token_hex(12)}.json"
+        write_json(path, stored)
+        return _describe_file(path.stem, stored)
+
+    def _uploads(self, request: Request) -> dict[str, JsonObject]:
+        """Return the uploaded files that no job has used yet, and that the request's key may see, by id."""
+        names = set(self.service.accessible_users(request))
+        uploads: dict[str, JsonObject] = {}
+        for path in sorted(self._files.glob("*.json")):
+            with suppress(FileNotFoundError):  # a job uses it now
+                stored = json.loads(path.read_text(encoding="utf-8"))
+                if not self.service.keys.required or names.intersection(stored["owners"]):
+                    uploads[path.stem] = stored
+        return uploads
+
+    async def list_files(self, request: Request) -> JsonObject:
+        """List the uploaded files that no job has used yet, as OpenAI's API does."""
+        uploads = await asyncio.to_thread(self._uploads, request)
+        data = [_describe_file(file_id, stored) for file_id, stored in uploads.items()]
+        return {"object": "list", "data": data, "has_more": False}
+
+    async def delete_file(self, request: Request, file_id: str) -> JsonObject:
+        """Delete an uploaded file, or the documents that a job has added from it."""
+        names = self.service.accessible_users(request)
+
+        def delete() -> list[tuple[str, int]] | None:
+            if file_id in self._uploads(request):
+                (self._files / f"{file_id}.json").unlink()
+                return []
+            users = names if self.service.keys.required else self.trainer.store.users()
+            deleted: list[tuple[str, int]] = []
+            for user in users:
+                deleted += self.trainer.delete(user, lambda document: document.get("file") == file_id)
+            return deleted or None
+
+        deleted = await asyncio.to_thread(delete)
+        if deleted is None:
+            raise ApiError(404, f"no file {file_id!r:.60}", param="file_id")
+        return {"id": file_id, "object": "file", "deleted": True, **_what_remains(deleted)}
 
     async def create_job(self, request: Request) -> JsonObject:
         """Add the documents of an uploaded file to those of a user, the ``model`` of the job."""
@@ -658,7 +882,7 @@ class LiveApi:
         except FileNotFoundError:
             raise ApiError(404, f"no file {body.training_file!r:.60}", param="training_file") from None
         try:
-            ids, _num_tokens = await self._add(body.model, contents)
+            ids, _num_tokens = await self._add(body.model, contents, file_id=body.training_file)
         except ApiError:
             claimed.rename(path)
             raise
@@ -695,12 +919,15 @@ class LiveApi:
         """Key of a document's content."""
         return self.trainer.store.content_key
 
-    async def _add(self, user: str, contents: Callable[[], list[object]]) -> tuple[list[str], int]:
+    async def _add(
+        self, user: str, contents: Callable[[], list[object]], *, file_id: str | None = None
+    ) -> tuple[list[str], int]:
         """Store documents in a thread, since the disk may be slow.
 
         Args:
             user: Name of the user.
             contents: Returns the contents of the documents.
+            file_id: Id of the uploaded file that they come from; None if they come from none.
 
         Raises:
             ApiError: A document has the wrong form, or there is none.
@@ -710,12 +937,38 @@ class LiveApi:
             found = contents()
             if not found:
                 raise DataError("got no documents; allowed: at least one")
-            return self.trainer.store.add(user, found)
+            return self.trainer.store.add(user, found, file_id=file_id)
 
         try:
             return await asyncio.to_thread(add)
         except DataError as error:
             raise ApiError(400, str(error)) from None
+
+
+def _describe_file(file_id: str, stored: JsonObject) -> JsonObject:
+    """Return an uploaded file in the form of OpenAI's API."""
+    return {
+        "id": file_id,
+        "object": "file",
+        "bytes": len(stored["content"].encode()),
+        "created_at": stored.get("created", 0),
+        "filename": stored.get("filename"),
+        "purpose": stored.get("purpose", "fine-tune"),
+        "status": "processed",
+    }
+
+
+def _what_remains(deleted: Sequence[tuple[str, int]]) -> JsonObject:
+    """Return which runs have trained on deleted documents, and what this means, for an answer.
+
+    Args:
+        deleted: Id of each document, and the number of its run; 0 if it waited.
+    """
+    runs = sorted({f"{run_number:04d}" for _id, run_number in deleted if run_number})
+    if not runs:
+        return {"runs": [], "note": "no model was trained on it"}
+    note = "no later run trains on it; models already trained keep what they learned (see comingle leave)"
+    return {"runs": runs, "note": note}
 
 
 def serve_live(
