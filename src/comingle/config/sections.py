@@ -356,6 +356,8 @@ def _drop_later_keys(content: dict[str, Any]) -> None:
     evaluation, data, training = content.get("evaluation", {}), content["data"], content["training"]
     if "users" in evaluation and evaluation["users"] is None:
         del evaluation["users"]
+    if "guard" in evaluation and evaluation["guard"] is None:
+        del evaluation["guard"]
     for key, older_value in _LATER_DATA_KEYS.items():
         if key in data and data[key] == older_value:
             del data[key]

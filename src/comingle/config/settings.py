@@ -921,6 +921,8 @@ class EvaluationSection(Section):
     """
     select: Literal["last", "best"] = "last"
     """End with the models of the last round, or of the evaluated round with the lowest mean validation loss."""
+    guard: Literal["local"] | None = None
+    """``local``: also train each user alone, and serve the user the model with the lowest validation loss."""
 
 
 class CheckpointSection(Section):

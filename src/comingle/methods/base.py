@@ -305,6 +305,12 @@ class ClientHook:
     def received(self, cohort: Cohort) -> None:
         """Run after users have stored what they downloaded."""
 
+    @property
+    def uses_downloads(self) -> bool:
+        """True if the hook combines downloaded models, or runs after a download."""
+        hook_class = type(self)
+        return hook_class.receive is not ClientHook.receive or hook_class.received is not ClientHook.received
+
     def begin(self, cohort: Cohort) -> None:
         """Run on the client before the local steps of a round; may take steps itself."""
 
@@ -542,6 +548,8 @@ class Placement:
     """Whether a single model is trained on all users' data: an upper bound that no federation may use."""
     needs: frozenset[str] = field(default_factory=frozenset)
     """Roles that the model must have; without them the method would reduce to another one."""
+    starts_equal: frozenset[str] | None = None
+    """Roles whose initial values are the same for all users; by default ``shared``."""
 
     @property
     def most_specialists(self) -> int:
@@ -598,6 +606,22 @@ class Method:
     def received(self) -> frozenset[str]:
         """Roles that a user takes from a download: those that it uploads, unless the placement names others."""
         return self.shared if self.placement.received is None else self.placement.received
+
+    @property
+    def starts_equal(self) -> frozenset[str]:
+        """Roles whose initial values are the same for all users: the shared ones, unless the placement names others."""
+        return self.shared if self.placement.starts_equal is None else self.placement.starts_equal
+
+    def alone(self) -> Method:
+        """Return the method of a user who trains the same tensors, from the same initial values, on its data alone.
+
+        Nothing is shared, and hooks that use downloads are left out. A user whose values are not finite keeps those of
+        the round before.
+        """
+        placement = replace(self.placement, shared=frozenset(), received=None, starts_equal=self.starts_equal)
+        hooks = tuple(hook for hook in self.client.parts if not hook.uses_downloads)
+        client = replace(self.client, parts=hooks, drops_nonfinite=True)
+        return replace(self, placement=placement, client=client, server=Server())
 
     @property
     def applies_to(self) -> frozenset[str]:

@@ -30,6 +30,7 @@ from comingle.runs.given import (
     recipe_with,
     registered_methods,
 )
+from comingle.runs.guard import LOCAL, build_local
 from comingle.runs.progress import loading, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import (
@@ -59,8 +60,8 @@ SelectUsers = Callable[[list[Any]], Any]
 def recipe_for_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
     """Return the recipe of a run with only one of the users.
 
-    Settings that need several users are removed: selection by mean validation loss, robust aggregation and privacy of
-    uploads.
+    Settings that need several users are removed: selection by mean validation loss, the guard, robust aggregation and
+    privacy of uploads.
 
     Args:
         recipe: A recipe of several users.
@@ -68,6 +69,7 @@ def recipe_for_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
     """
     changes = changes_for_users(recipe, select)
     changes["evaluation.select"] = "last"
+    changes["evaluation.guard"] = None
     changes["aggregation"] = "mean"
     changes["continue_from"] = None
     changes["data.replay"] = 0.0
@@ -323,8 +325,11 @@ def load(
                 progress = federation.restore(folder, recipe.fingerprint)
                 _check_round(folder, metrics, progress)  # the checkpoint may be older than the metrics
                 federation.clients.restore_best_round()  # if the recipe selects the round with the lowest loss
+            local = build_local(federation, recipe, run_data)
+            if local is not None:
+                local.restore(folder / LOCAL, recipe.fingerprint)
     settings = run_data.kind.settings(run_data)  # for samples their shapes, classes, loss and net
-    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)
+    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, local=local, settings=settings)
 
 
 def _check_method(folder: Path, recipe: Recipe, passed: object) -> None:

@@ -41,6 +41,7 @@ RUN_FILES = (
     "metrics.json",
     "joined.json",
     "checkpoints",
+    "local",
     "store",
     "tensorboard",
     "report.html",

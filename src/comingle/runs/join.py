@@ -20,12 +20,12 @@ from comingle.config import Recipe
 from comingle.config.settings import largest
 from comingle.methods.base import Method
 from comingle.models.hardware import torch_defaults
-from comingle.models.routers import ZERO_SHARE_LOGIT
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import render_joined
 from comingle.runs.api import load, recipe_for_one_user
 from comingle.runs.folders import check_folder, open_folder
 from comingle.runs.given import AnyBase, Given, Loss, given_of
+from comingle.runs.guard import without_own_models
 from comingle.runs.progress import Reporter, loading, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import build, describe, execute, prepare
@@ -39,7 +39,6 @@ from comingle.training.kinds.base import RunData, kind_of_users
 from comingle.utils.errors import DataError, RecipeError, RunError
 from comingle.utils.files import locked
 from comingle.utils.records import PUBLIC, JsonObject, convert_disk_errors, write_json
-from comingle.utils.trees import CLIENT_ROUTER
 
 
 @contextmanager
@@ -341,15 +340,8 @@ def _shared_models(clients: Clients) -> Models:
 
     If its model is a mixture of downloaded and local models, the local ones get a mixture weight of 0.
     """
-    placement, models = clients.method.placement, clients.models
-    mixture = placement.mixture
-    if mixture is None or not mixture.trains_independently:  # there are no local models
-        return models
-    rows = clients.state.rows.clone()  # the only row has all parameters of the newcomer
-    mixture_logits = clients.model.layout.views(rows)[CLIENT_ROUTER]  # (users, models): downloaded models come first
-    num_downloaded, num_models = placement.generalists, mixture.clusters  # generalists are shared by all users
-    mixture_logits[:, num_downloaded:num_models] = ZERO_SHARE_LOGIT  # the softmax of this logit is exactly 0
-    return replace(models, parameters_of=lambda user_numbers: rows[list(user_numbers)])
+    rows = without_own_models(clients, clients.state.rows)  # the only row has all parameters of the newcomer
+    return replace(clients.models, parameters_of=lambda user_numbers: rows[list(user_numbers)])
 
 
 def _check_alike(run: Run, new_user: Newcomer, run_data: RunData) -> None:

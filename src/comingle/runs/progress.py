@@ -152,6 +152,7 @@ class RunProgress:
         self.steps_done = 0
         self.steps_before_resume: int | None = None  # those done before this process; None before the first step
         self.evaluating = False  # whether an evaluation runs
+        self.alone = False  # whether users train alone, after the last round of the federation
         self.result = ""  # the newest test result, as text to print
         self.resumed_line = ""  # a line to print at the first step of a resumed run
         self._began = time.perf_counter()
@@ -161,7 +162,8 @@ class RunProgress:
         if event["event"] == "step":
             self.round = event["round"]
             self.evaluating = event.get("evaluating", False)  # the event says that an evaluation begins
-            if not self.evaluating:
+            self.alone = event.get("alone", False)
+            if not self.evaluating and not self.alone:
                 self._count_steps(event["advance"])  # number of cohort steps since the last event
         elif event["event"] == "evaluation":
             self.result = f"test {_test_result(event)} after round {event['round']}"
@@ -193,7 +195,7 @@ class RunProgress:
     @property
     def time_left(self) -> str:
         """Estimated time left at the speed so far, such as " · about 3 h left"; empty before the first step."""
-        if self.steps_before_resume is None:
+        if self.steps_before_resume is None or self.alone:
             return ""
         steps_taken_here = self.steps_done - self.steps_before_resume
         steps_left = self.all_steps - self.steps_done
@@ -207,6 +209,8 @@ class RunProgress:
         """Where the run is, such as "round 2/10, local step 30 of 200" or "evaluating after round 2/10"."""
         if self.evaluating:
             return f"evaluating after round {self.round}/{self.rounds}"
+        if self.alone:
+            return f"each user alone, round {self.round}/{self.rounds}"
         return f"round {self.round}/{self.rounds}, local step {self.steps_done:,} of {self.all_steps:,}"
 
 
@@ -299,6 +303,8 @@ class Bars:
                 status = run_progress.result
             elif run_progress.evaluating:  # an event "step" also says that an evaluation begins
                 status = "evaluating"
+            elif run_progress.alone:
+                status = f"each user alone, round {run_progress.round}"
             else:
                 status = f"round {run_progress.round}"
             description = printable(f"{run_progress.title} · {status}")

@@ -14,6 +14,7 @@ from comingle.models.hardware import torch_defaults
 from comingle.models.personal import Gates, Losses, ModelInfo, Personal, PersonalModel
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import curve_svg, render_run
+from comingle.runs.guard import LOCAL, PERSONAL, SHARED, shared_models, test_scores_of
 from comingle.training.backends.local import InProcess
 from comingle.training.batch_sources import AnyScore
 from comingle.training.checkpoints import personal_tensors
@@ -38,6 +39,8 @@ class Run:
     recipe: Recipe
     metrics: JsonObject
     federation: InProcess
+    local: InProcess | None = field(default=None, repr=False)
+    """The users as they have trained alone; None without ``evaluation.guard``."""
     events_in_memory: tuple[JsonObject, ...] = field(default=(), repr=False)
     """The events of a run without a folder."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -86,21 +89,27 @@ class Run:
 
     @torch_defaults()
     def user(self, name: str) -> Personal:
-        """Return the personal model of a user: a language model that generates text, or a net that predicts.
+        """Return the model of a user: a language model that generates text, or a net that predicts.
+
+        With ``evaluation.guard`` it is the model that the user is served.
 
         Raises:
             DataError: There is no such user.
         """
         require_user(name, self.users)
-        clients = self.federation.clients
-        model = clients.model
+        model = self.federation.clients.model
         number = self.users.index(name)
+        served = self.metrics.get("served", {}).get(name, {}).get("model", PERSONAL)
+        clients = self.federation.clients if served != LOCAL or self.local is None else self.local.clients
         row = clients.row_of[number]  # the index of the user's model in the stacked tensors of all models
         (trainer,) = clients.trainers_of([row])  # who trains this model: the user's number, or 0 if all users share one
-        # Methods that fine-tune at the end do so here, for this user only and while its tensors are copied.
-        with finetuned(clients, trainers=[trainer]):
-            stored_tensors = personal_tensors(model.layout, clients.state, row)
-            tensors = {tensor_name: tensor.to(model.dtype) for tensor_name, tensor in stored_tensors.items()}
+        if served == SHARED:
+            stored_tensors = model.layout.views(shared_models(self.federation).parameters_of([number]))
+        else:
+            # Methods that fine-tune at the end do so here, for this user only and while its tensors are copied.
+            with finetuned(clients, trainers=[trainer]):
+                stored_tensors = personal_tensors(model.layout, clients.state, row)
+        tensors = {tensor_name: tensor.to(model.dtype) for tensor_name, tensor in stored_tensors.items()}
         kind = kind_of(self.recipe)
         personal = kind.personal(name, model, tensors, trainer)
         personal = kind.with_inputs(personal, self.recipe, self.settings)  # adds how a net reads its inputs
@@ -112,9 +121,8 @@ class Run:
         """Return the method, amounts of data, test scores and a validation function of a user's language model."""
         clients = self.federation.clients
         metrics = self.metrics.get("users", {}).get(name, {})
-        test_scores = {
-            key: value for key, value in metrics.items() if key.startswith("test_") and isinstance(value, float)
-        }
+        served = self.metrics.get("served", {}).get(name)  # with evaluation.guard
+        test_scores = test_scores_of(metrics if served is None else served)
         split_sizes = {key: metrics[key] for key in _SPLIT_SIZES if metrics.get(key)}
 
         def validate(losses: Losses, gates: Gates | None) -> AnyScore:

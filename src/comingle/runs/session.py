@@ -42,6 +42,7 @@ from comingle.runs.continuation import (
 )
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
+from comingle.runs.guard import build_local, choose_served, continue_local, is_guarded, served_in, train_local
 from comingle.runs.results import Run
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.batch_sources import AnyScore
@@ -511,6 +512,8 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
     if not placement.routed:
         unread_by_reason[f"method {name}: has no router of tokens"] = ["adapters.top_k"]
     optimisers = {"training.experts": recipe.training.experts, "training.router": recipe.training.router}
+    if not is_guarded(recipe, method):
+        unread_by_reason[f"method {name}: users have no shared and personal tensors"] = ["evaluation.guard"]
     if recipe.continue_from is None:
         unread_by_reason["without continue_from no data is replayed"] = ["data.replay"]
     for section, optimiser in optimisers.items():
@@ -627,6 +630,7 @@ def run_in(
             earlier = read_earlier_data(recipe, run_data, partial(prepare_earlier, run_data.base))
         train_data, replayed_here = add_replay(recipe, run_data, earlier)
         federation = build_federation(recipe, train_data, method=method)
+        local = build_local(federation, recipe, train_data)
         replayed = federation.merge_users(lambda: replayed_here)
         run_observers: Sequence[Observer] = ()
         if federation.is_first_process:
@@ -650,6 +654,7 @@ def run_in(
                 num_classes=num_classes,
                 continues=continues,
                 earlier=earlier,
+                local=local,
             )
             return replace(finished, settings=settings)
         if has_checkpoint and federation.is_first_process:  # only this process has the numbers of all users
@@ -666,6 +671,7 @@ def run_in(
             num_classes=num_classes,
             continues=continues,
             earlier=earlier,
+            local=local,
         )
     return replace(finished, settings=settings)
 
@@ -828,6 +834,7 @@ def execute(
     num_classes: int | None = None,
     continues: JsonObject | None = None,
     earlier: Sequence[EarlierData] = (),
+    local: InProcess | None = None,
 ) -> Run:
     """Run the rounds of a federation and write its events, checkpoints and metrics.
 
@@ -844,6 +851,7 @@ def execute(
         continues: Result of :func:`comingle.runs.continuation.start_from_run`, for the start event; None for a run that
             continues no other.
         earlier: Data of the runs that this one continues, to measure forgetting.
+        local: The users as they train alone, for ``evaluation.guard``; None without a guard.
 
     Returns:
         The run. Without a folder it also holds the events.
@@ -896,9 +904,18 @@ def execute(
         )
         if scores is None:
             scores = []
+        if local is not None:
+            continue_local(local, recipe)
+            train_local(local, federation, recipe, folder, observe, resume=resume)
         metrics = _metrics_of_run(federation, recipe, scores, clock, evaluations, num_classes)
         if forgotten := forgetting(federation, earlier):
             metrics["earlier"] = forgotten
+        if local is not None:
+            since = None if folder is None else folder.name
+            metrics["served"] = choose_served(
+                federation, local, recipe, users=metrics["users"], since=since, earlier=served_in(recipe)
+            )
+            observe({"event": "served", "round": metrics["rounds"], "users": metrics["served"]})
         had_finished = resume and rounds_done == metrics["rounds"]
         if folder is not None and had_finished:  # this process has trained nothing, so keep the recorded time
             metrics.update(_recorded_wall_seconds(folder, rounds_done))
@@ -920,5 +937,6 @@ def execute(
         recipe=recipe,
         metrics=metrics,
         federation=federation,
+        local=local,
         events_in_memory=tuple(events_in_memory),
     )

@@ -339,12 +339,12 @@ class Users(UsersAndTrainers):
         layout, method, owners = self.model.layout, self.method, self.trainers_of(rows)
         names = [self.names[owner] for owner in owners]
         model_of_rows = self.model.only(owners)
-        trained, shared = layout.mask(method.client.trained), layout.mask(method.shared)
+        trained, starts_equal = layout.mask(method.client.trained), layout.mask(method.starts_equal)
         state = initial_state(
             layout,
             model_of_rows.mask(),
             names=names,
-            local=trained & ~shared,  # columns that are never aggregated, so that users may start differently
+            local=trained & ~starts_equal,  # columns that are never aggregated, so that users may start differently
             ranks=model_of_rows.ranks,
             seed=self.plan.seed,
             common_values=self._common_initial_values,

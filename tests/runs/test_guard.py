@@ -1,0 +1,228 @@
+"""``evaluation.guard``: every user is served the best of its personal, local and shared model."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from comingle.config import Recipe
+from comingle.federation.public import check_remote_clients
+from comingle.methods import REGISTRY, make
+from comingle.runs import api
+from comingle.runs.guard import LOCAL
+from comingle.runs.results import Run
+from comingle.utils.errors import RecipeError
+from comingle.utils.records import read_metrics
+
+OPTIONS: dict[str, Any] = {
+    "base": "random:llama?layers=1&dim=32",
+    "method": "fedavg",
+    "training": {"rounds": 3, "local_steps": 2, "batch_size": 2, "context": 16},
+    "evaluation": {"first": False, "guard": "local"},
+    "runtime": {"device": "cpu", "dtype": "float32", "threads": 1, "compile": False},
+}
+USERS = ("ada", "ben", "cem")
+MADE = {name: make(name) for name in REGISTRY}
+SHARING = [
+    name
+    for name, method in MADE.items()
+    if "language" in method.applies_to and method.shared and not method.needs_clusters
+]
+"""Methods on text whose users share tensors, with their default settings."""
+NETS = ["fedavg", "ifca", "fedper", "floral", "fedem", "pfedmoe"]
+
+
+def texts(*names: str) -> dict[str, list[str]]:
+    return {name: [f"{name} counts {number} of {number}." for number in range(60)] for name in names}
+
+
+def run(users: Any = None, **changes: Any) -> Run:
+    return api.run(OPTIONS, users=texts(*USERS) if users is None else users, **changes)
+
+
+def local_tensors(finished: Run, name: str) -> torch.Tensor:
+    assert finished.local is not None
+    clients = finished.local.clients
+    return clients.state.rows[list(clients.names).index(name) :: len(clients.names)]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("method", SHARING)
+def test_local_models_do_not_depend_on_other_users(method: str) -> None:
+    first = run(texts("ada", "ben"), method=method)
+    second = run(texts("cem", "ada"), method=method)
+    torch.testing.assert_close(local_tensors(first, "ada"), local_tensors(second, "ada"), rtol=1e-4, atol=1e-5)
+    for name, entry in first.metrics["served"].items():
+        losses = {candidate: each["valid_loss"] for candidate, each in entry["candidates"].items()}
+        assert losses["personal"] > losses[entry["model"]] or entry["model"] == "personal", (name, losses)
+        assert min(losses.values()) == losses[entry["model"]]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "comigs-1g1s", "ditto", "fedper", "stacking", "fedavg+"])
+def test_a_local_model_is_that_of_a_run_with_one_user(method: str) -> None:
+    """Of the same method: a mean over one user changes nothing."""
+    together, alone = run(method=method), run(texts("ada"), method=method)
+    assert torch.equal(local_tensors(together, "ada"), alone.federation.clients.state.rows)
+
+
+def test_users_train_alone_in_the_rounds_in_which_they_take_part() -> None:
+    finished = run(**{"training.participation": [["ada", "ben"], ["ben"], ["ben"]]})
+    assert finished.local is not None
+    for federation in (finished.federation, finished.local):
+        assert federation.clients.state.iterations.tolist() == [2, 6, 0]
+
+
+def test_without_a_guard_nothing_changes(tmp_path: Path) -> None:
+    guarded = run(out=tmp_path / "guarded")
+    plain = run(out=tmp_path / "plain", **{"evaluation.guard": None})
+    assert torch.equal(guarded.federation.clients.state.rows, plain.federation.clients.state.rows)
+    assert guarded.metrics["users"] == plain.metrics["users"]
+    events = [event["event"] for event in guarded.events]
+    assert [event for event in events if event != "served"] == [event["event"] for event in plain.events]
+    assert events.count("served") == 1
+    assert "served" not in plain.metrics
+    assert plain.local is None
+    assert not (tmp_path / "plain" / LOCAL).exists()
+    assert plain.recipe.fingerprint == api.load(tmp_path / "plain").recipe.fingerprint
+    assert "guard" not in plain.recipe.result_content["evaluation"]
+
+
+def sentences(words: str, count: int, seed: int) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choice(words.split()) for _ in range(8)) + "." for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def harmed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two users with little text of one kind, and one with much text of another kind, which averaging harms."""
+    users = {name: sentences("alpha beta gamma delta", 25, seed) for seed, name in enumerate(("ada", "ben", "eve"))}
+    users["cem"] = sentences("one two three four", 200, 9)
+    training = {"rounds": 8, "local_steps": 8, "batch_size": 4, "context": 16, "experts": {"learning_rate": 0.1}}
+    return run(users, training=training, out=tmp_path_factory.mktemp("harmed") / "run")
+
+
+def test_who_is_harmed_by_averaging_is_served_the_local_model(harmed: Run) -> None:
+    served, users = harmed.metrics["served"], harmed.metrics["users"]
+    assert served["ada"]["model"] == "personal"
+    assert served["cem"]["model"] == "local"
+    losses = {name: each["valid_loss"] for name, each in served["cem"]["candidates"].items()}
+    assert losses["local"] < losses["personal"]
+    low, high = served["cem"]["candidates"]["local"]["interval"]
+    assert low < served["cem"]["candidates"]["local"]["difference"] < high < 0
+    assert served["cem"]["candidates"]["local"]["difference"] == pytest.approx(losses["local"] - losses["personal"])
+    assert served["cem"]["test_loss_nats"] < users["cem"]["test_loss_nats"]
+    assert served["ada"]["test_loss_nats"] == users["ada"]["test_loss_nats"]
+    alone = harmed.local
+    assert alone is not None
+    number = harmed.users.index("cem")
+    (score,) = alone.clients.scorer.score(alone.clients.models, [alone.clients.users[number].test], [number])
+    assert served["cem"]["test_loss_nats"] == pytest.approx(score.mean_loss)
+
+
+def test_the_recorded_losses_are_those_of_validation(harmed: Run) -> None:
+    for candidate, federation in (("personal", harmed.federation), ("local", harmed.local)):
+        assert federation is not None
+        for name, loss in federation.clients.validate().items():
+            recorded = harmed.metrics["served"][name]["candidates"][candidate]["valid_loss"]
+            assert recorded == pytest.approx(loss, rel=1e-9)
+
+
+def test_a_program_gets_the_served_models(harmed: Run) -> None:
+    """Also after the run was opened again."""
+    assert harmed.folder is not None
+    for each in (harmed, api.load(harmed.folder)):
+        tensors = torch.cat([t.flatten() for t in each.user("cem").tensors.values()])
+        assert torch.equal(tensors, local_tensors(harmed, "cem").flatten())
+        assert each.user("cem").model_info.scores["test_loss_nats"] == harmed.metrics["served"]["cem"]["test_loss_nats"]
+        personal = harmed.federation.clients.state.rows[harmed.users.index("ada")]
+        assert torch.equal(torch.cat([t.flatten() for t in each.user("ada").tensors.values()]), personal)
+
+
+def test_a_user_may_be_served_the_shared_model(tmp_path: Path) -> None:
+    """With little text, on which its own steps overfit."""
+    users = {"ada": sentences("alpha beta", 8, 1)}
+    users |= {name: sentences("alpha beta", 400, seed) for seed, name in enumerate(("ben", "cem"), start=2)}
+    training = {"rounds": 6, "local_steps": 12, "batch_size": 4, "context": 16, "experts": {"learning_rate": 0.1}}
+    finished = run(users, training=training, out=tmp_path / "run")
+    served = finished.metrics["served"]
+    losses = served["ada"]["candidates"]
+    assert served["ada"]["model"] == "shared", losses
+    version = finished.federation.server.model
+    for each in (finished, api.load(tmp_path / "run")):
+        for name, tensor in each.user("ada").tensors.items():
+            assert torch.equal(tensor[0], version[name])
+    assert finished.federation.clients.state.versions.min() > -1
+
+
+def test_without_validation_data_users_keep_their_personal_models() -> None:
+    served = run(**{"data.split.valid": 0}).metrics["served"]
+    assert [(entry["model"], entry["candidates"]) for entry in served.values()] == [("personal", {})] * len(USERS)
+
+
+@pytest.mark.parametrize("method", NETS)
+def test_nets_have_a_guard(method: str) -> None:
+    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    users = {"ada": (inputs, (inputs[:, 0] > 0).long()), "ben": (inputs, (inputs[:, 1] > 0).long())}
+    options = {key: value for key, value in OPTIONS.items() if key in ("evaluation", "runtime")}
+    finished = api.run(options, users=users, method=method, **{"training.rounds": 2, "training.batch_size": 8})
+    for name, loss in finished.federation.clients.validate().items():
+        recorded = finished.metrics["served"][name]["candidates"]["personal"]["valid_loss"]
+        assert recorded == pytest.approx(loss, rel=1e-5)
+
+
+KILLED = """
+import os, signal, sys
+from tests.runs.test_guard import run
+def kill(event):
+    if event.get("alone") and event["round"] == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+run(out=sys.argv[1], observers=[kill], **{"checkpoints.every": 1})
+"""
+
+
+@pytest.mark.parametrize("round_number", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_a_killed_run_is_resumed(tmp_path: Path, round_number: int) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(round_number)]
+    assert subprocess.run(command, check=False).returncode == -9
+    assert not (tmp_path / "killed" / "metrics.json").exists()
+    trained: list[int] = []
+
+    def record(event: Any) -> None:
+        if event.get("alone"):
+            trained.append(event["round"])
+
+    resumed = run(out=tmp_path / "killed", resume=True, observers=[record], **{"checkpoints.every": 1})
+    assert min(trained) == round_number
+    whole = run(out=tmp_path / "whole" / "killed")
+    assert resumed.metrics["served"] == whole.metrics["served"]
+    for name in USERS:
+        assert torch.equal(local_tensors(resumed, name), local_tensors(whole, name))
+    assert read_metrics(tmp_path / "killed")["served"] == whole.metrics["served"]
+
+
+@pytest.mark.parametrize("method", ["local", "pretrained", "centralized"])
+def test_methods_without_personal_and_shared_tensors_have_no_guard(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "served" not in run(method=method).metrics
+    assert "evaluation.guard" in caplog.text
+
+
+def test_users_on_disk_have_no_guard(tmp_path: Path) -> None:
+    for name, lines in texts(*USERS).items():
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(lines))
+    data = {"kind": "text", "users": {name: {"path": str(tmp_path / f"{name}.txt")} for name in USERS}}
+    with pytest.raises(RecipeError, match=r"evaluation\.guard.*runtime\.store"):
+        api.run({**OPTIONS, "data": data}, out=tmp_path / "run", **{"runtime.store": "disk"})
+
+
+def test_a_federation_over_a_network_has_no_guard(tmp_path: Path) -> None:
+    data = {"kind": "text", "users": {name: {"path": str(tmp_path / f"{name}.txt")} for name in USERS}}
+    with pytest.raises(RecipeError, match=r"evaluation\.guard: got local"):
+        check_remote_clients(Recipe(**OPTIONS, data=data))
