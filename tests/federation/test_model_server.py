@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.federation.direct import Direct, nodes_of
+from tests.federation.test_continuous_federations import ANN, BOB, Federation
 from tests.federation.tiny import assert_equal, tensors_of, tiny
 from tests.serving.test_serving_metrics import read_metrics
 
@@ -21,6 +24,7 @@ import comingle
 from comingle.config import parse_recipe
 from comingle.federation.client import Client
 from comingle.federation.client_store import ClientStore
+from comingle.federation.files import change_participants
 from comingle.federation.model_server import ModelServer, model_of_all_users, personal_model
 from comingle.federation.run_folder import run_federation
 from comingle.models.generation import read_sampling
@@ -48,8 +52,8 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def completion(server: ModelServer, name: str) -> str:
-    body = {"model": name, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
+def completion(server: ModelServer, name: str, tokens: int = NUM_TOKENS) -> str:
+    body = {"model": name, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
     text: str = post(f"{server.url}/v1/completions", body)["choices"][0]["text"]
     return text
 
@@ -223,6 +227,65 @@ def test_a_client_that_stays_serves_the_model_of_its_next_federation(tmp_path: P
             run_federation(plan, Direct(nodes), tmp_path / f"{number}/server")
             saved = comingle.load(store_of(nodes[name]).folder / "model").user(name)
             assert completion(server, name) == saved.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
+
+
+@pytest.mark.parametrize("users", [(ANN,), (ANN, BOB)])
+def test_answers_go_on_when_the_next_run_of_a_continuous_federation_begins(
+    users: tuple[str, ...], tmp_path: Path
+) -> None:
+    """While each run begins, an answer of an earlier model is in progress, and other users have yet to join."""
+    with model_server([]) as server:
+        federation = Federation(tmp_path, *users, **{"training.rounds": 1})
+        answers, threads, asked = dict[tuple[int, str, str], str](), list[threading.Thread](), set[tuple[int, str]]()
+
+        def request(number: int, name: str, user: str) -> None:
+            answers[number, name, user] = completion(server, user, 60)
+
+        def publish(store: ClientStore, name: str) -> None:
+            number = federation.server.last_planned
+            if number > 1 and (number, name) not in asked:
+                asked.add((number, name))
+                for user in users:
+                    threads.append(threading.Thread(target=request, args=(number, name, user)))
+                    threads[-1].start()
+                    while server._app is None or not server._app.state.service.worker.engine.busy:
+                        time.sleep(0.001)
+            server.publish(store, name)
+
+        for name in users:
+            own = federation.channel.nodes[name].own
+            client = Client(tmp_path / name, own, publish=partial(publish, name=name))
+            federation.channel.nodes[name] = client
+        for number in (1, 2, 3):
+            assert federation.run_due()
+            for name in users:
+                saved = comingle.load(store_of(federation.channel.nodes[name]).folder / "model").user(name)
+                expected = saved.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
+                assert completion(server, name) == expected, number
+                federation.write(name)
+        for thread in threads:
+            thread.join(60)
+        assert set(answers) == {(number, name, user) for number in (2, 3) for name in users for user in users}
+        assert read_metrics(server.url)[UPDATES] > 2 * len(users)
+
+
+def test_a_user_who_was_removed_is_not_awaited(tmp_path: Path) -> None:
+    with model_server([]) as server:
+        federation = Federation(tmp_path, ANN, BOB, **{"training.rounds": 1})
+        for name in (ANN, BOB):
+            own = federation.channel.nodes[name].own
+            federation.channel.nodes[name] = Client(tmp_path / name, own, publish=publisher(server, name))
+        assert federation.run_due()
+        change_participants(federation.file, remove=[BOB])
+        federation.channel.nodes.pop(BOB)
+        federation.write(ANN)
+        assert federation.run_due()
+        saved = comingle.load(store_of(federation.channel.nodes[ANN]).folder / "model").user(ANN)
+        assert completion(server, ANN) == saved.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
+        with pytest.raises(urllib.error.HTTPError) as error:
+            completion(server, BOB)
+        assert error.value.code == 404
+        error.value.close()
 
 
 @pytest.mark.parametrize("method", ["comigs-1g1s", "feddpa", "stacking"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from comingle.federation.client_store import ClientStore
     from comingle.models.model import Model
     from comingle.models.personal import PersonalModel
+    from comingle.serving.engine import Engine
 
 LIMITS = Limits(rows=1)
 """Limits on requests. There is one answer at a time, because each has keys and values of its own in memory."""
@@ -59,8 +60,8 @@ class ModelServer:
         """
         self._say = say
         self._app: FastAPI | None = None  # None until the first model is published
-        self._model: Model | None = None  # computes the models of all users of the run
-        self._run = ""  # digest of the recipe of the run
+        self._served: RunModels | None = None  # the run whose models are served
+        self._next: RunModels | None = None  # the run that continues it, until it is served
         self._users_refused: set[str] = set()  # users who were shown why their models are not served
         self._socket = listen("127.0.0.1", port)
         self.url = url_of(self._socket)
@@ -74,7 +75,8 @@ class ModelServer:
         """Serve the current model of a user from the next request on, or show why it is not served.
 
         Called by the thread that trains, after each task that has changed the user's model. All served users must take
-        part in the same federation, as one model in memory computes the personal models of all.
+        part in the same federation, as one model in memory computes the personal models of all. When a run continues
+        the served one, the models of both answer without a pause between them.
 
         Args:
             store: The user's data, model and progress in its federation.
@@ -85,27 +87,52 @@ class ModelServer:
         if not kind_of(store.recipe).needs_base:
             self._show_refusal(name, f"{store.clients.model.name} does not generate text")
             return
-        is_other_run = self._run != store.public.digest  # a digest of recipe and users identifies a federation
-        others_are_served = bool(self._served_users() - {name})
-        if is_other_run and others_are_served:
+        served = self._served
+        if served is not None and served.digest == store.public.digest:
+            self._publish_newer(served.add(store, name))
+        elif served is not None and served.is_continued_by(store):
+            self._publish_next(store, name)
+        elif self._served_users() - {name}:
             self._show_refusal(name, "takes part in another federation than the users who are served")
-            return
-        if self._model is None or is_other_run:
-            self._end_app()
-            self._model, self._run = model_of_all_users(store), store.public.digest
-        personal = personal_model(store, self._model, name)
-        if self._app is None:
-            self._app = self._make_app(store, personal)
-            self._say(f"{self.url}  chat page · {self.url}/v1  OpenAI-compatible API")
         else:
-            service = self._app.state.service
+            self._end_app()
+            served = RunModels(store)
+            self._app, self._served = self._make_app(store, served.add(store, name)), served
+            self._say(f"{self.url}  chat page · {self.url}/v1  OpenAI-compatible API")
 
-            def replace_model() -> None:
-                service.engine.replace(personal)
+    def _publish_newer(self, personal: PersonalModel) -> None:
+        """Replace or add a user's model of the run whose models are served."""
+        assert self._app is not None
+        service = self._app.state.service
 
-            service.worker.call(replace_model).result()  # runs in the engine's thread; waits for its end
-            if service.metrics is not None:
-                service.metrics.model_updates.inc()
+        def replace_model() -> None:
+            service.engine.replace(personal)
+
+        service.worker.call(replace_model).result()  # runs in the engine's thread; waits for its end
+        if service.metrics is not None:
+            service.metrics.model_updates.inc()
+
+    def _publish_next(self, store: ClientStore, name: str) -> None:
+        """Serve the models of the run that continues the served one, when all its served users have published theirs.
+
+        Until then, requests are answered by the earlier models, and none is refused.
+
+        Args:
+            store: The user's part of the next run.
+            name: Name of the user.
+        """
+        assert self._app is not None
+        if self._next is None or self._next.digest != store.public.digest:
+            self._next = RunModels(store)
+        self._next.add(store, name)
+        is_awaited = self._served_users() & set(store.public.users) - set(self._next.personal)
+        if is_awaited:
+            return
+        service = self._app.state.service
+        service.replace_engine(_engine(self._next.personal))
+        if service.metrics is not None:
+            service.metrics.model_updates.inc(len(self._next.personal))
+        self._served, self._next = self._next, None
 
     def _served_users(self) -> set[str]:
         """Return the users whose models are served."""
@@ -145,10 +172,9 @@ class ModelServer:
         """
         from comingle.models.hardware import return_freed_memory
         from comingle.serving.api import make_app
-        from comingle.serving.engine import Engine
         from comingle.serving.models import answers_messages
 
-        engine = Engine({personal.name: personal}, rows=LIMITS.rows)
+        engine = _engine({personal.name: personal})
         without_keys = Keys(engine.models, keys=None)  # API keys are not required
         answers = answers_messages(store.recipe, personal.model.base)
         return make_app(engine, without_keys, LIMITS, answers=answers, when_idle=return_freed_memory)
@@ -160,6 +186,46 @@ class ModelServer:
             return
         error = ApiError(503, "no model yet: the client waits for the server", retry_after=RETRY_SECONDS)
         await error.response()(scope, receive, send)
+
+
+class RunModels:
+    """The models of a run: those of the users of this process that were published, and one that computes them all."""
+
+    def __init__(self, store: ClientStore) -> None:
+        """Create the models of a run without a user's.
+
+        Args:
+            store: A user's part of the run.
+        """
+        self.digest = store.public.digest
+        """Digest of recipe and users, which identifies a run."""
+        self.personal: dict[str, PersonalModel] = {}
+        """Models by user, as published last."""
+        self._folder = store.folder.name
+        self._model = model_of_all_users(store)
+
+    def add(self, store: ClientStore, name: str) -> PersonalModel:
+        """Add or replace a user's model, and return it; arguments as of :meth:`ModelServer.publish`."""
+        self.personal[name] = personal_model(store, self._model, name)
+        return self.personal[name]
+
+    def is_continued_by(self, store: ClientStore) -> bool:
+        """Return whether the run of a user continues this one, and so has the same base.
+
+        Args:
+            store: The user's part of the run.
+        """
+        from comingle.federation.client_store import run_folder
+
+        section = store.recipe.continue_from
+        return section is not None and run_folder(store.folder.parent, section.run).name == self._folder
+
+
+def _engine(personal: Mapping[str, PersonalModel]) -> Engine:
+    """Return an engine of some users' models."""
+    from comingle.serving.engine import Engine
+
+    return Engine(personal, rows=LIMITS.rows)
 
 
 def model_of_all_users(store: ClientStore) -> Model:
