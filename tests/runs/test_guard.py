@@ -6,17 +6,23 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from tests.commands import comingle as comingle
 
 from comingle.config import Recipe
 from comingle.federation.public import check_remote_clients
 from comingle.methods import REGISTRY, make
+from comingle.models.generation import encode_prompt, read_sampling
+from comingle.models.personal import PersonalModel
 from comingle.runs import api
+from comingle.runs.folders import LEFT
 from comingle.runs.guard import LOCAL
+from comingle.runs.leaving import plan_removal, remove_user
 from comingle.runs.results import Run
+from comingle.serving.engine import Engine, Request
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import read_metrics
 
@@ -226,3 +232,85 @@ def test_a_federation_over_a_network_has_no_guard(tmp_path: Path) -> None:
     data = {"kind": "text", "users": {name: {"path": str(tmp_path / f"{name}.txt")} for name in USERS}}
     with pytest.raises(RecipeError, match=r"evaluation\.guard: got local"):
         check_remote_clients(Recipe(**OPTIONS, data=data))
+
+
+def test_show_and_report_say_who_is_served_what(harmed: Run, comingle: Any, tmp_path: Path) -> None:
+    assert harmed.folder is not None
+    shown = " ".join(comingle("show", harmed.folder).out.split())
+    entry = harmed.metrics["served"]["cem"]
+    assert "served personal since run: ada, ben, eve" in shown
+    losses = [entry["candidates"][name]["valid_loss"] for name in ("local", "personal")]
+    wanted = f"served local since run: cem; validation loss {losses[0]:.3f} (personal {losses[1]:.3f}, difference "
+    assert wanted in shown
+    assert f"test perplexity {entry['test_perplexity']:.2f}" in shown
+    comingle("report", harmed.folder, "--out", tmp_path / "page.html")
+    assert wanted in (tmp_path / "page.html").read_text()
+
+
+def test_local_models_continue(tmp_path: Path) -> None:
+    """As the models of runs with one user do; and a newcomer's begins with initial values."""
+    months: dict[str, Run] = {}
+    for month, names in (("may", ("ada", "ben")), ("june", USERS)):
+        later = {"continue_from": str(tmp_path / "may")} if month == "june" else {}
+        months[month] = run(texts(*names), out=tmp_path / month, **later)
+    first = run(texts("ada"), out=tmp_path / "alone", **{"evaluation.guard": None})
+    assert first.folder is not None
+    alone = run(texts("ada"), continue_from=str(first.folder), **{"evaluation.guard": None})
+    assert torch.equal(local_tensors(months["june"], "ada"), alone.federation.clients.state.rows)
+    newcomer = run(texts("cem"), **{"evaluation.guard": None})
+    assert torch.equal(local_tensors(months["june"], "cem"), newcomer.federation.clients.state.rows)
+    served = {month: finished.metrics["served"] for month, finished in months.items()}
+    for name, entry in served["june"].items():
+        stays = name in served["may"] and served["may"][name]["model"] == entry["model"]
+        assert entry["since"] == ("may" if stays else "june")
+    assert {entry["since"] for entry in served["june"].values()} == {"may", "june"}
+
+
+def test_local_models_begin_anew_after_a_run_without_a_guard(tmp_path: Path) -> None:
+    run(out=tmp_path / "may", **{"evaluation.guard": None})
+    continued = run(out=tmp_path / "june", continue_from=str(tmp_path / "may"))
+    assert torch.equal(local_tensors(continued, "ada"), local_tensors(run(), "ada"))
+    assert {entry["since"] for entry in continued.metrics["served"].values()} == {"june"}
+
+
+@pytest.mark.parametrize("mode", ["exact", "forward"])
+def test_a_user_who_leaves_takes_its_local_model_along(mode: Any, tmp_path: Path) -> None:
+    for name, lines in texts(*USERS).items():
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(lines))
+    recipe = {**OPTIONS, "data": {"users": {name: str(tmp_path / f"{name}.txt") for name in USERS}}}
+    before = api.run(recipe, out=tmp_path / "run")
+    certificate = remove_user(plan_removal(tmp_path / "run", "ben", mode))
+    assert any(path.startswith(f"{LOCAL}/checkpoints/") for path in certificate["deleted"])
+    after = api.load(tmp_path / "run")
+    assert list(after.metrics["served"]) == ["ada", "cem"]
+    for name in ("ada", "cem"):
+        assert torch.equal(local_tensors(after, name), local_tensors(before, name))
+        assert after.user(name).generate("counts", max_new_tokens=3)
+    for path in (tmp_path / "run").rglob("*.json*"):
+        assert path.name == LEFT or "ben" not in path.read_text(), path
+    continued = api.run(
+        {**recipe, "data": {"users": {"ada": str(tmp_path / "ada.txt")}}},
+        out=tmp_path / "later",
+        continue_from=str(tmp_path / "run"),
+    )
+    assert continued.metrics["served"]["ada"]["candidates"]
+
+
+def test_one_batch_has_models_of_both_kinds(harmed: Run) -> None:
+    """Answers of the engine are those of each user's model alone."""
+    models = {name: cast(PersonalModel, harmed.user(name)) for name in ("ada", "cem")}
+    engine, answers = Engine(models, rows=4), dict[str, str]()
+    for name in models:
+
+        def add(piece: Any, name: str = name) -> None:
+            answers[name] = answers.get(name, "") + piece.text
+
+        prompt = encode_prompt(engine.tokenizer, "one alpha")
+        sampling = read_sampling(max_new_tokens=8)
+        engine.submit(Request(name=name, prompt=prompt, sampling=sampling, on_piece=add, continues=True))
+    engine.step()
+    assert len(engine.active) == 2
+    while engine.busy:
+        engine.step()
+    assert answers == {name: model.generate("one alpha", max_new_tokens=8) for name, model in models.items()}
+    assert answers["ada"] != answers["cem"]

@@ -124,6 +124,32 @@ def test_new_text_of_one_user_is_trained_by_this_user_alone(start: Open, tmp_pat
     assert not trainer.store.pending
 
 
+def test_a_live_run_serves_the_guarded_models(start: Open, tmp_path: Path) -> None:
+    """Those that users train alone continue with new text, and "since" names the run in which a model was chosen."""
+    trainer = start({"evaluation": {"first": False, "guard": "local"}})
+    trainer.start()
+    wait_for(lambda: trainer.is_served(1))
+    first = read_metrics(tmp_path / "live" / "runs" / "0001")["served"]
+    trainer.store.add("ada", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(2))
+    runs = tmp_path / "live" / "runs"
+    served = read_metrics(runs / "0002")["served"]
+    assert served.keys() == {"ada", "ben"}
+    for name, entry in served.items():
+        assert entry["since"] == ("0001" if first[name]["model"] == entry["model"] else "0002")
+    earlier, newer = (api.load(runs / number).local for number in ("0001", "0002"))
+    assert earlier is not None
+    assert newer is not None
+    stays = [torch.equal(*(each.clients.state.rows[row] for each in (earlier, newer))) for row in range(2)]
+    assert stays == [False, True]  # only ada has new text
+    trainer.stop()
+    again = start({"evaluation": {"first": False, "guard": "local"}})
+    assert again.is_served(2)
+    for name, model in again.models.items():
+        for key, tensor in model.tensors.items():
+            assert torch.equal(tensor, trainer.models[name].tensors[key])
+
+
 def test_it_waits_for_enough_text_of_enough_users(start: Open, tmp_path: Path) -> None:
     trainer = start(users=2, new_tokens=400)
     trainer.start()

@@ -172,7 +172,7 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
     Raises:
         RecipeError: ``against`` is given for a single run.
     """
-    from comingle.reports.runs import continuation_line, forgetting_lines
+    from comingle.reports.runs import continuation_line, forgetting_lines, served_lines
     from comingle.reports.tables import render_curve, render_run, render_with_verdicts
     from comingle.utils.records import read_events, read_metrics
     from comingle.utils.terminal import literal_text
@@ -187,7 +187,7 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
     for event in events:
         if event["event"] == "start" and "continues" in event:
             tables.append(literal_text(continuation_line(event["continues"]), "dim"))
-    tables += [literal_text(line, "dim") for line in forgetting_lines(metrics)]
+    tables += [literal_text(line, "dim") for line in [*forgetting_lines(metrics), *served_lines(metrics)]]
     has_evaluations = any(event["event"] == "evaluation" for event in events)  # a federation's client has none
     if has_evaluations and not all_results_are_private:
         tables.append(render_curve(events))

@@ -67,6 +67,7 @@ from comingle.reports.runs import (
     final_result,
     forgetting_lines,
     gains_of_entries,
+    served_lines,
     verdicts,
 )
 from comingle.reports.tables import cost_rows, upload_weight_tables
@@ -660,7 +661,8 @@ def _continuations(entries: Sequence[Entry]) -> list[str]:
     for entry in entries:
         if "continues" in entry.first.start:
             lines.append(f"{entry.label} {continuation_line(entry.first.start['continues'])}")
-        lines += [f"{entry.label}, {line}" for line in forgetting_lines(entry.first.metrics or {})]
+        metrics = entry.first.metrics or {}
+        lines += [f"{entry.label}, {line}" for line in [*forgetting_lines(metrics), *served_lines(metrics)]]
     return lines
 
 

@@ -25,6 +25,7 @@ from comingle.reports.comparisons import (
     runs_in_table,
 )
 from comingle.reports.formatting import (
+    MOST_ROWS,
     additive_difference,
     as_change,
     change_text,
@@ -40,6 +41,7 @@ from comingle.utils.records import (
     JsonObject,
     geometric_mean,
     measure_of,
+    number,
     read_events,
     read_metrics,
 )
@@ -411,6 +413,54 @@ def forgetting_lines(metrics: JsonMapping) -> list[str]:
             f"now; most changed: {most_changed}, {then:.4g} to {now:.4g}"
         )
     return lines
+
+
+def served_lines(metrics: JsonMapping) -> list[str]:
+    """Return which model users are served, and since which run; empty without ``evaluation.guard``.
+
+    For example ``["served personal since may: ada, ben", "served local since june: cem; validation loss 5.283 (personal
+    5.331, difference -0.048, 95% interval -0.060 to -0.036), test perplexity 190 (personal 197)"]``. At most
+    :data:`MOST_ROWS` users who are not served their personal models have lines of their own.
+
+    Args:
+        metrics: Metrics of a run, whose entry ``served`` is from :func:`comingle.runs.guard.choose_served`.
+    """
+    users_by_model: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for name, entry in metrics.get("served", {}).items():
+        heading = f"served {entry['model']}" + (f" since {entry['since']}" if entry["since"] else "")
+        if entry["model"] == "personal" or len(lines) == MOST_ROWS:
+            users_by_model.setdefault(heading, []).append(name)
+        else:
+            lines.append(f"{heading}: {name}; {_gain_of_served(entry, metrics['users'].get(name, {}))}")
+    return [f"{heading}: {list_names(names)}" for heading, names in users_by_model.items()] + lines
+
+
+def _gain_of_served(entry: JsonMapping, personal: JsonMapping) -> str:
+    """Return validation loss and test result of a served model beside those of the personal one.
+
+    Args:
+        entry: Entry of a user who is not served its personal model.
+        personal: Metrics of the user; empty if it is not evaluated on test data.
+    """
+    candidates = entry["candidates"]
+    candidate = candidates[entry["model"]]
+    text = f"validation loss {_loss_text(candidate['valid_loss'])} (personal "
+    text += _loss_text(candidates["personal"]["valid_loss"])
+    if candidate["interval"] is not None:
+        low, high = candidate["interval"]
+        text += f", difference {candidate['difference']:+.3f}, 95% interval {low:+.3f} to {high:+.3f}"
+    text += ")"
+    for key, result in entry.items():
+        if key.startswith("test_"):  # the first one is the measure that models are compared by
+            measure = key.removeprefix("test_")
+            return f"{text}, test {measure} {number(result, measure)} (personal {number(personal[key], measure)})"
+    return text
+
+
+def _loss_text(loss: float | None) -> str:
+    """Return a loss as text; a loss that is not finite is None in a file."""
+    return "infinite" if loss is None else f"{loss:.3f}"
 
 
 # -------------------------------------------------------------------- grouping

@@ -26,6 +26,7 @@ from comingle.runs.api import load, reopen_data, run
 from comingle.runs.continuation import ancestors_of, copy_rows, copy_users_state, restore_server
 from comingle.runs.folders import LEFT, SKIPPED
 from comingle.runs.given import NOTHING
+from comingle.runs.guard import LOCAL, build_local
 from comingle.runs.results import Run
 from comingle.runs.session import build, check_and_set_up, prepare
 from comingle.training.checkpoints import Clock, digest_of_checkpoint, progress_of, read_progress
@@ -408,7 +409,8 @@ def _copy_without(folder: Path, target: Path, user: str) -> None:
     recipe = recipe.with_changes({"continue_from": None, "data.replay": 0.0, "evaluation.select": "last"})
     inputs = replace(recorded, users={name: of_user for name, of_user in recorded.users.items() if name != user})
     method = check_and_set_up(recipe)
-    new = build(recipe, reopen_data(folder, recipe, inputs, method), method=method)
+    run_data = reopen_data(folder, recipe, inputs, method)
+    new = build(recipe, run_data, method=method)
     old, checkpoint = finished.federation, list_checkpoints(folder)[-1]
     trainers = list(old.clients.names)
     copy_users_state(new.clients, old.clients.state.tensors(), trainers, checkpoint, moments=True)
@@ -436,6 +438,11 @@ def _copy_without(folder: Path, target: Path, user: str) -> None:
         stopped=progress.stopped,
     )
     new.save(target, progress_without, keep=recipe.checkpoints.keep)
+    local = build_local(new, recipe, run_data)
+    if local is not None and finished.local is not None:  # with evaluation.guard
+        tensors = finished.local.clients.state.tensors()
+        copy_users_state(local.clients, tensors, trainers, list_checkpoints(folder / LOCAL)[-1], moments=True)
+        local.save(target / LOCAL, progress_without, keep=recipe.checkpoints.keep)
 
 
 def _metrics_without(finished: Run, user: str) -> JsonObject:
