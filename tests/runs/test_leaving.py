@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.commands import comingle as comingle
 
+from comingle.privacy.accounting import read_account
 from comingle.runs import api
 from comingle.runs.leaving import STATEMENTS, plan_removal, recipe_without, remove_user
 from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError
@@ -269,3 +270,17 @@ def test_events_lose_the_user_at_any_depth() -> None:
 
     event: Mapping[str, Any] = {"users": {"ben": {"x": 1}, "ada": {"steps": ["ben", "ada"]}}, "round": 1}
     assert _without_name(event, "ben") == {"users": {"ada": {"steps": ["ada"]}}, "round": 1}
+
+
+def test_who_leaves_a_private_run_keeps_its_account_there(tmp_path: Path) -> None:
+    """Training again would spend the budgets of the others a second time."""
+    recipe = {**OPTIONS, "data": data_of(tmp_path, USERS, "may"), "privacy": {"noise_multiplier": 1.0}}
+    api.run(recipe, out=tmp_path / "run")
+    with pytest.raises(RunError, match="differential privacy"):
+        plan_removal(tmp_path / "run", "ben", "exact")
+    account = read_account(tmp_path / "run")
+    remove_user(plan_removal(tmp_path / "run", "ben", "forward"))
+    assert account == read_account(tmp_path / "run")
+    returned = api.run(recipe, out=tmp_path / "later", continue_from=str(tmp_path / "run"))
+    assert set(returned.metrics["users"]) == set(USERS)
+    assert "users" not in returned.metrics["privacy"]  # all have spent the same

@@ -593,6 +593,8 @@ class Terms:
 ADAPTIVE = "adaptive"
 KEY = "privacy.key"
 """Name of the file with the key of the noise."""
+ACCOUNT = "privacy.json"
+"""Name of the file with the releases of a run's users, in the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -657,7 +659,8 @@ class PrivacySection(Section):
     ``epsilon``.
     """
     epsilon: Positive | None = None
-    """The budget: the run ends before the round that would exceed it."""
+    """The budget: a user takes part in no round that would exceed it; with ``continue_from`` that of all runs together.
+    """
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """Below 1 / number of users (with ``example``: of a user's examples)."""
     sampling: Literal["poisson", "fixed"] = "poisson"

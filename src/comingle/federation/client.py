@@ -43,13 +43,16 @@ from comingle.data.populations import as_users
 from comingle.federation.client_store import (
     MODEL,
     ClientStore,
+    FixedRun,
     check_run_limit,
     fix_data,
+    own_account,
     read_fixed_run,
     record_training,
     run_folder,
     save_model,
     sources_digest,
+    start_ledger,
 )
 from comingle.federation.conditions import DeviceConditions
 from comingle.federation.messages import (
@@ -89,7 +92,13 @@ from comingle.privacy.secure_client import (
 from comingle.privacy.secure_sum import VECTOR, as_words
 from comingle.protocol.messages import LOSS, LOWEST, Download, Upload, validation_report
 from comingle.protocol.wire import pack, unpack
-from comingle.runs.continuation import EarlierData, add_replay, copy_users_state, read_earlier_data
+from comingle.runs.continuation import (
+    EarlierData,
+    add_replay,
+    copy_users_state,
+    lacks_references,
+    read_earlier_data,
+)
 from comingle.runs.given import Given
 from comingle.runs.session import (
     check_and_set_up,
@@ -267,6 +276,8 @@ def open_store(
 
     answers_folder = folder / "answers"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if (account := own_account(clients)) is not None:
+        start_ledger(folder, account, _earlier_folder(folder, recipe, fixed))
     answers_folder.mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
@@ -294,6 +305,21 @@ def open_store(
 
 REPLAYED = "data.replay"
 """Key of the recorded amount of data of the earlier run that a client trains on again."""
+
+
+def _earlier_folder(folder: Path, recipe: Recipe, fixed: FixedRun | None) -> Path | None:
+    """Return the folder of the latest run before one in which the user has taken part, whose ledger counts; else None.
+
+    Args:
+        folder: Folder of the run.
+        recipe: The user's recipe, in which ``continue_from`` has the name of the earlier run.
+        fixed: The run, if its federation is continuous.
+    """
+    name = recipe.continue_from.run if recipe.continue_from is not None else ""
+    if fixed is not None:  # the user may have released something in a run from which it has no state
+        name = fixed.ledger or fixed.continues
+    earlier = run_folder(folder.parent, name)
+    return earlier if name and earlier.exists() else None
 
 
 def _read_earlier_data(folder: Path, recipe: Recipe, own_data: RunData) -> Sequence[EarlierData]:
@@ -335,7 +361,8 @@ def _start_from_earlier_run(clients: Clients, section: ContinuationSection, stat
     progress = read_progress(newest)
     users_state, _no_server_state = read_state(newest, progress, clients.model.layout)
     copy_users_state(clients, users_state, progress.trainers, newest, moments=section.moments)
-    clients.state.versions.fill_(0)  # the server sends the shared tensors if these are not the newest
+    # The server sends the shared tensors if these are not the newest.
+    clients.state.versions.fill_(-1 if lacks_references(clients, users_state) else 0)
     say(f"continues run {section.run}: starts from this user's model at its end")
 
 

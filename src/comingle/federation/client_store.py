@@ -18,9 +18,9 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,19 @@ import torch
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import Terms
+from comingle.config.settings import ACCOUNT, Terms
 from comingle.federation.messages import unpack_answer
 from comingle.federation.participant import Own, Tells, map_sources
 from comingle.federation.public import Public
+from comingle.privacy.accounting import (
+    Account,
+    Releases,
+    Work,
+    combine,
+    composed_epsilon,
+    releases_as_json,
+    releases_from_json,
+)
 from comingle.privacy.noise import digest
 from comingle.privacy.secure_client import Record, Session
 from comingle.privacy.secure_sum import KEY_BYTES
@@ -49,7 +58,15 @@ from comingle.utils.errors import DataError, MessageError, RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import read_inputs, write_inputs
 from comingle.utils.names import is_named
-from comingle.utils.records import DRAFT, convert_disk_errors, expand_home, write_bytes, write_json, write_text
+from comingle.utils.records import (
+    DRAFT,
+    JsonObject,
+    convert_disk_errors,
+    expand_home,
+    write_bytes,
+    write_json,
+    write_text,
+)
 
 SECURE = "secure.json"
 """File with the secrets of secure sums in a run's folder."""
@@ -149,7 +166,7 @@ class Sessions:
 
 logger = logging.getLogger("comingle")
 
-LEDGER = "privacy.json"
+LEDGER = ACCOUNT
 """File with all releases (uploads, or rounds of local steps) that have the user's own noise, and the epsilon spent."""
 KEPT_TASKS, KEPT_TASKS_WITH_SUMS = 4, 7
 """Numbers of last tasks that can be reverted or answered again, without and with secure sums. Each is larger than the
@@ -353,14 +370,10 @@ class ClientStore:
         user_adds_noise = privacy is not None and privacy.noise_at == "upload"
         if not user_adds_noise:
             return ""
+        account = own_account(self.clients)
+        assert account is not None
         release = hashlib.sha256(data).hexdigest()  # identifies the upload in the ledger
-        for mechanism in self.clients.mechanisms:
-            if mechanism.account is None:  # it adds no noise
-                continue
-            why_not_allowed = self._charge(release, mechanism.account.own_epsilon)
-            if why_not_allowed:
-                return why_not_allowed
-        return ""
+        return self._charge(release, account)
 
     def charge_steps(self, number: int) -> str:
         """Charge a round's local steps to the user's privacy budget before they are taken, if they add noise (DP-SGD).
@@ -381,37 +394,29 @@ class ClientStore:
         work = private_steps.work(clients.batch_source, trainer=0)
         account = private_steps.mechanism.account
         assert account is not None
-
-        def epsilon_of(num_rounds: int) -> float:
-            """Return the epsilon that a number of rounds spends."""
-            return account.own_epsilon(num_rounds, work)
-
         # Equal if the round is repeated with the same number of local steps from the same tensors.
         identity = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
         release = hashlib.sha256(identity.encode()).hexdigest()
-        return self._charge(release, epsilon_of)
+        return self._charge(release, account, work)
 
-    def _charge(self, release: str, epsilon_of: Callable[[int], float]) -> str:
+    def _charge(self, release: str, account: Account, work: Work | None = None) -> str:
         """Add a release to the user's ledger on disk; one that is in the ledger already costs nothing.
 
         Args:
             release: Digest that identifies the release: an upload, or a round of local steps.
-            epsilon_of: Returns the epsilon that a number of releases spends.
+            account: Account of the mechanism, which computes epsilon.
+            work: Amount of the user's work, for noisy local steps.
 
         Returns:
             Why the budget does not allow the release; an empty string if the release was charged.
         """
-        path = self.folder / LEDGER
-        earlier_releases = []
-        if path.exists():
-            earlier_releases = json.loads(path.read_text(encoding="utf-8"))["releases"]
-        releases = sorted({*earlier_releases, release})
-        privacy = self.clients.plan.privacy
-        assert privacy is not None
-        spent, budget = epsilon_of(len(releases)), privacy.epsilon
+        ledger = read_ledger(self.folder) or Ledger()
+        digests = tuple(sorted({*ledger.digests, release}))
+        spent, budget = account.own_epsilon(len(digests), work, ledger.earlier), account.privacy.epsilon
         if budget is not None and spent > budget:
             return f"its privacy budget of epsilon {budget:g} is spent"
-        write_json(path, {"epsilon": spent, "delta": privacy.delta, "releases": releases})
+        now = account.own_releases(len(digests), work)
+        write_ledger(self.folder, replace(ledger, digests=digests, now=now), account)
         return ""
 
     def _restore(self, folder: Path | None) -> None:
@@ -432,6 +437,103 @@ class ClientStore:
 
     def _answer_files(self) -> Iterator[Path]:
         return (self.folder / "answers").glob("*.bin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """A user's own privacy account of a run.
+
+    Args:
+        digests: Digests of what the user has released in the run.
+        now: Noise and number of these releases; None in a ledger of an earlier version.
+        earlier: The same of the runs that the run continues.
+        neighbours: Difference of neighbouring data sets.
+    """
+
+    digests: tuple[str, ...] = ()
+    now: Releases | None = ()
+    earlier: Releases = ()
+    neighbours: str = ""
+
+
+def own_account(clients: Clients) -> Account | None:
+    """Return the account of the noise that users add themselves; None if they add none."""
+    privacy = clients.plan.privacy
+    if privacy is None or privacy.noise_at not in ("upload", "steps"):
+        return None
+    return next((mechanism.account for mechanism in clients.mechanisms if mechanism.account is not None), None)
+
+
+def read_ledger(folder: Path) -> Ledger | None:
+    """Return the user's ledger in the folder of a run; None if there is none.
+
+    Raises:
+        RunError: The file is damaged.
+    """
+    path = folder / LEDGER
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Ledger(
+            digests=tuple(content["releases"]),
+            now=releases_from_json(content["now"]) if "now" in content else None,
+            earlier=releases_from_json(content.get("earlier", ())),
+            neighbours=content.get("neighbours", ""),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: damaged ({error}); it counts what this user's data has spent; restore it") from None
+
+
+def write_ledger(folder: Path, ledger: Ledger, account: Account) -> None:
+    """Write a user's ledger, with the epsilon of all runs together, to the folder of a run.
+
+    Args:
+        folder: Folder of the run.
+        ledger: The ledger.
+        account: Account of the mechanism, which computes epsilon.
+    """
+    releases = (*ledger.earlier, *(ledger.now or ()))
+    content: JsonObject = {
+        "epsilon": composed_epsilon(releases, account.privacy.delta, account.accountant),
+        "delta": account.privacy.delta,
+        "neighbours": account.neighbours,
+        "releases": list(ledger.digests),
+        "now": releases_as_json(ledger.now or ()),
+    }
+    if ledger.earlier:
+        content["earlier"] = releases_as_json(ledger.earlier)
+    write_json(folder / LEDGER, content)
+
+
+def start_ledger(folder: Path, account: Account, earlier: Path | None) -> None:
+    """Write the ledger with which a user begins a run, unless the run has one: its releases in earlier runs.
+
+    Args:
+        folder: Folder of the run.
+        account: Account of the noise that the user adds.
+        earlier: Folder of the latest run before it in which the user took part; None if there is none.
+
+    Raises:
+        RunError: The earlier run has no ledger that can be continued.
+    """
+    if (folder / LEDGER).exists():
+        return
+    ledger = Ledger()
+    if earlier is not None:
+        before = read_ledger(earlier)
+        if before is None or before.now is None:
+            raise RunError(
+                f"{earlier / LEDGER}: missing or of an earlier version, so it is not known what this user's data has "
+                f"spent; allowed: without {earlier}, as a new user"
+            )
+        if before.neighbours != account.neighbours:
+            raise RunError(
+                f"privacy: got the guarantee for {account.neighbours!r}; allowed: as in {earlier}, "
+                f"{before.neighbours!r}, since they have no common epsilon"
+            )
+        ledger = Ledger(earlier=combine((*before.earlier, *before.now)))
+    write_ledger(folder, ledger, account)
 
 
 def _task_number(checkpoint: Path) -> int:
@@ -571,11 +673,13 @@ class FixedRun:
     Args:
         data: The user's source of data, in which paths are those of the copy in the run's folder.
         continues: Name of the earlier run that it continues; empty if this user was in none.
+        ledger: Name of the latest earlier run that has a ledger of the user; empty if none has.
         trained: Amount of data with which the user has trained last, in this run or in an earlier one.
     """
 
     data: Any
     continues: str
+    ledger: str
     trained: int
 
 
@@ -598,7 +702,12 @@ def read_fixed_run(folder: Path) -> FixedRun | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         data = map_sources(content["data"], with_folder)
-        return FixedRun(data=data, continues=str(content["continues"]), trained=int(content["trained"]))
+        return FixedRun(
+            data=data,
+            continues=str(content["continues"]),
+            ledger=str(content.get("ledger", "")),
+            trained=int(content["trained"]),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path}: damaged ({error}); delete {folder} to restart this run") from None
 
@@ -636,8 +745,9 @@ def fix_data(state: Path, run: str, own: Own, earlier: Sequence[str]) -> None:
     folder = run_folder(state, run)
     here = [name for name in earlier if (run_folder(state, name) / FIXED).exists() and name != run]
     continues = next((name for name in here if list_checkpoints(run_folder(state, name))), "")
+    ledger = next((name for name in here if (run_folder(state, name) / LEDGER).exists()), "")
     for name in here[KEPT_RUNS - 1 :]:
-        if name != continues:
+        if name not in (continues, ledger):
             shutil.rmtree(run_folder(state, name), ignore_errors=True)
     for name in here:
         if name != continues:
@@ -654,7 +764,7 @@ def fix_data(state: Path, run: str, own: Own, earlier: Sequence[str]) -> None:
     except OSError as error:  # also shutil.Error, of files that vanish meanwhile
         raise DataError(f"data: cannot be copied to {folder} ({' '.join(str(error).split())})") from None
     draft.rename(folder / DATA)
-    content = {"data": data, "continues": continues, "trained": last.trained if last else 0}
+    content = {"data": data, "continues": continues, "ledger": ledger, "trained": last.trained if last else 0}
     write_text(folder / FIXED, json.dumps(content), private=True)
 
 

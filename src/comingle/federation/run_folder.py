@@ -20,13 +20,16 @@ from comingle.federation.flower.channel import Channel
 from comingle.federation.public import Public, ServerContext, check_remote_clients, public_part, read_public
 from comingle.federation.server_session import NetworkSection, ServerSession, start_session
 from comingle.methods import own_errors
+from comingle.privacy.accounting import account_writer
 from comingle.protocol.messages import LOWEST, validation_reply
 from comingle.runs.continuation import (
     check_constant_rates,
     check_equal,
-    check_no_privacy_budget,
+    check_private_continuation,
     continuation_entry,
+    continue_account,
     newest_checkpoint,
+    restore_account,
     restore_server,
 )
 from comingle.runs.folders import open_folder, with_bos_of_run
@@ -343,7 +346,9 @@ def _run_rounds(
         session.earlier = plan.earlier
         # From the key, privacy noise is drawn. A resumed run keeps it, so that repeated rounds have the same noise.
         keep_key(folder, *session.server.mechanisms, overwrite=not has_begun, begun=progress is not None)
+        all_observers.append(account_writer(folder, session.server.mechanisms.account))
         if checkpoint is not None and progress is not None:
+            restore_account(session.server, folder)
             _restore(session, checkpoint, progress)
         continues: JsonObject | None = None
         if plan.recipe.continue_from is not None and progress is None:
@@ -427,11 +432,12 @@ def _start_from_run(session: ServerSession, run: Path) -> JsonObject:
         "base": (public.base, earlier_inputs.base),
     }
     check_equal(compared, run)
-    check_no_privacy_budget(session.server, earlier_recipe)
+    check_private_continuation(recipe, earlier_recipe, run)
     assert recipe.continue_from is not None
     if recipe.continue_from.moments:
         check_constant_rates(recipe.training)
     _no_users, state = read_state(checkpoint, progress, session.model.layout)
+    continue_account(session.server, run, state)
     restore_server(session.server, state, progress.trainers, checkpoint)
     newest = int(state[VERSION])
     versions = (state[f"{_SESSION_PREFIX}versions"] - 1).tolist()  # stored as version + 1

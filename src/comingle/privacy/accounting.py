@@ -8,6 +8,7 @@ user's data is replaced by any other, which moves the sum by twice the clip norm
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -15,16 +16,18 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from comingle.config.settings import PrivacySection
-from comingle.utils.errors import RecipeError, list_names
+from comingle.config.settings import ACCOUNT, PrivacySection
+from comingle.utils.errors import RecipeError, RunError, list_names
+from comingle.utils.records import JsonMapping, JsonObject, write_json
 
 _log = logging.getLogger("comingle")
 
@@ -56,6 +59,10 @@ class Release:
         return self.rate < 1 or self.sample > 0
 
 
+Releases = tuple[tuple[Release, int], ...]
+"""Releases of a user in sequence, each with its number."""
+
+
 def sample_size(participation: float, users: int) -> int:
     """Return the number of participants for a fraction of the users, rounded up, such as 3 for 0.25 of 10 users."""
     rounding_error = 1e-9  # more than that of a product such as 0.07 * 100 = 7.000000000000001
@@ -85,7 +92,6 @@ _MAX_PLD_EPSILON = 200.0
 """Largest epsilon for which ``pld`` is used; for larger ones it would take minutes and gigabytes."""
 
 
-@lru_cache(maxsize=1 << 12)
 def epsilon(release: Release, count: int, delta: float, accountant: str) -> float:
     """Return an upper bound of the epsilon of ``count`` equal releases (noisy uploads or steps) in sequence.
 
@@ -99,29 +105,57 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
     Raises:
         RecipeError: The package dp-accounting is not installed.
     """
-    if count == 0:
+    return composed_epsilon(((release, count),), delta, accountant)
+
+
+@lru_cache(maxsize=1 << 12)
+def composed_epsilon(releases: Releases, delta: float, accountant: str) -> float:
+    """Return an upper bound of the epsilon of different releases in sequence, such as those of several runs.
+
+    Args:
+        releases: Noise and sampling of releases, each with its number. All must be for the same neighbouring data sets.
+        delta: Probability that epsilon does not hold.
+        accountant: As in :func:`epsilon`; "rdp" is used for all releases if it must be used for one of them.
+
+    Raises:
+        RecipeError: The package dp-accounting is not installed.
+    """
+    if not any(count for _release, count in releases):
         return 0.0
     dp = _import_dp_accounting()
-    gaussian = dp.GaussianDpEvent(release.noise)
     relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
-    if release.sample:
-        event = dp.SampledWithoutReplacementDpEvent(release.users, release.sample, gaussian)
+    if any(release.sample for release, _count in releases):
         relation = dp.NeighboringRelation.REPLACE_ONE
         accountant = "rdp"  # "pld" does not support sampling without replacement.
-    elif release.rate < 1:
-        event = dp.PoissonSampledDpEvent(release.rate, gaussian)
-    else:
-        event = gaussian
+
+    def event_of(release: Release) -> Any:
+        """Return a release as an event of dp-accounting."""
+        gaussian = dp.GaussianDpEvent(release.noise)
+        if release.sample:
+            return dp.SampledWithoutReplacementDpEvent(release.users, release.sample, gaussian)
+        return dp.PoissonSampledDpEvent(release.rate, gaussian) if release.rate < 1 else gaussian
 
     def epsilon_with(accountant_type: Callable[..., Any]) -> float:
         """Return the epsilon that one of dp-accounting's accountants computes."""
         with _without_order_warnings():
-            return float(accountant_type(neighboring_relation=relation).compose(event, count).get_epsilon(delta))
+            composed = accountant_type(neighboring_relation=relation)
+            for release, count in combine(releases):
+                composed.compose(event_of(release), count)
+            return float(composed.get_epsilon(delta))
 
     rdp_epsilon = epsilon_with(dp.rdp.RdpAccountant)
     if accountant == "rdp" or rdp_epsilon > _MAX_PLD_EPSILON:
         return rdp_epsilon
     return epsilon_with(dp.pld.PLDAccountant)
+
+
+def combine(releases: Releases) -> Releases:
+    """Return releases with the numbers of equal ones added up, without those whose number is 0."""
+    counts: dict[Release, int] = {}
+    for release, count in releases:
+        if count:
+            counts[release] = counts.get(release, 0) + count
+    return tuple(counts.items())
 
 
 @contextmanager
@@ -270,6 +304,8 @@ class Account(ABC):
         counts: Number of releases of each user.
         warned: Indices of the users whose spent budget the log has warned about.
         works: Returns the amount of work of each user by name, for DP-SGD.
+        earlier: Releases of users by name in the runs that this one continues, also of users who are not in this run.
+        recorded: Releases of users by name in this run, as a process before an interruption has recorded them.
     """
 
     privacy: PrivacySection
@@ -278,6 +314,8 @@ class Account(ABC):
     counts: Int[Tensor, " users"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     warned: set[int] = field(default_factory=set)
     works: Callable[[], Mapping[str, Work]] = dict
+    earlier: Mapping[str, Releases] = field(default_factory=dict)
+    recorded: Mapping[str, Releases] = field(default_factory=dict)
 
     replaces: ClassVar[bool] = False
     """Whether neighbouring data sets differ in a user's data being replaced, rather than added or removed."""
@@ -301,26 +339,60 @@ class Account(ABC):
         """True if participants are drawn in secret, so that each round is charged to all users; False by default."""
         return False
 
+    @property
+    def neighbours(self) -> str:
+        """Difference of neighbouring data sets, such as "user absent"; releases for different ones do not compose."""
+        return f"{self.privacy.protects} {'replaced' if self.replaces else 'absent'}"
+
+    @property
+    def accountant(self) -> str:
+        """Name of the accountant for the releases of all runs."""
+        return self.privacy.accountant
+
     @abstractmethod
-    def epsilon_of(self, user: int, count: int) -> float:
-        """Return the epsilon of ``count`` releases (noisy uploads, or rounds of noisy steps) of a user.
+    def releases_of(self, user: int, count: int) -> Releases:
+        """Return the releases of ``count`` noisy uploads, or of ``count`` rounds of noisy steps, of a user.
 
         Args:
             user: Index of the user.
-            count: Number of releases.
+            count: Number of uploads or rounds.
         """
 
     @abstractmethod
-    def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return the epsilon that a client computes for its own user.
+    def own_releases(self, count: int, work: Work | None = None) -> Releases:
+        """Return the releases of a client's own user, from which the client computes epsilon.
 
-        Unlike :meth:`epsilon_of`, it is not lowered by sampling, as clients need not trust the server to draw
-        participants in secret.
+        Unlike :meth:`releases_of`, they are not sampled, as clients need not trust the server to draw participants in
+        secret.
 
         Args:
             count: Number of noisy uploads, or of rounds with noisy local steps.
             work: Amount of the user's work, for noisy local steps.
         """
+
+    def epsilon_of(self, user: int, count: int) -> float:
+        """Return the epsilon of ``count`` releases of a user, after those of earlier runs.
+
+        Args:
+            user: Index of the user.
+            count: Number of noisy uploads, or of rounds of noisy steps, in this run.
+        """
+        releases = (*self._earlier_of(user), *self.releases_of(user, count))
+        return composed_epsilon(releases, self.privacy.delta, self.accountant)
+
+    def own_epsilon(self, count: int, work: Work | None = None, earlier: Releases = ()) -> float:
+        """Return the epsilon that a client computes for its own user.
+
+        Args:
+            count: Number of noisy uploads, or of rounds with noisy local steps.
+            work: Amount of the user's work, for noisy local steps.
+            earlier: Releases of the user in earlier runs.
+        """
+        return composed_epsilon((*earlier, *self.own_releases(count, work)), self.privacy.delta, self.accountant)
+
+    def _earlier_of(self, user: int) -> Releases:
+        """Return the releases of a user in earlier runs."""
+        return self.earlier.get(self.users[user], ()) if self.earlier else ()
 
     def charge(self, users: Sequence[int]) -> None:
         """Count one more release (a noisy upload, or a round of noisy steps) of each user in ``users``.
@@ -365,6 +437,14 @@ class Account(ABC):
             spent["users"] = dict(zip(self.users, epsilons, strict=True))
         return spent
 
+    @property
+    def spent_before(self) -> dict[str, object]:
+        """The largest epsilon of a user of this run in earlier runs, as "earlier_epsilon"; empty without such runs."""
+        if not self.earlier:
+            return {}
+        epsilons = [self.epsilon_of(user, 0) for user in range(len(self.users))]
+        return {"earlier_epsilon": max(epsilons, default=0.0)}
+
     @abstractmethod
     def metrics(self, clip_norm: float) -> dict[str, object]:
         """Return the epsilon so far, with the settings behind it and the clip norm of the next round."""
@@ -382,8 +462,15 @@ class Account(ABC):
         """
 
 
+@dataclass(kw_only=True)
 class UploadAccount(Account):
-    """Epsilon that users spend by uploads with Gaussian noise: one release for each round in which a user uploads."""
+    """Epsilon that users spend by uploads with Gaussian noise: one release for each round in which a user uploads.
+
+    Args:
+        drawable: Indices of the users who may be drawn in this round; None for all.
+    """
+
+    drawable: Sequence[int] | None = None
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
@@ -415,31 +502,37 @@ class UploadAccount(Account):
         """True if participants are drawn in secret, so that each round is charged to all users."""
         return self.release.sampled
 
-    def epsilon_of(self, user: int, count: int) -> float:
-        """Return the epsilon of ``count`` noisy uploads (releases), the same for all users."""
-        release = self.release
-        return epsilon(release, count, self.privacy.delta, accountant_of(self.privacy, release))
+    @property
+    def neighbours(self) -> str:
+        """Difference of neighbouring data sets; a user of a sample of fixed size is replaced."""
+        if self.sampled and self.release.sample:
+            return f"{self.privacy.protects} replaced"
+        return super().neighbours
 
-    def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return the epsilon that ``count`` noisy uploads cost a client's own user; ``work`` is not used.
+    @property
+    def accountant(self) -> str:
+        """Name of the accountant for the releases of all runs."""
+        return accountant_of(self.privacy, self.release)
 
-        Unlike :meth:`epsilon_of`, it is not lowered by sampling, since a client cannot know whether the server draws
-        participants in secret.
-        """
-        release = self.release_of(self.privacy, participation=1.0, users=1)
-        return epsilon(release, count, self.privacy.delta, self.privacy.accountant)
+    def releases_of(self, user: int, count: int) -> Releases:
+        """Return ``count`` noisy uploads, which are the same for all users."""
+        return ((self.release, count),)
+
+    def own_releases(self, count: int, work: Work | None = None) -> Releases:
+        """Return ``count`` noisy uploads of a client's own user, without sampling; ``work`` is not used."""
+        return ((self.release_of(self.privacy, participation=1.0, users=1), count),)
 
     def charge(self, users: Sequence[int]) -> None:
         """Count one more noisy upload of each user in ``users``.
 
-        If participants are drawn in secret, count it for all users of the run: the epsilon then already considers that
-        a user may not have been drawn, so it is the same whether or not it was.
+        If participants are drawn in secret, count it for all users that may have been drawn: the epsilon then already
+        considers that a user may not have been drawn, so it is the same whether or not it was.
 
         Args:
             users: Indices of the users.
         """
         if self.sampled:
-            users = range(len(self.users))
+            users = range(len(self.users)) if self.drawable is None else self.drawable
         super().charge(users)
 
     def metrics(self, clip_norm: float) -> dict[str, object]:
@@ -449,10 +542,11 @@ class UploadAccount(Account):
         """
         return {
             **self.spent,
+            **self.spent_before,
             "mechanism": self.privacy.mechanism,
             "noise_multiplier": self.privacy.multiplier,
             "clip_norm": clip_norm,
-            "accountant": accountant_of(self.privacy, self.release),
+            "accountant": self.accountant,
             "releases": int(self.counts.max()) if len(self.counts) else 0,
         }
 
@@ -518,30 +612,44 @@ class StepAccount(UploadAccount):
     def charge_uploads(self, users: Sequence[int]) -> None:
         """Count nothing: steps are charged when they are requested."""
 
-    def epsilon_of(self, user: int, count: int) -> float:
-        """Return the epsilon of ``count`` rounds of noisy steps of a user.
+    @property
+    def neighbours(self) -> str:
+        """Difference of neighbouring data sets: an example of a user is absent."""
+        return f"{self.privacy.protects} absent"
+
+    @property
+    def accountant(self) -> str:
+        """Name of the accountant for the releases of all runs."""
+        return self.privacy.accountant
+
+    def releases_of(self, user: int, count: int) -> Releases:
+        """Return the noisy steps of ``count`` rounds of a user.
 
         Args:
             user: Index of the user.
             count: Number of rounds.
 
         Returns:
-            The epsilon; 0 for a user without a known amount of work (examples and steps).
+            The steps; those recorded before an interruption for a user without a known amount of work (examples and
+            steps).
         """
-        work = self.works().get(self.users[user])
-        if work is None:
-            return 0.0
-        return spent_by(self.privacy, work, count * work.steps)
+        if count == 0:
+            return ()
+        name = self.users[user]
+        work = self.works().get(name)
+        return self.recorded.get(name, ()) if work is None else self.own_releases(count, work)
 
-    def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return the epsilon that rounds of noisy steps cost a client's own user.
+    def own_releases(self, count: int, work: Work | None = None) -> Releases:
+        """Return the noisy steps of rounds of a client's own user.
 
         Args:
             count: Number of rounds.
             work: The user's number of examples, batch size and steps in a round.
         """
         assert work is not None
-        return spent_by(self.privacy, work, count * work.steps)
+        if count == 0:
+            return ()
+        return ((Release(noise=multiplier_of(self.privacy, work), rate=work.rate), count * work.steps),)
 
     def metrics(self, clip_norm: float) -> dict[str, object]:
         """Return the epsilon so far, with the settings behind it and the clip norm of the next round.
@@ -560,6 +668,7 @@ class StepAccount(UploadAccount):
         noisy_steps = [work.steps * rounds_by_user[name] for name, work in works.items()]
         return {
             **self.spent,
+            **self.spent_before,
             "mechanism": self.privacy.mechanism,
             **noise,
             "clip_norm": clip_norm,
@@ -596,6 +705,95 @@ class StepAccount(UploadAccount):
             "releases": rounds_of_users[user] * work.steps,
             "planned_releases": work.planned,
         }
+
+
+def record_account(folder: Path, account: Account) -> None:
+    """Write the releases of each user, in this run and in those that it continues, to the run folder.
+
+    Args:
+        folder: The run folder.
+        account: The account.
+    """
+    names_by_releases: dict[tuple[Releases, Releases], list[str]] = {}  # most users have the same
+    counts = dict(zip(account.users, account.counts.tolist(), strict=True))
+    indices = {name: index for index, name in enumerate(account.users)}
+    for name in [*account.users, *(name for name in account.earlier if name not in indices)]:
+        now = account.releases_of(indices[name], counts[name]) if name in indices else ()
+        names_by_releases.setdefault((combine(account.earlier.get(name, ())), combine(now)), []).append(name)
+    groups = [
+        {"users": names, "earlier": releases_as_json(earlier), "releases": releases_as_json(now)}
+        for (earlier, now), names in names_by_releases.items()
+    ]
+    write_json(folder / ACCOUNT, {"neighbours": account.neighbours, "delta": account.privacy.delta, "groups": groups})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccountRecord:
+    """Recorded account of a run.
+
+    Args:
+        neighbours: Difference of neighbouring data sets.
+        earlier: Releases of users by name in the runs that the run continues.
+        now: Releases of users by name in the run.
+    """
+
+    neighbours: str
+    earlier: Mapping[str, Releases]
+    now: Mapping[str, Releases]
+
+    @property
+    def composed(self) -> dict[str, Releases]:
+        """Releases of users by name in all runs; without users who have none."""
+        composed = {name: combine((*self.earlier[name], *self.now[name])) for name in self.now}
+        return {name: releases for name, releases in composed.items() if releases}
+
+
+def read_account(folder: Path) -> AccountRecord | None:
+    """Return the account in a run folder; None if it has none.
+
+    Raises:
+        RunError: The file is damaged.
+    """
+    path = folder / ACCOUNT
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        earlier: dict[str, Releases] = {}
+        now: dict[str, Releases] = {}
+        for group in content["groups"]:
+            earlier.update(dict.fromkeys(group["users"], releases_from_json(group["earlier"])))
+            now.update(dict.fromkeys(group["users"], releases_from_json(group["releases"])))
+        return AccountRecord(neighbours=content["neighbours"], earlier=earlier, now=now)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: damaged ({error}); without it no run can continue this one; restore it") from None
+
+
+def releases_as_json(releases: Releases) -> list[JsonObject]:
+    """Return releases as a list for JSON, each as its fields and its ``count``."""
+    return [{**asdict(release), "count": count} for release, count in releases]
+
+
+def releases_from_json(content: Sequence[JsonMapping]) -> Releases:
+    """Return the releases of a list from :func:`releases_as_json`."""
+    fields = [dict(entry) for entry in content]
+    return tuple((Release(**{key: entry[key] for key in entry if key != "count"}), entry["count"]) for entry in fields)
+
+
+def account_writer(folder: Path, account: Account | None) -> Callable[[JsonMapping], None]:
+    """Return an observer of a run's events that records the account in the run folder when it may have changed.
+
+    Args:
+        folder: The run folder.
+        account: The account; None without noise, for an observer that does nothing.
+    """
+
+    def write(event: JsonMapping) -> None:
+        """Record the account at the start, after every round and at the end."""
+        if account is not None and event["event"] in ("start", "round", "privacy", "end"):
+            record_account(folder, account)
+
+    return write
 
 
 def affordable_releases(privacy: PrivacySection, planned: int, epsilon_after: Callable[[int], float]) -> int:

@@ -238,6 +238,8 @@ class DifferentialPrivacy(PrivacyMechanism):
         """
         if self.account is None:  # no noise, so no budget
             return list(selected)
+        if self.account.sampled and self.account.earlier:
+            return self._draw_within_budget(round_index, releases=releases)
         if self.account.sampled:
             # A round costs all users the same, drawn or not, so the budget of user 0 stands for all.
             if releases and not self.account.affordable([0]):
@@ -247,6 +249,26 @@ class DifferentialPrivacy(PrivacyMechanism):
             return list(selected)
         users_with_budget = self.account.affordable(selected)
         return users_with_budget or None
+
+    def _draw_within_budget(self, round_index: int, *, releases: bool) -> list[int] | None:
+        """Draw participants, and leave out those whose budget is spent; return None to end the run.
+
+        Users have spent different amounts in earlier runs. They are left out after the draw, as if their changes were
+        zero, so that the others are drawn with the same probability as before. Only users with budget are charged.
+
+        Args:
+            round_index: Number of the round, from 0.
+            releases: Whether users upload anything in the round.
+        """
+        assert isinstance(self.account, UploadAccount)
+        drawn = self.draw_participants(round_index)
+        if not releases:
+            return drawn
+        self.account.drawable = self.account.affordable(range(len(self.users)))
+        if not self.account.drawable:
+            return None
+        has_budget = set(self.account.drawable)
+        return [user for user in drawn if user in has_budget]
 
     def draw_participants(self, round_index: int) -> list[int]:
         """Draw the participants of round ``round_index`` (from 0) with the secret key; return their indices.

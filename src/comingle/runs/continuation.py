@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import MEMORY, TrainingSection
+from comingle.config.settings import ACCOUNT, MEMORY, TrainingSection
 from comingle.data.text.streams import draw_windows
+from comingle.privacy.accounting import read_account
+from comingle.privacy.base import CLIP_NORM, REFERENCE
+from comingle.privacy.mechanisms import BOUND, DifferentialPrivacy
 from comingle.training.backends.local import InProcess
 from comingle.training.batch_sources import AnySplit, AnyUser
 from comingle.training.checkpoints import Progress, digest_of_checkpoint, read_progress, read_state, rows_of_names
@@ -27,7 +30,7 @@ from comingle.training.client import Clients, finetuned
 from comingle.training.evaluation import measured
 from comingle.training.kinds.base import RunData
 from comingle.training.server import VERSION, ServerHalf
-from comingle.training.state import STEP_STATE
+from comingle.training.state import KEPT_PREFIX, STEP_STATE
 from comingle.utils.errors import ComingleError, RecipeError, RunError, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import Inputs, read_inputs, recorded_date
@@ -240,7 +243,9 @@ def check_earlier_run(recipe: Recipe) -> None:
         return
     run = Path(recipe.continue_from.run)
     newest_checkpoint(run)  # raises an error if there is none
-    check_equal({"method": (recipe.method.name, load_recipe(run).method.name)}, run)
+    earlier = load_recipe(run)
+    check_equal({"method": (recipe.method.name, earlier.method.name)}, run)
+    check_private_continuation(recipe, earlier, run)
 
 
 def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> JsonObject:
@@ -269,17 +274,20 @@ def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> Jso
     checkpoint, progress = newest_checkpoint(run)
     earlier_inputs, earlier_recipe = read_inputs(run), load_recipe(run)
     _check_same_model(run, recipe, earlier_recipe, inputs, earlier_inputs)
-    check_no_privacy_budget(federation.server, earlier_recipe)
+    check_private_continuation(recipe, earlier_recipe, run)
     if section.moments:
         check_constant_rates(recipe.training)
 
     users_state, server_state = read_state(checkpoint, progress, clients.model.layout)
+    continue_account(federation.server, run, server_state)
     earlier_names = progress.trainers
     copy_users_state(clients, users_state, earlier_names, checkpoint, moments=section.moments)
     # Versions count from 0 again: users without the newest shared tensors have -1 and download them.
     was_newest = users_state["versions"] == int(server_state[VERSION])
     new_versions = clients.state.versions.fill_(-1)
     versions = was_newest.long() - 1  # 0 for users with the newest shared tensors, else -1
+    if lacks_references(clients, users_state):
+        versions.fill_(-1)
     copy_rows(versions, new_versions, earlier_names, clients.names, "versions")
     restore_server(federation.server, server_state, earlier_names, checkpoint)
 
@@ -310,6 +318,9 @@ def copy_users_state(
     """
     new_tensors = clients.state.tensors()
     not_copied = {"versions"} if moments else {"versions", *STEP_STATE}
+    privacy = clients.plan.privacy
+    if privacy is None or not privacy.adaptive:  # the clip norm of the new recipe applies
+        not_copied.add(KEPT_PREFIX + CLIP_NORM)
     for name, old_tensor in users_state.items():
         where = f"{checkpoint}: tensor {name!r}"
         if name in not_copied:
@@ -318,6 +329,19 @@ def copy_users_state(
             raise RecipeError(f"{where} is not kept with this recipe; {_ALLOWED}")
         copy_rows(old_tensor, new_tensors[name], earlier_names, clients.names, where)
     clients.update_masks()  # LoRA ranks, which methods may change in training, are in the state
+
+
+def lacks_references(clients: Clients, users_state: Mapping[str, Tensor]) -> bool:
+    """Return whether users measure their changes from a download that the earlier run has not stored.
+
+    Such users need a download before their first upload.
+
+    Args:
+        clients: The users of the new run.
+        users_state: Tensors of users at the end of the earlier run.
+    """
+    names = [name for name in clients.state.tensors() if name.startswith(KEPT_PREFIX + REFERENCE)]
+    return any(name not in users_state for name in names)
 
 
 def continuation_entry(checkpoint: Path, progress: Progress, names: Sequence[str]) -> JsonObject:
@@ -400,19 +424,109 @@ def check_equal(compared: Mapping[str, tuple[str, str]], run: Path) -> None:
             raise RecipeError(f"{key}: got {value!r}; allowed: as in {run}, {earlier_value!r} (continue_from)")
 
 
-def check_no_privacy_budget(server: ServerHalf, earlier: Recipe) -> None:
-    """Refuse differential privacy, whose budget would have to include what the earlier run has spent.
+def check_private_continuation(recipe: Recipe, earlier: Recipe, run: Path) -> None:
+    """Check that the privacy account of an earlier run can be continued: its budget is that of all runs together.
+
+    Args:
+        recipe: Recipe of the new run.
+        earlier: Recipe of the earlier run.
+        run: Folder of the earlier run.
 
     Raises:
-        RecipeError: One of the two runs has differential privacy.
+        RecipeError: Only one of the runs has noise, or settings of the new run do not allow an account of both.
     """
-    is_private_by_key = {
-        "privacy.mechanism": bool(server.mechanisms.state),  # numbers of noisy uploads; empty without noise
-        "privacy.mechanism of the earlier run": earlier.privacy is not None and earlier.privacy.mechanism != "none",
-    }
-    for key, is_private in is_private_by_key.items():
-        if is_private:
-            raise RecipeError(f"{key}: got differential privacy; allowed with continue_from: none")
+    privacy = recipe.privacy
+    is_private = privacy is not None and privacy.noisy
+    was_private = earlier.privacy is not None and earlier.privacy.noisy
+    if is_private != was_private:
+        got = privacy.mechanism if privacy is not None else "none"
+        allowed = "one with noise, as" if was_private else "none, as users took part without noise"
+        raise RecipeError(f"privacy.mechanism: got {got}; allowed: {allowed} in {run} (continue_from)")
+    if privacy is None or not is_private:
+        return
+    check_open_ended(recipe)
+    if privacy.noise == "reproducible" and recipe.seed in _reproducible_seeds(run):
+        raise RecipeError(
+            f"privacy.noise: got reproducible with the seed {recipe.seed} of an earlier run, so both would draw the "
+            "same users; allowed with continue_from: another seed, or secret"
+        )
+
+
+def check_open_ended(recipe: Recipe) -> None:
+    """Check settings of differential privacy for runs that others follow or precede.
+
+    Raises:
+        RecipeError: The noise is to be computed for one run, or an example may be in a user's data more than once.
+    """
+    privacy = recipe.privacy
+    if privacy is None or not privacy.noisy:
+        return
+    if privacy.noise_multiplier is None:
+        raise RecipeError(
+            "privacy.noise_multiplier: got null; allowed for runs that follow one another: a number, as epsilon is the "
+            "budget of all of them (`comingle cost` shows the epsilon of a multiplier)"
+        )
+    if privacy.protects == "example" and recipe.data.replay:
+        raise RecipeError(
+            f"data.replay: got {recipe.data.replay:g} with privacy.mechanism {privacy.mechanism}; allowed: 0, as an "
+            "example could be in the training data more than once"
+        )
+
+
+def _reproducible_seeds(run: Path) -> set[int]:
+    """Return the seeds of those runs with reproducible noise, among a run and those that it continues."""
+    seeds: set[int] = set()
+    for folder in (run, *(Path(ancestor["run"]) for ancestor in ancestors_of(run))):
+        if (folder / "recipe.yaml").exists():
+            recipe = load_recipe(folder)
+            if recipe.privacy is not None and recipe.privacy.noise == "reproducible":
+                seeds.add(recipe.seed)
+    return seeds
+
+
+def continue_account(server: ServerHalf, run: Path, state: Tree) -> None:
+    """Continue the privacy account of an earlier run, and its adaptive clip norm; do nothing without noise.
+
+    Args:
+        server: The server of the new run, changed in place.
+        run: Folder of the earlier run.
+        state: State of the earlier run's server.
+
+    Raises:
+        RecipeError: The two runs have different notions of neighbouring data sets, for which no common epsilon exists.
+        RunError: The earlier run has no account, or it is damaged.
+    """
+    account = server.mechanisms.account
+    if account is None:
+        return
+    record = read_account(run)
+    if record is None:
+        raise RunError(f"{run / ACCOUNT}: missing; an earlier version has not written it, so {run} cannot be continued")
+    if record.neighbours != account.neighbours:
+        raise RecipeError(
+            f"privacy: got the guarantee for {account.neighbours!r}; allowed: as in {run}, {record.neighbours!r}, "
+            "since they have no common epsilon; set mechanism and sampling as there (continue_from)"
+        )
+    account.earlier = record.composed
+    for mechanism in server.mechanisms:
+        if isinstance(mechanism, DifferentialPrivacy) and mechanism.privacy.adaptive:
+            mechanism.bound = float(state[BOUND])
+
+
+def restore_account(server: ServerHalf, folder: Path) -> None:
+    """Restore what a resumed run knows of earlier runs' releases, and of users who have not joined again.
+
+    Args:
+        server: The server of the run, changed in place.
+        folder: Its run folder.
+
+    Raises:
+        RunError: The account is damaged.
+    """
+    account, record = server.mechanisms.account, read_account(folder)
+    if account is not None and record is not None:
+        account.recorded = record.now
+        account.earlier = {name: releases for name, releases in record.earlier.items() if releases}
 
 
 def check_constant_rates(training: TrainingSection) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import KEY
+from comingle.config.settings import ACCOUNT, KEY
 from comingle.methods.user_files import ORIGIN, check_origin, write_origin
 from comingle.utils.errors import ComingleError, RunError
 from comingle.utils.files import HOLDER, LOCK, check_free, list_checkpoints, locked
@@ -37,6 +37,7 @@ RUN_FILES = (
     "recipe.yaml",
     INPUTS,
     KEY,
+    ACCOUNT,
     "events.jsonl",
     "metrics.json",
     "joined.json",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import KEY
+from comingle.config.settings import ACCOUNT, KEY
 from comingle.methods.user_files import ORIGIN
 from comingle.runs.api import load, reopen_data, run
 from comingle.runs.continuation import ancestors_of, copy_rows, copy_users_state, restore_server
@@ -140,6 +140,12 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
     for run_folder in runs_with_user:
         recipe, metrics = load_recipe(run_folder), read_metrics(run_folder)  # refuses runs that have not finished
         recipe_without(recipe, list(read_inputs(run_folder).users), user)  # refuses users who cannot leave
+        is_private = recipe.privacy is not None and recipe.privacy.noisy
+        if mode == "exact" and is_private:
+            raise RunError(
+                f"{run_folder}: has differential privacy, so training again would spend the other users' budgets "
+                "twice; allowed: --mode forward"
+            )
         if mode == "exact" and not _trains_alone(recipe, user):
             rounds += metrics["rounds"]
             seconds += metrics["wall_seconds"]
@@ -421,7 +427,8 @@ def _copy_without(folder: Path, target: Path, user: str) -> None:
     target.mkdir(parents=True, mode=0o700)
     write_inputs(target, inputs)
     write_text(target / "recipe.yaml", recipe.as_yaml())
-    for name in (KEY, ORIGIN, SKIPPED):
+    # The account keeps the user: what was published of its data remains published if it returns.
+    for name in (KEY, ACCOUNT, ORIGIN, SKIPPED):
         if (folder / name).exists():
             shutil.copy(folder / name, target / name)
     events = [_without_name(event, user) for event in read_events(folder) if event.get("user") != user]

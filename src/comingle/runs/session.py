@@ -32,12 +32,14 @@ from comingle.models.hardware import (
 )
 from comingle.models.loading import GIVEN
 from comingle.models.scoring import CROSS_ENTROPY
+from comingle.privacy.accounting import account_writer
 from comingle.runs.continuation import (
     EarlierData,
     add_replay,
     check_replay,
     forgetting,
     read_earlier_data,
+    restore_account,
     start_from_run,
 )
 from comingle.runs.folders import SKIPPED, open_folder
@@ -659,6 +661,8 @@ def run_in(
             return replace(finished, settings=settings)
         if has_checkpoint and federation.is_first_process:  # only this process has the numbers of all users
             check_replay(folder, replayed)
+        if has_checkpoint:
+            restore_account(federation.server, folder)
         inputs = _merged_inputs(federation, run_data, recipe)  # digests of base and data, of all processes
         opened_folder = open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=method.placement.pooled)
         enter_folder(contexts, opened_folder)
@@ -877,6 +881,8 @@ def execute(
     event_receivers: list[Observer] = [*trackers, *observers, evaluations]
     if log is not None:
         event_receivers.insert(0, log)
+    if folder is not None and is_first_process and clients.state.in_memory:
+        event_receivers.append(account_writer(folder, federation.server.mechanisms.account))
     events_in_memory: list[dict[str, Any]] = []
 
     def observe(event: Event) -> None:

@@ -65,7 +65,7 @@ class State:
         """Return all tensors with users on the leading dimension, by name; those of hooks begin with "kept/"."""
         named = {name: getattr(self, name) for name in _USER_TENSORS}
         for name, t in self.kept.items():
-            named[_KEPT_PREFIX + name] = t
+            named[KEPT_PREFIX + name] = t
         return named
 
     def filled(self, tensors: dict[str, Tensor], best: Tree) -> State:
@@ -82,8 +82,8 @@ class State:
         attributes = {name: tensors[name] for name in _USER_TENSORS}
         kept: Tree = {}
         for name, t in tensors.items():
-            if name.startswith(_KEPT_PREFIX):
-                kept[name.removeprefix(_KEPT_PREFIX)] = t
+            if name.startswith(KEPT_PREFIX):
+                kept[name.removeprefix(KEPT_PREFIX)] = t
         return replace(self, **attributes, kept=kept)
 
     def copy(self, *, compact: bool = False) -> State:
@@ -215,7 +215,7 @@ class State:
 _USER_TENSORS = ("rows", "first", "second", "iterations", "router_steps", "ranks", "versions")
 """Attributes of :class:`State` that are tensors with users on the leading dimension."""
 
-_KEPT_PREFIX = "kept/"
+KEPT_PREFIX = "kept/"
 """Prefix of the names of tensors of client hooks in :meth:`State.tensors`."""
 
 

@@ -230,6 +230,8 @@ def describe_privacy(privacy: JsonMapping) -> str:
     epsilon = privacy["epsilon"]
     has_bound = epsilon is not None and math.isfinite(epsilon)  # JSON has None in place of infinity
     spent = f"epsilon {epsilon:.4g}" if has_bound else "no bound on epsilon"
+    if earlier := privacy.get("earlier_epsilon"):
+        spent += f" of all runs together ({earlier:.4g} before this one)"
     noise = f"noise multiplier {privacy['noise_multiplier']:.3g}, clip norm {privacy['clip_norm']:.3g}"
     return f"{privacy['mechanism']}, {spent} at delta {privacy['delta']:g}, {noise}, {privacy['releases']} releases"
 
