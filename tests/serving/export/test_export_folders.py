@@ -42,7 +42,9 @@ def test_a_folder_that_exists_is_replaced_only_when_asked_to(bob: Any, tmp_path:
         bob.export(tmp_path / "bob", format="gguf")
     assert tree(tmp_path) == before
     bob.export(tmp_path / "bob", format="gguf", force=True)
-    assert set(tree(tmp_path)) == {"bob/README.md", "bob/model.gguf", "bob/comingle_export.json"}
+    assert set(tree(tmp_path)) == {
+        f"bob/{name}" for name in ("README.md", "model.gguf", "Modelfile", "comingle_export.json")
+    }
     assert (tmp_path / "bob").stat().st_mode & 0o077 == 0
 
 

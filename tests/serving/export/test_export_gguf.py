@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,18 @@ from tokenizers import Regex
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from comingle.models.chat_templates import ChatTemplate
 from comingle.models.loading import load_base
 from comingle.models.random_bases import byte_tokenizer
-from comingle.serving.export.gguf import _PRE_TOKENIZERS, TokenType, vocabulary
-from comingle.utils.errors import DataError
+from comingle.serving.export.gguf import (
+    _PRE_TOKENIZERS,
+    TokenType,
+    chat_template_for_ollama,
+    vocabulary,
+    write_gguf,
+    write_modelfile,
+)
+from comingle.utils.errors import DataError, RunError
 from exporting import IDS, check_same, greedy, own_logits, trained
 
 QWEN3 = "qwen3?dim=256&heads=2"  # transformers' loader takes heads of 128 for granted
@@ -241,13 +250,177 @@ def test_sentencepiece_tokens_keep_their_order_of_merging(stories: Path) -> None
     assert words.token_types[spec["vocab"]["<0x0A>"]] == TokenType.BYTE
 
 
+# -------------------------------------------------------------------- adapters
+
+
+@pytest.mark.parametrize(("method", "family"), PLAIN)
+def test_an_adapter_is_the_difference_between_the_model_and_the_base(
+    federate: Any, tmp_path: Path, method: Any, family: str
+) -> None:
+    """All in llama.cpp's own order of rows: base + B A is the merged model."""
+    person = trained(federate, method, base=f"random:{family}").user("bob")
+    person.export(tmp_path / "merged", format="gguf")
+    person.export(tmp_path / "lora", format="gguf-adapter")
+    base = person.model.base
+    write_gguf(tmp_path / "base.gguf", "base", base.model, base.tokenizer, "F32")
+    merged, plain = read(tmp_path / "merged" / "model.gguf"), read(tmp_path / "base.gguf")
+    factors = read(tmp_path / "lora" / "adapter.gguf")
+    changed = {name.removesuffix(".lora_a") for name in factors if name.endswith(".lora_a")}
+    assert changed
+    assert len(factors) == 2 * len(changed)
+    for name, tensor in plain.items():
+        change = factors[f"{name}.lora_b"] @ factors[f"{name}.lora_a"] if name in changed else 0
+        torch.testing.assert_close(tensor + change, merged[name], rtol=0, atol=1e-5)
+        assert name not in changed or (merged[name] - tensor).abs().max() > 1e-4
+    fields = GGUFReader(tmp_path / "lora" / "adapter.gguf").fields
+    rank = len(factors[f"{min(changed)}.lora_a"])
+    assert fields["general.type"].contents() == "adapter"
+    assert fields["adapter.type"].contents() == "lora"
+    assert fields["adapter.lora.alpha"].contents() == rank
+    assert "FROM ./BASE.gguf\nADAPTER ./adapter.gguf\n" in (tmp_path / "lora" / "Modelfile").read_text()
+
+
+def test_a_mixture_is_no_adapter(federate: Any, tmp_path: Path) -> None:
+    person = trained(federate, "comigs-1g1s", base="random:llama").user("bob")
+    with pytest.raises(DataError, match="its model is not one LoRA"):
+        person.export(tmp_path / "lora", format="gguf-adapter")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quantisation_by_llama_cpp_needs_its_program(
+    federate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    person = trained(federate, "fedit", base="random:llama").user("bob")
+    with pytest.raises(RunError, match=r"--dtype q4_k_m: needs llama.cpp's llama-quantize on the PATH"):
+        person.export(tmp_path / "g", format="gguf", dtype="q4_k_m")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_llama_cpp_quantises(federate: Any, tmp_path: Path) -> None:
+    if shutil.which("llama-quantize") is None:
+        pytest.skip("llama-quantize is not on the PATH")
+    person = trained(federate, "fedit", base="random:llama?dim=256&hidden=256").user("bob")
+    person.export(tmp_path / "g", format="gguf", dtype="q4_k_m")
+    types = {tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "g" / "model.gguf").tensors}
+    assert "Q4_K" in types
+
+
+# -------------------------------------------------------------------- Ollama
+
+
+def go(template: str, messages: list[dict[str, str]]) -> str:
+    """What Go's text/template makes of the few actions that a Modelfile uses, written without a look at ours."""
+    pieces = re.split(r"\{\{ (.*?) \}\}", template)  # text and actions in turns
+
+    def block(at: int, message: dict[str, str] | None) -> tuple[list[tuple[str, int, int]], int]:
+        """Branches of an ``if``: condition, first and last piece; and the position after its ``end``."""
+        depth, branches, condition, start = 1, [], pieces[at].removeprefix("if "), at + 1
+        while True:
+            at += 2
+            action = pieces[at]
+            depth += action.startswith(("if", "range")) - (action == "end")
+            if (depth == 1 and action.startswith("else")) or depth == 0:
+                branches.append((condition, start, at))
+                condition, start = action.removeprefix("else").strip().removeprefix("if "), at + 1
+            if depth == 0:
+                return branches, at + 1
+
+    def holds(condition: str, message: dict[str, str] | None) -> bool:
+        if condition == 'ne (index .Messages 0).Role "system"':
+            return messages[0]["role"] != "system"
+        (role,) = re.fullmatch(r'eq \.Role "(\w+)"', condition).groups()  # type: ignore[union-attr]
+        return message is not None and message["role"] == role
+
+    def run(at: int, until: int, message: dict[str, str] | None) -> str:
+        text = ""
+        while at < until:
+            if at % 2 == 0:
+                text += pieces[at]
+                at += 1
+            elif pieces[at] == ".Content":
+                assert message is not None
+                text += message["content"]
+                at += 1
+            elif pieces[at] == "range .Messages":
+                ((_, start, end),), after = block(at, None)
+                text += "".join(run(start, end, one) for one in messages)
+                at = after
+            else:
+                branches, after = block(at, message)
+                taken = next(((start, end) for condition, start, end in branches if holds(condition, message)), (0, 0))
+                text += run(*taken, message)
+                at = after
+        return text
+
+    return run(0, len(pieces), None)
+
+
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TRIMMED = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] | trim + ' [/INST]' }}"
+    "{% elif m['role'] == 'system' %}{{ '<<SYS>>' + m['content'] + '<</SYS>>' }}"
+    "{% else %}{{ ' ' + m['content'] + '</s>' }}{% endif %}{% endfor %}"
+)
+NUMBERED = "{% for m in messages %}{{ loop.index }}: {{ m['content'] }}\n{% endfor %}"
+
+
+def renderer(source: str) -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = source
+    return ChatTemplate(tokenizer).render
+
+
+@pytest.mark.parametrize("source", [CHATML, TRIMMED])
+@pytest.mark.parametrize("roles", ["user", "system user", "user assistant user", "system user assistant user"])
+def test_a_template_of_ollama_renders_as_the_chat_template(source: str, roles: str) -> None:
+    render = renderer(source)
+    template = chat_template_for_ollama(render)
+    assert template is not None
+    messages = [{"role": role, "content": f"text {n} of {role}"} for n, role in enumerate(roles.split())]
+    assert go(template, messages) == render(messages, add_prompt=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        NUMBERED,  # turns differ by their number
+        "{{ messages[-1]['content'] }}",  # says only the last message
+        CHATML.replace("'<|im_start|>assistant", "'{{ thinks }}<|im_start|>assistant"),  # reads as an action of Go
+        "{{ raise_exception('no system') if messages[0]['role'] == 'system' }}" + CHATML,
+    ],
+)
+def test_a_chat_template_without_fixed_turns_has_none_of_ollama(source: str) -> None:
+    assert chat_template_for_ollama(renderer(source)) is None
+
+
+def test_a_modelfile_has_the_template_and_the_ends(tmp_path: Path) -> None:
+    write_modelfile(tmp_path / "Modelfile", "bob", "./model.gguf", "", renderer(CHATML), ["<|im_end|>", '"'])
+    text = (tmp_path / "Modelfile").read_text()
+    assert "\nFROM ./model.gguf\n" in text
+    template = re.search(r'\nTEMPLATE """(.*)"""\n', text, re.DOTALL)
+    assert template is not None
+    hello = [{"role": "user", "content": "Hello"}]
+    assert go(template[1], hello) == renderer(CHATML)(hello, add_prompt=True)
+    assert text.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER stop "\\""\n')
+    write_modelfile(tmp_path / "Modelfile", "bob", "./model.gguf", "", None, [])
+    assert 'TEMPLATE """{{ .Prompt }}"""' in (tmp_path / "Modelfile").read_text()
+
+
 # -------------------------------------------------------------------- llama.cpp
 
 
-def llama(path: Path) -> Any:
+def llama(path: Path, **settings: Any) -> Any:
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source, which few have")
     # Its cache of keys and values is float16 otherwise, and that is what would be seen.
-    return llama_cpp.Llama(str(path), logits_all=True, n_ctx=128, verbose=False, n_threads=1, type_k=0, type_v=0)
+    return llama_cpp.Llama(
+        str(path), logits_all=True, n_ctx=128, verbose=False, n_threads=1, type_k=0, type_v=0, **settings
+    )
 
 
 @pytest.mark.slow
@@ -271,6 +444,20 @@ def test_llama_cpp_says_the_same(federate: Any, tmp_path: Path, method: Any, fam
         if len(said) == len(wanted) - 8:
             break
     assert said == wanted[8:]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "family"), PLAIN)
+def test_llama_cpp_adds_an_adapter_to_the_base(federate: Any, tmp_path: Path, method: Any, family: str) -> None:
+    person = trained(federate, method, base=f"random:{family}").user("bob")
+    person.export(tmp_path / "lora", format="gguf-adapter")
+    base = person.model.base
+    write_gguf(tmp_path / "base.gguf", "base", base.model, base.tokenizer, "F32")
+    model = llama(tmp_path / "base.gguf", lora_path=str(tmp_path / "lora" / "adapter.gguf"))
+    model.eval(IDS[0].tolist())
+    theirs = torch.tensor(np.array(model.scores[: IDS.shape[1]])).unsqueeze(0)
+    torch.testing.assert_close(theirs, own_logits(person), rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow

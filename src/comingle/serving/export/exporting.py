@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -25,11 +26,13 @@ from torch import Tensor
 from comingle.models import routing
 from comingle.models.adapted import AdaptedModel
 from comingle.models.base import Base
+from comingle.models.chat_templates import ChatTemplate
 from comingle.models.generation import as_tuple
 from comingle.models.hardware import DTYPES, without_compiling
 from comingle.models.loading import GIVEN, is_public, quiet_transformers
 from comingle.models.personal import (
     CONVERSATIONS,
+    Change,
     Exported,
     ModelInfo,
     PersonalModel,
@@ -41,7 +44,17 @@ from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.random_bases import RANDOM_BASE_PREFIX
 from comingle.models.scoring import PAD, inputs_of, perplexity_of
 from comingle.models.stacked import MixedLanguageModel
-from comingle.serving.export.gguf import GGUF_WEIGHT_TYPES, why_no_gguf, write_gguf
+from comingle.serving.export.gguf import (
+    GGUF_ADAPTER_TYPES,
+    GGUF_WEIGHT_TYPES,
+    LLAMA_CPP_TYPES,
+    Render,
+    quantize_gguf,
+    why_no_gguf,
+    write_gguf,
+    write_gguf_adapter,
+    write_modelfile,
+)
 from comingle.serving.export.networks import (
     SPARSE,
     Source,
@@ -51,6 +64,7 @@ from comingle.serving.export.networks import (
     check_sparse,
     format_hint,
     is_mixture,
+    lora_factors,
     needs_eager_experts,
     plain_changes,
     plain_network,
@@ -135,7 +149,7 @@ def usage_example(base: Base, model_info: ModelInfo | None, format: str) -> Usag
         is_chat, prompt = False, _EXAMPLE_TEXT
     end_tokens = generation_of(base, model_info).eos_token_id  # an integer, a list or None
     end_ids = () if end_tokens is None else as_tuple(end_tokens)
-    library = "gguf" if format == "gguf" else "transformers"
+    library = "gguf" if format.startswith("gguf") else "transformers"
     return UsageExample(
         code=_EXAMPLE_CODE[library, is_chat],
         prompt=prompt,
@@ -468,8 +482,8 @@ def losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Ten
     return losses
 
 
-FORMATS = ("transformers", "peft", "gguf", "merged-approximately")
-GGUF_FILE = "model.gguf"
+FORMATS = ("transformers", "peft", "gguf", "gguf-adapter", "merged-approximately")
+GGUF_FILE, GGUF_ADAPTER_FILE, MODELFILE = "model.gguf", "adapter.gguf", "Modelfile"
 _PROBE_TOKENS = 16
 """Number of tokens on which logits of the exported network are compared with those of the user's model."""
 
@@ -522,6 +536,7 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
     write = {
         "peft": _write_peft_folder,
         "gguf": _write_gguf_folder,
+        "gguf-adapter": _write_gguf_adapter_folder,
         "transformers": _write_transformers,
         "merged-approximately": _write_approximate,
     }[format]
@@ -532,7 +547,7 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
         example = None
         if tokenizer is not None:
             example = usage_example(base, source.model_info, format)
-            if format != "gguf":  # a GGUF file contains the tokenizer
+            if not format.startswith("gguf"):  # GGUF files of models contain the tokenizer
                 tokenizer.save_pretrained(draft)
         card = Card(
             name=source.name,
@@ -561,7 +576,8 @@ def _number_format(source: Source, format: str, dtype: str | None) -> str:
     """
     if format not in FORMATS:
         raise RunError(f"--format: got {format!r}; allowed: {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
-    number_formats = tuple(GGUF_WEIGHT_TYPES) if format == "gguf" else tuple(DTYPES)
+    formats_of_gguf = {"gguf": (*GGUF_WEIGHT_TYPES, *LLAMA_CPP_TYPES), "gguf-adapter": tuple(GGUF_ADAPTER_TYPES)}
+    number_formats = formats_of_gguf.get(format, tuple(DTYPES))
     if dtype is None:
         base_dtype = str(source.model.base.dtype).removeprefix("torch.")
         return base_dtype if base_dtype in number_formats else "float32"
@@ -590,7 +606,13 @@ tokenizer = AutoTokenizer.from_pretrained("{folder}")"""
 _OPEN_GGUF = f"""from llama_cpp import Llama
 
 model = Llama("{{folder}}/{GGUF_FILE}")
-# In a terminal: llama-cli -m "{{folder}}/{GGUF_FILE}" -p "Once upon a time" -n 40"""
+# In a terminal: llama-cli -m "{{folder}}/{GGUF_FILE}" -p "Once upon a time" -n 40
+# With Ollama: ollama create NAME -f "{{folder}}/{MODELFILE}" """
+
+_OPEN_GGUF_ADAPTER = f"""from llama_cpp import Llama
+
+model = Llama("BASE.gguf", lora_path="{{folder}}/{GGUF_ADAPTER_FILE}")  # BASE.gguf is {{base}}
+# In a terminal: llama-cli -m BASE.gguf --lora "{{folder}}/{GGUF_ADAPTER_FILE}" -p "Once upon a time" -n 40"""
 
 
 def _write_transformers(source: Source, draft: Path, number_format: str) -> _Written:
@@ -635,11 +657,76 @@ def _write_gguf_folder(source: Source, draft: Path, number_format: str) -> _Writ
     network.generation_config = generation_of(base, source.model_info)
     tokenizer = _tokenizer_with_template(base, source.model_info)
     assert tokenizer is not None
-    weight_type = GGUF_WEIGHT_TYPES[number_format]
+    weight_type = GGUF_WEIGHT_TYPES.get(number_format, "F32")
     end_token = turn_end(base, source.model_info)
-    write_gguf(draft / GGUF_FILE, source.name, network, tokenizer, weight_type, turn_end=end_token)
+    path = draft / GGUF_FILE
+    write_gguf(path, source.name, network, tokenizer, weight_type, turn_end=end_token)
+    if number_format in LLAMA_CPP_TYPES:
+        quantize_gguf(path, LLAMA_CPP_TYPES[number_format])
+    _write_modelfile(source, draft, f"./{GGUF_FILE}", "")
     form = f"{description} Saved as {GGUF_FILE} for llama.cpp. Weights: {number_format}."
     return _exported(draft, form), "gguf", _OPEN_GGUF
+
+
+def _write_gguf_adapter_folder(source: Source, draft: Path, number_format: str) -> _Written:
+    """Write the user's model as a LoRA adapter for llama.cpp, without the base.
+
+    Args:
+        source: The user's model.
+        draft: The folder.
+        number_format: Number format of the weights.
+
+    Returns:
+        The written export, the name of the library that opens it, and code that opens it.
+
+    Raises:
+        DataError: The model is not a single LoRA, or llama.cpp does not support the base.
+    """
+    base = source.model.base
+    rank, factors = lora_factors(_changes_of_one_lora(source))
+    weight_type = GGUF_ADAPTER_TYPES[number_format]
+    write_gguf_adapter(draft / GGUF_ADAPTER_FILE, source.name, base.model.config, rank, factors, weight_type)
+    base_name = name_of(base)
+    _write_modelfile(source, draft, "./BASE.gguf", f"./{GGUF_ADAPTER_FILE}")
+    description = f"One LoRA of rank {rank} for the base {base_name}, saved as {GGUF_ADAPTER_FILE} for llama.cpp."
+    form = f"{description} The base is not in this folder. Weights: {number_format}."
+    return _exported(draft, form), "gguf", _OPEN_GGUF_ADAPTER
+
+
+def _write_modelfile(source: Source, draft: Path, model: str, adapter: str) -> None:
+    """Write the file from which ``ollama create`` makes the user's model.
+
+    Args:
+        source: The user's model.
+        draft: The folder.
+        model: Path of the model's GGUF file.
+        adapter: Path of a LoRA adapter; empty for none.
+    """
+    base = source.model.base
+    tokenizer = _tokenizer_with_template(base, source.model_info)
+    render: Render | None = None
+    ends: Sequence[str] = ()
+    if tokenizer is not None:
+        example = usage_example(base, source.model_info, "gguf")
+        ends = example.ends
+        if example.is_chat:
+            begin = str(tokenizer.bos_token) if base.begin is not None else ""
+            render = partial(_render_without, begin, ChatTemplate(tokenizer))
+    write_modelfile(draft / MODELFILE, source.name, model, adapter, render, ends)
+
+
+def _render_without(
+    begin: str, template: ChatTemplate, messages: Sequence[Mapping[str, str]], *, add_prompt: bool
+) -> str:
+    """Return a conversation as a template renders it, without the begin-of-text token, which llama.cpp adds itself.
+
+    Args:
+        begin: The begin-of-text token; empty if there is none.
+        template: The chat template.
+        messages: The conversation.
+        add_prompt: Append the text that begins a response.
+    """
+    return template.render(list(messages), add_prompt=add_prompt).removeprefix(begin)
 
 
 def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Written:
@@ -656,18 +743,27 @@ def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Writ
     Raises:
         DataError: The model cannot be written as a single LoRA, for example if it is a mixture of experts.
     """
-    reason = why_not_plain(source)
-    if reason:
-        raise DataError(f"user {source.name!r}: its model is not one LoRA: {reason}; {format_hint(source)}")
     base = source.model.base
     base_name = name_of(base)
-    weight_changes = plain_changes(source)
+    weight_changes = _changes_of_one_lora(source)
     rank = write_peft(draft, base.model, base_name, weight_changes, DTYPES[number_format])
     generation_config = generation_of(base, source.model_info)
     generation_config.save_pretrained(draft)
     description = f"One LoRA of rank {rank} for the base {base_name}, which is not in this folder."
     exported = _exported(draft, f"{description} Weights: {number_format}.")
     return exported, "peft", _OPEN_PEFT
+
+
+def _changes_of_one_lora(source: Source) -> list[Change]:
+    """Return the changes of the base's weights by a user's model that is a single LoRA.
+
+    Raises:
+        DataError: It is not, for example because it mixes experts.
+    """
+    reason = why_not_plain(source)
+    if reason:
+        raise DataError(f"user {source.name!r}: its model is not one LoRA: {reason}; {format_hint(source)}")
+    return plain_changes(source)
 
 
 def _write_approximate(source: Source, draft: Path, number_format: str) -> _Written:

@@ -1,11 +1,13 @@
-"""Export of a user's model as one GGUF file."""
+"""Export of a user's model or adapter as a GGUF file, and the Modelfile of Ollama."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from enum import IntEnum
@@ -254,6 +256,10 @@ ARCHITECTURES = {
 """llama.cpp's names of architectures by transformers' model type."""
 GGUF_WEIGHT_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 """GGUF's weight types by ``--dtype``."""
+LLAMA_CPP_TYPES = {"q4_k_m": "Q4_K_M", "q5_k_m": "Q5_K_M", "q6_k": "Q6_K"}
+"""Kinds of quantisation that llama.cpp's own ``llama-quantize`` makes, by ``--dtype``."""
+GGUF_ADAPTER_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Weight types of a LoRA adapter by ``--dtype``."""
 
 _ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "qwen3moe": "silu", "gpt2": "gelu_new"}
 _Q8_0_BLOCK = 32
@@ -289,10 +295,8 @@ def write_gguf(
         DataError: llama.cpp has no such architecture, or computes something else with these settings.
         RunError: The package gguf is missing, or the file read back differs.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise RunError("--format gguf needs the package gguf: pip install 'comingle[demo]'")
-    from gguf import GGMLQuantizationType, GGUFWriter
-    from gguf.quants import quantize
+    _require_gguf()
+    from gguf import GGUFWriter
 
     architecture = _architecture(name, network.config)
     generation_config: Any = network.generation_config
@@ -305,14 +309,248 @@ def write_gguf(
         _add_settings(writer, architecture, name, network, weight_type)
         _add_vocabulary(writer, vocab)
         for tensor_name, tensor in _tensors(architecture, name, network):
-            array = np.ascontiguousarray(tensor.to(torch.float32).numpy())
-            tensor_type = GGMLQuantizationType[_tensor_type(tensor_name, array, weight_type)]
-            written[tensor_name] = quantize(array, tensor_type)
-            writer.add_tensor(tensor_name, written[tensor_name], raw_dtype=tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+            written[tensor_name] = _add_tensor(writer, tensor_name, tensor, weight_type)
+        _write_all(writer)
     _verify(path, written)
+
+
+def write_gguf_adapter(
+    path: Path,
+    name: str,
+    config: PreTrainedConfig,
+    rank: int,
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+    weight_type: str,
+) -> None:
+    """Write a LoRA to a GGUF file that llama.cpp adds to the plain base, and read it back to verify it.
+
+    Args:
+        path: The file.
+        name: The user, for messages and as the adapter's name.
+        config: Configuration of the base.
+        rank: Rank of the LoRA, which is also its alpha: llama.cpp multiplies the product of the factors by alpha/rank.
+        factors: A ``(rank, d_in)`` and B ``(d_out, rank)`` by name of the adapted linear layer.
+        weight_type: F32, F16 or BF16.
+
+    Raises:
+        DataError: llama.cpp has no such architecture, or no name for an adapted layer.
+        RunError: The package gguf is missing, or the file read back differs.
+    """
+    _require_gguf()
+    from gguf import GGUFType, GGUFWriter, Keys
+
+    architecture = _architecture(name, config)
+    written: dict[str, np.ndarray] = {}
+    with closing(GGUFWriter(path, architecture)) as writer:
+        writer.add_type(GGUFType.ADAPTER)
+        writer.add_string(Keys.Adapter.TYPE, "lora")
+        writer.add_float32(Keys.Adapter.LORA_ALPHA, float(rank))
+        writer.add_name(name)
+        find_name = _name_finder(architecture, name, config)
+        for layer, (a, b) in factors.items():
+            key = f"{layer}.weight"
+            gguf_name = find_name(key)
+            rows_of_b = b if architecture == "gpt2" else _reordered(architecture, config, key, b)
+            for tensor_name, factor in ((f"{gguf_name}.lora_a", a), (f"{gguf_name}.lora_b", rows_of_b)):
+                written[tensor_name] = _add_tensor(writer, tensor_name, factor, weight_type)
+        _write_all(writer)
+    _verify(path, written)
+
+
+def _require_gguf() -> None:
+    """Raise an error if the package gguf is not installed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise RunError("--format gguf needs the package gguf: pip install 'comingle[demo]'")
+
+
+def _add_tensor(writer: Any, tensor_name: str, tensor: Tensor, weight_type: str) -> np.ndarray:
+    """Add a tensor to a ``gguf.GGUFWriter``, and return it as it is written.
+
+    Args:
+        writer: The writer.
+        tensor_name: Name of the tensor in GGUF.
+        tensor: The tensor.
+        weight_type: Number format of the file.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    array = np.ascontiguousarray(tensor.detach().cpu().to(torch.float32).numpy())
+    tensor_type = GGMLQuantizationType[_tensor_type(tensor_name, array, weight_type)]
+    written = quantize(array, tensor_type)
+    writer.add_tensor(tensor_name, written, raw_dtype=tensor_type)
+    return written
+
+
+def _write_all(writer: Any) -> None:
+    """Write what was added to a ``gguf.GGUFWriter`` to its file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+
+
+def quantize_gguf(path: Path, kind: str) -> None:
+    """Replace a GGUF file by one that llama.cpp's own program ``llama-quantize`` makes of it.
+
+    Args:
+        path: The file, in F32 or BF16.
+        kind: Kind of quantisation as the program names it, such as "Q4_K_M".
+
+    Raises:
+        RunError: The program is not on the PATH, or fails.
+    """
+    program = shutil.which("llama-quantize")
+    if program is None:
+        raise RunError(
+            f"--dtype {kind.lower()}: needs llama.cpp's llama-quantize on the PATH; allowed without it: q8_0"
+        )
+    quantized = path.with_name(f"{path.name}.quantized")
+    done = subprocess.run([program, str(path), str(quantized), kind], capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        last_line = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise RunError(f"--dtype {kind.lower()}: llama-quantize failed: {last_line}")
+    quantized.replace(path)
+
+
+# ---------------------------------------------------------------- Ollama
+
+Render = Callable[..., str]
+"""Renders a conversation with the model's chat template: ``render(messages, add_prompt=True)``."""
+
+
+def write_modelfile(
+    path: Path, name: str, model: str, adapter: str, render: Render | None, ends: Sequence[str]
+) -> None:
+    """Write a ``Modelfile``, from which ``ollama create`` makes a model.
+
+    Args:
+        path: The file.
+        name: The user.
+        model: Path of the GGUF file of the model, relative to the Modelfile.
+        adapter: That of a LoRA adapter; empty for none.
+        render: Renders a conversation; None if the model continues texts.
+        ends: Tokens that end a text, such as "<|im_end|>".
+    """
+    lines = [f"# The model of {name!r}: ollama create NAME -f Modelfile"]
+    if adapter:
+        lines += [f"# {model} is the base, without adapters.", f"FROM {model}", f"ADAPTER {adapter}"]
+    else:
+        lines.append(f"FROM {model}")
+    template = "{{ .Prompt }}" if render is None else chat_template_for_ollama(render)
+    if template is None:  # Ollama then reads the template from the GGUF file, if it knows it
+        lines.append("# The chat template is in the model file: it is not one of turns with a fixed beginning and end.")
+    else:
+        lines.append(f'TEMPLATE """{template}"""')
+    lines += [f"PARAMETER stop {json.dumps(end)}" for end in ends]
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def chat_template_for_ollama(render: Render) -> str | None:
+    """Return a template of Ollama that renders conversations as a chat template does; None if there is none.
+
+    The pieces around messages are read off rendered conversations, and the result is compared on others.
+
+    Args:
+        render: Renders a conversation with the model's chat template.
+    """
+    pieces = _template_pieces(render)
+    if pieces is None:
+        return None
+    for messages in (_conversation("u"), _conversation("uau"), _conversation("su"), _conversation("suauau")):
+        try:
+            expected = render(messages, add_prompt=True)
+        except DataError:  # the template accepts no message of the system
+            return None
+        if pieces.render(messages) != expected:
+            return None
+    return pieces.template()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TemplatePieces:
+    """Text around the messages of a conversation.
+
+    Args:
+        begin: Before the first message if it is not the system's.
+        before: Before a message, by role.
+        after: After a message, by role.
+        prompt: At the end, where the response begins.
+    """
+
+    begin: str
+    before: Mapping[str, str]
+    after: Mapping[str, str]
+    prompt: str
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return what :meth:`template` makes of a conversation."""
+        text = "" if messages[0]["role"] == "system" else self.begin
+        for message in messages:
+            role = message["role"]
+            text += self.before[role] + message["content"] + self.after[role]
+        return text + self.prompt
+
+    def template(self) -> str:
+        """Return the template in the language of Ollama, which is that of Go."""
+        turns = "{{ else if ".join(
+            f'eq .Role "{role}" }}}}{self.before[role]}{{{{ .Content }}}}{self.after[role]}'
+            for role in ("system", "user", "assistant")
+        )
+        begin = f'{{{{ if ne (index .Messages 0).Role "system" }}}}{self.begin}{{{{ end }}}}' if self.begin else ""
+        return f"{begin}{{{{ range .Messages }}}}{{{{ if {turns}{{{{ end }}}}{{{{ end }}}}{self.prompt}"
+
+
+_CONTENTS = {"s": ("system", "SYSTEM"), "u": ("user", "USER"), "a": ("assistant", "ASSISTANT")}
+
+
+def _conversation(roles: str) -> list[dict[str, str]]:
+    """Return a conversation of messages with different contents: ``"ua"`` is a user's message and a response."""
+    messages = []
+    for number, letter in enumerate(roles):
+        role, content = _CONTENTS[letter]
+        messages.append({"role": role, "content": f"{content}{number}"})
+    return messages
+
+
+def _template_pieces(render: Render) -> _TemplatePieces | None:
+    """Return the pieces of a chat template, read off rendered conversations; None if they cannot be read.
+
+    With contents U0, A1, U2 a conversation is ``start U0 first A1 second U2 last``. ``last`` follows a user's message,
+    so ``first`` is ``last`` and what precedes a response. ``start`` and ``second`` both end with what precedes a user's
+    message.
+    """
+    try:
+        start, first, second, last = re.split("USER0|ASSISTANT1|USER2", render(_conversation("uau"), add_prompt=False))
+        prompt_start, prompt_end = render(_conversation("u"), add_prompt=True).split("USER0")
+        before_system, after_system, rest = re.split("SYSTEM0|USER1", render(_conversation("su"), add_prompt=False))
+    except (DataError, ValueError):  # the template refuses a conversation, changes a content or repeats it
+        return None
+    is_regular = prompt_start == start and rest == last and first.startswith(last) and prompt_end.startswith(last)
+    text = "".join((start, first, second, last, prompt_end, before_system, after_system))
+    if not is_regular or "{{" in text or '"""' in text:
+        return None
+    before_user = _common_end(_common_end(start, second), after_system)
+    return _TemplatePieces(
+        begin=start.removesuffix(before_user),
+        before={"system": before_system, "user": before_user, "assistant": first.removeprefix(last)},
+        after={
+            "system": after_system.removesuffix(before_user),
+            "user": last,
+            "assistant": second.removesuffix(before_user),
+        },
+        prompt=prompt_end.removeprefix(last),
+    )
+
+
+def _common_end(first: str, second: str) -> str:
+    """Return the longest text with which both texts end."""
+    length = 0
+    while length < min(len(first), len(second)) and first[-length - 1] == second[-length - 1]:
+        length += 1
+    return first[len(first) - length :]
+
+
+# ---------------------------------------------------------------- architectures
 
 
 def why_no_gguf(config: PreTrainedConfig) -> str:
@@ -464,11 +702,8 @@ def _tensors(architecture: str, name: str, network: PreTrainedModel) -> Iterator
     Raises:
         DataError: GGUF has no name for a tensor.
     """
-    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
-
     config = network.config
-    architecture_id = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == architecture)
-    name_map = get_tensor_name_map(architecture_id, config.num_hidden_layers)
+    find_name = _name_finder(architecture, name, config)
     for key, tensor in network.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:  # the same tensor as the embedding
             continue
@@ -477,12 +712,31 @@ def _tensors(architecture: str, name: str, network: PreTrainedModel) -> Iterator
             layer, name_in_mlp = int(match[1]), match[2]
             yield from _expert_tensors(layer, name_in_mlp, tensor)
             continue
+        yield find_name(key), _reordered(architecture, config, key, tensor)
+    if _rope_type(config) != "default":
+        yield "rope_freqs.weight", _rope_factors(network)
+
+
+def _name_finder(architecture: str, name: str, config: PreTrainedConfig) -> Callable[[str], str]:
+    """Return a function that finds the name in GGUF of a tensor of transformers; it raises DataError if there is none.
+
+    Args:
+        architecture: llama.cpp's name of the architecture.
+        name: The user, for error messages.
+        config: Configuration of the network.
+    """
+    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture_id = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == architecture)
+    name_map = get_tensor_name_map(architecture_id, config.num_hidden_layers)
+
+    def find_name(key: str) -> str:
         gguf_name = name_map.get_name(key, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
             raise DataError(f"user {name!r}: no GGUF tensor for {key!r}; --format transformers has no such limit")
-        yield gguf_name, _reordered(architecture, config, key, tensor)
-    if _rope_type(config) != "default":
-        yield "rope_freqs.weight", _rope_factors(network)
+        return gguf_name
+
+    return find_name
 
 
 def _expert_tensors(layer: int, name_in_mlp: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -382,21 +382,35 @@ def write_peft(
     Returns:
         The LoRA's rank.
     """
-    factors_by_name = {change.name: _factors(change) for change in changes}
-    rank = max(a.shape[0] for a, _b in factors_by_name.values())
+    rank, factors_by_name = lora_factors(changes)
     tensors = {}
     for name, (a, b) in factors_by_name.items():
-        # PEFT needs the same rank in all layers; narrow layers may have a smaller one, so their factors are padded.
-        num_zeros = rank - a.shape[0]
-        padded_a = F.pad(a, (0, 0, 0, num_zeros))
-        padded_b = F.pad(b, (0, num_zeros))
-        tensors[f"base_model.model.{name}.lora_A.weight"] = padded_a.to(dtype).contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = padded_b.to(dtype).contiguous()
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype).contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype).contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     transposed = changes[0].transposed  # the same for all changes
     config = _peft_config(base, base_name, list(factors_by_name), rank, transposed)
     write_json(folder / CONFIG, config)
     return rank
+
+
+def lora_factors(changes: Sequence[Change]) -> tuple[int, dict[str, tuple[Tensor, Tensor]]]:
+    """Return one LoRA that equals the changes, with the same rank in all layers, as other programs need it.
+
+    Args:
+        changes: One change per adapted linear layer.
+
+    Returns:
+        The rank, and by name of the layer the factors A ``(rank, d_in)`` and B ``(d_out, rank)``. Factors of a lower
+        rank, as narrow layers may have, are padded with zeros.
+    """
+    factors_by_name = {change.name: _factors(change) for change in changes}
+    rank = max(a.shape[0] for a, _b in factors_by_name.values())
+    padded = {}
+    for name, (a, b) in factors_by_name.items():
+        num_zeros = rank - a.shape[0]
+        padded[name] = F.pad(a, (0, 0, 0, num_zeros)), F.pad(b, (0, num_zeros))
+    return rank, padded
 
 
 def _factors(change: Change) -> tuple[Float[Tensor, "rank d_in"], Float[Tensor, "d_out rank"]]:
