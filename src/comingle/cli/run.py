@@ -185,7 +185,8 @@ def export(
         str | None,
         typer.Option(
             "--dtype",
-            help="Use float32, bfloat16, float16 or float64; for gguf float32, bfloat16, q8_0 or q4_k_m (default: the run's).",
+            help="Use float32, bfloat16, float16 or float64; for gguf float32, bfloat16, q8_0 or q4_k_m "
+            "(default: the run's).",
         ),
     ] = None,
     method: Annotated[str | None, typer.Option("--method", help="Export this method's run of a comparison.")] = None,

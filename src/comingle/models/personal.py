@@ -554,8 +554,8 @@ class PersonalModel(Personal):
         Args:
             folder: A folder that does not exist yet, unless ``force`` replaces an earlier export.
             format: "transformers" (a plain model, or the sparse mixture of the base's family), "peft" (one LoRA),
-                "gguf" (for llama.cpp and Ollama), "gguf-adapter" (one LoRA for them), or "merged-approximately" (a plain
-                model with gates fixed at their mean over the user's validation text, on which the loss is measured).
+                "gguf" (for llama.cpp and Ollama), "gguf-adapter" (one LoRA for them), or "merged-approximately" (a
+                plain model with gates fixed at their mean over the user's validation text, where the loss is measured).
             dtype: float32, bfloat16 or float64; for GGUF float32, bfloat16, q8_0 or a kind of llama-quantize
                 such as q4_k_m; None for the base's.
             force: Replace an earlier export.
