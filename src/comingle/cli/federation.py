@@ -97,6 +97,12 @@ def server(
             show_default=False,
         ),
     ] = None,
+    status_port: Annotated[
+        int | None,
+        typer.Option(
+            "--status-port", min=0, max=65535, help="Serve a status page and /metrics on this port of this machine."
+        ),
+    ] = None,
     all_users: AllUsers = False,
     quiet: Quiet = False,
 ) -> None:
@@ -120,6 +126,7 @@ def server(
         return
     hide_names(plan.users)
     from comingle.federation.launch import serve
+    from comingle.federation.status_page import serving_status
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import literal_text
 
@@ -127,9 +134,10 @@ def server(
     say = line_printer(quiet=quiet)
     if continuous:  # until the process is interrupted
         options: dict[str, Any] = {"host": host, "port": port, "certificates": certificates}
-        serve(federation, plan, folder, say=say, continuous=True, **options)
+        with serving_status(folder, status_port, say):
+            serve(federation, plan, folder, say=say, continuous=True, **options)
         return
-    with show_participants(folder, all_users=all_users, quiet=quiet):
+    with serving_status(folder, status_port, say), show_participants(folder, all_users=all_users, quiet=quiet):
         metrics = serve(federation, plan, folder, host=host, port=port, certificates=certificates, say=say)
     if logs_json():
         say(f"the federation has ended; {folder}/metrics.json has its results")

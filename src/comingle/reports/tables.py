@@ -532,9 +532,9 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
     """
     content = _read_participants(folder)
     users: Mapping[str, JsonMapping] = content.get("users", {})
-    measure = content.get("measure") or "test"
+    measure = content.get("measure") or ""
     table = rich_table.Table("user", "", title=_participants_title(content), title_justify="left", box=None)
-    for heading in ("round", "last seen", "sent", "received", "loss", measure):
+    for heading in ("round", "last seen", "sent", "received", "train loss", f"test {measure}".strip()):
         table.add_column(heading, justify="right")
     optional_columns = ["epsilon"] if "privacy" in content else []  # keys of a user, which are also the headings
     if any(user.get("counted") is not None for user in users.values()):  # weights of a robust aggregation rule
