@@ -196,7 +196,7 @@ def _read_json(path: Path) -> JsonObject:
 
 
 def _gains_table(history: RunHistory) -> Table:
-    """Return a table of users' first and newest test results, for those who report them."""
+    """Return a table of users' first and newest test results, as far as they report them."""
     measure = history.measure
     key = f"test_{measure}"
     table = Table("user", title=f"test {measure} ({MEASURES[measure]} is better)", box=None)

@@ -301,7 +301,7 @@ def test_quantisation_by_llama_cpp_needs_its_program(
 def test_llama_cpp_quantises(federate: Any, tmp_path: Path) -> None:
     if shutil.which("llama-quantize") is None:
         pytest.skip("llama-quantize is not on the PATH")
-    person = trained(federate, "fedit", base="random:llama?dim=256&hidden=256").user("bob")
+    person = trained(federate, "fedit", base="random:llama?dim=256&mlp=256").user("bob")
     person.export(tmp_path / "g", format="gguf", dtype="q4_k_m")
     types = {tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "g" / "model.gguf").tensors}
     assert "Q4_K" in types
