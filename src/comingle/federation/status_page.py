@@ -312,9 +312,8 @@ def _login_page(message: str = "") -> str:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request; the server's attributes ``status`` and ``key`` are those of the federation."""
+    """Answers one request."""
 
-    server: _StatusServer
     protocol_version = "HTTP/1.1"
     timeout = _REQUEST_SECONDS
     server_version, sys_version = "comingle", ""
@@ -324,7 +323,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_for_this_machine():
             return
         if self.path == "/health":
-            newest = self.server.status.histories()[-1]
+            newest = self._page_server.status.histories()[-1]
             self._send(200, json.dumps({"status": "ok", "run": newest.state}), "application/json")
         elif self.path not in ("/", "/metrics"):
             self._send(404, "not found\n", "text/plain")
@@ -334,10 +333,10 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._send(401, "the operator's key is needed: Authorization: Bearer KEY\n", "text/plain")
         elif self.path == "/":
-            self._send(200, self.server.status.page(), "text/html")
+            self._send(200, self._page_server.status.page(), "text/html")
         else:
             try:
-                self._send(200, self.server.status.metrics().decode(), "text/plain; version=0.0.4")
+                self._send(200, self._page_server.status.metrics().decode(), "text/plain; version=0.0.4")
             except ImportError:
                 self._send(501, f"/metrics {METRICS_EXTRA}\n", "text/plain")
 
@@ -357,6 +356,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         cookie = f"{_COOKIE}={given}; HttpOnly; SameSite=Strict; Path=/"
         self._send(303, "", "text/plain", {"Location": "/", "Set-Cookie": cookie})
+
+    @property
+    def _page_server(self) -> _StatusServer:
+        """The server, which has the status and the operator's key."""
+        assert isinstance(self.server, _StatusServer)
+        return self.server
 
     def _is_for_this_machine(self) -> bool:
         """Return whether the request names this machine; refuse it if not, as of a page whose name was bound to it."""
@@ -378,7 +383,7 @@ class _Handler(BaseHTTPRequestHandler):
         return _COOKIE in cookie and self._is_key(cookie[_COOKIE].value)
 
     def _is_key(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self.server.key.encode())  # in constant time
+        return hmac.compare_digest(given.encode(), self._page_server.key.encode())  # in constant time
 
     def _send(self, status: int, text: str, content_type: str, headers: Mapping[str, str] | None = None) -> None:
         """Send a response.
