@@ -3,18 +3,21 @@
     python examples/living/month.py
     python examples/living/month.py --base smollm2-135m --texts posts.jsonl.xz --user category
 
-Three users start with the first part. With the second part they continue; a fourth user joins with the third; one
-leaves before the fourth, and the runs are repeated without it (``comingle leave --mode exact``). At the end each
-user's model is scored on held-out text of every part, beside a model that was trained in the same steps alone, and one
-that was trained at once on everything. Without ``--texts`` the users are packages of Python's own library.
+Three users start with the first part. With each part all users train again, on all of their text so far. A fourth user
+joins with the third part; one leaves before the fourth, and the runs are repeated without it (``comingle leave --mode
+exact``). At the end each user's model is scored on held-out text of every part, beside a model that was trained in the
+same steps alone, and one that was trained at once on everything. Without ``--texts`` the users are packages of Python's
+own library. ``clients.py`` is the same month with a server and a client process for each user.
 """
 
 import argparse
 import json
 import lzma
+import math
 import sysconfig
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import comingle
@@ -24,6 +27,8 @@ from comingle.runs.results import Run
 PARTS, STARTING, JOINS_AT = 4, 3, 2  # the fourth user joins with the third part
 Files = dict[str, list[dict[str, str]]]
 """Paths of training, validation and test text, by user and part."""
+Scores = dict[tuple[str, int], float]
+"""Perplexity by user and part."""
 PACKAGES = ("unittest", "asyncio", "email", "multiprocessing")
 
 
@@ -72,98 +77,190 @@ def write_parts(texts: dict[str, list[str]], folder: Path, documents: int) -> Fi
     return files
 
 
-def train_in_parts(recipe: dict, files: Files, folder: Path, leaver: str, replay: float) -> Run:
-    """Train a run for each part, each continuing the one before; return the last one.
+def users_by_part(files: Files) -> list[list[str]]:
+    """Return the users who take part when each part has arrived: the fourth joins late, and the second leaves early."""
+    present = [list(files)[: STARTING + (part >= JOINS_AT)] for part in range(PARTS)]
+    present[-1].remove(leaver_of(files))
+    return present
+
+
+def leaver_of(files: Files) -> str:
+    """Return the user who leaves before the last part."""
+    return list(files)[1]
+
+
+def join_parts(parts: Sequence[Mapping[str, str]], path: Path) -> dict[str, str]:
+    """Write the training and validation text of some parts together, and return the files with the last test text.
+
+    Args:
+        parts: Files by split, of each part.
+        path: Beginning of the paths.
+    """
+    joined = {"test": parts[-1]["test"]}
+    for split in ("train", "valid"):
+        joined[split] = f"{path}-{split}.txt"
+        Path(joined[split]).write_text("\n\n".join(Path(part[split]).read_text(encoding="utf-8") for part in parts))
+    return joined
+
+
+def train_in_parts(recipe: dict, files: Files, folder: Path, present: list[list[str]]) -> list[Run]:
+    """Train a run for each part, each continuing the one before, and return them.
 
     Args:
         recipe: The recipe without data.
         files: Files by user and part.
         folder: Folder of the runs.
-        leaver: User who leaves before the last part.
-        replay: Share of earlier text in the training data.
+        present: Users of each part. The influence of one who is missing in the next part is removed before it.
     """
-    names, earlier = list(files), {}
-    for part in range(PARTS):
-        present = names[: STARTING + (part >= JOINS_AT)]
-        if part == PARTS - 1:
-            present = [name for name in present if name != leaver]
-            remove_user(plan_removal(folder / f"part{part}", leaver, "exact"), print)
-        users = {name: files[name][part] for name in present}
-        data = {"users": users, "replay": replay if earlier else 0.0}
-        changes = {"data": data, "seed": part}
-        run = comingle.run({**recipe, **changes}, out=folder / f"part{part + 1}", **earlier)
-        keeps_moments = recipe["training"].get("experts") is not None  # constant rates
-        earlier = {"continue_from": {"run": str(folder / f"part{part + 1}"), "moments": keeps_moments}}
-        print(f"{folder.name} part {part + 1}: {', '.join(present)}; {run}", flush=True)
-    return run
+    folder.mkdir()
+    earlier: dict = {}
+    for part, names in enumerate(present):
+        for name in set(present[part - 1]) - set(names) if part else ():
+            remove_user(plan_removal(folder / f"part{part}", name, "exact"), print)
+        users = {}
+        for name in names:
+            own_parts = [files[name][number] for number in range(part + 1) if name in present[number]]
+            users[name] = join_parts(own_parts, folder / f"{list(files).index(name)}-until-{part + 1}")
+        run = comingle.run(
+            {**recipe, "data": {"users": users}, "seed": part}, out=folder / f"part{part + 1}", **earlier
+        )
+        earlier = {"continue_from": str(folder / f"part{part + 1}")}
+        print(f"{folder.name} part {part + 1}: {', '.join(names)}; {run}", flush=True)
+    return [comingle.load(folder / f"part{part + 1}") for part in range(len(present))]
 
 
-def train_at_once(recipe: dict, files: Files, folder: Path, leaver: str) -> Run:
+def train_at_once(recipe: dict, files: Files, folder: Path, present: list[list[str]]) -> Run:
     """Train one run on all parts, in which each user takes as many steps as in its parts together.
 
     Args:
         recipe: The recipe without data.
         files: Files by user and part.
         folder: Folder of the run.
-        leaver: User who takes no part.
+        present: Users of each part; those of the last one take part.
     """
+    folder.mkdir()
     users, steps = {}, {}
-    for position, (name, parts) in enumerate(files.items()):
-        if name == leaver:
-            continue
-        own_parts = parts[JOINS_AT if position >= STARTING else 0 :]
-        users[name] = {"test": parts[-1]["test"]}
+    for name in present[-1]:
+        own_parts = [of_part for of_part, names in zip(files[name], present, strict=True) if name in names]
         steps[name] = recipe["training"]["local_steps"] * len(own_parts) // PARTS
-        for split in ("train", "valid"):
-            whole = Path(parts[0][split]).with_stem(f"whole-{position}-{split}")
-            whole.write_text("\n\n".join(Path(part[split]).read_text(encoding="utf-8") for part in own_parts))
-            users[name][split] = str(whole)
+        users[name] = join_parts(own_parts, folder / str(list(files).index(name)))
     training = {**recipe["training"], "rounds": PARTS * recipe["training"]["rounds"], "local_steps": steps}
-    return comingle.run({**recipe, "training": training, "data": {"users": users}}, out=folder)
+    return comingle.run({**recipe, "training": training, "data": {"users": users}}, out=folder / "run")
 
 
-def main() -> None:
-    """Train in parts, alone and at once, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def train_references(recipe: dict, files: Files, folder: Path, present: list[list[str]]) -> dict[str, Scores]:
+    """Train each user alone in parts, and all at once, and return the scores.
+
+    Args:
+        recipe: The recipe of the group, without data.
+        files: Files by user and part.
+        folder: Folder of the runs.
+        present: Users of each part. One who leaves is in none of these runs.
+    """
+    staying = [[name for name in names if name in present[-1]] for names in present]
+    alone = train_in_parts({**recipe, "method": "local"}, files, folder / "alone", staying)[-1]
+    at_once = train_at_once(recipe, files, folder / "at once", staying)
+    return {"alone": score(alone, files), "at once": score(at_once, files)}
+
+
+def score(run: Run, files: Files, parts: Sequence[int] = range(PARTS)) -> Scores:
+    """Return the perplexity of held-out text by user and part.
+
+    Args:
+        run: The run whose models are scored.
+        files: Files by user and part.
+        parts: Numbers of the parts.
+    """
+    return {
+        (name, part): run.user(name).perplexity(Path(files[name][part]["test"]).read_text(encoding="utf-8"), context=64)
+        for name in run.users
+        for part in parts
+    }
+
+
+def print_results(ways: Mapping[str, Scores], when_new: Scores, present: list[list[str]]) -> None:
+    """Print the table, and for each user what taking part in parts has cost.
+
+    Args:
+        ways: Scores of the final models: "together", "alone" and "at once".
+        when_new: Scores of each part when it was the newest.
+        present: Users of each part.
+    """
+    print(f"{'user':16} {'part':>4} " + " ".join(f"{way:>9}" for way in ways))
+    for name in present[-1]:
+        for part in range(PARTS):
+            print(f"{name:16} {part + 1:>4} " + " ".join(f"{scores[name, part]:>9.2f}" for scores in ways.values()))
+    together, alone, at_once = (ways[way] for way in ("together", "alone", "at once"))
+    last = PARTS - 1
+    for name in present[-1]:
+        own_parts = [part for part in range(PARTS) if name in present[part]]
+        behind = percent(together[name, last] / at_once[name, last])
+        lost = max(percent(together[name, part] / when_new[name, part]) for part in own_parts if part < last)
+        ratios = [math.log(together[name, part] / alone[name, part]) for part in own_parts]
+        to_alone = percent(math.exp(sum(ratios) / len(ratios)))
+        print(
+            f"{name}: newest part {behind:+.1f}% to training at once ({verdict(behind <= 3)}: at most 3%); "
+            f"earlier parts {lost:+.1f}% since they were new ({verdict(lost <= 5)}: at most 5%); "
+            f"all its parts {to_alone:+.1f}% to training alone ({verdict(to_alone <= 0)}: not above 0)"
+        )
+
+
+def percent(ratio: float) -> float:
+    """Return how much larger than one a ratio is, in percent."""
+    return 100 * (ratio - 1)
+
+
+def verdict(is_kept: bool) -> str:
+    """Return whether a bound is kept."""
+    return "kept" if is_kept else "missed"
+
+
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of the options of a month."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="random:llama?dim=64&layers=2")
     parser.add_argument("--texts", type=Path, help="JSON lines with the keys text and --user, plain or xz.")
     parser.add_argument("--user", default="user", help="Key of the user of a row.")
     parser.add_argument("--documents", type=int, default=120, help="Documents of a user and part.")
     parser.add_argument("--rounds", type=int, default=6, help="Rounds for each part.")
     parser.add_argument("--steps", type=int, default=10, help="Local steps in a round.")
-    parser.add_argument("--replay", type=float, default=0.3, help="Share of earlier text in training data.")
-    parser.add_argument("--cosine", action="store_true", help="Begin the learning rates anew with each part.")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="Constant learning rate of the experts.")
     parser.add_argument("--method", default="comigs-1g1s")
-    arguments = parser.parse_args()
-    began = time.monotonic()
-    recipe = {
+    return parser
+
+
+def recipe_of(arguments: argparse.Namespace) -> dict:
+    """Return the recipe without data."""
+    experts = {"schedule": "constant", "learning_rate": arguments.learning_rate}
+    return {
         "base": arguments.base,
         "method": arguments.method,
-        "training": {"rounds": arguments.rounds, "local_steps": arguments.steps, "batch_size": 4, "context": 64},
+        "training": {
+            "rounds": arguments.rounds,
+            "local_steps": arguments.steps,
+            "batch_size": 4,
+            "context": 64,
+            "experts": experts,
+        },
         "evaluation": {"first": False, "every": arguments.rounds},
     }
-    if not arguments.cosine:
-        recipe["training"] |= {"experts": {"schedule": "constant"}, "router": {"schedule": "constant"}}
+
+
+def main() -> None:
+    """Train in parts, alone and at once, and print the table."""
+    arguments = argument_parser(__doc__).parse_args()
+    began, recipe = time.monotonic(), recipe_of(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         files = write_parts(texts_by_user(arguments), folder, arguments.documents)
-        leaver, recipe_alone = list(files)[1], {**recipe, "method": "local"}
-        ways = {
-            "together": train_in_parts(recipe, files, folder / "together", leaver, arguments.replay),
-            "alone": train_in_parts(recipe_alone, files, folder / "alone", leaver, arguments.replay),
-            "at once": train_at_once(recipe, files, folder / "at once", leaver),
-        }
-        for entry in ways["together"].metrics["earlier"]:
-            for name, scores in entry["users"].items():
-                then, now = (scores[time_]["test_perplexity"] for time_ in ("before", "after"))
-                print(f"{name}, test text of {Path(entry['run']).name}: {then:.2f} then, {now:.2f} after the last part")
+        present = users_by_part(files)
+        runs = train_in_parts(recipe, files, folder / "together", present)
+        when_new: Scores = {}
+        for part, run in enumerate(runs):
+            when_new |= score(run, files, [part])
+        ways = {"together": score(runs[-1], files), **train_references(recipe, files, folder, present)}
         print(f"\nperplexity on held-out text, after {PARTS} parts ({time.monotonic() - began:.0f} s)")
-        print(f"{'user':16} {'part':>4} " + " ".join(f"{way:>9}" for way in ways))
-        for name in ways["together"].users:
-            for part, of_part in enumerate(files[name], start=1):
-                text = Path(of_part["test"]).read_text(encoding="utf-8")
-                scores = [run.user(name).perplexity(text, context=64) for run in ways.values()]
-                print(f"{name:16} {part:>4} " + " ".join(f"{score:>9.2f}" for score in scores))
+        print_results(ways, when_new, present)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 
 import comingle
 from comingle.methods.clustered import ChooseModel
+from comingle.utils.records import read_events, read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SOURCES = Path(__file__).parents[2] / "src"
@@ -40,10 +41,10 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-def printed(name: str, folder: Path, *options: str) -> str:
+def printed(name: str, folder: Path, *options: str, seconds: float = 300) -> str:
     """What an example prints in a process of its own."""
     command = [sys.executable, "-W", "error", str(EXAMPLES / name), *options]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr
     assert not list(folder.iterdir())
     return done.stdout
@@ -139,7 +140,47 @@ def test_the_quickstart_is_a_notebook_too(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_month_of_a_living_group(tmp_path: Path) -> None:
     """Every user and part has three scores; who has left is in no table, and the newcomer has all parts scored."""
     told = printed("living/month.py", tmp_path, "--documents", "30", "--rounds", "1", "--steps", "3")
-    rows = re.findall(r"^(\w+) +(\d) +([\d.]+) +([\d.]+) +([\d.]+)$", told, re.MULTILINE)
-    assert [name for name, *_ in rows] == [name for name in ("unittest", "email", "multiprocessing") for _ in range(4)]
-    assert all(float(score) > 1 for _name, _part, *scores in rows for score in scores)
+    assert_month_is_scored(told)
     assert "training again without asyncio" in told
+
+
+def assert_month_is_scored(told: str) -> None:
+    """Assert that a month has three scores for every user and part, and three verdicts for every user."""
+    users = ("unittest", "email", "multiprocessing")
+    rows = re.findall(r"^(\w+) +(\d) +([\d.]+) +([\d.]+) +([\d.]+)$", told, re.MULTILINE)
+    assert [name for name, *_ in rows] == [name for name in users for _ in range(4)]
+    assert all(float(score) > 1 for _name, _part, *scores in rows for score in scores)
+    for name in users:
+        (verdicts,) = re.findall(rf"^{name}: newest part (.+)$", told, re.MULTILINE)
+        assert len(re.findall(r"\((kept|missed): ", verdicts)) == 3
+
+
+@pytest.mark.slow
+def test_a_month_of_client_processes(tmp_path: Path) -> None:
+    """Everyone is served throughout, all parts are trained, the fourth user joins, and the leaver is refused."""
+    pytest.importorskip("flwr")
+    folder, month = tmp_path / "empty", tmp_path / "month"
+    folder.mkdir()
+    options = ("--documents", "30", "--rounds", "2", "--steps", "3", "--keep", str(month))
+    told = printed("living/clients.py", folder, *options, seconds=600)
+    assert_month_is_scored(told)
+    starting = {"unittest", "asyncio", "email"}
+    present = [starting, starting, starting | {"multiprocessing"}, {"unittest", "email", "multiprocessing"}]
+    for number, names in enumerate(present, start=1):
+        run = month / "runs" / f"{number:04d}"
+        assert set(read_metrics(run)["users"]) == names
+        rounds = [event for event in read_events(run) if event["event"] == "round"]
+        assert len(rounds) == 2
+        assert all(set(event["train_loss_nats"]) == names for event in rounds)
+    assert len(list((month / "runs").glob("*.yaml"))) == 4
+    answers = dict(re.findall(r"^(\w+): (\d+) answers, 0 failed", told, re.MULTILINE))
+    assert set(answers) == starting | {"multiprocessing"}
+    assert all(int(number) > 10 for number in answers.values())
+    assert "everyone was served throughout: yes" in told
+    assert re.search("^asyncio left; .*asyncio: not a user of this federation", told, re.MULTILINE)
+    newest = month / "runs" / "0004"
+    naming = [path for path in newest.rglob("*") if path.is_file() and b"asyncio" in path.read_bytes()]
+    assert naming == [newest / "events.jsonl"]
+    naming_events = [event for event in read_events(newest) if "asyncio" in str(event)]
+    assert [event["continues"]["dropped"] for event in naming_events] == [["asyncio"]]
+    assert not [path.name for path in month.glob("*.log") if "Traceback" in path.read_text()]

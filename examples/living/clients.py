@@ -1,0 +1,331 @@
+"""The month of ``month.py`` over real processes: a continuous server, and a client for each user that serves its model.
+
+    python examples/living/clients.py
+    python examples/living/clients.py --base stories260K --texts posts.jsonl.xz
+
+All processes run on this machine and talk over TLS, each client with a key of its own. Text arrives as new files in the
+clients' folders. Each client serves its user's model (``comingle client --serve``), which is asked for short answers
+all the time. The fourth user joins with ``comingle server --add-user``. The one who leaves is removed with
+``--remove-user``, so its past contributions remain in what the others share. At the end the same table as that of
+``month.py`` is printed.
+"""
+
+import http.client
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import yaml
+from month import (
+    PARTS,
+    STARTING,
+    Files,
+    Scores,
+    argument_parser,
+    leaver_of,
+    print_results,
+    recipe_of,
+    score,
+    texts_by_user,
+    train_references,
+    users_by_part,
+    write_parts,
+)
+
+import comingle
+from comingle.federation.flower.processes import free_port
+
+HOST = "127.0.0.1"
+PROGRAM = (sys.executable, "-m", "comingle")
+WAIT_SECONDS = 600
+"""Longest wait for a run or a client."""
+PAUSE_SECONDS = 0.2
+"""Time between an answer and the next request to the same model."""
+
+
+class Requester(threading.Thread):
+    """Requests short answers of a served model, one after another, until it is stopped."""
+
+    def __init__(self, name: str, port: int) -> None:
+        """Start the thread.
+
+        Args:
+            name: The user.
+            port: Port at which the user's client serves its model.
+        """
+        super().__init__(daemon=True)
+        self.url, self.user = f"http://{HOST}:{port}/v1/completions", name
+        self.seconds: list[float] = []
+        """Duration of each answer."""
+        self.failures: list[str] = []
+        """Failed requests since the first answer; before it, the client starts and waits for the server."""
+        self._stopped = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Request answers."""
+        body = {"model": self.user, "prompt": "The first thing is", "max_tokens": 8}
+        request = urllib.request.Request(self.url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        while not self._stopped.wait(PAUSE_SECONDS):
+            began = time.monotonic()
+            try:
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    json.load(response)["choices"][0]["text"]
+            except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
+                if self.seconds:
+                    self.failures.append(f"{type(error).__name__}: {error}")
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()
+            else:
+                self.seconds.append(time.monotonic() - began)
+
+    def stop(self) -> None:
+        """Wait for the answer in progress, and request no other."""
+        self._stopped.set()
+        self.join()
+
+
+class Month:
+    """The processes of a month, and the files that they read."""
+
+    def __init__(self, folder: Path, recipe: dict, files: Files) -> None:
+        """Write the server's file and the keys.
+
+        Args:
+            folder: Folder of all files.
+            recipe: The recipe without data.
+            files: Files by user and part.
+        """
+        self.folder, self.files, self.port = folder, files, free_port()
+        self.runs = folder / "runs"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.requesters: dict[str, Requester] = {}
+        self._plan, self._keys = folder / "federation.yaml", folder / "keys"
+        when = {"users": len(files), "new_tokens": 200}  # when there is new text of all users
+        starting = list(files)[:STARTING]
+        plan = {**recipe, "participants": starting, "rounds": {"when": when}}
+        self._plan.write_text(yaml.safe_dump(plan, sort_keys=False), encoding="utf-8")
+        self.command("--make-certificates", self._keys, "--host", HOST)
+
+    def command(self, *options: object) -> None:
+        """Run ``comingle server FILE`` with options that change files, and wait for its end."""
+        subprocess.run([*PROGRAM, "server", str(self._plan), *map(str, options)], check=True, stdout=subprocess.DEVNULL)
+
+    def start(self, name: str, *arguments: object) -> None:
+        """Start a process, whose lines are written to a file.
+
+        Args:
+            name: Name of the process.
+            arguments: Arguments of ``comingle``.
+        """
+        command = [*PROGRAM, *map(str, arguments)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self.log(name).open("w", encoding="utf-8") as log:
+            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def start_server(self) -> None:
+        """Start the continuous server."""
+        options = [
+            "--out",
+            self.runs,
+            "--continuous",
+            "--host",
+            HOST,
+            "--port",
+            self.port,
+            "--certificates",
+            self._keys,
+        ]
+        self.start("server", "server", self._plan, *options)
+
+    def start_client(self, name: str) -> None:
+        """Start the client of a user, and request answers of its model from now on."""
+        own_file, port = self.folder / f"{name}.yaml", free_port()
+        settings = {
+            "name": name,
+            "data": {split: str(self.data_folder(name, split)) for split in ("train", "valid", "test")},
+            "state": str(self.state_folder(name)),
+            "server": f"{HOST}:{self.port}",
+            "certificates": str(self._keys / "ca.pem"),
+            "key": str(self._keys / "users" / f"{name}.key"),
+        }
+        own_file.write_text(yaml.safe_dump(settings), encoding="utf-8")
+        self.start(name, "client", own_file, "--serve", port)
+        self.requesters[name] = Requester(name, port)
+
+    def add_user(self, name: str) -> None:
+        """Let a user join the running federation."""
+        self.command("--add-user", name, "--certificates", self._keys)
+
+    def remove_user(self, name: str) -> None:
+        """Let a user leave the running federation: the next run begins without it."""
+        self.requesters[name].stop()
+        self.command("--remove-user", name)
+
+    def add_text(self, name: str, part: int) -> None:
+        """Add a part of a user's text to the folders that its client reads."""
+        for split, path in self.files[name][part].items():
+            arrived = self.data_folder(name, split) / f"part{part + 1}.txt"
+            arrived.parent.mkdir(parents=True, exist_ok=True)
+            draft = self.folder / "draft"  # so that the client reads a whole file
+            draft.write_text(Path(path).read_text(encoding="utf-8"), encoding="utf-8")
+            draft.replace(arrived)
+
+    def wait_for_run(self, number: int, names: list[str]) -> Scores:
+        """Wait until a run has ended, and return the scores of its users on the text that is new in it.
+
+        Args:
+            number: Number of the run, from 1.
+            names: Its users.
+        """
+        self.wait_until(lambda: self.has_ended(number), f"run {number}", ["server", *names])
+        scores = self.scores(number, names, [number - 1])
+        print(f"run {number}: {', '.join(names)}", flush=True)
+        return scores
+
+    def has_ended(self, number: int) -> bool:
+        """Return whether a run has ended and the clients have saved their models."""
+        run = self.runs / f"{number:04d}"
+        if not (run / "metrics.json").exists():
+            return False
+        return "ending" not in json.loads((run / "federation.json").read_text(encoding="utf-8"))
+
+    def scores(self, number: int, names: list[str], parts: list[int]) -> Scores:
+        """Return the scores of the models that clients have saved at the end of a run.
+
+        Args:
+            number: Number of the run, from 1.
+            names: The users.
+            parts: Numbers of the parts whose held-out text is read.
+        """
+        run = json.loads((self.runs / f"{number:04d}" / "federation.json").read_text(encoding="utf-8"))["run"]
+        scores: Scores = {}
+        for name in names:
+            scores |= score(comingle.load(self.state_folder(name) / f"run-{run}" / "model"), self.files, parts)
+        return scores
+
+    def wait_until(self, has_happened: Callable[[], bool], what: str, needed: list[str]) -> None:
+        """Wait, and end with the last lines of a process that has ended early.
+
+        Args:
+            has_happened: Whether the wait is over.
+            what: What is awaited, for the error.
+            needed: Processes without which it cannot happen.
+        """
+        until = time.monotonic() + WAIT_SECONDS
+        while not has_happened():
+            ended = [name for name in needed if self.processes[name].poll() is not None]
+            if ended or time.monotonic() > until:
+                logs = "\n".join(f"{name}: {self.log(name).read_text()[-2000:]}" for name in ended or needed)
+                raise SystemExit(f"{what}: {'ended: ' + ', '.join(ended) if ended else 'too late'}\n{logs}")
+            time.sleep(0.5)
+
+    def wait_for_refusal(self, name: str) -> None:
+        """Wait until the client of a user who was removed has ended, and print its last line."""
+        self.wait_until(lambda: self.processes[name].poll() is not None, f"refusal of {name}", ["server"])
+        print(f"{name} left; its client ended: {self.log(name).read_text(encoding='utf-8').strip().splitlines()[-1]}")
+
+    def end(self) -> None:
+        """Stop the requests, then all processes."""
+        for requester in self.requesters.values():
+            requester.stop()
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.wait(60)
+
+    def log(self, name: str) -> Path:
+        """Return the file with the lines of a process."""
+        return self.folder / f"{name}.log"
+
+    def state_folder(self, name: str) -> Path:
+        """Return the folder of the state of a user's client."""
+        return self.folder / "clients" / name / "state"
+
+    def data_folder(self, name: str, split: str) -> Path:
+        """Return the folder in which text of a split arrives."""
+        return self.folder / "clients" / name / split
+
+
+def run_month(month: Month, present: list[list[str]]) -> tuple[Scores, Scores]:
+    """Run the month of all processes; return the scores of the last models, and those of each part when it was new.
+
+    Args:
+        month: The month, before its first process.
+        present: Users of each part.
+    """
+    when_new: Scores = {}
+    earlier: list[str] = []
+    for part, names in enumerate(present):
+        newcomers = [name for name in names if name not in earlier]
+        for name in earlier:
+            if name not in names:
+                month.remove_user(name)
+        for name in newcomers:
+            month.add_text(name, part)
+        if part == 0:
+            month.start_server()
+        for name in newcomers:
+            if part > 0:
+                month.add_user(name)
+            month.start_client(name)
+        for name in earlier:
+            if name in names:
+                month.add_text(name, part)
+        when_new |= month.wait_for_run(part + 1, names)
+        earlier = names
+    return month.scores(PARTS, earlier, list(range(PARTS))), when_new
+
+
+def print_answers(month: Month) -> int:
+    """Print how many answers each user got and how long they took; return the number of failed requests."""
+    for name, requester in month.requesters.items():
+        seconds = sorted(requester.seconds)
+        print(
+            f"{name}: {len(seconds)} answers, {len(requester.failures)} failed; "
+            f"median {statistics.median(seconds):.2f} s, 95% within {seconds[int(0.95 * (len(seconds) - 1))]:.2f} s, "
+            f"all within {seconds[-1]:.2f} s"
+        )
+        for failure in requester.failures[:3]:
+            print(f"  {failure}")
+    return sum(len(requester.failures) for requester in month.requesters.values())
+
+
+def main() -> None:
+    """Run the month, and train alone and at once; print the answers and the table."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--keep", type=Path, help="New folder for all files, which are deleted otherwise.")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with ExitStack() as exit_stack:
+        folder = arguments.keep or Path(exit_stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "texts").mkdir(parents=True)
+        files = write_parts(texts_by_user(arguments), folder / "texts", arguments.documents)
+        present, recipe = users_by_part(files), recipe_of(arguments)
+        month = Month(folder, recipe, files)
+        try:
+            together, when_new = run_month(month, present)
+            month.wait_for_refusal(leaver_of(files))
+        finally:
+            month.end()
+        num_failed = print_answers(month)
+        print(f"everyone was served throughout: {'no' if num_failed else 'yes'} ({time.monotonic() - began:.0f} s)")
+        ways = {"together": together, **train_references(recipe, files, folder, present)}
+        print(f"\nperplexity on held-out text, after {PARTS} parts ({time.monotonic() - began:.0f} s)")
+        print_results(ways, when_new, present)
+    if num_failed:
+        raise SystemExit(f"{num_failed} requests failed")
+
+
+if __name__ == "__main__":
+    main()
