@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from comingle.federation.messages import unpack_answer, unpack_task
 from comingle.federation.participant import Own
 from comingle.federation.run_folder import WhenSection, has_ended, run_federation
 from comingle.federation.server_app import ContinuousServer
+from comingle.privacy.accounting import read_account
 from comingle.runs import api
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.records import read_events, read_metrics
@@ -497,7 +499,12 @@ def test_durations(text: object, seconds: float) -> None:
         ({"rounds": {"when": {"at_most_every": "soon"}}}, "at_most_every"),
         ({"rounds": {"when": {"users": 0}}}, "users"),
         ({"rounds": {"whenever": {}}}, "whenever"),
-        ({"privacy": {"noise_multiplier": 1.0}}, "privacy.mechanism"),
+        ({"privacy": {"epsilon": 1.0}}, "privacy.noise_multiplier"),
+        ({"privacy": {"mechanism": "example", "noise_multiplier": 1.0}, "data": {"replay": 0.1}}, "data.replay"),
+        (
+            {"privacy": {"sampling": "fixed", "noise_multiplier": 1.0}, "training": {"participation": 0.5}},
+            "privacy.sampling",
+        ),
         (
             {"data": {"kind": "samples"}, "base": "net:mlp", "method": "fedavg", "training": {}, "adapters": {}},
             "data.kind",
@@ -719,3 +726,65 @@ def test_processes_train_as_text_arrives(comingle: Callable[..., Any], tmp_path:
             process.terminate()
         for process in started:
             process.wait(60)
+
+
+@pytest.mark.parametrize("mechanism", ["central", "local"])
+def test_privacy_accounts_go_on_until_budgets_are_spent(mechanism: str, tmp_path: Path) -> None:
+    """Ann trains in two runs and bob in one; then ann's budget is spent, and bob goes on alone."""
+    options = {"name": "fedavg", "training__local_steps": 1}
+    privacy = {"mechanism": mechanism, "noise_multiplier": 1.0, "accountant": "rdp"}
+    federation = Federation(tmp_path, ANN, BOB, **options)
+    content = {**yaml.safe_load(federation.file.read_text()), "privacy": privacy}
+    federation.file.write_text(yaml.safe_dump(content))
+    assert federation.run_due()
+    federation.write(ANN)
+    assert federation.run_due()
+    spent = read_metrics(federation.out / "0002")["privacy"]
+    first = read_metrics(federation.out / "0001")["privacy"]
+    assert spent["users"][BOB] == first.get("users", {}).get(BOB, first["epsilon"])
+    assert spent["users"][ANN] > spent["users"][BOB]
+    budget = spent["users"][ANN] * (1 + 1e-9)
+    federation.file.write_text(yaml.safe_dump({**content, "privacy": {**privacy, "epsilon": budget}}))
+    federation.write(ANN)
+    federation.write(BOB)
+    assert federation.run_due()
+    assert released(federation, 3) == {BOB}
+    federation.write(ANN)
+    assert not federation.run_due()
+    federation.write(ANN)
+    assert not federation.run_due()
+    assert [line for line in federation.said if "no further run" in line] == [
+        "ann: the privacy budget is spent; no further run trains on new data"
+    ]
+    federation.file.write_text(yaml.safe_dump({**content, "privacy": {**privacy, "epsilon": 3 * budget}}))
+    assert federation.run_due()
+    assert released(federation, 4) == {ANN}
+
+
+def released(federation: Federation, number: int) -> set[str]:
+    """Users who have released something in a private run, in which they report no losses."""
+    account = read_account(federation.out / f"{number:04d}")
+    assert account is not None
+    return {name for name, releases in account.now.items() if releases}
+
+
+def test_constant_learning_rates_are_kept_by_all_runs(tmp_path: Path) -> None:
+    """A clipped step of SGD is as long as the rate times the clip norm, from one upload to the next."""
+    rate, clip_norm = 1.0, 0.01
+    experts = {
+        "name": "sgd",
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        "learning_rate": rate,
+        "clip_norm": clip_norm,
+        "schedule": "constant",
+    }
+    federation = Federation(tmp_path, ANN, name="fedavg", training__experts=experts, training__rounds=3)
+    assert federation.run_due()
+    federation.write(ANN)
+    assert federation.run_due()
+    uploads = [upload.tensors for upload in federation.channel.uploads]
+    rows = [torch.cat([tensors[name].flatten() for name in sorted(tensors)]) for tensors in uploads]
+    assert len(rows) == 6
+    steps = [float((after - before).norm()) for before, after in itertools.pairwise(rows)]
+    assert steps == pytest.approx([rate * clip_norm] * 5, rel=1e-3)

@@ -25,6 +25,7 @@ import yaml
 from tests.serving.test_serving_api import serving
 
 from comingle.config import Recipe, parse_recipe
+from comingle.privacy.accounting import Release, epsilon
 from comingle.runs import api
 from comingle.runs.leaving import plan_removal, remove_user
 from comingle.serving import live
@@ -271,7 +272,7 @@ def test_documents_without_text_are_refused(content: Any, start: Open) -> None:
     [
         ({"base": "net:mlp", "data": {"task": {"name": "synthetic-linear"}}}, "data.kind"),
         ({"adapters": {"rank": {"ada": 2, "ben": 4}}}, "adapters.rank"),
-        ({"privacy": {"noise_multiplier": 1.0}}, "privacy.mechanism"),
+        ({"privacy": {"epsilon": 1.0}}, "privacy.noise_multiplier"),
         ({"continue_from": "runs/may"}, "continue_from"),
         ({"data": {"kind": "conversations", "users": {"ada": "a.jsonl"}, "messages": "chat"}}, "data"),
     ],
@@ -682,3 +683,23 @@ def test_killed_at_random_moments_it_loses_nothing(tmp_path: Path) -> None:
     for path in runs:
         api.load(path.parent)
     assert os.listdir(tmp_path / "live" / "files") == []
+
+
+def test_privacy_accounts_go_on_until_the_budget_is_spent(start: Open, tmp_path: Path) -> None:
+    """One exchange in each run; the budget allows two for each user."""
+    privacy = {"noise_multiplier": 1.0, "accountant": "rdp", "epsilon": epsilon(Release(noise=1.0), 2, 1e-5, "rdp")}
+    trainer = start({"privacy": privacy})
+    trainer.start()
+    wait_for(lambda: trainer.is_served(1))
+    trainer.store.add("ada", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(2))
+    spent = read_metrics(tmp_path / "live" / "runs" / "0002")["privacy"]["users"]
+    counts = {"ada": 2, "ben": 1}
+    assert spent == {name: epsilon(Release(noise=1.0), count, 1e-5, "rdp") for name, count in counts.items()}
+    trainer.store.add("ada", NEW_TEXT)
+    wait_for(lambda: any("no further run" in line for line in trainer.said))  # type: ignore[attr-defined]
+    trainer.store.add("ben", NEW_TEXT)
+    wait_for(lambda: trainer.is_served(3))
+    rounds = [event for event in read_events(tmp_path / "live" / "runs" / "0003") if event["event"] == "round"]
+    assert [set(event["train_loss_nats"]) for event in rounds] == [{"ben"}] * 2
+    assert trainer.store.pending["ada"] > 0

@@ -25,6 +25,7 @@ from comingle.federation.participant import Own, parse_section, read_mapping
 from comingle.federation.public import check_remote_clients, without_data
 from comingle.federation.run_folder import Plan, RoundsSection
 from comingle.federation.server_session import NetworkSection
+from comingle.runs.continuation import check_endless
 from comingle.runs.session import prepare
 from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import RecipeError
@@ -63,8 +64,7 @@ def _check_continuous(path: Path, recipe: Recipe) -> None:
     if recipe.data.kind not in _CONTINUOUS_KINDS:
         allowed = ", ".join(_CONTINUOUS_KINDS)
         raise RecipeError(f"{path}: data.kind: got {recipe.data.kind}; allowed with --continuous: {allowed}")
-    if recipe.privacy is not None and recipe.privacy.mechanism != "none":
-        raise RecipeError(f"{path}: privacy.mechanism: got {recipe.privacy.mechanism}; allowed with --continuous: none")
+    check_endless(recipe, f"{path}: ")
     if isinstance(recipe.training.participation, list):
         raise RecipeError(f"{path}: training.participation: got names; allowed with --continuous: a fraction")
 

@@ -22,6 +22,7 @@ from comingle.federation.messages import Task, check_reported, unpack_answer
 from comingle.federation.public import public_part, run_name
 from comingle.federation.run_folder import Plan, has_ended, run_federation
 from comingle.methods.user_files import load_files_of_command
+from comingle.runs.continuation import users_without_budget
 from comingle.training.events import AN_EVENT, Observer
 from comingle.utils.errors import ComingleError, MessageError, RecipeError, RunError
 from comingle.utils.files import list_checkpoints
@@ -102,6 +103,7 @@ class ContinuousServer:
         self._load, self._channel, self._folder = load, channel, folder
         self._say, self._observers = say, observers
         self._last_problem = ""  # why no run can be planned, as shown last
+        self._shown_refused = set[str]()
 
     def run_forever(self) -> NoReturn:
         """Resume the run that is planned, and plan one whenever it is due, until the process ends.
@@ -196,13 +198,23 @@ class ContinuousServer:
             return None
         new = self._count_new(plan, number)
         ready = [name for name in plan.users if new.get(name, 0) >= when.new_tokens]
-        if len(ready) < min(when.users, len(plan.users)) or len(new) < plan.network.min_participants:
+        refused = users_without_budget(self._run_folder(number - 1), recipe) & set(plan.users)
+        self._show_refused(refused & set(ready))
+        ready = [name for name in ready if name not in refused]
+        num_users = min(when.users, len(plan.users) - len(refused))
+        if not ready or len(ready) < num_users or len(new) < plan.network.min_participants:
             return None
         moments = recipe.continue_from is not None and recipe.continue_from.moments
         changes["continue_from"] = {"run": self._run_folder(number - 1).name, "moments": moments}
         if len(ready) < len(plan.users):  # the others keep their models
             changes["training.participation"] = [ready] * recipe.training.rounds
         return changes
+
+    def _show_refused(self, refused: frozenset[str] | set[str]) -> None:
+        """Show once that users with new data take part in no further run, as their privacy budget is spent."""
+        if refused - self._shown_refused:
+            self._shown_refused |= refused
+            self._say(f"{', '.join(sorted(refused))}: the privacy budget is spent; no further run trains on new data")
 
     def _count_new(self, plan: Plan, number: int) -> dict[str, int]:
         """Ask the connected clients how much of their data is new, and return the numbers by user.

@@ -429,6 +429,15 @@ class Account(ABC):
         return within_budget
 
     @property
+    def without_budget(self) -> list[str]:
+        """Names of the users whose budget of epsilon does not allow one more round."""
+        budget = self.privacy.epsilon
+        if budget is None:
+            return []
+        counts = enumerate(self.counts.tolist())
+        return [self.users[user] for user, count in counts if self.epsilon_of(user, count + 1) > budget]
+
+    @property
     def spent(self) -> dict[str, object]:
         """Epsilon so far (the largest of all users) and delta; if epsilons differ, also each user's, as "users"."""
         epsilons = [self.epsilon_of(user, count) for user, count in enumerate(self.counts.tolist())]
@@ -707,12 +716,13 @@ class StepAccount(UploadAccount):
         }
 
 
-def record_account(folder: Path, account: Account) -> None:
+def record_account(folder: Path, account: Account, *, ended: bool = False) -> None:
     """Write the releases of each user, in this run and in those that it continues, to the run folder.
 
     Args:
         folder: The run folder.
         account: The account.
+        ended: Whether the run has ended; then also write the users whose budget does not allow one more round.
     """
     names_by_releases: dict[tuple[Releases, Releases], list[str]] = {}  # most users have the same
     counts = dict(zip(account.users, account.counts.tolist(), strict=True))
@@ -724,7 +734,10 @@ def record_account(folder: Path, account: Account) -> None:
         {"users": names, "earlier": releases_as_json(earlier), "releases": releases_as_json(now)}
         for (earlier, now), names in names_by_releases.items()
     ]
-    write_json(folder / ACCOUNT, {"neighbours": account.neighbours, "delta": account.privacy.delta, "groups": groups})
+    content: JsonObject = {"neighbours": account.neighbours, "delta": account.privacy.delta, "groups": groups}
+    if ended:
+        content["without_budget"] = account.without_budget
+    write_json(folder / ACCOUNT, content)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -735,11 +748,13 @@ class AccountRecord:
         neighbours: Difference of neighbouring data sets.
         earlier: Releases of users by name in the runs that the run continues.
         now: Releases of users by name in the run.
+        without_budget: Users whose budget allowed no further round when the run ended.
     """
 
     neighbours: str
     earlier: Mapping[str, Releases]
     now: Mapping[str, Releases]
+    without_budget: frozenset[str] = frozenset()
 
     @property
     def composed(self) -> dict[str, Releases]:
@@ -764,7 +779,12 @@ def read_account(folder: Path) -> AccountRecord | None:
         for group in content["groups"]:
             earlier.update(dict.fromkeys(group["users"], releases_from_json(group["earlier"])))
             now.update(dict.fromkeys(group["users"], releases_from_json(group["releases"])))
-        return AccountRecord(neighbours=content["neighbours"], earlier=earlier, now=now)
+        return AccountRecord(
+            neighbours=content["neighbours"],
+            earlier=earlier,
+            now=now,
+            without_budget=frozenset(content.get("without_budget", ())),
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path}: damaged ({error}); without it no run can continue this one; restore it") from None
 
@@ -791,7 +811,7 @@ def account_writer(folder: Path, account: Account | None) -> Callable[[JsonMappi
     def write(event: JsonMapping) -> None:
         """Record the account at the start, after every round and at the end."""
         if account is not None and event["event"] in ("start", "round", "privacy", "end"):
-            record_account(folder, account)
+            record_account(folder, account, ended=event["event"] == "end")
 
     return write
 

@@ -452,8 +452,12 @@ def check_private_continuation(recipe: Recipe, earlier: Recipe, run: Path) -> No
         )
 
 
-def check_open_ended(recipe: Recipe) -> None:
+def check_open_ended(recipe: Recipe, where: str = "") -> None:
     """Check settings of differential privacy for runs that others follow or precede.
+
+    Args:
+        recipe: The recipe of one of the runs.
+        where: Beginning of the error, such as the path of a file.
 
     Raises:
         RecipeError: The noise is to be computed for one run, or an example may be in a user's data more than once.
@@ -463,14 +467,47 @@ def check_open_ended(recipe: Recipe) -> None:
         return
     if privacy.noise_multiplier is None:
         raise RecipeError(
-            "privacy.noise_multiplier: got null; allowed for runs that follow one another: a number, as epsilon is the "
-            "budget of all of them (`comingle cost` shows the epsilon of a multiplier)"
+            f"{where}privacy.noise_multiplier: got null; allowed for runs that follow one another: a number, as "
+            "epsilon is the budget of all of them (`comingle cost` shows the epsilon of a multiplier)"
         )
     if privacy.protects == "example" and recipe.data.replay:
         raise RecipeError(
-            f"data.replay: got {recipe.data.replay:g} with privacy.mechanism {privacy.mechanism}; allowed: 0, as an "
-            "example could be in the training data more than once"
+            f"{where}data.replay: got {recipe.data.replay:g} with privacy.mechanism {privacy.mechanism}; allowed: 0, "
+            "as an example could be in the training data more than once"
         )
+
+
+def check_endless(recipe: Recipe, where: str = "") -> None:
+    """Check settings of differential privacy for runs that follow one another without an end.
+
+    Args:
+        recipe: The recipe of all runs.
+        where: Beginning of the error, such as the path of a file.
+
+    Raises:
+        RecipeError: See :func:`check_open_ended`; or participants are drawn in a way that not all runs can have.
+    """
+    check_open_ended(recipe, where)
+    privacy, participation = recipe.privacy, recipe.training.participation
+    is_fixed = privacy is not None and privacy.noise_at == "server" and privacy.sampling == "fixed"
+    if is_fixed and isinstance(participation, float) and participation < 1:
+        raise RecipeError(
+            f"{where}privacy.sampling: got fixed; allowed for runs that follow one another: poisson, as a run may "
+            "train all users with new data"
+        )
+
+
+def users_without_budget(run: Path, recipe: Recipe) -> frozenset[str]:
+    """Return the users whose privacy budget allowed no further round at the end of a run.
+
+    Args:
+        run: Folder of the run.
+        recipe: Recipe of the next run; with other settings of privacy the budget is not known, and none is returned.
+    """
+    if recipe.privacy is None or not recipe.privacy.noisy or load_recipe(run).privacy != recipe.privacy:
+        return frozenset()
+    record = read_account(run)
+    return frozenset() if record is None else record.without_budget
 
 
 def _reproducible_seeds(run: Path) -> set[int]:

@@ -895,15 +895,15 @@ def execute(
     if folder is not None and clients.skipped and is_first_process:
         _write_skipped_users(folder, clients.skipped)
 
-    amounts_of_all = _amounts_of_all_users(federation)
-    # The log of a resumed run already has a start event, unless the log was deleted.
-    log_was_lost = log is not None and log.size_bytes == 0
-    if log_was_lost or kept_bytes == 0:
-        start = start_event(clients.plan, clients.model.name, amounts_of_all)
-        if continues is not None:
-            start["continues"] = continues
-        observe({**start, **clients.left_out, **_specialists_entry(clients.method, clients.population_names)})
     try:
+        amounts_of_all = _amounts_of_all_users(federation)
+        # The log of a resumed run already has a start event, unless the log was deleted.
+        log_was_lost = log is not None and log.size_bytes == 0
+        if log_was_lost or kept_bytes == 0:
+            start = start_event(clients.plan, clients.model.name, amounts_of_all)
+            if continues is not None:
+                start["continues"] = continues
+            observe({**start, **clients.left_out, **_specialists_entry(clients.method, clients.population_names)})
         write_checkpoint = checkpoint_writer(federation, recipe, folder, log)
         scores = run_rounds(
             federation, observe=observe, checkpoint=write_checkpoint, first_round=rounds_done, clock=clock

@@ -43,6 +43,7 @@ from comingle.models.base import Base
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.runs.api import load, recipe_for_one_user, run
+from comingle.runs.continuation import check_endless, users_without_budget
 from comingle.runs.given import NOTHING
 from comingle.runs.results import Run
 from comingle.runs.session import build, check_and_set_up, prepare
@@ -342,6 +343,7 @@ class LiveTrainer:
         self._runs.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._stopping = threading.Event()
         self._last_start = -math.inf  # on the monotonic clock
+        self._shown_refused: frozenset[str] = frozenset()
         self._too_little: dict[str, int] = {}  # tokens that did not suffice for a run, by user
         self.state: JsonObject = {"state": "waiting", "run": None, "round": 0}
         """State of the trainer, for the API."""
@@ -447,7 +449,10 @@ class LiveTrainer:
         for user, tokens in dict(self.store.pending).items():
             if tokens >= self.when.new_tokens and tokens > self._too_little.get(user, 0):
                 ready.append(user)
-        if len(ready) < self.when.users:
+        refused = users_without_budget(self._runs / f"{number - 1:04d}", self.recipe) if ready else frozenset[str]()
+        self._show_refused(refused & set(ready))
+        ready = [user for user in ready if user not in refused]
+        if not ready or len(ready) < min(self.when.users, len(self.models) - len(refused)):
             return False
         files = self.store.collect(ready, number)
         sources = {**self._sources(number - 1), **{user: {"path": str(path)} for user, path in files.items()}}
@@ -473,6 +478,13 @@ class LiveTrainer:
             self._too_little.pop(user, None)
         write_text(self._runs / f"{number:04d}.yaml", recipe.as_yaml())
         return True
+
+    def _show_refused(self, refused: frozenset[str]) -> None:
+        """Show once that new documents of users are not trained on, as their privacy budget is spent."""
+        if refused - self._shown_refused:
+            self._shown_refused |= refused
+            names = ", ".join(sorted(refused))
+            self.say(f"{names}: the privacy budget is spent; no further run trains on new documents")
 
     def _recipe_of(self, number: int, sources: JsonObject, participants: Sequence[str]) -> Recipe:
         """Return the recipe of a run that continues the last one.
@@ -601,7 +613,7 @@ def _check_live(recipe: Recipe) -> None:
 
     Raises:
         RecipeError: Its users do not have text or conversations in files of their own, a setting has a value for each
-            user, or the recipe has privacy or continues a run.
+            user, noise is to be computed for one run, or the recipe continues a run.
     """
     if recipe.data.kind not in KINDS:
         raise RecipeError(f"data.kind: got {recipe.data.kind}; allowed with comingle live: {', '.join(KINDS)}")
@@ -612,8 +624,7 @@ def _check_live(recipe: Recipe) -> None:
     by_user = list(recipe.values_of_users())
     if by_user:
         raise RecipeError(f"{by_user[0]}: got a value for each user; allowed with comingle live: one for all")
-    if recipe.privacy is not None and recipe.privacy.mechanism != "none":
-        raise RecipeError(f"privacy.mechanism: got {recipe.privacy.mechanism}; allowed with comingle live: none")
+    check_endless(recipe)
     if isinstance(recipe.data, ConversationsSection) and recipe.data.columns != Columns():
         raise RecipeError(
             f"data: got columns {recipe.data.columns.description}; allowed with comingle live: 'messages'"
