@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from comingle.config import parse_recipe
+from comingle.data.conversations import reading as conversations_reading
 from comingle.data.sources import read_dataset, read_documents
 from comingle.data.splits import UserText, mix_held_out, split_by_fractions, split_given
+from comingle.data.text import reading as text_reading
 from comingle.utils.errors import DataError, NoTextError
 
 
@@ -237,3 +242,103 @@ def test_a_book_is_split_without_loss(shared_data):
     assert characters(user.train + user.valid + user.test) == total
     assert characters(user.test) / total == pytest.approx(0.1, abs=0.001)
     assert characters(user.valid) / total == pytest.approx(0.05, abs=0.001)
+
+
+# ------------------------------------------------------------ data.split.stable
+
+
+def place_of(splits: object) -> dict[str, str]:
+    """Return the split of each word; the words of all texts differ."""
+    return {
+        word: split for split in ("train", "valid", "test") for text in getattr(splits, split) for word in text.split()
+    }
+
+
+def unique_text(source: random.Random, name: str) -> str:
+    """Lines of different words, of which some are longer than 1,000 characters."""
+    lines = []
+    for line in range(source.choice([1, 3, 30])):
+        words = [f"{name}.{line}.{word}{'x' * source.randrange(9)}" for word in range(source.choice([2, 9, 60, 200]))]
+        lines.append(" ".join(words))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("fractions", [(0.1, 0.1), (0.0, 0.2), (0.25, 0.0)])
+@pytest.mark.parametrize("seed", range(12))
+def test_appended_text_never_moves_earlier_text_between_stable_splits(seed: int, fractions: tuple[float, float]):
+    """Neither appended documents do, nor words or lines at the end of the last document; another seed changes nothing."""
+    source, (valid, test) = random.Random(seed), fractions
+    documents = [unique_text(source, f"{number}") for number in range(source.choice([1, 2, 40]))]
+    before: dict[str, str] = {}
+    for append in range(6):
+        splits = split_by_fractions(documents, valid=valid, test=test, seed=append, name="anna", stable=True)
+        parts = [text for split in ("train", "valid", "test") for text in getattr(splits, split)]
+        assert Counter("".join(parts)) == Counter("".join(documents))
+        after = place_of(splits)
+        assert {word: after[word] for word in before} == before
+        before = after
+        documents[-1] += source.choice("\n ") + unique_text(source, f"more{append}")
+        documents += [unique_text(source, f"new{append}.{number}") for number in range(source.choice([0, 1, 20]))]
+
+
+@pytest.mark.parametrize("documents", [make_lines(0, 300), make_lines(1, 7), ["".join(make_lines(2, 40))]])
+def test_stable_splits_have_their_fractions_within_a_piece(documents: list[str]):
+    splits = split_by_fractions(documents, valid=0.1, test=0.2, seed=0, name="anna", stable=True)
+    total = characters(documents)
+    piece = max(200, total / 50) + 61
+    assert characters(splits.valid) == pytest.approx(total * 0.1, abs=piece)
+    assert characters(splits.test) == pytest.approx(total * 0.2, abs=piece)
+    assert splits.valid
+    assert splits.test
+
+
+def test_stable_splits_cut_validation_text_from_growing_training_text():
+    rows = [f"row {number} of many" for number in range(50)]
+    shorter, longer = (
+        split_given({"train": rows[:end], "test": ["t"]}, name="anna", valid_fraction=0.2, seed=end, stable=True)
+        for end in (30, 50)
+    )
+    assert set(shorter.train) <= set(longer.train)
+    assert set(shorter.valid) <= set(longer.valid)
+    assert shorter.valid
+
+
+@pytest.mark.parametrize("kind", ["text", "conversations"])
+@pytest.mark.parametrize("source", ["path", "dataset"])
+def test_test_data_of_a_run_is_not_trained_on_in_the_next_one(kind: str, source: str, tmp_path: Path):
+    """Runs of a chain have different seeds, and files that grow."""
+
+    def row_of(number: int) -> dict[str, object]:
+        question, response = f"what is {number}?", f"it is {number}, as ever"
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
+        return {"user": "ada", "text": response} if kind == "text" else {"user": "ada", "messages": messages}
+
+    def read(rows: int, seed: int, stable: bool) -> dict[str, set[str]]:
+        file = tmp_path / "ada.jsonl"
+        file.write_text("".join(f"{json.dumps(row_of(number))}\n" for number in range(rows)))
+        data = {"users": {"ada": str(file)}} if source == "path" else {"dataset": {"path": str(file), "user": "user"}}
+        recipe = parse_recipe({"data": {"kind": kind, **data, "split": {"stable": stable}}})
+        if kind == "text":
+            (user,) = text_reading.read_users(recipe.data, seed)
+            found = {split: set(getattr(user, split)) for split in ("train", "valid", "test")}
+        else:
+            (chats,) = conversations_reading.read_users(recipe.data, seed)
+            found = {
+                split: {messages[-1]["content"] for _place, messages in getattr(chats, split)}
+                for split in ("train", "valid", "test")
+            }
+        assert found["valid"]
+        assert found["test"]
+        return found
+
+    first, second = read(100, seed=0, stable=True), read(150, seed=1, stable=True)
+    for split in ("train", "valid", "test"):
+        assert first[split] < second[split]
+    assert read(100, seed=0, stable=False)["test"] & read(150, seed=1, stable=False)["train"]
+
+
+def test_a_recipe_without_stable_splits_keeps_its_fingerprint():
+    content = {"data": {"users": {"ada": "ada.txt"}}}
+    recipe = parse_recipe(content)
+    assert "stable" not in recipe.result_content["data"]["split"]
+    assert recipe.with_changes({"data.split.stable": True}).fingerprint != recipe.fingerprint

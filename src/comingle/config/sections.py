@@ -361,6 +361,8 @@ def _drop_later_keys(content: dict[str, Any]) -> None:
     for key, older_value in _LATER_DATA_KEYS.items():
         if key in data and data[key] == older_value:
             del data[key]
+    if data.get("split", {}).get("stable") is False:
+        del data["split"]["stable"]
     if content["quantise"] == "none":
         del content["quantise"]
     if training["max_seconds_per_round"] is None:

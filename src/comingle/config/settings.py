@@ -309,6 +309,10 @@ class SplitSection(Section):
     """
     test: Fraction = 0.1
     """Test data, as a fraction of the characters or samples."""
+    stable: bool = False
+    """Split in the order of the data, so that appending text or conversations never moves earlier ones between splits;
+    ``seed`` has no effect. For files that grow from run to run (``continue_from``, ``server --continuous``).
+    """
     given: bool = False
     """Use the data set's own splits; for ``data.dataset`` only."""
     train_name: str = "train"

@@ -58,7 +58,9 @@ class Overlap:
         return self.valid + self.test
 
 
-def split_by_fractions(documents: Sequence[str], *, valid: float, test: float, seed: int, name: str) -> UserText:
+def split_by_fractions(
+    documents: Sequence[str], *, valid: float, test: float, seed: int, name: str, stable: bool = False
+) -> UserText:
     """Shuffle the documents by (seed, name), then cut them into train, valid and test by characters.
 
     The splits get the fractions ``1 - valid - test``, ``valid`` and ``test`` of the characters, to within one line. A
@@ -71,6 +73,7 @@ def split_by_fractions(documents: Sequence[str], *, valid: float, test: float, s
         test: Fraction of the test split.
         seed: Seed of the shuffle.
         name: Name of the user.
+        stable: Whether to split in the order of the documents instead, by :func:`_split_stably`.
 
     Raises:
         DataError: There are no documents, or the fractions are negative or leave nothing to train on.
@@ -81,6 +84,8 @@ def split_by_fractions(documents: Sequence[str], *, valid: float, test: float, s
         )
     if not any(documents):
         raise DataError(f"user {name!r}: no documents to split; at least one is needed")
+    if stable:
+        return _split_stably(documents, valid=valid, test=test, name=name)
     shuffled = _shuffle(documents, "split", seed, name)
     # In characters: train, valid from `valid_start` on, test from `test_start` on.
     num_characters = sum(map(len, shuffled))
@@ -93,6 +98,83 @@ def split_by_fractions(documents: Sequence[str], *, valid: float, test: float, s
     return UserText(name=name, train=tuple(train_documents), valid=tuple(valid_documents), test=tuple(test_documents))
 
 
+_PIECE_CHARACTERS, _PIECES = 200, 50
+"""Least size of a piece in characters, and the number of pieces so far from which on pieces are longer."""
+
+
+class StableSplits:
+    """Splits that pieces of a user's data join in their order; each piece goes to the split that lacks most.
+
+    The choice depends only on the pieces before, so appending data never moves earlier data. The first three pieces go
+    to train, valid and test.
+
+    Args:
+        valid: Fraction of the validation split.
+        test: Fraction of the test split.
+    """
+
+    def __init__(self, valid: float, test: float) -> None:
+        fractions = {"train": 1 - valid - test, "valid": valid, "test": test}
+        self._fractions = {split: fraction for split, fraction in fractions.items() if fraction > 0}
+        self._amounts = dict.fromkeys(self._fractions, 0)
+
+    @property
+    def total(self) -> int:
+        """Amount of data so far."""
+        return sum(self._amounts.values())
+
+    def choose(self) -> str:
+        """Return the split of the next piece."""
+        return min(self._fractions, key=lambda split: self._amounts[split] / self._fractions[split])
+
+    def add(self, split: str, amount: int) -> None:
+        """Count a piece."""
+        self._amounts[split] += amount
+
+
+def _split_stably(documents: Sequence[str], *, valid: float, test: float, name: str) -> UserText:
+    """Split documents so that text that is appended, as lines or as documents, never moves earlier text.
+
+    Documents are cut at line ends into pieces of at least 200 characters, or 2% of the text so far. Neighbouring
+    pieces of a document in the same split stay together.
+
+    Args:
+        documents: Documents of the user.
+        valid: Fraction of the validation split.
+        test: Fraction of the test split.
+        name: Name of the user.
+    """
+    splits = StableSplits(valid, test)
+    by_split: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    for document in documents:
+        start, previous = 0, None
+        while start < len(document):
+            end = _piece_end(document, start, max(_PIECE_CHARACTERS, splits.total // _PIECES))
+            split, piece = splits.choose(), document[start:end]
+            if split == previous:
+                by_split[split][-1] += piece
+            else:
+                by_split[split].append(piece)
+            splits.add(split, len(piece))
+            start, previous = end, split
+    return UserText(name=name, **{split: tuple(pieces) for split, pieces in by_split.items()})
+
+
+def _piece_end(document: str, start: int, characters: int) -> int:
+    """Return where a piece of a document ends: after the line, or a space in a long line, at its smallest size.
+
+    Args:
+        document: The document.
+        start: Where the piece starts.
+        characters: Smallest number of characters of the piece.
+    """
+    least_end = start + characters
+    line_start = document.rfind("\n", 0, least_end - 1) + 1
+    line_end = document.find("\n", least_end - 1) + 1 or len(document)
+    space = document.find(" ", max(least_end - 1, line_start + _LONG_LINE_CHARACTERS), line_end) + 1
+    return space or line_end
+
+
 def split_given(
     splits: Mapping[str, Sequence[str]],
     *,
@@ -102,6 +184,7 @@ def split_given(
     test: str = "test",
     valid_fraction: float = 0.0,
     seed: int = 0,
+    stable: bool = False,
     advice: str = "",
 ) -> UserText:
     """Return a user whose documents are split already.
@@ -117,6 +200,7 @@ def split_given(
         test: Name of the test split.
         valid_fraction: Fraction of train's characters to use as validation split if there is no other.
         seed: Seed of the shuffle of train before valid is cut off.
+        stable: Whether train is not shuffled, so that appended documents never move earlier ones.
         advice: What to do if a split is missing, for the error's message; if empty, :data:`GIVE_SPLITS`.
 
     Raises:
@@ -133,7 +217,9 @@ def split_given(
         return UserText(name=name, train=tuple(train_documents), valid=tuple(splits[valid]), test=test_documents)
     if valid_fraction == 0:
         return UserText(name=name, train=tuple(train_documents), test=test_documents)
-    train_and_valid = split_by_fractions(train_documents, valid=valid_fraction, test=0.0, seed=seed, name=name)
+    train_and_valid = split_by_fractions(
+        train_documents, valid=valid_fraction, test=0.0, seed=seed, name=name, stable=stable
+    )
     return replace(train_and_valid, test=test_documents)
 
 

@@ -21,7 +21,7 @@ from comingle.data.conversations.section import ConversationRows, ConversationsS
 from comingle.data.duplicates import DuplicateFilter, warn_same_files
 from comingle.data.files import long_word_problem
 from comingle.data.row_files import BadRows, Row, read_name
-from comingle.data.splits import column_advice, missing_split_error
+from comingle.data.splits import StableSplits, column_advice, missing_split_error
 from comingle.data.streaming import ListedRows, Rows, read_each
 from comingle.data.tables import choose_users, field_of, has_column, read_tables, table_of
 from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
@@ -295,7 +295,7 @@ def split_records(
 
     if not split.given:
         conversations = list(chain.from_iterable(by_split.values()))
-        train, valid, test = split_by_count(conversations, split.valid, split.test, seed, name)
+        train, valid, test = split_by_count(conversations, split.valid, split.test, seed, name, stable=split.stable)
         return UserConversations(name=name, train=train, valid=valid, test=test)
 
     _check_given_splits(data, by_split, name, split)
@@ -304,7 +304,7 @@ def split_records(
     if split.valid_name in by_split:
         valid = tuple(by_split[split.valid_name])
     else:  # cut it from train
-        train, valid, _no_test = split_by_count(train, split.valid, test=0.0, seed=seed, name=name)
+        train, valid, _no_test = split_by_count(train, split.valid, test=0.0, seed=seed, name=name, stable=split.stable)
     return UserConversations(name=name, train=train, valid=valid, test=test)
 
 
@@ -392,7 +392,13 @@ def _check_labels(messages: Messages, labels: Sequence[str]) -> None:
 
 
 def split_by_count(
-    conversations: Sequence[PlacedConversation], valid: float, test: float, seed: int, name: str
+    conversations: Sequence[PlacedConversation],
+    valid: float,
+    test: float,
+    seed: int,
+    name: str,
+    *,
+    stable: bool = False,
 ) -> tuple[tuple[PlacedConversation, ...], tuple[PlacedConversation, ...], tuple[PlacedConversation, ...]]:
     """Split conversations by fractions of their number, shuffled by (seed, name).
 
@@ -404,6 +410,8 @@ def split_by_count(
         test: Fraction of the test split.
         seed: Seed of the shuffle.
         name: Name of the user.
+        stable: Whether to split in the order of the conversations instead, so that appended ones never move earlier
+            ones between splits.
 
     Returns:
         The train, valid and test splits.
@@ -413,6 +421,13 @@ def split_by_count(
     """
     if valid + test >= 1:
         raise DataError(f"user {name!r}: split fractions valid={valid}, test={test}: their sum must be below 1")
+    if stable:
+        splits, by_split = StableSplits(valid, test), dict[str, list[PlacedConversation]](train=[], valid=[], test=[])
+        for conversation in conversations:
+            split = splits.choose()
+            by_split[split].append(conversation)
+            splits.add(split, 1)
+        return tuple(by_split["train"]), tuple(by_split["valid"]), tuple(by_split["test"])
     shuffled = list(conversations)
     random.Random(derive("split", seed, name)).shuffle(shuffled)
     num_test = _split_size(len(shuffled), test)

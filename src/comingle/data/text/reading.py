@@ -318,7 +318,9 @@ def split_source(
     documents = read(max_bytes)
     # `drop` takes and returns documents by split. These are not split yet, so they go in under one key.
     kept = duplicates.drop(name, {"all": documents}, text_of=str)
-    return split_by_fractions(kept["all"], valid=split.valid, test=split.test, seed=seed, name=name)
+    return split_by_fractions(
+        kept["all"], valid=split.valid, test=split.test, seed=seed, name=name, stable=split.stable
+    )
 
 
 def split_sources(
@@ -355,7 +357,9 @@ def split_sources(
     # A duplicate is kept in test, else in valid, so that no held-out document is also trained on.
     documents = duplicates.drop(name, all_documents, text_of=str, held_out=("test", "valid"))
     valid_name = "valid" if "valid" in documents else None
-    return split_given(documents, name=name, valid=valid_name, valid_fraction=valid_fraction, seed=seed)
+    return split_given(
+        documents, name=name, valid=valid_name, valid_fraction=valid_fraction, seed=seed, stable=split.stable
+    )
 
 
 def split_rows(
@@ -384,7 +388,9 @@ def split_rows(
     kept = duplicates.drop(name, documents_by_split, text_of=str, held_out=held_out)
     if not split.given:
         documents = list(chain.from_iterable(kept.values()))
-        return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
+        return split_by_fractions(
+            documents, valid=split.valid, test=split.test, seed=seed, name=name, stable=split.stable
+        )
     # Validation documents are cut from train only if the recipe names no validation split.
     valid_fraction = 0.0 if split.valid_name else split.valid
     return split_given(
@@ -395,6 +401,7 @@ def split_rows(
         test=split.test_name,
         valid_fraction=valid_fraction,
         seed=seed,
+        stable=split.stable,
         advice=advice,
     )
 
