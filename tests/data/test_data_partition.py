@@ -266,7 +266,7 @@ def unique_text(source: random.Random, name: str) -> str:
 @pytest.mark.parametrize("fractions", [(0.1, 0.1), (0.0, 0.2), (0.25, 0.0)])
 @pytest.mark.parametrize("seed", range(12))
 def test_appended_text_never_moves_earlier_text_between_stable_splits(seed: int, fractions: tuple[float, float]):
-    """Neither appended documents do, nor words or lines at the end of the last document; another seed changes nothing."""
+    """Neither appended documents do, nor words or lines at the end of the last one; seeds have no effect."""
     source, (valid, test) = random.Random(seed), fractions
     documents = [unique_text(source, f"{number}") for number in range(source.choice([1, 2, 40]))]
     before: dict[str, str] = {}

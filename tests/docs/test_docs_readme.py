@@ -7,17 +7,21 @@ import fnmatch
 import importlib
 import importlib.util
 import json
+import pkgutil
 import re
 import tomllib
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 from documents import DOCS, PAGES, README, REPOSITORY, blocks, read, table_at, table_rows
 from pydantic import BaseModel
 
+import comingle
+import comingle_papers
 from comingle.config import Recipe
 from comingle.config.settings import KINDS
 from comingle.methods import REGISTRY, make, settings_of
@@ -55,6 +59,35 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor:
             titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in {_anchor(title) for title in titles}, target
+
+
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "papers" / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_functions_and_tests_of_the_papers_pages_exist(page: Path) -> None:
+    """Such as `methods.ditto.ditto` and `methods/test_rivals_classics.py::test_ditto_is_algorithm_1`."""
+    text = page.read_text(encoding="utf-8")
+    packages = {module.name for root in (comingle, comingle_papers) for module in iter_modules(root.__path__)}
+    names = set(re.findall(r"`((?:[a-z]\w*\.)+\w+)`", text))
+    recipe_keys = set(re.findall(r"`([\w.]+)`", RECIPE_KEYS))
+    files = {name for name in names if name.endswith((".py", ".md", ".yaml", ".json", ".html", ".toml"))}
+    unknown = [
+        name for name in names - recipe_keys - files if name.split(".")[0] in packages and not _is_in_a_package(name)
+    ]
+    assert unknown == []
+    for path, test in re.findall(r"`([\w/]+\.py)::(\w+)`", text):
+        candidates = [REPOSITORY / folder / path for folder in (".", "tests", "papers/tests")]
+        sources = [candidate.read_text(encoding="utf-8") for candidate in candidates if candidate.exists()]
+        assert any(f"def {test}(" in source for source in sources), f"{path}::{test}"
+
+
+def _is_in_a_package(name: str) -> bool:
+    """Return whether a name such as "methods.fedmerge.Merge" is an object of comingle or comingle_papers."""
+    for root in ("comingle", "comingle_papers"):
+        try:
+            pkgutil.resolve_name(f"{root}.{name}")
+        except (ImportError, AttributeError):
+            continue
+        return True
+    return False
 
 
 def _anchor(title: str) -> str:

@@ -766,7 +766,9 @@ def test_idle_waits_for_the_end_of_real_load(tmp_path: Path) -> None:
     undisturbed = federated_with(content, tmp_path / "whole", {})
     lines: list[str] = []
     device = DeviceConditions([IdleCondition(max_percent=95.0)], say=lines.append)
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * (os.cpu_count() or 1))]
+    # They inherit the affinity of this process, which `taskset` may restrict, and are to keep all cores busy.
+    load = "import os; getattr(os, 'sched_setaffinity', print)(0, range(os.cpu_count()))\nwhile True: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", load]) for _ in range(4 * (os.cpu_count() or 1))]
     try:
         time.sleep(2.0)
         with ThreadPoolExecutor() as threads:

@@ -12,12 +12,19 @@ from comingle.reports.formatting import (
     change,
     change_label,
     change_text,
+    format_duration,
     interval_text,
     is_worse,
     tick,
     unit_and_direction,
 )
 from comingle.utils.records import MEASURES, number
+
+
+def test_a_duration_is_in_the_largest_unit_that_makes_it_two_or_more() -> None:
+    seconds = (-1, 0.2, 59.4, 119, 120, 7199, 7200, 172800)
+    shown = ["0 s", "0 s", "59 s", "119 s", "2 min", "120 min", "2 h", "2 days"]
+    assert [format_duration(value) for value in seconds] == shown
 
 
 def test_every_measure_says_its_unit_and_which_way_is_better() -> None:

@@ -110,6 +110,13 @@ def test_a_method_that_its_privacy_budget_ended_is_said_to_have_trained_less() -
     assert "budget" not in paragraph(advise_on(LOCAL, {"close": CLOSE}, {}, "close"))
 
 
+def test_only_the_first_column_does_not_wrap_whatever_the_users_are_named() -> None:
+    local, close = ({seed: metrics(0, together=value, bob=value) for seed in range(3)} for value in (10.0, 5.0))
+    table = render_advice(advise_on(local, {"close": close}, {}, "close"))
+    assert [str(column.header) for column in table.columns][:2] == ["together", "together"]
+    assert [column.no_wrap for column in table.columns] == [True, False, False, False, False, False]
+
+
 def test_intervals_hold_together() -> None:
     advice = advise_on(LOCAL, {"close": CLOSE, "noise": NOISE}, {}, "close")
     ratios = [math.log(NOISE[seed]["users"]["ann"]["test_perplexity"] / 10) for seed in range(3)]

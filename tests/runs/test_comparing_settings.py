@@ -14,7 +14,7 @@ from comingle.cli.compare import split_names
 from comingle.reports.runs import find_runs, read_entries
 from comingle.runs.compare import parse_method
 from comingle.serving.models import find_run
-from comingle.utils.errors import RecipeError
+from comingle.utils.errors import RecipeError, RunError
 
 USERS = {
     name: torch.utils.data.TensorDataset(x := torch.randn(20, 3), x.sum(1, keepdim=True)) for name in ("ada", "ben")
@@ -96,3 +96,17 @@ def test_a_list_may_be_a_setting_on_the_command_line() -> None:
         "specialists": [1, 2],
         "router_every": 5,
     }
+
+
+def test_the_run_of_a_users_state_folder_is_found(tmp_path: Path) -> None:
+    """After two federations the folders to choose from are named, the latest first."""
+    state = tmp_path / "ada"
+    for number, name in enumerate(("b", "a")):
+        comingle.run(
+            RECIPE, method="local", users=USERS, base=lambda: torch.nn.Linear(3, 1), out=state / f"run-{name}" / "model"
+        )
+        if not number:
+            assert find_run(state) == state / "run-b" / "model"
+    with pytest.raises(RunError, match=f"{state}: has models of 2 federations") as error:
+        find_run(state)
+    assert f"{state}/run-a/model, {state}/run-b/model" in str(error.value).replace(" and ", ", ")

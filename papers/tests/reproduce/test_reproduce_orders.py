@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from comingle_papers.reproduce.tables import Entry, compare_orders, ranks, sentence
+from comingle_papers.reproduce.tables import Entry, _note_letter, compare_orders, ranks, sentence
 
 
 def entries(*means: float, std: float | None = None) -> dict[str, Entry]:
@@ -89,3 +89,9 @@ def test_what_cannot_be_compared_is_said() -> None:
     flat = compare_orders(entries(1, 1, 1), entries(1, 2, 3))
     assert (flat.tau, flat.p_value) == (None, None)
     assert "all numbers of one side are equal" in sentence("News", flat)
+
+
+def test_notes_after_the_letter_z_have_two_letters() -> None:
+    numbers = (0, 25, 26, 51, 52, 701, 702)
+    assert [_note_letter(number) for number in numbers] == ["a", "z", "aa", "az", "ba", "zz", "aaa"]
+    assert len({_note_letter(number) for number in range(2000)}) == 2000

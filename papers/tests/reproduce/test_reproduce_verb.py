@@ -15,7 +15,6 @@ from comingle.cost.skeleton import load_skeleton
 from comingle.methods import REGISTRY
 from comingle.utils.errors import RunError
 from comingle.utils.records import read_metrics
-from comingle_papers.cli.reproduce import duration_text
 from comingle_papers.reproduce import runner
 from comingle_papers.reproduce.plan import RunSelection, plan
 from comingle_papers.reproduce.published import list_experiments, load_experiment
@@ -255,10 +254,6 @@ def test_repeated_columns_are_named(comingle: Any) -> None:
     repeated = replace(small, cells=(first, replace(first, column="slimpajama")))
     assert repeated_columns(repeated) == {"slimpajama": "multilingual"}
     assert build_table(repeated, {})["repeats"] == {"SlimPajama": "Multilingual"}
-
-
-def test_the_time_left_is_in_seconds_below_a_minute() -> None:
-    assert [duration_text(seconds) for seconds in (0.2, 59.4, 60, 200)] == ["1 s", "59 s", "1 min", "3 min"]
 
 
 @pytest.mark.slow

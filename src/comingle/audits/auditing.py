@@ -38,10 +38,11 @@ from comingle.models.hardware import torch_defaults
 from comingle.privacy.accounting import Release, epsilon
 from comingle.privacy.mechanisms import release_of
 from comingle.reports.audit import Audit, Proof, check_targets, exposure, write_audit
+from comingle.reports.formatting import format_duration
 from comingle.runs import shortened as changes_for_rounds
 from comingle.runs.api import load
 from comingle.runs.given import NOTHING, AnyBase, Given, given_of
-from comingle.runs.progress import LOADING, Reporter, format_duration, reporting
+from comingle.runs.progress import LOADING, Reporter, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import prepare
 from comingle.training.backends.launched import require_single_process

@@ -287,8 +287,9 @@ def gather_seconds(size_bytes: float, processes: int, rate: float) -> float:
 def num_hops(collectives: Collectives, processes: int) -> float:
     """Return the number of messages of a round that are sent one after another, so that their latencies add up.
 
-    With P processes a gather takes ``P - 1`` such messages, as do messages to all others; a reduction around a ring
-    takes ``2 (P - 1)``, a broadcast along a tree ``ceil(log2 P)``.
+    With P processes a gather takes ``P - 1`` such messages, as do messages to all others; a broadcast along a tree
+    takes ``ceil(log2 P)``. A reduction takes ``2 (P - 1)``, also if only one process gets the result: Gloo reduces
+    around a ring, which leaves a part of the result in each process, and gathers the parts.
 
     Args:
         collectives: Collective operations per round.

@@ -406,6 +406,7 @@ class LazyPopulation(UserCollection[User]):
             self.names[span],
             user_at,
             digest=self.digest,
+            largest=numbers.index(self.largest) if self.largest in numbers else 0,
             cache_size=1,  # users are cached by this population
             sizes=None if self.sizes is None else self.sizes[span],
             about=self.about,  # the totals stay those of all users

@@ -392,8 +392,8 @@ def render_advice(advice: Advice) -> Table:
         title += "; joint confidence of intervals: 95%"
     header, rows = gain_rows(advice)
     table = Table(title=title, title_justify="left", box=None)
-    for name in header:
-        is_label_column = name == "together"  # the first column, with methods and groups of users
+    for column, name in enumerate(header):
+        is_label_column = column == 0  # with methods and groups of users
         table.add_column(literal_text(name), no_wrap=is_label_column)
     for row in rows:
         table.add_row(*(literal_text(text) for text in row))

@@ -34,6 +34,14 @@ TOLERANCE = 0.1
 """Largest relative difference between parameter budgets that count as equal."""
 
 
+def format_duration(seconds: float) -> str:
+    """Return a duration in the largest unit that makes it 2 or more, such as "90 s" or "3 h"; at least "0 s"."""
+    for unit_seconds, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit_seconds:
+            return f"{seconds / unit_seconds:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
 def epsilon_of(privacy: JsonMapping) -> float:
     """Return the epsilon of an entry "privacy"; infinity where a file has null, as JSON has no infinity."""
     epsilon = privacy["epsilon"]

@@ -35,6 +35,7 @@ from comingle.reports.formatting import (
     best_of,
     byte_unit,
     epsilon_of,
+    format_duration,
     is_unequal,
     markdown_line,
     median_parameter_count,
@@ -599,7 +600,7 @@ def _round_times(rounds: Sequence[JsonMapping], num_left: int, state: str) -> st
     mean = fmean(seconds)
     text = f" · {mean:.3g} s per round"
     if state == "running" and num_left > 0:
-        text += f" · about {_duration_text(mean * num_left)} left without evaluations"
+        text += f" · about {format_duration(mean * num_left)} left without evaluations"
     return text
 
 
@@ -697,15 +698,7 @@ def _size_text(count: int) -> str:
 
 def _ago_text(seconds: float) -> str:
     """Return a time in the past as text, such as "3 min ago"."""
-    return f"{_duration_text(seconds)} ago"
-
-
-def _duration_text(seconds: float) -> str:
-    """Return a duration as text, such as "3 min"."""
-    for size, name in ((3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{max(0.0, seconds):.0f} s"
+    return f"{format_duration(seconds)} ago"
 
 
 def cost_rows(costs: Sequence[Cost]) -> list[list[str]]:

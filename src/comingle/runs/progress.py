@@ -23,6 +23,7 @@ from rich.progress import (
 
 from comingle.config import Recipe
 from comingle.privacy.accounting import sample_size
+from comingle.reports.formatting import format_duration
 from comingle.training.client import Clients
 from comingle.training.events import Event, Observer
 from comingle.training.kinds.base import kind_of
@@ -124,14 +125,6 @@ def cohort_steps(clients: Clients) -> Callable[[int], int]:
         return whole_lists * sum(steps_in_list) + sum(steps_in_list[:further_rounds])
 
     return count_in_listed_rounds
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration in the largest unit that makes it 2 or more, such as "90 s" or "3 h"."""
-    for unit_seconds, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit_seconds:
-            return f"{seconds / unit_seconds:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 class RunProgress:

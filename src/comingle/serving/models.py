@@ -13,27 +13,37 @@ from comingle.models.personal import PersonalModel
 from comingle.runs.api import load
 from comingle.serving.rows import reorder_weights
 from comingle.training.kinds.base import kind_of
-from comingle.utils.errors import DataError, RunError, did_you_mean
+from comingle.utils.errors import DataError, RunError, did_you_mean, list_names
 from comingle.utils.files import cache_folder
 from comingle.utils.inputs import read_inputs
 from comingle.utils.records import read_metrics
 
 
 def find_run(folder: Path, method: str | None = None, seed: int | None = None) -> Path:
-    """Return the folder of a run, given the folder of the run itself or of a comparison, which contains several runs.
+    """Return the folder of a run, given the folder of the run itself, of a comparison, or of a federation's user.
+
+    A comparison contains several runs, a user's state folder a run for each federation, ``run-*/model``.
 
     Args:
-        folder: The folder of the run or of the comparison.
+        folder: The folder of the run, of the comparison or of the user's state.
         method: Method of the run to find in a comparison; None if the comparison has only one method.
         seed: Seed of the run to find in a comparison; None for the lowest.
 
     Raises:
-        RunError: The comparison has several methods and ``method`` is None, or no run has this method and seed.
+        RunError: The comparison has several methods and ``method`` is None, no run has this method and seed, or the
+            user has models of several federations.
     """
     is_run = (folder / "recipe.yaml").exists()
     if is_run or not folder.is_dir():
         return _single_run(folder, method, seed)
     run_folders = [metrics_file.parent for metrics_file in sorted(folder.glob("*/metrics.json"))]
+    models = [metrics_file.parent for metrics_file in folder.glob("run-*/model/metrics.json")]
+    if not run_folders and models:
+        models.sort(key=lambda model: model.stat().st_mtime)
+        if len(models) > 1:
+            choices = list_names(map(str, reversed(models)))
+            raise RunError(f"{folder}: has models of {len(models)} federations; name one, the latest first: {choices}")
+        return _single_run(models[0], method, seed)
     if not run_folders:
         return folder  # the caller raises the error when it reads the folder
     runs_by_label: dict[str, dict[int, Path]] = {}  # folders by seed, by label, such as "fedavg"

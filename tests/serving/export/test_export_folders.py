@@ -16,6 +16,7 @@ from comingle.models.loading import load_base
 from comingle.models.personal import ModelInfo
 from comingle.serving.export.exporting import Card, licence_of, name_of, replace_folder
 from comingle.utils.errors import ComingleError, RunError
+from comingle.utils.records import DRAFT
 from exporting import trained
 
 CARD = "---\ntags:\n- comingle\n---\n"
@@ -116,6 +117,36 @@ def test_shards_and_folders_of_an_export_are_its_own(tmp_path: Path) -> None:
         (target / "comingle_export.json").unlink()
     with pytest.raises(RunError, match=r"'model-mine\.safetensors'"):
         write()
+
+
+def test_an_export_is_in_its_place_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is deleted before; if the new one cannot be put there, the old one is there again."""
+    target, delete, seen = tmp_path / "bob", shutil.rmtree, []
+
+    def write(text: str) -> None:
+        with replace_folder(target, force=True) as draft:
+            (draft / "README.md").write_text(CARD + text)
+
+    def observed_delete(path: Path, **options: Any) -> None:
+        seen.append((target / "README.md").read_text())
+        delete(path, **options)
+
+    write("old")
+    monkeypatch.setattr(shutil, "rmtree", observed_delete)
+    write("new")
+    assert {text.removeprefix(CARD) for text in seen} == {"new"}
+    rename = Path.rename
+
+    def failing_rename(path: Path, to: Path) -> Path:
+        if path.name.endswith(DRAFT):
+            raise OSError(28, "no space left")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", failing_rename)
+    with pytest.raises(RunError):
+        write("newer")
+    assert {path.name for path in tmp_path.iterdir()} == {"bob"}
+    assert (target / "README.md").read_text() == CARD + "new"
 
 
 @pytest.mark.parametrize("force", [True, False])

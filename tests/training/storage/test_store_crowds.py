@@ -119,6 +119,13 @@ def test_streams_are_read_as_they_were_written(crowd: LazyPopulation, make_user:
             assert torch.equal(getattr(user, split), getattr(make_user(user.name), split))
 
 
+@pytest.mark.parametrize(("largest", "span", "expected"), [(3, range(2, 5), 1), (3, range(4, 6), 0), (0, range(3), 0)])
+def test_a_span_of_a_population_knows_its_largest_user(largest: int, span: range, expected: int) -> None:
+    """Without sizes, as far as it is in the span."""
+    users = LazyPopulation(NAMES, lambda number: number, digest="", largest=largest)  # type: ignore[arg-type]
+    assert users.select(span).largest_users == [expected]
+
+
 @pytest.mark.slow
 def test_a_run_of_a_crowd_is_one_of_its_users(
     crowd: LazyPopulation, make_user: Callable[..., UserData], tmp_path: Path, write_recipe: Callable[[Path], Path]

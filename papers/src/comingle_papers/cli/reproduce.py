@@ -411,11 +411,6 @@ def _remaining_cells(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: P
     return [cell for cell in without_outcome if not is_finished(out / RUNS / cell.folder)]
 
 
-def duration_text(seconds: float) -> str:
-    """Return a duration as text: seconds below a minute, else minutes."""
-    return f"{max(1, round(seconds))} s" if seconds < 60 else f"{round(seconds / 60)} min"
-
-
 def _progress_line(outcome: Outcome, num_done: int, num_runs: int, seconds_left: float | None) -> Text:
     """Return one line about a finished run, "3/8 news · fedavg · seed 0: 46.36 · 12 s · about 2 min left".
 
@@ -427,6 +422,7 @@ def _progress_line(outcome: Outcome, num_done: int, num_runs: int, seconds_left:
     """
     from rich.text import Text
 
+    from comingle.reports.formatting import format_duration
     from comingle.utils.records import measure_of, number
 
     cell = outcome.cell
@@ -438,5 +434,5 @@ def _progress_line(outcome: Outcome, num_done: int, num_runs: int, seconds_left:
     duration = f"{outcome.seconds:.0f} s" if outcome.ran else "already done"
     line = f" {cell.column} · {cell.row} · seed {cell.seed}: {result} · {duration}"
     if seconds_left is not None and num_done < num_runs:
-        line += f" · about {duration_text(seconds_left)} left"
+        line += f" · about {format_duration(seconds_left)} left"
     return Text.assemble((f"{num_done}/{num_runs}", "dim"), line)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from string import ascii_lowercase
 from types import MappingProxyType
 from typing import Any, TypedDict
 
@@ -641,8 +642,9 @@ def _format_numbers(numbers: CellNumbers | None, number_format: str) -> str:
 
 
 def _note_letter(index: int) -> str:
-    """Return the letter that marks a note: "a" for the first."""
-    return "abcdefghijklmnopqrstuvwxyz"[index]
+    """Return the letters that mark a note: "a" for the first, "aa" after "z"."""
+    more, letter = divmod(index, len(ascii_lowercase))
+    return (_note_letter(more - 1) if more else "") + ascii_lowercase[letter]
 
 
 def table_line(cells: Sequence[str]) -> str:

@@ -146,7 +146,7 @@ def make_task(
         path: Folder of the images (:mod:`comingle_papers.tasks.images` lists the file names) or ``hub:NAME``; None for
             ``$COMINGLE_DATA/images`` if that holds them, else the hub.
         test_samples: Test samples per user: the number to generate in a synthetic task, an upper limit for images;
-            None for the task's own number.
+            None for the task's own samples, or for images without a limit.
         valid: Share of a user's kept train samples that become validation samples; None for the task's default, a
             tenth in FedMerge's tasks and none in FLoRAL's.
         alpha: Concentration of the Dirichlet distribution of each label's shares among users, for tasks whose names end

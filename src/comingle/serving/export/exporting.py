@@ -343,6 +343,7 @@ def replace_folder(folder: Path, *, force: bool) -> Iterator[Path]:
 
     check_target(folder, force=force)
     draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{DRAFT}")
+    outgoing = draft.with_name(f"{draft.name}.old")
     try:
         with convert_disk_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -351,7 +352,7 @@ def replace_folder(folder: Path, *, force: bool) -> Iterator[Path]:
             write_json(draft / FILE_LIST, {"written": sorted(_relative_paths(draft))})
             check_target(folder, force=force)  # the folder may have changed since the first check
             if folder.exists():
-                shutil.rmtree(folder)
+                folder.rename(outgoing)
             draft.rename(folder)
     except (SafetensorError, OSError) as error:
         is_error_of_system = isinstance(error, OSError) and error.errno is not None
@@ -360,7 +361,10 @@ def replace_folder(folder: Path, *, force: bool) -> Iterator[Path]:
         # A library has raised its own error for a failed write.
         raise RunError(f"{folder}: cannot be written to: {error}") from None
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        if outgoing.exists() and not folder.exists():  # the new folder could not be put into its place
+            outgoing.rename(folder)
+        for leftover in (draft, outgoing):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _is_export(folder: Path) -> bool:
