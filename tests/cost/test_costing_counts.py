@@ -10,7 +10,7 @@ from exchanges import exchanged
 
 from comingle.config import Recipe, parse_recipe
 from comingle.cost.counts import count_users
-from comingle.cost.planning import compare_with_paper, federate_bare, user_names, with_method
+from comingle.cost.planning import compare_with_paper, federate_bare, plan, user_names, with_method
 from comingle.cost.records import Difference, UserCost
 from comingle.cost.skeleton import load_skeleton
 from comingle.methods import REGISTRY, make
@@ -133,6 +133,22 @@ def test_counted_its_way_the_papers_table_3_comes_out_and_the_truth_beside_it() 
     assert memory.true == 18_432 * 12  # with two moments
     assert training.theirs is None
     assert 0.32 < training.true_share < 1 / 3
+
+
+def test_a_guard_costs_a_second_training_and_its_tensors() -> None:
+    """Not a second upload, nor anything with a method that shares nothing."""
+
+    def plan_of(method: str, guard: str | None) -> Any:
+        (cost,) = plan(recipe_of("random:llama", method, **{"evaluation.guard": guard})).methods
+        return cost
+
+    plain, guarded = plan_of("fedavg", None), plan_of("fedavg", "local")
+    for before, after in zip(plain.users, guarded.users, strict=True):
+        assert (after.round, after.training) == (before.round * 2, before.training * 2)
+        assert (after.upload_bytes, after.forward) == (before.upload_bytes, before.forward)
+    assert guarded.machine.moments_bytes == 2 * plain.machine.moments_bytes
+    assert plain.machine.adapters_bytes < guarded.machine.adapters_bytes < 2 * plain.machine.adapters_bytes
+    assert plan_of("local", "local") == plan_of("local", None)
 
 
 def test_routers_cost_passes_of_their_own() -> None:

@@ -229,6 +229,19 @@ def test_populations_are_planned_with_the_recipes_participation() -> None:
     )
 
 
+def test_a_guard_trains_twice_and_sends_nothing_more() -> None:
+    recipe = recipe_of("random:llama", "fedavg", users=4)
+    cost, local = cost_of(("a", "b", "c", "d"), exchanges=9), recipe.with_changes({"method": "local"})
+    plain, guarded, useless = (
+        run_work(each.with_changes({"evaluation.guard": guard}), cost, FOUND, 4)
+        for each, guard in ((recipe, None), (recipe, "local"), (local, "local"))
+    )
+    assert (plain.trainings, guarded.trainings, useless.trainings) == (1, 2, 1)
+    more = timing.compute_seconds(guarded, FOUND.parts, HERE) - timing.compute_seconds(plain, FOUND.parts, HERE)
+    participants = timing.users_per_process(4, HERE.num_processes)
+    assert more == pytest.approx(participants * FOUND.parts.training_core_seconds / HERE.cores_per_process)
+
+
 def test_evaluations_are_planned_as_often_as_a_run_has_them() -> None:
     """All together score at most 0.23 of what is trained on."""
     changes = {

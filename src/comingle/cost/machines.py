@@ -34,6 +34,7 @@ from comingle.cost.timing import (
 )
 from comingle.methods import make
 from comingle.runs.distributed import cores
+from comingle.runs.guard import is_guarded
 from comingle.training.backends.launched import MEETING
 from comingle.training.evaluation import evaluation_interval, warn_of_share
 from comingle.training.kinds.base import kind_of
@@ -326,7 +327,7 @@ def run_work(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: 
         measurement: Measurements of the recipe.
         users: Size of the population.
     """
-    training = recipe.training
+    training, method = recipe.training, make(recipe.method.name, **recipe.method.settings)
     cost_of_each = [user for user in cost.users for _ in user.names]  # users with equal costs share an entry
     evaluated_users = min(users, recipe.evaluation.users or users)
     participants = _num_participants(training.participation, len(cost_of_each), users)
@@ -347,6 +348,7 @@ def run_work(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: 
         same_download=measurement.same_download,
         on_disk=recipe.runtime.store != MEMORY,
         exchange_share=cost.exchanges / max(1, training.rounds),  # fraction of the rounds that end with an exchange
+        trainings=2 if is_guarded(recipe.evaluation, method) else 1,
     )
 
 

@@ -37,6 +37,7 @@ from comingle.data.text.reading import check_local_text, local_tokenizer
 from comingle.methods.base import Phase
 from comingle.models.base import Base
 from comingle.protocol.messages import LOSS
+from comingle.runs.guard import is_guarded
 from comingle.training.backends.local import InProcess
 from comingle.training.client import STORES
 from comingle.training.cohort import Cohort, Scorer
@@ -685,8 +686,10 @@ def _all_users_bytes(rehearsal: Rehearsal, user_ratio: float) -> tuple[int, int]
     # The mask is False at the padding of a row. If all rows have the same mask, one mask in memory is expanded to all
     # users; `nbytes` would count it for each of them.
     models_bytes += clients.mask.untyped_storage().nbytes()
-    models_bytes += sum(t.nbytes for t in state.best.values())  # copies of the best round, if it is selected
     moments_bytes = state.first.nbytes + state.second.nbytes
+    if is_guarded(clients.plan.evaluation, clients.method):  # the users as they train alone
+        models_bytes, moments_bytes = 2 * models_bytes, 2 * moments_bytes
+    models_bytes += sum(t.nbytes for t in state.best.values())  # copies of the best round, if it is selected
     return int(user_ratio * models_bytes), int(user_ratio * moments_bytes)
 
 

@@ -67,6 +67,7 @@ from comingle.models.quantised import CODES, QuantisedLinear, packed_parameters
 from comingle.privacy.accounting import sample_size
 from comingle.runs.api import recipe_for_one_user
 from comingle.runs.given import NOTHING, USERS_MISSING
+from comingle.runs.guard import is_guarded
 from comingle.runs.session import (
     build,
     chooses_specialists,
@@ -189,6 +190,8 @@ def complete_cost(rehearsal: Rehearsal, users: Sequence[UserCost], free: int, *,
         kept_checkpoints: Number of checkpoints that a run keeps.
     """
     method = rehearsal.federation.clients.method
+    if is_guarded(rehearsal.federation.clients.plan.evaluation, method):  # each user is trained alone, too
+        users = [replace(user, training=user.training * 2, round=user.round * 2) for user in users]
     pass_size = rehearsal.steps.pass_size
     num_models = rehearsal.num_trainers * method.placement.copies  # a method may train several copies of a user's model
     memory = peak_memory(rehearsal)

@@ -156,6 +156,7 @@ class RunWork:
         same_download: Whether all users download the same tensors.
         on_disk: Whether users are stored on disk.
         exchange_share: Fraction of the rounds that end with an exchange.
+        trainings: Number of times that a participant trains per round: 2 if it is also trained alone.
     """
 
     users: int
@@ -172,6 +173,7 @@ class RunWork:
     same_download: bool
     on_disk: bool = False
     exchange_share: float = 1.0
+    trainings: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,9 +230,9 @@ def compute_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     participants = users_per_process(work.participants, cluster.num_processes)
     evaluated_users = users_per_process(work.evaluated_users, cluster.num_processes)
     # `exchange_share` is the fraction of the rounds that end with an exchange of messages.
-    training = participants * (parts.training_core_seconds + work.exchange_share * parts.message_core_seconds)
+    training = work.trainings * parts.training_core_seconds + work.exchange_share * parts.message_core_seconds
     evaluation = evaluated_users * parts.evaluation_core_seconds / work.evaluate_every
-    return (training + evaluation) / cluster.cores_per_process
+    return (participants * training + evaluation) / cluster.cores_per_process
 
 
 def server_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:

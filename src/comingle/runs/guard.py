@@ -21,7 +21,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import MEMORY
+from comingle.config.settings import MEMORY, EvaluationSection
 from comingle.methods.base import Method
 from comingle.models.routers import ZERO_SHARE_LOGIT
 from comingle.reports.comparisons import interval
@@ -43,9 +43,14 @@ PERSONAL, LOCAL, SHARED = "personal", "local", "shared"
 """Names of the candidates; ``LOCAL`` is also the folder, in a run folder, of the checkpoints of local models."""
 
 
-def is_guarded(recipe: Recipe, method: Method) -> bool:
-    """Return whether a run also trains users alone; methods without personal and shared tensors have no guard."""
-    return recipe.evaluation.guard == LOCAL and method.trains and bool(method.shared) and not method.placement.pooled
+def is_guarded(evaluation: EvaluationSection, method: Method) -> bool:
+    """Return whether a run also trains users alone; methods without personal and shared tensors have no guard.
+
+    Args:
+        evaluation: Section of the recipe.
+        method: The method of the run.
+    """
+    return evaluation.guard == LOCAL and method.trains and bool(method.shared) and not method.placement.pooled
 
 
 def build_local(federation: InProcess, recipe: Recipe, run_data: RunData) -> InProcess | None:
@@ -60,7 +65,7 @@ def build_local(federation: InProcess, recipe: Recipe, run_data: RunData) -> InP
         RecipeError: The users are on disk or in several processes.
     """
     plan = federation.clients.plan
-    if not is_guarded(recipe, plan.method):
+    if not is_guarded(plan.evaluation, plan.method):
         return None
     where = f"evaluation.guard: got {recipe.evaluation.guard}"
     if plan.runtime.store != MEMORY:

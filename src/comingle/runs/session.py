@@ -514,7 +514,7 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
     if not placement.routed:
         unread_by_reason[f"method {name}: has no router of tokens"] = ["adapters.top_k"]
     optimisers = {"training.experts": recipe.training.experts, "training.router": recipe.training.router}
-    if not is_guarded(recipe, method):
+    if not is_guarded(recipe.evaluation, method):
         unread_by_reason[f"method {name}: users have no shared and personal tensors"] = ["evaluation.guard"]
     if recipe.continue_from is None:
         unread_by_reason["without continue_from no data is replayed"] = ["data.replay"]
