@@ -77,6 +77,22 @@ def test_a_local_model_is_that_of_a_run_with_one_user(method: str) -> None:
     assert torch.equal(local_tensors(together, "ada"), alone.federation.clients.state.rows)
 
 
+@pytest.mark.parametrize("method", ["scaffold", "fedmerge", "ifca"])
+def test_without_other_users_there_is_nothing_to_correct_or_to_choose(method: str) -> None:
+    """The local models are those of methods that average the same tensors."""
+    plain = "fedavg" if method == "scaffold" else "fedit"
+    torch.testing.assert_close(local_tensors(run(method=method), "ada"), local_tensors(run(method=plain), "ada"))
+
+
+def test_the_copies_of_a_user_are_fused_alone_too() -> None:
+    """They are equal before, as both are trained on the same batches; fused, they are a multiple of each other."""
+    tensors = local_tensors(run(method="fdlora"), "ada")
+    is_trained = tensors[0] != 0
+    factors = (tensors[1] / tensors[0])[is_trained]
+    torch.testing.assert_close(factors, factors[:1].expand_as(factors), rtol=1e-4, atol=1e-6)
+    assert abs(float(factors[0]) - 1) > 1e-4
+
+
 def test_users_train_alone_in_the_rounds_in_which_they_take_part() -> None:
     finished = run(**{"training.participation": [["ada", "ben"], ["ben"], ["ben"]]})
     assert finished.local is not None
@@ -163,7 +179,8 @@ def test_a_user_may_be_served_the_shared_model(tmp_path: Path) -> None:
     for each in (finished, api.load(tmp_path / "run")):
         for name, tensor in each.user("ada").tensors.items():
             assert torch.equal(tensor[0], version[name])
-    assert finished.federation.clients.state.versions.min() > -1
+    for name, loss in finished.federation.clients.validate().items():  # the state is as before
+        assert served[name]["candidates"]["personal"]["valid_loss"] == pytest.approx(loss, rel=1e-9)
 
 
 def test_without_validation_data_users_keep_their_personal_models() -> None:

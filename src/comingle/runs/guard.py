@@ -173,7 +173,6 @@ def shared_models(federation: InProcess) -> Models:
     clients, state, clock = federation.clients, federation.clients.state, federation.clock
     try:
         clients.state, federation.clock = clients.begin(range(clients.num_rows)), Clock()  # its bytes are not counted
-        clients.state.versions.fill_(-1)
         federation.download(range(len(clients.trainers)))
         rows = without_own_models(clients, clients.state.rows)
     finally:
