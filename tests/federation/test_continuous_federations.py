@@ -624,7 +624,7 @@ def test_a_channel_lets_users_in_who_are_added_and_refuses_who_is_removed(tmp_pa
     file, reasons, grid = tmp_path / "federation.yaml", list[str](), LocalGrid()
     file.write_text("participants: [ann, bob]")
     config = {"federation": str(file)}
-    channel = channels.GridChannel(grid, print, allowed=[ANN, BOB], read_allowed=lambda: _read_names(config))
+    channel = channels.GridChannel(grid, print, allowed=[ANN, BOB], read_allowed=lambda: _read_names(config, tmp_path))
     for name in (ANN, BOB, CEM):
         if name == CEM:
             assert channel.present() == [ANN, BOB]
@@ -637,7 +637,7 @@ def test_a_channel_lets_users_in_who_are_added_and_refuses_who_is_removed(tmp_pa
     wait_for(lambda: bool(reasons), 10)
     assert "bob: not a user" in reasons[0]
     file.write_text("participants: [")
-    assert _read_names(config) == ()
+    assert _read_names(config, tmp_path) == ()
 
 
 # ---------------------------------------------------------------- processes

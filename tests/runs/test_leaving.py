@@ -266,10 +266,10 @@ def test_the_command_shows_first_and_deletes_with_yes(comingle: Any, tmp_path: P
 
 
 def test_events_lose_the_user_at_any_depth() -> None:
-    from comingle.runs.leaving import _without_name
+    from comingle.runs.leaving import without_name
 
     event: Mapping[str, Any] = {"users": {"ben": {"x": 1}, "ada": {"steps": ["ben", "ada"]}}, "round": 1}
-    assert _without_name(event, "ben") == {"users": {"ada": {"steps": ["ada"]}}, "round": 1}
+    assert without_name(event, "ben") == {"users": {"ada": {"steps": ["ada"]}}, "round": 1}
 
 
 def test_who_leaves_a_private_run_keeps_its_account_there(tmp_path: Path) -> None:

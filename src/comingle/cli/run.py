@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +26,7 @@ from comingle.cli.options import (
     out_option,
     parse_path,
     read_recipe,
+    require_flower,
     status,
     with_continuation,
 )
@@ -119,7 +122,12 @@ def join(
 
 
 def leave(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run folder, the folder of a federation's server, or a user's state folder."
+        ),
+    ],
     user: Annotated[str, typer.Option("--user", metavar="NAME", help="Name of the user who leaves.")],
     mode: Annotated[
         str,
@@ -138,27 +146,46 @@ def leave(
     """Remove a user from a run and from the runs that it continues; their folders are replaced.
 
     Without --yes nothing is changed: the command lists the files that would be deleted and the rounds to train again.
+    In a federation the server's folder is named there, and the user's state folder on the user's machine.
     """
-    from comingle.runs.leaving import STATEMENTS, plan_removal, remove_user
+    from comingle.federation.client_store import STATEMENT_OF_CLIENT, delete_runs_of_user, files_of_user
+    from comingle.runs.folders import is_server_folder
+    from comingle.runs.leaving import NOT_SEARCHED, STATEMENTS, plan_removal, remove_user
     from comingle.utils.terminal import literal_text
 
     if mode not in STATEMENTS:
         raise RecipeError(f"--mode: got {mode}; allowed: {', '.join(STATEMENTS)}")
-    removal = plan_removal(run, user, mode)
-    say = line_printer(quiet=quiet)
-    files = removal.files
-    if not yes:
-        for path in files:
-            console.print(literal_text(f"delete {path}", "dim"))
+    say, notes, statement = line_printer(quiet=quiet), list[str](), f"{mode}: {STATEMENTS[mode]}"
+    if files := files_of_user(run, user):
+        carry_out: Callable[[], object] = partial(delete_runs_of_user, run, user)
+        statement = STATEMENT_OF_CLIENT
+    elif is_server_folder(run):
+        require_flower()
+        from comingle.federation.server_app import plan_server_removal, remove_from_server
+
+        server_removal = plan_server_removal(run, user, mode)
+        files, notes = server_removal.files, server_removal.notes
+        carry_out = partial(remove_from_server, server_removal, say)
+    else:
+        removal = plan_removal(run, user, mode)
+        files = removal.files
+        carry_out = partial(remove_user, removal, say, progress=not quiet)
         if removal.rounds:
             minutes = removal.seconds / 60
-            console.print(f"train again: {removal.rounds} rounds; with {user} they took {minutes:.1f} min")
-        console.print(f"{mode}: {STATEMENTS[mode]}")
-        console.print(f"nothing is changed; to do it: comingle leave {run} --user {user} --mode {mode} --yes")
-        return
-    remove_user(removal, say, progress=not quiet)
-    console.print(f"{user} has left {run}: {len(files)} files deleted; {STATEMENTS[mode]}")
-    console.print(literal_text("left.json in the run folder is the certificate", "dim"))
+            notes = [f"train again: {removal.rounds} rounds; with {user} they took {minutes:.1f} min"]
+    if yes:
+        carry_out()
+    else:
+        for path in files:
+            console.print(literal_text(f"delete {path}", "dim"))
+    lines = [*notes, statement, f"not searched: {NOT_SEARCHED}"]
+    if yes:
+        lines.append(f"{user} has left {run}: {len(files)} files deleted; left.json in the folder is the certificate")
+    else:
+        command = shlex.join(["comingle", "leave", str(run), "--user", user, "--mode", mode, "--yes"])
+        lines.append(f"nothing is changed; to do it: {command}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def export(

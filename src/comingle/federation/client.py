@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -41,6 +42,7 @@ from comingle.config.sections import ContinuationSection, with_older_defaults
 from comingle.config.settings import Terms
 from comingle.data.populations import as_users
 from comingle.federation.client_store import (
+    COUNTED,
     MODEL,
     ClientStore,
     FixedRun,
@@ -62,6 +64,7 @@ from comingle.federation.messages import (
     check_download,
     check_task,
     check_verdict,
+    deleted_runs,
     earlier_runs,
     unpack_task,
 )
@@ -707,9 +710,6 @@ Say = Callable[[str], None]
 COUNT = ("count",)
 """Steps of the task of a client between the runs of a continuous federation."""
 
-COUNTED = "counted.json"
-"""File in the user's state folder with its last count, and a digest of what it depends on."""
-
 CHANGING = frozenset({"receive", "train", "finish", "choose"})
 """Steps that change the user's model."""
 
@@ -854,6 +854,7 @@ class Client:
                 f"run {task.run}: the recipe has changed from {stored_public.digest} to {public.digest} since user "
                 f"{self.own.name!r} joined"
             )
+        self._delete_runs(deleted_runs(task))
         check_run_limit(self.folder, task.run, self.own.max_runs)
         earlier = earlier_runs(task)
         has_answered = any((self._folder(task.run) / "answers").glob("*.bin"))
@@ -891,6 +892,19 @@ class Client:
         if reports_specialists:
             reported["specialists"] = store.recipe.method.settings["specialists"]
         return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)
+
+    def _delete_runs(self, names: Sequence[str]) -> None:
+        """Delete this user's folders of runs that the server has deleted as another user has left."""
+        folders = [self._folder(name) for name in names if self._folder(name).exists()]
+        if self._run in names:
+            self._store, self._run = None, ""
+        for folder in folders:
+            shutil.rmtree(folder)
+        if folders:
+            self.say(
+                f"a user has left: this user's models of {len(folders)} runs are deleted, and it goes back to the run "
+                "before; if no state of that run is here (a client keeps 3 runs), it starts as a new user"
+            )
 
     def _count(self, task: Task) -> Answer:
         """Report how much data this user has beyond that with which it has trained last, in tokens or conversations.

@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,23 @@ from comingle.privacy.secure_sum import KEY_BYTES
 from comingle.protocol.wire import unpack
 from comingle.runs.api import recipe_for_one_user
 from comingle.runs.continuation import EarlierData, forgetting
+from comingle.runs.folders import LEFT, certificates_of
 from comingle.runs.session import build, describe
-from comingle.training.checkpoints import Clock, load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
+from comingle.training.checkpoints import (
+    Clock,
+    digest_of_checkpoint,
+    load_checkpoint,
+    progress_of,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from comingle.training.client import Clients, finetuned
 from comingle.training.evaluation import summarise
 from comingle.training.kinds.base import RunData
 from comingle.training.state import GRADIENTS, State
 from comingle.utils.errors import DataError, MessageError, RunError
-from comingle.utils.files import list_checkpoints
-from comingle.utils.inputs import read_inputs, write_inputs
+from comingle.utils.files import list_checkpoints, locked
+from comingle.utils.inputs import INPUTS, read_inputs, write_inputs
 from comingle.utils.names import is_named
 from comingle.utils.records import (
     DRAFT,
@@ -662,6 +671,9 @@ def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 FIXED, DATA = "fixed.json", "data"
 """File and folder of a run of a continuous federation, whose data is fixed while the source files grow."""
 
+COUNTED = "counted.json"
+"""File in the user's state folder with its last count, and a digest of what it depends on."""
+
 KEPT_RUNS = 3
 """Number of latest runs of a continuous federation that a client keeps."""
 
@@ -856,3 +868,61 @@ def check_run_limit(state: Path, run: str, most: int) -> None:
         f"{state}: has {len(runs_by_age)} runs; allowed: up to {most} (max_runs in the client's file); delete one, for "
         f"example `rm -r {to_delete}` ({why})"
     )
+
+
+# ---------------------------------------------------------------- a user who leaves
+
+STATEMENT_OF_CLIENT = (
+    "the user's models and copies of text on this machine are deleted; the user's own files, settings and key stay, "
+    "and what the server has of the user is deleted there (`comingle leave SERVER_FOLDER`)"
+)
+"""Statement of the certificate in a user's state folder."""
+
+
+def files_of_user(state: Path, user: str) -> list[Path]:
+    """Return the files of all runs in a user's state folder; empty if the folder is no such folder.
+
+    Args:
+        state: The folder.
+        user: Name of the user.
+
+    Raises:
+        RunError: The folder is another user's.
+    """
+    folders = [path.parent for path in sorted(state.glob(f"run-*/{INPUTS}"))]
+    for folder in folders:
+        owners = list(read_inputs(folder).users)
+        if user not in owners:
+            raise RunError(f"{state}: got user {user!r}; allowed: {', '.join(owners)}, whose state folder it is")
+    found = [path for folder in sorted(state.glob("run-*")) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [*found, *(state / name for name in (COUNTED,) if (state / name).is_file())]
+
+
+def delete_runs_of_user(state: Path, user: str) -> JsonObject:
+    """Delete the folders of all runs in a user's state folder, and return the certificate, which is written first.
+
+    Args:
+        state: The folder.
+        user: Name of the user.
+
+    Raises:
+        RunError: The user's client is running, or the folder is another user's.
+    """
+    with locked(state), convert_disk_errors(state):
+        files = files_of_user(state, user)
+        runs = sorted(state.glob("run-*"))
+        earlier = certificates_of(state)
+        certificate: JsonObject = {
+            "user": user,
+            "date": datetime.now().isoformat(timespec="seconds"),
+            "statement": STATEMENT_OF_CLIENT,
+            "checkpoints_before": {
+                run.name: digest_of_checkpoint(list_checkpoints(run)[-1]) for run in runs if list_checkpoints(run)
+            },
+            "deleted": [str(path.relative_to(state)) for path in files],
+        }
+        write_json(state / LEFT, {"left": [*earlier, certificate]})
+        for run in runs:
+            shutil.rmtree(run)
+        (state / COUNTED).unlink(missing_ok=True)
+    return certificate

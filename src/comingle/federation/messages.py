@@ -56,7 +56,8 @@ class Task:
         round: The round to train, from 0, or the number of rounds that are done.
         arguments: Values that the steps need, by key: ``public``, the public part of the federation, only for the step
             "join" and "count"; ``since``, the names of earlier runs of a continuous federation, the newest first, for
-            the same steps; ``continuous``, for "end" of a run after which another one will follow; ``done``, the number
+            the same steps; ``deleted``, the names of runs that the server has deleted as a user has left, for "join";
+            ``continuous``, for "end" of a run after which another one will follow; ``done``, the number
             of rounds that are done, for "evaluate"; ``local_steps``, the largest number of local steps of a client in a
             round, for all tasks once it is known.
         messages: Downloads that the steps need, in their order.
@@ -263,11 +264,28 @@ def earlier_runs(task: Task) -> tuple[str, ...] | None:
     Raises:
         MessageError: The value is not a list of names, which have to be safe as folder names.
     """
-    runs = task.arguments.get("since")
+    return _names_of_runs(task, "since")
+
+
+def deleted_runs(task: Task) -> tuple[str, ...]:
+    """Return the names of runs that the server has deleted as a user has left, after checking them.
+
+    Args:
+        task: A task to join.
+
+    Raises:
+        MessageError: The value is not a list of names, which have to be safe as folder names.
+    """
+    return _names_of_runs(task, "deleted") or ()
+
+
+def _names_of_runs(task: Task, key: str) -> tuple[str, ...] | None:
+    """Return the names of runs in an argument of a task; None if it is missing."""
+    runs = task.arguments.get(key)
     if runs is None:
         return None
     if not isinstance(runs, list) or not all(isinstance(run, str) and _RUN.fullmatch(run) for run in runs):
-        raise MessageError(f"task: since is {str(runs)[:70]!r}; allowed: a list of names of runs")
+        raise MessageError(f"task: {key} is {str(runs)[:70]!r}; allowed: a list of names of runs")
     return tuple(runs)
 
 

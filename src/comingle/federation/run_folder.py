@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,12 +15,13 @@ import torch
 from pydantic import field_validator
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import AUTO, Count, NotNegative, Section
+from comingle.config.settings import ACCOUNT, AUTO, KEY, Count, NotNegative, Section
 from comingle.federation.backend import NetworkBackend
 from comingle.federation.flower.channel import Channel
 from comingle.federation.public import Public, ServerContext, check_remote_clients, public_part, read_public
 from comingle.federation.server_session import NetworkSection, ServerSession, start_session
 from comingle.methods import own_errors
+from comingle.methods.user_files import ORIGIN
 from comingle.privacy.accounting import account_writer
 from comingle.protocol.messages import LOWEST, validation_reply
 from comingle.runs.continuation import (
@@ -34,6 +36,7 @@ from comingle.runs.continuation import (
 )
 from comingle.runs.folders import open_folder, with_bos_of_run
 from comingle.runs.given import Given
+from comingle.runs.leaving import recipe_without, without_name
 from comingle.training.checkpoints import (
     Clock,
     Progress,
@@ -42,6 +45,7 @@ from comingle.training.checkpoints import (
     prune_checkpoints,
     read_progress,
     read_state,
+    rows_of_names,
     save_checkpoint,
 )
 from comingle.training.evaluation import end_event, evaluation_interval, start_event, warn_of_share
@@ -49,12 +53,12 @@ from comingle.training.events import EventLog, Observer
 from comingle.training.kinds.base import kind_of
 from comingle.training.plan import keep_key
 from comingle.training.rounds import Evaluations, outcome_warnings, run_rounds
-from comingle.training.server import VERSION
+from comingle.training.server import VERSION, start_server
 from comingle.training.settings import untrained_entry
 from comingle.training.state import State, initial_state
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
-from comingle.utils.inputs import SPLITS, Inputs, UserInputs, read_inputs, recorded_date
+from comingle.utils.inputs import SPLITS, Inputs, UserInputs, read_inputs, recorded_date, write_inputs
 from comingle.utils.records import (
     FEDERATION,
     PARTICIPANTS,
@@ -64,8 +68,9 @@ from comingle.utils.records import (
     read_events,
     read_metrics,
     write_json,
+    write_text,
 )
-from comingle.utils.trees import Tree
+from comingle.utils.trees import Layout, Tree
 
 WRITE_SECONDS = 0.5
 """Shortest time between two writes of the status file within a round."""
@@ -245,6 +250,7 @@ class Plan:
         network: Timeouts, and how many clients the server needs.
         rounds: When the next run starts, if the federation is continuous; else None.
         earlier: Names of the latest earlier runs, if the federation is continuous, the newest first; else None.
+        deleted: Names of runs that were deleted as a user has left, which clients delete too.
     """
 
     recipe: Recipe
@@ -253,6 +259,7 @@ class Plan:
     network: NetworkSection = field(default_factory=NetworkSection)
     rounds: RoundsSection | None = None
     earlier: tuple[str, ...] | None = None
+    deleted: tuple[str, ...] = ()
 
 
 def run_federation(
@@ -343,7 +350,7 @@ def _run_rounds(
 
     try:
         session = start_session(run, public, context, channel, observe, plan.network)
-        session.earlier = plan.earlier
+        session.earlier, session.deleted = plan.earlier, plan.deleted
         # From the key, privacy noise is drawn. A resumed run keeps it, so that repeated rounds have the same noise.
         keep_key(folder, *session.server.mechanisms, overwrite=not has_begun, begun=progress is not None)
         all_observers.append(account_writer(folder, session.server.mechanisms.account))
@@ -635,7 +642,7 @@ def _save(session: ServerSession, folder: Path, done: int, events_bytes: int, *,
         stopped=stopped,
     )
     server_tensors = {**session.server.state, **_session_tensors(session)}
-    save_checkpoint(folder, session.model.layout, _state_without_users(session), server_tensors, progress)
+    save_checkpoint(folder, session.model.layout, _state_without_users(session.model.layout), server_tensors, progress)
     prune_checkpoints(folder, KEPT_CHECKPOINTS)
 
 
@@ -681,7 +688,9 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
     """
     server, users = session.server, session.public.users
     expected = {**server.state, **_session_tensors(session)}  # names and shapes of the stored tensors
-    _users_state, stored = load_checkpoint(checkpoint, session.model.layout, _state_without_users(session), expected)
+    _users_state, stored = load_checkpoint(
+        checkpoint, session.model.layout, _state_without_users(session.model.layout), expected
+    )
     numbers: Tree = {}
     for name in list(stored):
         if name.startswith(_SESSION_PREFIX):
@@ -705,9 +714,8 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
     session.clock = progress.clock
 
 
-def _state_without_users(session: ServerSession) -> State:
+def _state_without_users(layout: Layout) -> State:
     """Return a state without users: a checkpoint needs a state, and a server has no user's tensors."""
-    layout = session.model.layout
     empty_mask = torch.zeros(0, layout.columns, dtype=torch.bool)
     return initial_state(
         layout,
@@ -717,3 +725,81 @@ def _state_without_users(session: ServerSession) -> State:
         ranks=torch.zeros(0, dtype=torch.int64),  # LoRA ranks of no users
         seed=0,  # not used, as there are no tensors to initialise
     )
+
+
+# ---------------------------------------------------------------- users who leave
+
+_OF_CLIENTS = frozenset(_SESSION_PREFIX + name for name in ("serials", "versions", "verdicts", "verdict_rounds"))
+"""Keys of tensors with an entry for each client in a server's checkpoint."""
+
+
+def copy_server_without(run: Path, target: Path, user: str) -> None:
+    """Copy the run folder of a federation's server without the state, scores and records of a user.
+
+    The run keeps its name, so that clients continue from it.
+
+    Args:
+        run: Folder of a run that has ended, which is only read.
+        target: Folder of the copy.
+        user: Name of the user.
+
+    Raises:
+        RunError: The run has not ended.
+        RecipeError: The run has no other user.
+    """
+    metrics, checkpoint = read_metrics(run), list_checkpoints(run)[-1]
+    identity = json.loads((run / FEDERATION).read_text(encoding="utf-8"))
+    recorded, inputs, progress = read_public(identity["public"]), read_inputs(run), read_progress(checkpoint)
+    recipe = recipe_without(recorded.whole_recipe(), recorded.users, user, of_server=True)
+    remaining = tuple(name for name in recorded.users if name != user)
+    base = Given(date=recorded_date(run)).load_base(recipe) if kind_of(recipe).needs_base else None
+    public = replace(
+        public_part(recipe, remaining, recorded.settings, base=None),
+        base=recorded.base,
+        tokenizer=recorded.tokenizer,
+        version=recorded.version,
+        format=recorded.format,
+    )
+    context = ServerContext.of(public, base)
+    model = context.model()
+    layout = model.layout
+    by_user = _OF_CLIENTS | start_server(model, remaining, context.plan).by_user
+    _no_users, state = read_state(checkpoint, progress, layout)
+    for name in by_user & state.keys():
+        num_rows = len(state[name])
+        if num_rows >= len(recorded.users):  # else one value for all users
+            state[name] = state[name][rows_of_names(recorded.users, remaining, num_rows // len(recorded.users))]
+
+    target.mkdir(parents=True, mode=0o700)
+    write_inputs(target, replace(inputs, users={name: inputs.users[name] for name in remaining}))
+    write_text(target / "recipe.yaml", context.recipe.as_yaml())
+    for file in (KEY, ACCOUNT, ORIGIN):  # the account keeps the user, who may return
+        if (run / file).exists():
+            shutil.copy(run / file, target / file)
+    events = [without_name(event, user) for event in read_events(run) if event.get("user") != user]
+    text = "".join(f"{json.dumps(event)}\n" for event in events)
+    write_text(target / "events.jsonl", text)
+    write_json(target / "metrics.json", _metrics_without(metrics, user))
+    if (run / PARTICIPANTS).exists():
+        status = json.loads((run / PARTICIPANTS).read_text(encoding="utf-8"))
+        write_json(target / PARTICIPANTS, without_name(status, user))
+    progress_without = progress_of(
+        progress.round,
+        public.digest,
+        remaining,
+        clock=progress.clock,
+        events_bytes=len(text.encode()),
+        stopped=progress.stopped,
+    )
+    save_checkpoint(target, layout, _state_without_users(layout), state, progress_without)
+    _write_identity(target, str(identity["run"]), public, ending=False)
+
+
+def _metrics_without(metrics: JsonObject, user: str) -> JsonObject:
+    """Return the metrics of a server's run without a user, with means over the others."""
+    changed: JsonObject = without_name(metrics, user)
+    for key in changed:
+        scores = [of_user.get(key.removeprefix("mean_")) for of_user in changed["users"].values()]
+        if key.startswith("mean_") and scores and None not in scores:
+            changed[key] = sum(scores) / len(scores)
+    return changed

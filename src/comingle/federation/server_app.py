@@ -7,26 +7,50 @@ resumed after the process was killed.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from comingle.config import load_recipe
+from comingle.federation.client_store import KEPT_RUNS
 from comingle.federation.files import load_plan, save_plan
 from comingle.federation.flower.channel import Channel
+from comingle.federation.flower.processes import FOLDER as FLOWER
 from comingle.federation.messages import Task, check_reported, unpack_answer
 from comingle.federation.public import public_part, run_name
-from comingle.federation.run_folder import Plan, has_ended, run_federation
+from comingle.federation.run_folder import Plan, copy_server_without, has_ended, run_federation
 from comingle.methods.user_files import load_files_of_command
-from comingle.runs.continuation import users_without_budget
+from comingle.runs.continuation import ancestors_of, users_without_budget
+from comingle.runs.folders import LEFT, certificates_of, is_continuous_server
+from comingle.runs.leaving import (
+    NOT_SEARCHED,
+    STATEMENTS,
+    Mode,
+    finish_replacement,
+    recipe_without,
+    temporary_folder,
+)
+from comingle.training.checkpoints import digest_of_checkpoint
 from comingle.training.events import AN_EVENT, Observer
 from comingle.utils.errors import ComingleError, MessageError, RecipeError, RunError
-from comingle.utils.files import list_checkpoints
-from comingle.utils.records import FEDERATION, JsonObject, expand_home
+from comingle.utils.files import HOLDER, LOCK, list_checkpoints, locked
+from comingle.utils.names import as_folder
+from comingle.utils.records import (
+    FEDERATION,
+    JsonObject,
+    convert_disk_errors,
+    expand_home,
+    is_server,
+    read_metrics,
+    write_json,
+)
 
 
 def run_federation_app(channel: Channel, config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
@@ -54,7 +78,8 @@ def run_federation_app(channel: Channel, config: Mapping[str, Any], folder: Path
 
     def load() -> Plan:
         continue_from = str(config.get("continue_from") or "")
-        return load_plan(expand_home(file), continue_from=continue_from, continuous=is_continuous)
+        plan = load_plan(expand_home(file), continue_from=continue_from, continuous=is_continuous)
+        return without_users_who_left(plan, folder)
 
     with _warnings_shown(say):
         if is_continuous:
@@ -142,7 +167,8 @@ class ContinuousServer:
         """
         number = self.last_planned
         folder = self._run_folder(number)
-        plan = replace(load_plan(self._plan_file(number)), earlier=self._earlier_runs(number))
+        plan = load_plan(self._plan_file(number))
+        plan = replace(plan, earlier=self._earlier_runs(number), deleted=deleted_runs(self._folder))
         allow = getattr(self._channel, "allow", None)  # not all transports know who may join
         if allow is not None:
             allow(plan.users)
@@ -161,7 +187,7 @@ class ContinuousServer:
         """
         number = self.last_planned + 1
         try:
-            plan = self._load()
+            plan = without_users_who_left(self._load(), self._folder)
             changes = self._changes(plan, number)
             if changes is None:
                 return False
@@ -316,3 +342,362 @@ def _mean_score_text(event: Mapping[str, Any]) -> str:
     key = next(key for key in event if key.startswith(prefix))
     measure = key.removeprefix(prefix)
     return f"mean test {measure} {event[key]:.4g} over {len(event['users'])} users"
+
+
+# ---------------------------------------------------------------- users who leave
+
+
+def without_users_who_left(plan: Plan, folder: Path) -> Plan:
+    """Return a plan without users who have left a federation, with the names of the runs deleted for them.
+
+    Args:
+        plan: Content of the server's file.
+        folder: Folder of the server.
+
+    Raises:
+        RecipeError: No user remains, or a round would have no participant.
+    """
+    for name in [certificate["user"] for certificate in certificates_of(folder)]:
+        if name in plan.users:
+            recipe = recipe_without(plan.recipe, plan.users, name, of_server=True)
+            plan = replace(plan, recipe=recipe, users=tuple(user for user in plan.users if user != name))
+    return replace(plan, deleted=deleted_runs(folder))
+
+
+def deleted_runs(folder: Path) -> tuple[str, ...]:
+    """Return the names in messages of the runs that were deleted as users have left with ``exact``."""
+    return tuple(run for certificate in certificates_of(folder) for run in certificate.get("deleted_runs", ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRemoval:
+    """Plan of the removal of a user from a federation's server.
+
+    Args:
+        folder: Folder of the server.
+        user: Name of the user.
+        mode: How the user is removed.
+        runs: Run folders to delete or to replace, the earliest first.
+        before: The last run before these; None if the user was there from the start.
+        rounds: Largest number of rounds that the others train again; 0 for ``forward``.
+    """
+
+    folder: Path
+    user: str
+    mode: Mode
+    runs: tuple[Path, ...]
+    before: Path | None
+    rounds: int
+
+    @property
+    def files(self) -> list[Path]:
+        """Files that are deleted, or replaced by files without the user."""
+        folders = [*self.runs, *(_server_folder(run) / FLOWER for run in self.runs)]
+        found = {path for folder in folders for path in folder.rglob("*") if path.is_file()}
+        found.update(plan for plan in map(_plan_of, self.runs) if plan.exists())
+        return sorted(path for path in found if path.name not in (LOCK, HOLDER))
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the operator: what the others have to do, and what is not deleted."""
+        notes = []
+        if self.mode == "exact":
+            start = "the beginning" if self.before is None else f"{self.before}"
+            notes.append(
+                f"train again: up to {self.rounds} rounds from {start}, when the server is started again as before; "
+                "the clients of the others have to be connected, and train on their text as it is then"
+            )
+        is_forgotten = self.before is not None and len(self.runs) >= KEPT_RUNS and is_continuous_server(self.folder)
+        if self.mode == "exact" and is_forgotten:
+            notes.append(
+                f"{len(self.runs)} runs are replaced; clients keep {KEPT_RUNS}: those without a state of {self.before} "
+                "start as new users"
+            )
+        notes.append(
+            f"not deleted here: {self.user}'s key in the folder of certificates (users/*.pub, users/*.key), the name "
+            f"in the server's file (--remove-user), and {self.user}'s state folder (`comingle leave STATE_FOLDER`)"
+        )
+        return notes
+
+
+def plan_server_removal(folder: Path, user: str, mode: Mode) -> ServerRemoval:
+    """Return what the removal of a user from a federation's server deletes and costs.
+
+    Args:
+        folder: Folder of the server.
+        user: Name of the user.
+        mode: How the user is to be removed.
+
+    Raises:
+        RunError: The server has no such user, an earlier run that is needed is gone, or a run has not ended.
+        RecipeError: The user cannot be removed in this way.
+    """
+    folder = folder.resolve()
+    if _server_folder(folder) != folder:
+        raise RunError(f"{folder}: belongs to {folder.parent} of `comingle server --continuous`; name that folder")
+    finish_removals(folder)
+    runs = _runs_of(folder)
+    with_user = [number for number, run in enumerate(runs) if user in _names_in(run)]
+    if not with_user:
+        has_left = any(certificate["user"] == user for certificate in certificates_of(folder))
+        hint = f"has left; {folder / LEFT} is the certificate" if has_left else "is no user of this federation"
+        raise RunError(f"{folder}: {user!r} {hint}")
+    first = with_user[0]
+    if mode == "forward":
+        affected = [runs[number] for number in with_user]
+        for run in affected:
+            _check_forward(run, user, is_last=run == runs[-1])
+        return ServerRemoval(folder=folder, user=user, mode=mode, runs=tuple(affected), before=None, rounds=0)
+    gone = [run for run in runs if not run.exists() and not _plan_of(run).exists()]
+    if gone:
+        raise RunError(f"{gone[0]}: {folder} continues this run, which is gone; allowed: --mode forward")
+    affected = runs[first:]
+    rounds_by_server: dict[Path, int] = {}  # runs of a continuous server are replaced by a single one
+    for run in affected:
+        recipe = load_recipe(run) if (run / "recipe.yaml").exists() else load_plan(_plan_of(run)).recipe
+        if (run / "users").exists():
+            raise RecipeError(
+                f"--mode: got exact for {run} of `comingle federate`; allowed: forward, or `comingle federate --force` "
+                "with a recipe without the user"
+            )
+        if recipe.privacy is not None and recipe.privacy.noisy:
+            raise RecipeError(
+                f"--mode: got exact for {run} with differential privacy, so training again would spend the other "
+                "users' budgets twice; allowed: forward"
+            )
+        rounds_by_server[_server_folder(run)] = recipe.training.rounds
+    rounds, before = sum(rounds_by_server.values()), runs[first - 1] if first else None
+    return ServerRemoval(folder=folder, user=user, mode=mode, runs=tuple(affected), before=before, rounds=rounds)
+
+
+def _check_forward(run: Path, user: str, *, is_last: bool) -> None:
+    """Check that a user can be removed from a run.
+
+    Raises:
+        RunError: The run has not ended; the last one of a continuous server is planned again instead.
+        RecipeError: The run has no other user.
+    """
+    if not (is_last and _plan_of(run).exists() and not has_ended(run)):
+        read_metrics(run)
+    if (run / FEDERATION).exists():
+        recipe_without(load_recipe(run), list(_names_in(run)), user, of_server=True)
+
+
+def remove_from_server(removal: ServerRemoval, say: Callable[[str], None] = lambda line: None) -> JsonObject:
+    """Carry out the removal of a user from a federation's server, and return the certificate.
+
+    The certificate is written first, so the user is refused from then on, and :func:`finish_removals` continues after
+    an interruption. With ``exact`` the runs are deleted; the server trains again when it is started.
+
+    Args:
+        removal: The plan.
+        say: Called with a line for each run.
+
+    Raises:
+        RunError: The server is running, or the disk is full.
+    """
+    servers = list(dict.fromkeys(map(_server_folder, removal.runs)))
+    certificate: JsonObject = {}
+    with ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(convert_disk_errors(server))
+            stack.enter_context(locked(_lock_folder(server)))
+        for server in servers:
+            _delete_logs(server)
+            of_server = [run for run in removal.runs if _server_folder(run) == server]
+            certificate = _certificate(removal, of_server)
+            if removal.mode == "exact" or server not in of_server:
+                _record(server, certificate)
+        for server in reversed(servers):
+            if removal.mode == "exact":
+                say(f"{server}: deleting the runs with {removal.user}")
+                finish_removals(server)
+        if removal.mode == "forward":
+            for run in removal.runs:
+                say(f"{run}: removing {removal.user}")
+                _replace_without(run, removal.user, _certificate(removal, [run]))
+            for server in servers:
+                _record_digests(server, removal)
+    return certificate
+
+
+def finish_removals(folder: Path) -> None:
+    """Delete the runs of a server that certificates name; does nothing if they are deleted already.
+
+    Args:
+        folder: Folder of the server, or of its only run.
+    """
+    deleted = deleted_runs(folder)
+    if is_server(folder):
+        if run_name(folder) in deleted:
+            for path in sorted(folder.iterdir(), key=lambda path: path.name == FEDERATION):  # its name is needed last
+                if path.name not in (LEFT, LOCK, HOLDER, FLOWER):
+                    _delete(path)
+        return
+    for leftover in folder.glob(f".*{_DELETED}"):
+        _delete(leftover)
+    runs = _numbered_runs(folder)
+    for run in runs:
+        finish_replacement(run)
+    users = {certificate["user"] for certificate in certificates_of(folder) if certificate["mode"] == "exact"}
+    numbers = [
+        number
+        for number, run in enumerate(runs)
+        if users & _names_in(run) or (is_server(run) and run_name(run) in deleted)
+    ]
+    for run in reversed(runs[min(numbers) :] if numbers else ()):  # so that no run continues one that is gone
+        _delete_run(run)
+
+
+def _delete_run(run: Path) -> None:
+    """Delete a run of a continuous server and its plan, which is then missing only together with the later ones."""
+    _plan_of(run).unlink(missing_ok=True)
+    if run.exists():
+        renamed = run.with_name(f".{run.name}{_DELETED}")
+        _delete(renamed)
+        run.rename(renamed)
+        _delete(renamed)
+
+
+_DELETED = ".deleted"
+"""Suffix of hidden folders that are being deleted."""
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or a folder, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _delete_logs(folder: Path) -> None:
+    """Delete logs and status of a server's process, which name the users."""
+    for path in (folder / FLOWER).glob("*"):
+        if path.name not in (LOCK, HOLDER):
+            _delete(path)
+
+
+def _certificate(removal: ServerRemoval, runs: Sequence[Path]) -> JsonObject:
+    """Return the certificate of a removal from some of its runs, before anything is changed.
+
+    Args:
+        removal: The plan.
+        runs: Runs of one server.
+    """
+    deleted_files = replace(removal, runs=tuple(runs)).files
+    certificate: JsonObject = {
+        "user": removal.user,
+        "mode": removal.mode,
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "statement": STATEMENTS[removal.mode],
+        "checkpoint_before": _digest(runs[-1]),
+        "checkpoint_after": None if removal.before is None else _digest(removal.before),
+        "rounds_to_train_again": removal.rounds,
+        "deleted": [str(path) for path in deleted_files],
+        "searched": [str(removal.folder), *map(str, runs)],
+        "not_searched": NOT_SEARCHED,
+    }
+    if removal.mode == "exact":
+        certificate["deleted_runs"] = [run_name(run) for run in runs if is_server(run)]
+    return certificate
+
+
+def _digest(run: Path) -> str | None:
+    """Return the digest of a run's last checkpoint; None if it has none."""
+    checkpoints = list_checkpoints(run)
+    return digest_of_checkpoint(checkpoints[-1]) if checkpoints else None
+
+
+def _record(folder: Path, certificate: JsonObject) -> None:
+    """Add a certificate to a folder; one of the same user, of an interrupted removal, is continued."""
+    others = [each for each in certificates_of(folder) if each["user"] != certificate["user"]]
+    for earlier in certificates_of(folder):
+        if earlier["user"] == certificate["user"]:
+            merged = {key: [*earlier.get(key, ()), *certificate.get(key, ())] for key in ("deleted", "deleted_runs")}
+            certificate = {**certificate, **merged, "checkpoint_before": earlier["checkpoint_before"]}
+    write_json(folder / LEFT, {"left": [*others, certificate]})
+
+
+def _record_digests(server: Path, removal: ServerRemoval) -> None:
+    """Complete the certificate of a continuous server after ``forward`` with the digest of its last checkpoint."""
+    last = [run for run in removal.runs if _server_folder(run) == server][-1]
+    certificates = certificates_of(server)
+    for certificate in certificates:
+        if certificate["user"] == removal.user:
+            certificate["checkpoint_after"] = _digest(last)
+    write_json(server / LEFT, {"left": certificates})
+
+
+def _replace_without(run: Path, user: str, certificate: JsonObject) -> None:
+    """Replace a run, and its plan, by those without a user; delete the run if it has not ended.
+
+    Args:
+        run: The run folder.
+        user: Name of the user.
+        certificate: Certificate for the new folder.
+    """
+    if not has_ended(run) and _plan_of(run).exists():  # it is planned again
+        _delete_run(run)
+        return
+    temporary, recorded = temporary_folder(run), certificates_of(run)
+    _delete(temporary.parent)  # left by a process that was killed
+    copy_server_without(run, temporary, user)
+    for state in (run / "users").glob("*"):  # of `comingle federate`
+        if state.name != as_folder(user):
+            shutil.copytree(state, temporary / "users" / state.name)
+    for plan in (run / "federation.yaml", _plan_of(run)):
+        target = temporary / plan.name if plan.parent == run else plan
+        if plan.exists():
+            target_plan = load_plan(plan)
+            recipe = recipe_without(target_plan.recipe, target_plan.users, user, of_server=True)
+            if recipe.continue_from is not None and Path(recipe.continue_from.run).parent == plan.parent:
+                recipe = recipe.with_changes({"continue_from.run": Path(recipe.continue_from.run).name})
+            remaining = tuple(name for name in target_plan.users if name != user)
+            at_most = min(target_plan.network.min_participants, len(remaining))
+            network = target_plan.network.model_copy(update={"min_participants": at_most})
+            save_plan(target, replace(target_plan, recipe=recipe, users=remaining, network=network))
+    certificate = {**certificate, "checkpoint_after": _digest(temporary)}
+    write_json(temporary / LEFT, {"left": [*recorded, certificate]})
+    finish_replacement(run)
+
+
+def _server_folder(run: Path) -> Path:
+    """Return the folder of the server of a run: the one above it if the server is continuous, else the run folder."""
+    return run.parent if _plan_of(run).exists() else run
+
+
+def _lock_folder(server: Path) -> Path:
+    """Return the folder that a server's process locks."""
+    return server / FLOWER if (server / FLOWER).exists() else server
+
+
+def _plan_of(run: Path) -> Path:
+    """Return the path of the plan of a run of a continuous server; for other runs there is no such file."""
+    return run.with_suffix(".yaml") if run.name.isdigit() else run / ".no-plan"
+
+
+def _numbered_runs(folder: Path) -> list[Path]:
+    """Return the run folders of a continuous server, also of a run that is only planned, the earliest first."""
+    names = {path.stem for path in folder.glob("[0-9]*.yaml")}
+    names.update(path.name for path in folder.glob("[0-9]*") if path.is_dir())
+    names.update(path.name[1:].removesuffix(".leaving") for path in folder.glob(".[0-9]*.leaving"))
+    return [folder / name for name in sorted(names)]
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """Return the run folders of a server, and those that they continue, the earliest first."""
+    runs = _numbered_runs(folder) if is_continuous_server(folder) else [folder]
+    has_events = bool(runs) and (runs[0] / "events.jsonl").exists()
+    ancestors = [Path(ancestor["run"]) for ancestor in ancestors_of(runs[0])] if has_events else []
+    return [*ancestors, *runs]
+
+
+def _names_in(run: Path) -> set[str]:
+    """Return the names of the users of a run and of its plan; empty if there is neither."""
+    names: set[str] = set()
+    if (run / FEDERATION).exists():
+        names.update(json.loads((run / FEDERATION).read_text(encoding="utf-8"))["public"]["users"])
+    if _plan_of(run).exists():
+        names.update(load_plan(_plan_of(run)).users)
+    return names

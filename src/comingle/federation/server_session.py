@@ -110,6 +110,7 @@ class ServerSession:
         local_steps: Largest number of local steps that a client takes in a round.
         best_round: Number of rounds after which the mean validation loss was lowest.
         earlier: Names of earlier runs of a continuous federation, the newest first; None if it is not continuous.
+        deleted: Names of runs that were deleted as a user has left, which clients delete too.
     """
 
     run: str
@@ -125,6 +126,7 @@ class ServerSession:
     local_steps: int = 0
     best_round: int = 0
     earlier: tuple[str, ...] | None = None
+    deleted: tuple[str, ...] = ()
 
     @property
     def first_version(self) -> int:
@@ -263,6 +265,8 @@ class ServerSession:
         arguments: dict[str, Any] = {"public": self.public.as_dict()}
         if self.earlier is not None:
             arguments["since"] = list(self.earlier)
+        if self.deleted:
+            arguments["deleted"] = list(self.deleted)
         return self._task(name, _JOIN, 0, arguments=arguments)
 
     def _task(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from comingle.methods.user_files import ORIGIN, check_origin, write_origin
 from comingle.utils.errors import ComingleError, RunError
 from comingle.utils.files import HOLDER, LOCK, check_free, list_checkpoints, locked
 from comingle.utils.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inputs
-from comingle.utils.records import DRAFT, FEDERATION, check_name, convert_disk_errors, write_text
+from comingle.utils.records import DRAFT, FEDERATION, JsonObject, check_name, convert_disk_errors, is_server, write_text
 
 NETWORK = ("flower", "users")
 """Files of a federation's processes in its run folder, besides those of the run."""
@@ -26,6 +27,7 @@ SKIPPED = "skipped.json"
 
 LEFT = "left.json"
 """File of a run folder with the certificates of users who have left the run (:mod:`comingle.runs.leaving`)."""
+
 
 RUN_FILES = (
     SKIPPED,
@@ -49,6 +51,26 @@ RUN_FILES = (
     "figures",
 )
 """Names in a run folder, including its report and figures."""
+
+
+def certificates_of(folder: Path) -> list[JsonObject]:
+    """Return the certificates of users who have left a run, or a federation; empty if there are none."""
+    path = folder / LEFT
+    if not path.exists():
+        return []
+    return list(json.loads(path.read_text(encoding="utf-8"))["left"])
+
+
+def is_continuous_server(folder: Path) -> bool:
+    """Return whether a folder has the runs of ``comingle server --continuous``."""
+    has_plans = any(path.stem.isdigit() for path in folder.glob("[0-9]*.yaml"))
+    return has_plans and not (folder / "recipe.yaml").exists()
+
+
+def is_server_folder(folder: Path) -> bool:
+    """Return whether a folder is that of a federation's server, with one run or with those of ``--continuous``."""
+    is_emptied = (folder / LEFT).exists() and not (folder / "recipe.yaml").exists()  # its run is to be trained again
+    return is_server(folder) or is_continuous_server(folder) or is_emptied
 
 
 @contextmanager
@@ -244,7 +266,8 @@ def _names_in_folder(folder: Path) -> set[str]:
     """
     names = {path.name for path in folder.iterdir()} - {LOCK, HOLDER}
     if "recipe.yaml" not in names:
-        names -= {INPUTS, "federation.yaml", *NETWORK}  # written before the recipe
+        # Written before the recipe; certificates remain of a federation's run that is to be trained again.
+        names -= {INPUTS, "federation.yaml", LEFT, *NETWORK}
     draft_prefixes = (".recipe.yaml.", f".{INPUTS}.", f".{HOLDER}.")
     drafts = {name for name in names if name.startswith(draft_prefixes) and name.endswith(DRAFT)}
     return names - drafts
@@ -266,7 +289,9 @@ def _create_folder(folder: Path) -> None:
 def _delete_run_files(folder: Path) -> None:
     """Delete the files of an old run in a folder, so that a new run can use the folder."""
     # The lock of this process, and files that the processes of a federation write before the run begins.
-    files_of_new_run = (LOCK, HOLDER, "federation.yaml", *NETWORK)
+    files_of_new_run = [LOCK, HOLDER, "federation.yaml", *NETWORK]
+    if not (folder / "recipe.yaml").exists():  # of a federation's run that is trained again
+        files_of_new_run.append(LEFT)
     for path in folder.iterdir():
         if path.name in files_of_new_run:
             continue

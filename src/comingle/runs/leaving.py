@@ -24,7 +24,7 @@ from comingle.config.settings import ACCOUNT, KEY
 from comingle.methods.user_files import ORIGIN
 from comingle.runs.api import load, reopen_data, run
 from comingle.runs.continuation import ancestors_of, copy_rows, copy_users_state, restore_server
-from comingle.runs.folders import LEFT, SKIPPED
+from comingle.runs.folders import LEFT, SKIPPED, certificates_of
 from comingle.runs.given import NOTHING
 from comingle.runs.guard import LOCAL, build_local
 from comingle.runs.results import Run
@@ -53,6 +53,9 @@ STATEMENTS: dict[Mode, str] = {
     "forward": "the user's own tensors and records are deleted; what its uploads changed in shared tensors remains",
 }
 """Statement of a certificate, by mode."""
+
+NOT_SEARCHED = "exports, backups, models that are being served, and runs in other folders"
+"""Places in which a user's traces are not looked for, in a certificate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,21 +114,18 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
         raise RunError(f"{folder}: belongs to {live} of `comingle live`; name that folder")
     if live is not None:
         folder = _last_run(live)
-    _finish_replacement(folder)
+    finish_replacement(folder)
     if is_server(folder):
-        raise RunError(
-            f"{folder}: a federation's server; take {user!r} out of `participants` and start a new federation with "
-            "--continue-from; the user deletes its own state folder"
-        )
+        raise RunError(f"{folder}: a federation's server; use `comingle leave`, or federation.server_app in Python")
     runs = [folder, *(Path(ancestor["run"]) for ancestor in reversed(ancestors_of(folder)))]  # the latest first
     runs_with_user: list[Path] = []
     for position, run_folder in enumerate(runs):
-        _finish_replacement(run_folder)
+        finish_replacement(run_folder)
         if not run_folder.exists():
             if mode == "exact":
                 raise RunError(f"{run_folder}: {folder} continues this run, which is gone; allowed: --mode forward")
             continue
-        if position and mode == "exact" and _continues_from_before(runs[position - 1], run_folder, user):
+        if position and mode == "exact" and continues_from_before(runs[position - 1], run_folder, user):
             runs_with_user = runs[:position]
         if user in read_inputs(run_folder).users:
             runs_with_user = runs[: position + 1]  # later runs without the user continue what it has trained
@@ -146,7 +146,7 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
                 f"{run_folder}: has differential privacy, so training again would spend the other users' budgets "
                 "twice; allowed: --mode forward"
             )
-        if mode == "exact" and not _trains_alone(recipe, user):
+        if mode == "exact" and not trains_alone(recipe, user):
             rounds += metrics["rounds"]
             seconds += metrics["wall_seconds"]
     return Removal(
@@ -159,7 +159,7 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
     )
 
 
-def _continues_from_before(run_folder: Path, earlier: Path, user: str) -> bool:
+def continues_from_before(run_folder: Path, earlier: Path, user: str) -> bool:
     """Return whether a run still continues an earlier one as it was with a user who has left it exactly.
 
     It does so if the removal was interrupted between the two runs.
@@ -169,7 +169,7 @@ def _continues_from_before(run_folder: Path, earlier: Path, user: str) -> bool:
         earlier: Folder of the run that it continues.
         user: Name of the user.
     """
-    has_left = any((one["user"], one["mode"]) == (user, "exact") for one in _earlier_certificates(earlier))
+    has_left = any((one["user"], one["mode"]) == (user, "exact") for one in certificates_of(earlier))
     start = next(event for event in read_events(run_folder) if event["event"] == "start")
     return has_left and start["continues"]["checkpoint"] != digest_of_checkpoint(list_checkpoints(earlier)[-1])
 
@@ -241,14 +241,14 @@ def _replace_runs(removal: Removal, say: Callable[[str], None], *, progress: boo
     date = datetime.now().isoformat(timespec="seconds")
     if removal.mode == "exact":
         for folder in removal.runs:
-            if not _trains_alone(load_recipe(folder), removal.user):
+            if not trains_alone(load_recipe(folder), removal.user):
                 _read_data(folder, removal.user)  # refuses changed data before anything is replaced
     # Only the last run is copied. The exact mode needs all, except those that would not have taken place.
     replaced = removal.runs[-1:]
     if removal.mode == "exact":
-        replaced = tuple(each for each in removal.runs if not _trains_alone(load_recipe(each), removal.user))
+        replaced = tuple(each for each in removal.runs if not trains_alone(load_recipe(each), removal.user))
     for folder in replaced:
-        temporary = _temporary_folder(folder)
+        temporary = temporary_folder(folder)
         shutil.rmtree(temporary.parent, ignore_errors=True)  # left by a process that was killed
         say(f"{folder}: {'training again' if removal.mode == 'exact' else 'removing'} without {removal.user}")
         with convert_disk_errors(folder), locked(folder):
@@ -270,8 +270,8 @@ def _replace_runs(removal: Removal, say: Callable[[str], None], *, progress: boo
                 "rounds_trained_again": read_metrics(temporary)["rounds"] if removal.mode == "exact" else 0,
                 "deleted": files,
             }
-            write_json(temporary / LEFT, {"left": [*_earlier_certificates(folder), certificate]})
-        _finish_replacement(folder)
+            write_json(temporary / LEFT, {"left": [*certificates_of(folder), certificate]})
+        finish_replacement(folder)
     for folder in removal.runs:
         if folder not in replaced:
             shutil.rmtree(folder)
@@ -281,12 +281,12 @@ def _replace_runs(removal: Removal, say: Callable[[str], None], *, progress: boo
     return certificate
 
 
-def _temporary_folder(folder: Path) -> Path:
+def temporary_folder(folder: Path) -> Path:
     """Return the folder in which a run without a user is made, such as ``.june.leaving/june``."""
     return folder.with_name(f".{folder.name}.leaving") / folder.name
 
 
-def _finish_replacement(folder: Path) -> None:
+def finish_replacement(folder: Path) -> None:
     """Move a complete run without a user to its place, and delete the run with the user; do nothing if there is none.
 
     The certificate is written last, so a folder with one is complete. A process that was killed here is completed by
@@ -295,7 +295,7 @@ def _finish_replacement(folder: Path) -> None:
     Args:
         folder: Folder of the run to replace.
     """
-    temporary = _temporary_folder(folder)
+    temporary = temporary_folder(folder)
     outgoing = temporary.with_name("outgoing")
     if (temporary / LEFT).exists():
         if folder.exists():
@@ -307,21 +307,14 @@ def _finish_replacement(folder: Path) -> None:
         temporary.parent.rmdir()
 
 
-def _earlier_certificates(folder: Path) -> list[JsonObject]:
-    """Return the certificates of users who have left a run before."""
-    path = folder / LEFT
-    if not path.exists():
-        return []
-    return list(json.loads(path.read_text(encoding="utf-8"))["left"])
-
-
-def recipe_without(recipe: Recipe, names: Sequence[str], user: str) -> Recipe:
+def recipe_without(recipe: Recipe, names: Sequence[str], user: str, *, of_server: bool = False) -> Recipe:
     """Return a recipe without one of its users.
 
     Args:
         recipe: The recipe.
         names: Names of the users of its run, in order.
         user: Name of the user to leave out; the recipe may lack it.
+        of_server: Whether the recipe is that of a federation's server, which has no sources of data.
 
     Raises:
         RecipeError: The recipe does not name its users' data one by one, or a round would have no participant.
@@ -335,14 +328,14 @@ def recipe_without(recipe: Recipe, names: Sequence[str], user: str) -> Recipe:
         changes["data.users"] = {name: source for name, source in content["users"].items() if name != user}
     elif content.get("dataset"):
         changes["data.dataset.users"] = remaining
-    else:
+    elif not of_server:
         raise RecipeError(f"data: got {recipe.data.kind} without a source for each user; allowed: users or dataset")
     if content.get("clusters"):
         changes["data.clusters"] = {name: label for name, label in content["clusters"].items() if name != user}
     for key, values in recipe.for_users(names).values_of_users().items():
         changes[key] = dict(zip(names, values, strict=True))
         changes[key].pop(user, None)
-    if _trains_alone(recipe, user):
+    if trains_alone(recipe, user):
         changes["training.participation"] = 1.0  # of a finished run, whose tensors are copied
     elif isinstance(recipe.training.participation, list):
         rounds = [[name for name in members if name != user] for members in recipe.training.participation]
@@ -352,7 +345,7 @@ def recipe_without(recipe: Recipe, names: Sequence[str], user: str) -> Recipe:
     return recipe.with_changes(changes)
 
 
-def _trains_alone(recipe: Recipe, user: str) -> bool:
+def trains_alone(recipe: Recipe, user: str) -> bool:
     """Return whether a user is the only participant of all rounds, as in a live run on this user's new documents."""
     participation = recipe.training.participation
     return isinstance(participation, list) and all(members == [user] for members in participation)
@@ -431,7 +424,7 @@ def _copy_without(folder: Path, target: Path, user: str) -> None:
     for name in (KEY, ACCOUNT, ORIGIN, SKIPPED):
         if (folder / name).exists():
             shutil.copy(folder / name, target / name)
-    events = [_without_name(event, user) for event in read_events(folder) if event.get("user") != user]
+    events = [without_name(event, user) for event in read_events(folder) if event.get("user") != user]
     text = "".join(f"{json.dumps(event)}\n" for event in events)
     write_text(target / "events.jsonl", text)
     write_json(target / "metrics.json", _metrics_without(finished, user))
@@ -454,7 +447,7 @@ def _copy_without(folder: Path, target: Path, user: str) -> None:
 
 def _metrics_without(finished: Run, user: str) -> JsonObject:
     """Return the metrics of a run without a user, with the means over the others; all else stays as recorded."""
-    clients, metrics = finished.federation.clients, _without_name(finished.metrics, user)
+    clients, metrics = finished.federation.clients, without_name(finished.metrics, user)
     over_others = metrics_of(  # only its means are used, so it needs neither the run's time nor the selected round
         metrics["users"],
         clients.model,
@@ -469,10 +462,10 @@ def _metrics_without(finished: Run, user: str) -> JsonObject:
     return {**metrics, **means}
 
 
-def _without_name(value: Any, name: str) -> Any:
+def without_name(value: Any, name: str) -> Any:
     """Return the content of an event without the entries of a user, in mappings and lists at any depth."""
     if isinstance(value, dict):
-        return {key: _without_name(entry, name) for key, entry in value.items() if key != name}
+        return {key: without_name(entry, name) for key, entry in value.items() if key != name}
     if isinstance(value, list):
-        return [_without_name(entry, name) for entry in value if entry != name]
+        return [without_name(entry, name) for entry in value if entry != name]
     return value

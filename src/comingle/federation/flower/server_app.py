@@ -19,6 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from comingle.config.files import read_yaml
 from comingle.federation.flower.channel import Channel, GridChannel
 from comingle.federation.flower.processes import StatusWriter
+from comingle.runs.folders import certificates_of
 from comingle.utils.errors import ComingleError, RecipeError
 from comingle.utils.records import expand_home
 
@@ -47,7 +48,7 @@ def make_server_app(run: RunFunction) -> ServerApp:
         status = StatusWriter.begin(folder)
         try:
             config = context.run_config
-            read_allowed = partial(_read_names, config) if config.get("continuous") else tuple
+            read_allowed = partial(_read_names, config, folder) if config.get("continuous") else tuple
             channel = GridChannel(grid, status.say, allowed=_names(config), read_allowed=read_allowed)
             run(channel, config, folder, status.say)
         except ComingleError as error:
@@ -78,13 +79,22 @@ def _names(run_config: Mapping[str, Any]) -> list[str]:
     return [unquote(name) for name in str(run_config.get("users") or "").split()]
 
 
-def _read_names(run_config: Mapping[str, object]) -> Sequence[str]:
-    """Return the names of the users in the server's file as it is now; none if it cannot be read."""
+def _read_names(run_config: Mapping[str, object], folder: Path) -> Sequence[str]:
+    """Return the names of the users in the server's file as it is now, except users who have left.
+
+    Args:
+        run_config: The run config, with the path of the file.
+        folder: Folder of the server.
+
+    Returns:
+        The names; none if the file cannot be read.
+    """
     try:
         names = read_yaml(expand_home(str(run_config["federation"])))["participants"]
     except (ComingleError, LookupError, TypeError):
         return ()
-    return names if isinstance(names, list) else ()
+    left = {certificate["user"] for certificate in certificates_of(folder)}
+    return [name for name in names if name not in left] if isinstance(names, list) else ()
 
 
 def encode_names(names: Sequence[str]) -> str:
