@@ -196,6 +196,31 @@ def test_clients_replay_and_measure_what_they_forget(tmp_path: Path) -> None:
     assert "earlier" not in read_metrics(stores[bob].folder / "model")
 
 
+def test_clients_continue_from_the_best_round_and_end_with_it_if_all_others_are_worse(tmp_path: Path) -> None:
+    """As in one process; the start of the second federation is its round 0."""
+    selected = {"evaluation__select": "best", "training__rounds": 3}
+    rate = {"training__experts": {"learning_rate": 1000.0, "schedule": "constant"}}
+    content = recipe_of(tmp_path / "texts", "fedavg", **selected, **rate)
+    ann, bob, _ = content["data"]["users"]
+    both = of_users(content, ann, bob)
+    together = api.run(both, out=tmp_path / "together")
+    federated(both, tmp_path / "apart")
+    assert together.metrics["selected_round"] == 1
+    training = {**content["training"], "experts": {"learning_rate": 0.01}}
+    better = of_users(content, ann, bob, training=training)
+    for recipe, earlier, later, round_number in ((better, "", "2", 3), (both, "2", "3", 0)):
+        before = tmp_path / f"together{earlier}"
+        run = api.run(recipe, out=tmp_path / f"together{later}", continue_from=str(before))
+        apart = {**recipe, "continue_from": {"run": str(tmp_path / "apart" / f"server{earlier}")}}
+        plan, nodes = nodes_of(parse_recipe(apart), tmp_path / "apart")
+        channel = Direct(nodes)
+        metrics = run_federation(plan, channel, tmp_path / "apart" / f"server{later}")
+        assert metrics["selected_round"] == run.metrics["selected_round"] == round_number
+        for name, state in states_of(channel).items():
+            row = list(run.federation.clients.names).index(name)
+            assert torch.equal(state["rows"][0], run.federation.clients.state.rows[row])
+
+
 @pytest.mark.parametrize(
     ("changes", "place"),
     [({"method": "fedavg"}, "method: got"), ({"privacy": {"noise_multiplier": 1.0}}, "privacy.mechanism")],

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from tests.commands import comingle as comingle
 
 from comingle.data.conversations.encoding import Answers
@@ -22,9 +23,10 @@ from comingle.runs.given import given_of
 from comingle.runs.results import Run
 from comingle.runs.session import build, describe, prepare
 from comingle.training.backends.local import InProcess
+from comingle.training.checkpoints import STATE
 from comingle.training.kinds.base import RunData
 from comingle.utils.errors import ComingleError, RecipeError, RunError
-from comingle.utils.files import list_checkpoints
+from comingle.utils.files import list_checkpoints, seal
 from comingle.utils.inputs import read_inputs
 from comingle.utils.records import read_events, read_metrics
 from comingle.utils.trees import Tree
@@ -359,3 +361,62 @@ def test_commands_name_what_has_changed(comingle: Any, tmp_path: Path) -> None:
         assert "after 2 rounds: 1 user goes on, 1 dropped (ben)" in shown
         assert comingle("report", tmp_path / run, "--no-tokens").code == 0
         assert "1 dropped (ben)" in (tmp_path / run / "report.html").read_text()
+
+
+SELECTED: dict[str, Any] = {
+    "evaluation": {"every": 1, "first": False, "select": "best", "model": "exchanged"},
+    "training.rounds": 3,
+}
+HARMFUL = {"training.experts.learning_rate": 1000.0, "training.experts.schedule": "constant"}
+"""With this rate no round is better than the first one."""
+
+
+@pytest.mark.parametrize("method", ["comigs-1g1s", "fedmerge", "pcl"])
+@pytest.mark.parametrize("evaluated", ["exchanged", "local"])
+def test_a_run_continues_from_the_best_round_of_the_earlier_one(train: Train, method: str, evaluated: str) -> None:
+    """Users and server, as of that round; the last round is worse."""
+    options = {**SELECTED, **HARMFUL, "method": method}
+    options["evaluation"] = {**SELECTED["evaluation"], "model": evaluated}
+    earlier = train("earlier", texts(*USERS), **options)
+    assert earlier.metrics["selected_round"] == 1
+    federation, _ = prepared(earlier.folder, texts(*USERS), **options)
+    assert torch.equal(federation.clients.state.rows, earlier.federation.clients.state.rows)
+    one_round = train("one", texts(*USERS), **{**options, "training.rounds": 1 if evaluated == "exchanged" else 2})
+    kept = one_round.federation.server.best if evaluated == "local" else one_round.federation.server.kept
+    for name, t in federation.server.kept.items():
+        assert torch.equal(t, kept[name]), name
+    if method == "comigs-1g1s":
+        assert federation.clients.state.versions.tolist() == [0, 0, 0]
+
+
+def test_a_run_that_makes_all_worse_ends_with_the_earlier_best(train: Train, tmp_path: Path) -> None:
+    """Also without ``evaluation.first`` the start is round 0, scored by the validation data of the new run."""
+    train("earlier", texts(*USERS), **SELECTED)
+    later = train(
+        "later", texts(*USERS, word="reads"), continue_from=str(tmp_path / "earlier"), **{**SELECTED, **HARMFUL}
+    )
+    assert later.metrics["selected_round"] == 0
+    evaluations = [event for event in read_events(tmp_path / "later") if event["event"] == "evaluation"]
+    assert [event["round"] for event in evaluations] == [0, 1, 2, 3]
+    losses = [event["mean_valid_loss"] for event in evaluations]
+    assert min(losses) == losses[0]
+    federation, _ = prepared(tmp_path / "later", texts(*USERS), **SELECTED)
+    of_earlier, _ = prepared(tmp_path / "earlier", texts(*USERS), **SELECTED)
+    assert torch.equal(federation.clients.state.rows, of_earlier.clients.state.rows)
+    for name, t in federation.server.kept.items():
+        assert torch.equal(t, of_earlier.server.kept[name]), name
+
+
+def test_a_run_of_an_earlier_version_continues_from_its_last_round(train: Train) -> None:
+    """It has not stored the server as of the best round; such a run can also be resumed."""
+    options = {**SELECTED, **HARMFUL}
+    earlier = train("earlier", texts(*USERS), **options)
+    checkpoint = list_checkpoints(earlier.folder)[-1]
+    path = checkpoint / STATE
+    tensors = {name: t for name, t in load_file(path).items() if not name.startswith("server/best/")}
+    save_file(tensors, path)
+    seal(checkpoint)
+    federation, _ = prepared(earlier.folder, texts(*USERS), **options)
+    last = torch.cat([tensors[f"user/{slot.name}"].flatten(1) for slot in federation.clients.model.layout.slots], 1)
+    assert torch.equal(federation.clients.state.rows, last)
+    assert api.load(earlier.folder, users=texts(*USERS)).metrics["selected_round"] == 1

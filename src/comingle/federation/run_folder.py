@@ -30,6 +30,7 @@ from comingle.runs.continuation import (
     check_private_continuation,
     continuation_entry,
     continue_account,
+    keeps_earlier_best,
     newest_checkpoint,
     restore_account,
     restore_server,
@@ -384,7 +385,14 @@ def _run_rounds(
 
         if not rounds_are_done:
             clock = session.clock
-            reported = run_rounds(backend, observe=observe, checkpoint=save, first_round=first_round, clock=clock)
+            reported = run_rounds(
+                backend,
+                observe=observe,
+                checkpoint=save,
+                first_round=first_round,
+                clock=clock,
+                scores_start=keeps_earlier_best(plan.recipe),
+            )
             log.to_disk()
             metrics = _final_metrics(session, folder, backend.summarise(reported).as_dict(), evaluations)
             observe(end_event(metrics))
@@ -447,10 +455,11 @@ def _start_from_run(session: ServerSession, run: Path) -> JsonObject:
     continue_account(session.server, run, state)
     restore_server(session.server, state, progress.trainers, checkpoint)
     newest = int(state[VERSION])
+    selects_best = earlier_recipe.evaluation.select == "best"  # clients then have restored an earlier model
     versions = (state[f"{_SESSION_PREFIX}versions"] - 1).tolist()  # stored as version + 1
     version_by_user = dict(zip(progress.trainers, versions, strict=True))
     for name, client in session.clients.items():
-        has_newest = version_by_user.get(name) == newest
+        has_newest = version_by_user.get(name) == newest and not selects_best
         client.version = 0 if has_newest else -1  # with -1 the client gets a download
     replayed: JsonObject = {}  # amounts of earlier data in the training data, which only clients know
     return {**continuation_entry(checkpoint, progress, public.users), "replayed": replayed}

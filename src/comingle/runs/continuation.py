@@ -248,8 +248,16 @@ def check_earlier_run(recipe: Recipe) -> None:
     check_private_continuation(recipe, earlier, run)
 
 
+def keeps_earlier_best(recipe: Recipe) -> bool:
+    """Return whether the state at the end of the earlier run is a candidate for the best one of a run, as its round 0.
+
+    All rounds are compared by the validation data of the new run, which the earlier one may not have had.
+    """
+    return recipe.continue_from is not None and recipe.evaluation.select == "best"
+
+
 def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> JsonObject:
-    """Copy the last state of the run in ``continue_from`` to a federation before its first round.
+    """Copy the final state of the run in ``continue_from`` to a federation before its first round.
 
     Moments and step counts are copied only with ``continue_from.moments``.
 

@@ -202,7 +202,8 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
         has_validation = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
         ranks.run_in_first(lambda: clients.require_validation(any(has_validation)))
     if not federation.is_first_process:
-        federation.server.kept = {}  # free the server's state, which only process 0 needs
+        # Free the server's state, which only process 0 needs.
+        federation.server.kept, federation.server.best = {}, {}
     return federation
 
 

@@ -38,6 +38,7 @@ from comingle.runs.continuation import (
     add_replay,
     check_replay,
     forgetting,
+    keeps_earlier_best,
     read_earlier_data,
     restore_account,
     start_from_run,
@@ -906,7 +907,12 @@ def execute(
             observe({**start, **clients.left_out, **_specialists_entry(clients.method, clients.population_names)})
         write_checkpoint = checkpoint_writer(federation, recipe, folder, log)
         scores = run_rounds(
-            federation, observe=observe, checkpoint=write_checkpoint, first_round=rounds_done, clock=clock
+            federation,
+            observe=observe,
+            checkpoint=write_checkpoint,
+            first_round=rounds_done,
+            clock=clock,
+            scores_start=keeps_earlier_best(recipe),
         )
         if scores is None:
             scores = []

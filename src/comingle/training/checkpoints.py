@@ -347,7 +347,8 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, like_server: Tree
     tensors_of_new_run = named_tensors(layout, like, like_server)
     expected = {name: (tuple(t.shape), t.dtype) for name, t in tensors_of_new_run.items()}
     tensors = read_tensors(folder / STATE, expected, like.rows.device)
-    server_state = {name: tensors.pop(OF_SERVER + name) for name in like_server}  # names such as "server/version"
+    stored = [name for name in like_server if OF_SERVER + name in tensors]
+    server_state = {name: tensors.pop(OF_SERVER + name) for name in stored}  # names such as "server/version"
     user_state = _fill_state(layout, like, tensors)
     return user_state, server_state
 
@@ -373,6 +374,10 @@ def read_tensors(
     """
     folder = path.parent
     tensors = _read_file(path)
+    # Earlier versions have not stored the server as of the best round.
+    of_best = OF_SERVER + _BEST_PREFIX
+    if not any(name.startswith(of_best) for name in tensors):
+        expected = {name: value for name, value in expected.items() if not name.startswith(of_best)}
     if besides is not None:
         tensors = {name: t for name, t in tensors.items() if name in expected or not name.startswith(besides)}
     for name in sorted(expected.keys() | tensors.keys()):
@@ -520,9 +525,10 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
 
 
 def read_state(folder: Path, progress: Progress, layout: Layout) -> tuple[dict[str, Tensor], Tree]:
-    """Return the last state of all users and of the server at a checkpoint of any run with this layout.
+    """Return the state of all users and of the server with which a run of any users ends, at a checkpoint.
 
-    Unlike :func:`load_checkpoint` it needs no federation with the same users. Tensors of the best round are ignored.
+    It is that of the best round so far if the run selects it and has stored it, else the last one. Unlike
+    :func:`load_checkpoint` this needs no federation with the same users.
 
     Args:
         folder: Folder of the checkpoint.
@@ -545,7 +551,7 @@ def read_state(folder: Path, progress: Progress, layout: Layout) -> tuple[dict[s
         for name, t in _read_file(folder / file).items():
             if name.startswith(OF_SERVER):
                 server_state[name.removeprefix(OF_SERVER)] = t
-            elif not name.startswith(_BEST_PREFIX):
+            elif name != _BEST_ROUND:
                 num_copies = len(t) // len(names_in_file)
                 pieces.setdefault(name, []).append(t.view(num_copies, len(names_in_file), *t.shape[1:]))
     if progress.shards:  # the server has a file of its own
@@ -562,7 +568,18 @@ def read_state(folder: Path, progress: Progress, layout: Layout) -> tuple[dict[s
             raise RecipeError(f"{folder}: parameter {slot.name!r}: got {got}; this recipe has {tuple(slot.shape)}")
         parameters.append(stored)
     users_state["rows"] = flatten(parameters)
-    return users_state, server_state
+    users_of_best, users_of_last = _split_best(users_state)
+    server_of_best, server_of_last = _split_best(server_state)
+    if server_of_best or not server_state:  # a checkpoint of a client has no server
+        return {**users_of_last, **users_of_best}, {**server_of_last, **server_of_best}
+    return users_of_last, server_of_last
+
+
+def _split_best(tensors: Tree) -> tuple[Tree, Tree]:
+    """Return the tensors as of the best round, without the prefix of their names, and all others."""
+    of_best = {name.removeprefix(_BEST_PREFIX): t for name, t in tensors.items() if name.startswith(_BEST_PREFIX)}
+    others = {name: t for name, t in tensors.items() if not name.startswith(_BEST_PREFIX)}
+    return of_best, others
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

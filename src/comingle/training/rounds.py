@@ -275,6 +275,7 @@ def run_rounds(
     checkpoint: Checkpoint = lambda done, clock: None,
     first_round: int = 0,
     clock: Clock | None = None,
+    scores_start: bool = False,
 ) -> S | None:
     """Train from ``first_round`` to the end and return the scores of the final models.
 
@@ -288,6 +289,7 @@ def run_rounds(
         checkpoint: Called with the number of rounds done and the clock after each round whose state is saved.
         first_round: Number of rounds that were done before the run was resumed.
         clock: Time, tokens and bytes of these rounds.
+        scores_start: Whether the models before the first round are scored in any case, so that they may be the best.
 
     Returns:
         The scores; None if no model was scored.
@@ -304,7 +306,7 @@ def run_rounds(
     was_stopped = num_rounds < planned_rounds  # the privacy budget was spent before the run was resumed
     shares = backend.server.shares
     scores: S | None = None
-    if num_rounds and not was_resumed and run.evaluation.first:
+    if num_rounds and not was_resumed and (run.evaluation.first or scores_start):
         scores = _evaluate(backend, 0, observe, scores)  # the pretrained model, the first point of curves
     for round_number in range(first_round, num_rounds):
         plan = plan_round(run, shares, round_number)

@@ -53,6 +53,8 @@ logger = logging.getLogger("comingle")
 
 VERSION, RANKS = "version", "ranks"
 """Keys of server state that does not belong to the method; ``LOWEST`` is that of the lowest validation loss."""
+BEST_PREFIX = "best/"
+"""Prefix of the keys of tensors as of the best round."""
 
 
 class Mechanisms(tuple[PrivacyMechanism, ...]):
@@ -185,6 +187,7 @@ class ServerState:
         kept: Tensors of the method.
         version: Number of rounds that were done at the last aggregation.
         lowest_loss: Lowest mean validation loss so far, if the best round is selected.
+        best: Tensors of the method and the version when the validation loss was lowest; empty if no round is selected.
         mechanisms: Privacy mechanisms, in the order in which they see uploads.
         sums: Settings of secure sums, with which the server sees only sums of uploads.
     """
@@ -201,6 +204,7 @@ class ServerState:
     kept: Tree = field(default_factory=dict)
     version: int = 0
     lowest_loss: float = math.inf
+    best: Tree = field(default_factory=dict)
     mechanisms: Mechanisms = field(default_factory=lambda: Mechanisms())
     sums: Sums | None = None
     normalises: bool = False
@@ -219,7 +223,14 @@ class ServerState:
             RANKS: self._saved_ranks,
             LOWEST: torch.tensor(self.lowest_loss, dtype=torch.float64),
             **self.mechanisms.state,
+            **{BEST_PREFIX + name: t for name, t in self.best.items()},
         }
+
+    def remember(self) -> None:
+        """Store a copy of the method's tensors as those of the best round, for ``evaluation.select: best``."""
+        self.best = {VERSION: torch.tensor(self.version)}
+        if not self.method.server.peer_to_peer:  # such a server keeps nothing between rounds
+            self.best |= {name: t.clone() for name, t in self.kept.items()}
 
     @property
     def _saved_ranks(self) -> Int[Tensor, " _"]:
@@ -233,8 +244,10 @@ class ServerState:
     def restore(self, state: Tree) -> None:
         """Restore the state from a checkpoint, in which :attr:`state` was saved."""
         self.mechanisms.restore(state)
+        best_names = [name for name in state if name.startswith(BEST_PREFIX)]
+        self.best = {name.removeprefix(BEST_PREFIX): state[name] for name in best_names}
         # All other tensors of the checkpoint are those that the method keeps.
-        other_keys = {VERSION, RANKS, LOWEST, *self.mechanisms.state}
+        other_keys = {VERSION, RANKS, LOWEST, *self.mechanisms.state, *best_names}
         self.kept = {name: t for name, t in state.items() if name not in other_keys}
         self.version = int(state[VERSION])
         self.ranks = _one_per_user(state[RANKS], len(self.users))  # a single saved rank is that of all users
@@ -243,7 +256,8 @@ class ServerState:
     @property
     def by_user(self) -> frozenset[str]:
         """Keys of state tensors with users on the leading dimension."""
-        return self.method.server.by_user | {RANKS} | self.mechanisms.by_user
+        of_best = {BEST_PREFIX + name for name in self.method.server.by_user if name in self.best}
+        return self.method.server.by_user | {RANKS} | self.mechanisms.by_user | of_best
 
     @property
     def model(self) -> Tree:
@@ -487,6 +501,8 @@ class ServerHalf(ServerState):
         mean_loss = fmean(report.reports[VALIDATION].tolist())
         is_lowest = mean_loss < self.lowest_loss
         self.lowest_loss = min(mean_loss, self.lowest_loss)
+        if is_lowest:
+            self.remember()
         receivers = users or report.users
         return validation_reply(receivers, report.round, lowest=is_lowest)
 
@@ -595,6 +611,8 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
         )
         initial_state = method.server.start(setup)
         server.kept = {name: t.to(model.device) for name, t in initial_state.items()}
+    if plan.evaluation.select == "best":
+        server.remember()
     return server
 
 
