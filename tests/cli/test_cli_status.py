@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,24 @@ def test_a_stopped_run(folder: Path, comingle: Any) -> None:
     assert title.rstrip() == f"{folder}: stopped · round 12 of 40 · 3 s per round"
     assert header.split() == ["user", "round", "loss", "perplexity"]
     assert [row.split() for row in rows] == [["ann", "12", "3.800", "20.50"], ["ben", "11", "4.000", "–"]]
+
+
+def test_the_folder_of_live_has_a_row_per_run(folder: Path, comingle: Any) -> None:
+    live = folder.parent / "live"
+    (live / "incoming").mkdir(parents=True)
+    for number in (1, 2, 10):
+        run = live / "runs" / f"{number:04d}"
+        shutil.copytree(folder, run)
+        (run / "recipe.yaml").touch()
+    answer = comingle("status", live)
+    text = answer.out.replace("\n", "")
+    assert f"{live}: stopped · newest run 0010" in text
+    rows = [line for line in answer.out.splitlines() if line.startswith(" 00")]
+    assert [row.split()[0] for row in rows[:3]] == ["0001", "0002", "0010"]
+    assert rows[0].split()[3:] == ["ann,", "ben", "12", "20.50", "perplexity", "12", "B", "12", "B"]
+    assert f"{live}/runs/0010: stopped · round 12 of 40" in text
+    with locked(live):
+        assert f"{live}: running" in comingle("status", live).out.replace("\n", "")
 
 
 def test_a_running_one_has_an_estimate(folder: Path, comingle: Any) -> None:

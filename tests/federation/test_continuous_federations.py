@@ -136,6 +136,24 @@ def test_runs_with_arriving_text_are_those_of_one_process(method: str, tmp_path:
     assert not federation.server.plan_next()
 
 
+def test_status_and_show_list_the_runs(comingle: Callable[..., Any], tmp_path: Path) -> None:
+    federation = Federation(tmp_path, ANN, BOB)
+    assert federation.run_due()
+    federation.write(ANN)
+    assert federation.run_due()
+    mean = read_metrics(federation.out / "0002")["mean_test_perplexity"]
+    status = comingle("status", federation.out)
+    assert status.code == 0
+    first, second = (line.split() for line in status.out.splitlines() if line.startswith(" 000"))
+    assert (first[0], first[3:5]) == ("0001", ["ann,", "bob"])
+    assert (second[0], second[3:7]) == ("0002", ["ann", "2", f"{mean:.2f}", "perplexity"])
+    assert "0002: finished · round 2 of 2" in status.out.replace("\n", "")
+    shown = comingle("show", federation.out)
+    assert shown.code == 0
+    assert "2 runs" in shown.out
+    assert "test perplexity by round" in shown.out
+
+
 def test_a_run_waits_for_enough_text_of_enough_users_and_some_time(tmp_path: Path) -> None:
     federation = Federation(tmp_path, ANN, BOB, CEM, when={"users": 2, "new_tokens": 300, "at_most_every": "1h"})
     assert federation.run_due()

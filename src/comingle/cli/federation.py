@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,9 @@ from comingle.cli.options import (
 )
 from comingle.cli.options import status as show_status
 from comingle.utils.errors import RecipeError, RunError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def federate(
@@ -299,12 +302,11 @@ def status(
 
     from rich.live import Live
 
-    from comingle.reports.tables import render_progress
     from comingle.utils.files import is_locked
-    from comingle.utils.records import PARTICIPANTS
+    from comingle.utils.records import PARTICIPANTS, numbered_runs
 
     has_run = any((run / name).exists() for name in ("events.jsonl", "recipe.yaml", PARTICIPANTS))
-    if not has_run:
+    if not has_run and not numbered_runs(run):
         raise RunError(f"status: got {run}; allowed: the folder of a run, or of a federation's server (its --out)")
 
     def is_running() -> bool:
@@ -316,15 +318,38 @@ def status(
         while watch and runs:  # nothing can be refreshed, so only the end is shown
             time.sleep(_REFRESH_SECONDS)
             runs = is_running()
-        console.print(render_progress(run, is_running=runs, all_users=all_users))
+        console.print(_render_status(run, is_running=runs, all_users=all_users))
         return
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(render_progress(run, is_running=runs, all_users=all_users), refresh=True)
+            live.update(_render_status(run, is_running=runs, all_users=all_users), refresh=True)
             if not runs:
                 return
             time.sleep(_REFRESH_SECONDS)
             runs = is_running()
+
+
+def _render_status(folder: Path, *, is_running: bool, all_users: bool) -> RenderableType:
+    """Return the state of a run; of runs that follow one another a table, and the state of the newest one.
+
+    Args:
+        folder: The run folder, or that of a continuous federation or of ``comingle live``.
+        is_running: Whether a process writes to it.
+        all_users: Whether to list all users.
+    """
+    from rich.console import Group
+
+    from comingle.reports.tables import render_progress, render_runs
+    from comingle.utils.records import numbered_runs
+
+    runs = numbered_runs(folder)
+    if not runs:
+        return render_progress(folder, is_running=is_running, all_users=all_users)
+    newest = runs[-1]
+    title = f"{folder}: {'running' if is_running else 'stopped'} · newest run {newest.name}"
+    is_run_running = is_running and not (newest / "metrics.json").exists()
+    progress = render_progress(newest, is_running=is_run_running, all_users=all_users)
+    return Group(render_runs(runs, title=title), "", progress)
 
 
 def bundle(

@@ -109,7 +109,7 @@ def warn_if_incomparable(entries: Sequence[Entry]) -> None:
 
 
 def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of a comparison.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a folder with several runs.")],
     all_users: AllUsers = False,
     against: Annotated[
         str | None,
@@ -139,7 +139,9 @@ def show(
     force: Replace = False,
 ) -> None:
     """Print the results of a run or of a comparison, or write each user's results to a file."""
+    from comingle.reports.tables import render_runs
     from comingle.utils.files import check_target
+    from comingle.utils.records import numbered_runs, plural
 
     target_by_option = {"--csv": csv, "--parquet": parquet, "--latex": latex}
     given_options = [option for option, path in target_by_option.items() if path is not None]
@@ -153,6 +155,14 @@ def show(
             "the printed tables, or --latex"
         )
     if not given_options:
+        runs = numbered_runs(run)
+        if runs:  # of a continuous federation or of `comingle live`
+            console.print(render_runs(runs, title=f"{run}: {plural(len(runs), 'run')}"))
+            finished = [folder for folder in runs if (folder / "metrics.json").exists()]
+            if not finished:
+                return
+            run = finished[-1]
+            console.print(Text(f"\n{run}"), soft_wrap=True)
         for table in _run_tables(run, against, all_users=all_users):
             console.print(table)
     if record_options:

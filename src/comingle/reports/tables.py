@@ -56,6 +56,7 @@ from comingle.utils.records import (
     measure_of,
     number,
     read_events,
+    summarize_run,
     write_json,
     write_text,
 )
@@ -583,6 +584,31 @@ def render_progress(folder: Path, *, is_running: bool, all_users: bool = False) 
         table = render_participants(folder, all_users=all_users)
     else:
         table = _progress_of_users(events, all_users=all_users)
+    return Group(literal_text(title), table)
+
+
+def render_runs(folders: Sequence[Path], *, title: str) -> Group:
+    """Return a line, and a table of runs that follow one another: start, who has trained, mean test result and bytes.
+
+    Args:
+        folders: The run folders, the oldest first.
+        title: The line above the table.
+    """
+    table = rich_table.Table("run", "started", "trained", box=None)
+    for heading in ("rounds", "mean test", "up", "down"):
+        table.add_column(heading, justify="right")
+    for folder in folders:
+        summary = summarize_run(folder)
+        started = "–" if summary.started is None else time.strftime("%F %H:%M", time.localtime(summary.started))
+        table.add_row(
+            folder.name,
+            started,
+            literal_text(list_names(summary.trained) if summary.trained else "–"),
+            str(summary.rounds),
+            "–" if summary.mean_test is None else f"{number(summary.mean_test, summary.measure)} {summary.measure}",
+            _size_text(summary.upload_bytes),
+            _size_text(summary.download_bytes),
+        )
     return Group(literal_text(title), table)
 
 

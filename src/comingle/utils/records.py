@@ -369,6 +369,18 @@ def resume_command(run: Path) -> str:
     return f"`comingle run --resume {shlex.quote(str(run))}`"
 
 
+def numbered_runs(folder: Path) -> list[Path]:
+    """Return the run folders 0001, 0002, ... in a folder of runs that follow one another, the oldest first.
+
+    The folder is that of a continuous federation, or of ``comingle live``, whose runs are in ``FOLDER/runs``. The list
+    is empty for every other folder, also for a run folder.
+    """
+    is_live = (folder / "incoming").is_dir() and (folder / "runs").is_dir()
+    numbered = [path for path in (folder / "runs" if is_live else folder).glob("[0-9]*") if path.name.isdecimal()]
+    runs = [path for path in numbered if (path / "recipe.yaml").exists()]
+    return sorted(runs, key=lambda path: int(path.name))
+
+
 def read_metrics(run: Path) -> JsonObject:
     """Return the metrics of a finished run.
 
@@ -422,6 +434,58 @@ def read_events(run: Path) -> Iterator[JsonObject]:
         if len(damaged) > 5:
             numbers += ", ..."
         logger.warning("%s: %d of %d events are damaged and skipped: line %s", path, len(damaged), len(lines), numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """Totals of a run's events.
+
+    Args:
+        started: When the run has begun, in seconds since 1970; None if it has not.
+        trained: Users who have trained and report losses.
+        rounds: Number of rounds that are done.
+        measure: The measure of test results; empty before the first evaluation.
+        mean_test: Mean test result of the last evaluation with scores; None if there is none.
+        upload_bytes: Bytes of all uploads.
+        download_bytes: Bytes of all downloads.
+    """
+
+    started: float | None
+    trained: tuple[str, ...]
+    rounds: int
+    measure: str
+    mean_test: float | None
+    upload_bytes: int
+    download_bytes: int
+
+
+def summarize_run(run: Path) -> RunSummary:
+    """Return the totals of a run's events, also while the run is not done."""
+    trained = dict[str, None]()
+    rounds, upload_bytes, download_bytes = 0, 0, 0
+    measure, mean_test = "", None
+    for event in read_events(run):
+        if event["event"] == "round":
+            rounds = event["round"]
+            trained.update(dict.fromkeys(event["train_loss_nats"]))
+            upload_bytes += event["upload_bytes"]
+            download_bytes += event["download_bytes"]
+        elif event["event"] == "evaluation" and event["users"]:
+            measure = measure_of(event)
+            mean_test = event[f"mean_test_{measure}"]
+    try:
+        started = (run / "recipe.yaml").stat().st_mtime  # written when the run begins, and not changed
+    except OSError:
+        started = None
+    return RunSummary(
+        started=started,
+        trained=tuple(trained),
+        rounds=rounds,
+        measure=measure,
+        mean_test=mean_test,
+        upload_bytes=upload_bytes,
+        download_bytes=download_bytes,
+    )
 
 
 def read_evaluations(run: Path) -> Iterator[JsonObject]:
