@@ -24,6 +24,7 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import quote
 
 import yaml
 from month import (
@@ -51,6 +52,11 @@ WAIT_SECONDS = 600
 """Longest wait for a run or a client."""
 PAUSE_SECONDS = 0.2
 """Time between an answer and the next request to the same model."""
+
+
+def file_name(user: str) -> str:
+    """Return the name of a user's files, as ``comingle server --make-certificates`` writes them."""
+    return quote(user, safe=" ")
 
 
 class Requester(threading.Thread):
@@ -150,14 +156,14 @@ class Month:
 
     def start_client(self, name: str) -> None:
         """Start the client of a user, and request answers of its model from now on."""
-        own_file, port = self.folder / f"{name}.yaml", free_port()
+        own_file, port = self.folder / f"{quote(name, safe=' ')}.yaml", free_port()
         settings = {
             "name": name,
             "data": {split: str(self.data_folder(name, split)) for split in ("train", "valid", "test")},
             "state": str(self.state_folder(name)),
             "server": f"{HOST}:{self.port}",
             "certificates": str(self._keys / "ca.pem"),
-            "key": str(self._keys / "users" / f"{name}.key"),
+            "key": str(self._keys / "users" / f"{quote(name, safe=' ')}.key"),
         }
         own_file.write_text(yaml.safe_dump(settings), encoding="utf-8")
         self.start(name, "client", own_file, "--serve", port)
@@ -246,15 +252,15 @@ class Month:
 
     def log(self, name: str) -> Path:
         """Return the file with the lines of a process."""
-        return self.folder / f"{name}.log"
+        return self.folder / f"{quote(name, safe=' ')}.log"
 
     def state_folder(self, name: str) -> Path:
         """Return the folder of the state of a user's client."""
-        return self.folder / "clients" / name / "state"
+        return self.folder / "clients" / file_name(name) / "state"
 
     def data_folder(self, name: str, split: str) -> Path:
         """Return the folder in which text of a split arrives."""
-        return self.folder / "clients" / name / split
+        return self.folder / "clients" / file_name(name) / split
 
 
 def run_month(month: Month, present: list[list[str]]) -> tuple[Scores, Scores]:
