@@ -156,14 +156,14 @@ class Month:
 
     def start_client(self, name: str) -> None:
         """Start the client of a user, and request answers of its model from now on."""
-        own_file, port = self.folder / f"{quote(name, safe=' ')}.yaml", free_port()
+        own_file, port = self.folder / f"{file_name(name)}.yaml", free_port()
         settings = {
             "name": name,
             "data": {split: str(self.data_folder(name, split)) for split in ("train", "valid", "test")},
             "state": str(self.state_folder(name)),
             "server": f"{HOST}:{self.port}",
             "certificates": str(self._keys / "ca.pem"),
-            "key": str(self._keys / "users" / f"{quote(name, safe=' ')}.key"),
+            "key": str(self._keys / "users" / f"{file_name(name)}.key"),
         }
         own_file.write_text(yaml.safe_dump(settings), encoding="utf-8")
         self.start(name, "client", own_file, "--serve", port)
@@ -252,7 +252,7 @@ class Month:
 
     def log(self, name: str) -> Path:
         """Return the file with the lines of a process."""
-        return self.folder / f"{quote(name, safe=' ')}.log"
+        return self.folder / f"{file_name(name)}.log"
 
     def state_folder(self, name: str) -> Path:
         """Return the folder of the state of a user's client."""
