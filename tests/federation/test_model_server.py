@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 import urllib.error
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.federation.direct import Direct, nodes_of
-from tests.federation.test_continuous_federations import ANN, BOB, Federation
+from tests.federation.test_continuous_federations import ANN, BOB, CEM, Federation
 from tests.federation.tiny import assert_equal, tensors_of, tiny
 from tests.serving.test_serving_metrics import read_metrics
 
@@ -229,44 +230,77 @@ def test_a_client_that_stays_serves_the_model_of_its_next_federation(tmp_path: P
             assert completion(server, name) == saved.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
 
 
+class AskedServer:
+    """Clients that publish at one server; while a run begins, an answer of each served user is in progress."""
+
+    def __init__(self, server: ModelServer, federation: Federation, *users: str) -> None:
+        self.server, self.federation, self.users = server, federation, users
+        self.answers, self.threads = dict[tuple[str, str, str], str](), list[threading.Thread]()
+        self.runs: list[str] = []
+        bases: dict[Any, Any] = {}
+        for name in users:
+            client = federation.channel.nodes[name]
+            publish = partial(self.publish, name=name)
+            federation.channel.nodes[name] = Client(client.folder, client.own, bases=bases, publish=publish)
+
+    def publish(self, store: ClientStore, name: str) -> None:
+        run = store.folder.name
+        if run not in self.runs:
+            self.runs.append(run)
+        if run != self.runs[0] and (run, name, name) not in self.answers:
+            for user in self.users:
+                self.answers[run, name, user] = ""
+                self.threads.append(threading.Thread(target=self.request, args=(run, name, user)))
+                self.threads[-1].start()
+                while self.server._app is None or not self.server._app.state.service.worker.engine.busy:
+                    time.sleep(0.001)
+        self.server.publish(store, name)
+
+    def request(self, run: str, name: str, user: str) -> None:
+        self.answers[run, name, user] = completion(self.server, user, 60)
+
+    def assert_newest_models_answer(self) -> None:
+        for name in self.users:
+            saved = comingle.load(store_of(self.federation.channel.nodes[name]).folder / "model").user(name)
+            assert completion(self.server, name) == saved.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
+
+    def assert_all_were_answered(self, num_runs: int) -> None:
+        for thread in self.threads:
+            thread.join(60)
+        assert len(self.runs) == num_runs
+        assert len(self.answers) == (num_runs - 1) * len(self.users) ** 2
+        assert all(self.answers.values())
+
+
 @pytest.mark.parametrize("users", [(ANN,), (ANN, BOB)])
 def test_answers_go_on_when_the_next_run_of_a_continuous_federation_begins(
     users: tuple[str, ...], tmp_path: Path
 ) -> None:
     """While each run begins, an answer of an earlier model is in progress, and other users have yet to join."""
     with model_server([]) as server:
-        federation = Federation(tmp_path, *users, **{"training.rounds": 1})
-        answers, threads, asked = dict[tuple[int, str, str], str](), list[threading.Thread](), set[tuple[int, str]]()
-
-        def request(number: int, name: str, user: str) -> None:
-            answers[number, name, user] = completion(server, user, 60)
-
-        def publish(store: ClientStore, name: str) -> None:
-            number = federation.server.last_planned
-            if number > 1 and (number, name) not in asked:
-                asked.add((number, name))
-                for user in users:
-                    threads.append(threading.Thread(target=request, args=(number, name, user)))
-                    threads[-1].start()
-                    while server._app is None or not server._app.state.service.worker.engine.busy:
-                        time.sleep(0.001)
-            server.publish(store, name)
-
-        for name in users:
-            own = federation.channel.nodes[name].own
-            client = Client(tmp_path / name, own, publish=partial(publish, name=name))
-            federation.channel.nodes[name] = client
-        for number in (1, 2, 3):
-            assert federation.run_due()
+        asked = AskedServer(server, Federation(tmp_path, *users, **{"training.rounds": 1}), *users)
+        for _number in range(3):
+            assert asked.federation.run_due()
+            asked.assert_newest_models_answer()
             for name in users:
-                saved = comingle.load(store_of(federation.channel.nodes[name]).folder / "model").user(name)
-                expected = saved.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
-                assert completion(server, name) == expected, number
-                federation.write(name)
-        for thread in threads:
-            thread.join(60)
-        assert set(answers) == {(number, name, user) for number in (2, 3) for name in users for user in users}
+                asked.federation.write(name)
+        asked.assert_all_were_answered(3)
         assert read_metrics(server.url)[UPDATES] > 2 * len(users)
+
+
+@pytest.mark.parametrize("users", [(ANN,), (ANN, BOB)])
+def test_answers_go_on_when_runs_begin_again_without_a_user(users: tuple[str, ...], tmp_path: Path) -> None:
+    """The server's runs are deleted, and the next one continues none."""
+    with model_server([]) as server:
+        asked = AskedServer(server, Federation(tmp_path, *users, CEM, **{"training.rounds": 1}), *users)
+        assert asked.federation.run_due()
+        shutil.rmtree(asked.federation.out)
+        change_participants(asked.federation.file, remove=[CEM])
+        asked.federation.channel.nodes.pop(CEM)
+        asked.federation.server = asked.federation.open()
+        assert asked.federation.run_due()
+        asked.assert_newest_models_answer()
+        asked.assert_all_were_answered(2)
 
 
 def test_a_user_who_was_removed_is_not_awaited(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
@@ -61,7 +61,7 @@ class ModelServer:
         self._say = say
         self._app: FastAPI | None = None  # None until the first model is published
         self._served: RunModels | None = None  # the run whose models are served
-        self._next: RunModels | None = None  # the run that continues it, until it is served
+        self._next: RunModels | None = None  # the run that follows it, until it is served
         self._users_refused: set[str] = set()  # users who were shown why their models are not served
         self._socket = listen("127.0.0.1", port)
         self.url = url_of(self._socket)
@@ -75,8 +75,8 @@ class ModelServer:
         """Serve the current model of a user from the next request on, or show why it is not served.
 
         Called by the thread that trains, after each task that has changed the user's model. All served users must take
-        part in the same federation, as one model in memory computes the personal models of all. When a run continues
-        the served one, the models of both answer without a pause between them.
+        part in the same federation, as one model in memory computes the personal models of all. When a run follows the
+        served one, the models of both answer without a pause between them.
 
         Args:
             store: The user's data, model and progress in its federation.
@@ -90,7 +90,7 @@ class ModelServer:
         served = self._served
         if served is not None and served.digest == store.public.digest:
             self._publish_newer(served.add(store, name))
-        elif served is not None and served.is_continued_by(store):
+        elif served is not None and served.is_followed_by(store, self._served_users() - {name}):
             self._publish_next(store, name)
         elif self._served_users() - {name}:
             self._show_refusal(name, "takes part in another federation than the users who are served")
@@ -113,7 +113,7 @@ class ModelServer:
             service.metrics.model_updates.inc()
 
     def _publish_next(self, store: ClientStore, name: str) -> None:
-        """Serve the models of the run that continues the served one, when all its served users have published theirs.
+        """Serve the models of the run that follows the served one, when all its served users have published theirs.
 
         Until then, requests are answered by the earlier models, and none is refused.
 
@@ -202,6 +202,7 @@ class RunModels:
         self.personal: dict[str, PersonalModel] = {}
         """Models by user, as published last."""
         self._folder = store.folder.name
+        self._base = store.own_data.base
         self._model = model_of_all_users(store)
 
     def add(self, store: ClientStore, name: str) -> PersonalModel:
@@ -209,16 +210,24 @@ class RunModels:
         self.personal[name] = personal_model(store, self._model, name)
         return self.personal[name]
 
-    def is_continued_by(self, store: ClientStore) -> bool:
-        """Return whether the run of a user continues this one, and so has the same base.
+    def is_followed_by(self, store: ClientStore, others: Set[str]) -> bool:
+        """Return whether the models of another run can take the place of these ones.
+
+        They can if it continues this run, or if it has the same base in memory and the other served users take part in
+        it, as when the runs of a continuous federation begin again because a user has left.
 
         Args:
-            store: The user's part of the run.
+            store: A user's part of the other run.
+            others: The other users who are served.
         """
         from comingle.federation.client_store import run_folder
 
         section = store.recipe.continue_from
-        return section is not None and run_folder(store.folder.parent, section.run).name == self._folder
+        if section is not None and run_folder(store.folder.parent, section.run).name == self._folder:
+            return True
+        base = store.own_data.base
+        has_same_base = base is not None and self._base is not None and base.model is self._base.model
+        return has_same_base and others <= set(store.public.users)
 
 
 def _engine(personal: Mapping[str, PersonalModel]) -> Engine:
