@@ -437,6 +437,24 @@ def test_only_the_last_run_of_a_federation_ends_the_client(tmp_path: Path) -> No
     assert ended
 
 
+def test_questions_become_rarer_while_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After new text that is too little for a run they are frequent again, and the longest time is below a minute."""
+    federation = Federation(tmp_path, ANN, when={"new_tokens": 10**6})
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 5:
+            federation.write(ANN)
+        if len(slept) == 8:
+            raise Stop
+
+    monkeypatch.setattr(server_app.time, "sleep", sleep)
+    with pytest.raises(Stop):
+        federation.server.run_forever()
+    assert slept == [20, 30, 40, 40, 40, 20, 30, 40]
+
+
 def test_a_mistake_in_the_file_is_shown_once_and_corrected(tmp_path: Path) -> None:
     federation = Federation(tmp_path, ANN)
     assert federation.run_due()
