@@ -104,7 +104,9 @@ def test_a_user_without_its_earlier_state_starts_as_a_new_one(tmp_path: Path) ->
     nodes[bob].say = said.append
     channel = Direct(nodes)
     run_federation(plan, channel, tmp_path / "later")
-    assert any("starts as a new user" in line for line in said)
+    (line,) = (line for line in said if "starts as a new user" in line)
+    assert str(tmp_path / "apart" / bob) in line
+    assert "--state" in line
     first = {name: next(task for task in tasks_of(channel, name) if "train" in task.todo) for name in (ann, bob)}
     assert "receive" in first[bob].todo  # also the shared tensors are gone
     assert "receive" not in first[ann].todo

@@ -357,7 +357,10 @@ def _start_from_earlier_run(clients: Clients, section: ContinuationSection, stat
     """
     checkpoints = list_checkpoints(run_folder(state, section.run))
     if not checkpoints:
-        say(f"continues run {section.run}, in which this user has no state here: starts as a new user")
+        say(
+            f"continues run {section.run}, of which {state} has no model: starts as a new user; if the user took part, "
+            "stop, and name its earlier folder with --state"
+        )
         clients.state.versions.fill_(-1)  # when it joins, it asks the server for the shared tensors
         return
     newest = checkpoints[-1]
