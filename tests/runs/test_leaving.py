@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from tests.commands import comingle as comingle
 
 from comingle.privacy.accounting import read_account
+from comingle.audits.canaries import Attacker, draw_canaries, published, windows_of
 from comingle.runs import api
 from comingle.runs.leaving import STATEMENTS, plan_removal, recipe_without, remove_user
 from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError
@@ -284,3 +286,59 @@ def test_who_leaves_a_private_run_keeps_its_account_there(tmp_path: Path) -> Non
     returned = api.run(recipe, out=tmp_path / "later", continue_from=str(tmp_path / "run"))
     assert set(returned.metrics["users"]) == set(USERS)
     assert "users" not in returned.metrics["privacy"]  # all have spent the same
+
+
+CANARY = "ZQXKVJWHGQZXKUJV"
+"""Text that no other user has."""
+
+
+def canary_ranks(run: api.Run, windows: torch.Tensor) -> tuple[int, float]:
+    """Rank of the canary, the first window, among references by its loss under ben's download; and its loss in nats."""
+    clients = run.federation.clients
+    ben = list(clients.names).index("ben")
+    observed = {name: t[ben : ben + 1] for name, t in published(run.federation.server).items()}
+    attacker = Attacker(clients=clients)
+    (after,) = attacker.losses([ben], observed, windows.unsqueeze(0))
+    (before,) = attacker.losses([ben], {}, windows.unsqueeze(0))
+    decrease = before - after
+    return int((decrease > decrease[0]).sum()), float(after[0])
+
+
+@pytest.mark.slow
+def test_a_canary_is_forgotten_after_exact_and_not_after_forward(tmp_path: Path) -> None:
+    """ben's download knows ada's canary, which only ada has; after ``exact`` it is as in a run without ada."""
+    recipe: dict[str, Any] = {
+        **OPTIONS,
+        "method": "fedavg",
+        "training": {
+            "rounds": 4,
+            "local_steps": 12,
+            "batch_size": 4,
+            "context": 16,
+            "experts": {"learning_rate": 0.02},
+        },
+        "evaluation": {"first": False},
+    }
+    data = data_of(tmp_path / "texts", USERS, "may")
+    Path(data["users"]["ada"]).write_text("\n\n".join([CANARY * 20] * 60))
+    without = {"users": {name: path for name, path in data["users"].items() if name != "ada"}}
+    trained = api.run({**recipe, "data": data}, out=tmp_path / "exact")
+    shutil.copytree(tmp_path / "exact", tmp_path / "forward")
+    never = api.run({**recipe, "data": without}, out=tmp_path / "never")
+
+    ada = next(user for user in trained.federation.clients.users if user.name == "ada")
+    canary = windows_of(ada.train, 16)[:1]
+    references = draw_canaries(1, vocabulary=256, context=16, seed=0, trial=0).references[:99]
+    windows = torch.cat([canary, references.to(canary)[:, : canary.shape[1]]])
+
+    for mode in ("exact", "forward"):
+        remove_user(plan_removal(tmp_path / mode, "ada", mode))  # type: ignore[arg-type]
+    before, exact, forward, without_ada = (
+        canary_ranks(run, windows)
+        for run in (trained, api.load(tmp_path / "exact"), api.load(tmp_path / "forward"), never)
+    )
+    assert before[0] == 0  # no reference has gained more
+    assert forward == before
+    assert exact == without_ada
+    assert exact[0] > 10
+    assert exact[1] > before[1] + 0.2
