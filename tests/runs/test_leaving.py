@@ -12,8 +12,8 @@ import pytest
 import torch
 from tests.commands import comingle as comingle
 
-from comingle.privacy.accounting import read_account
 from comingle.audits.canaries import Attacker, draw_canaries, published, windows_of
+from comingle.privacy.accounting import read_account
 from comingle.runs import api
 from comingle.runs.leaving import STATEMENTS, plan_removal, recipe_without, remove_user
 from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError
@@ -342,3 +342,27 @@ def test_a_canary_is_forgotten_after_exact_and_not_after_forward(tmp_path: Path)
     assert exact == without_ada
     assert exact[0] > 10
     assert exact[1] > before[1] + 0.2
+
+
+def test_branches_are_named_and_not_changed(comingle: Any, tmp_path: Path) -> None:
+    train_months(tmp_path / "runs", tmp_path / "texts")
+    branch = tmp_path / "runs" / "branch"
+    recipe = {**OPTIONS, "data": data_of(tmp_path / "texts", ("ben", "cem"), "june")}
+    api.run(recipe, out=branch, continue_from=str(tmp_path / "runs" / "june"))
+    july = tmp_path / "runs" / "july"
+    assert plan_removal(july, "ada", "forward").branches == [branch]
+    shown = comingle("leave", july, "--user", "ada", "--mode", "forward")
+    assert f"not changed: {branch}" in shown.out
+    (other,) = plan_removal(branch, "cem", "exact").branches
+    assert other == july
+    remove_user(plan_removal(july, "ada", "forward"))
+    assert branch.exists()
+    (certificate,) = json.loads((july / "left.json").read_text())["left"]
+    assert certificate["not_changed"] == [str(branch)]
+    assert str(july.parent) in certificate["searched"]
+
+
+def test_a_folder_of_several_runs_is_refused_with_their_names(tmp_path: Path) -> None:
+    train_months(tmp_path / "runs", tmp_path / "texts")
+    with pytest.raises(RunError, match="july, june, may"):
+        plan_removal(tmp_path / "runs", "ada", "exact")

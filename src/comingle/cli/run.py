@@ -156,6 +156,7 @@ def leave(
     if mode not in STATEMENTS:
         raise RecipeError(f"--mode: got {mode}; allowed: {', '.join(STATEMENTS)}")
     say, notes, statement = line_printer(quiet=quiet), list[str](), f"{mode}: {STATEMENTS[mode]}"
+    branches: list[Path] = []
     if files := files_of_user(run, user):
         carry_out: Callable[[], object] = partial(delete_runs_of_user, run, user)
         statement = STATEMENT_OF_CLIENT
@@ -164,11 +165,11 @@ def leave(
         from comingle.federation.server_app import plan_server_removal, remove_from_server
 
         server_removal = plan_server_removal(run, user, mode)
-        files, notes = server_removal.files, server_removal.notes
+        files, notes, branches = server_removal.files, server_removal.notes, server_removal.branches
         carry_out = partial(remove_from_server, server_removal, say)
     else:
         removal = plan_removal(run, user, mode)
-        files = removal.files
+        files, branches = removal.files, removal.branches
         carry_out = partial(remove_user, removal, say, progress=not quiet)
         if removal.rounds:
             minutes = removal.seconds / 60
@@ -178,6 +179,7 @@ def leave(
     else:
         for path in files:
             console.print(literal_text(f"delete {path}", "dim"))
+    notes += [f"not changed: {branch} continues a run with {user}; let {user} leave it first" for branch in branches]
     lines = [*notes, statement, f"not searched: {NOT_SEARCHED}"]
     if yes:
         lines.append(f"{user} has left {run}: {len(files)} files deleted; left.json in the folder is the certificate")

@@ -33,6 +33,7 @@ from comingle.runs.leaving import (
     NOT_SEARCHED,
     STATEMENTS,
     Mode,
+    find_branches,
     finish_replacement,
     recipe_without,
     temporary_folder,
@@ -411,6 +412,11 @@ class ServerRemoval:
         return sorted(path for path in found if path.name not in (LOCK, HOLDER))
 
     @property
+    def branches(self) -> list[Path]:
+        """Runs that continue these in another line, and are not changed."""
+        return find_branches(self.runs, {_server_folder(run).parent for run in self.runs})
+
+    @property
     def notes(self) -> list[str]:
         """Lines for the operator: what the others have to do, and what is not deleted."""
         notes = []
@@ -610,6 +616,7 @@ def _certificate(removal: ServerRemoval, runs: Sequence[Path]) -> JsonObject:
         "deleted": [str(path) for path in deleted_files],
         "searched": [str(removal.folder), *map(str, runs)],
         "not_searched": NOT_SEARCHED,
+        "not_changed": [str(branch) for branch in removal.branches],
     }
     if removal.mode == "exact":
         certificate["deleted_runs"] = [run_name(run) for run in runs if is_server(run)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -32,7 +32,7 @@ from comingle.runs.session import build, check_and_set_up, prepare
 from comingle.training.checkpoints import Clock, digest_of_checkpoint, progress_of, read_progress
 from comingle.training.evaluation import metrics_of
 from comingle.training.kinds.base import RunData
-from comingle.utils.errors import DataError, RecipeError, RunError, list_names
+from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError, list_names
 from comingle.utils.files import list_checkpoints, locked
 from comingle.utils.inputs import SPLITS, read_inputs, recorded_date, write_inputs
 from comingle.utils.names import as_folder
@@ -54,7 +54,7 @@ STATEMENTS: dict[Mode, str] = {
 }
 """Statement of a certificate, by mode."""
 
-NOT_SEARCHED = "exports, backups, models that are being served, and runs in other folders"
+NOT_SEARCHED = "exports, backups, models that are being served, and runs in other folders than these"
 """Places in which a user's traces are not looked for, in a certificate."""
 
 
@@ -78,6 +78,11 @@ class Removal:
     rounds: int
     seconds: float
     live: Path | None = None
+
+    @property
+    def branches(self) -> list[Path]:
+        """Runs that continue these in another line, and are not changed."""
+        return find_branches(self.runs, {run.parent for run in self.runs})
 
     @property
     def files(self) -> list[Path]:
@@ -115,6 +120,10 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
     if live is not None:
         folder = _last_run(live)
     finish_replacement(folder)
+    runs_of_comparison = [path.parent for path in sorted(folder.glob("*/recipe.yaml"))]
+    if runs_of_comparison and not (folder / "recipe.yaml").exists():
+        names = ", ".join(run_folder.name for run_folder in runs_of_comparison)
+        raise RunError(f"{folder}: holds {len(runs_of_comparison)} runs, {names}; name one folder after the other")
     if is_server(folder):
         raise RunError(f"{folder}: a federation's server; use `comingle leave`, or federation.server_app in Python")
     runs = [folder, *(Path(ancestor["run"]) for ancestor in reversed(ancestors_of(folder)))]  # the latest first
@@ -157,6 +166,28 @@ def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
         seconds=seconds,
         live=live,
     )
+
+
+def find_branches(runs: Sequence[Path], parents: Collection[Path]) -> list[Path]:
+    """Return the run folders that continue some runs, directly or through others, and are none of them.
+
+    Args:
+        runs: The run folders, without links.
+        parents: Folders in which run folders are looked for.
+    """
+    branches: list[Path] = []
+    for parent in sorted(parents):
+        for events in sorted(parent.glob("*/events.jsonl")):
+            run_folder = events.parent.resolve()
+            if run_folder in runs:
+                continue
+            try:
+                ancestors = {Path(ancestor["run"]) for ancestor in ancestors_of(run_folder)}
+            except ComingleError:  # a folder with damaged events
+                continue
+            if ancestors & set(runs):
+                branches.append(run_folder)
+    return branches
 
 
 def continues_from_before(run_folder: Path, earlier: Path, user: str) -> bool:
@@ -238,6 +269,7 @@ def _replace_runs(removal: Removal, say: Callable[[str], None], *, progress: boo
         progress: Whether to print the progress of training.
     """
     certificate: JsonObject = {}
+    branches = [str(branch) for branch in removal.branches]
     date = datetime.now().isoformat(timespec="seconds")
     if removal.mode == "exact":
         for folder in removal.runs:
@@ -269,6 +301,9 @@ def _replace_runs(removal: Removal, say: Callable[[str], None], *, progress: boo
                 "checkpoint_after": digest_of_checkpoint(list_checkpoints(temporary)[-1]),
                 "rounds_trained_again": read_metrics(temporary)["rounds"] if removal.mode == "exact" else 0,
                 "deleted": files,
+                "searched": sorted({str(path) for run in removal.runs for path in (run, run.parent)}),
+                "not_searched": NOT_SEARCHED,
+                "not_changed": branches,
             }
             write_json(temporary / LEFT, {"left": [*certificates_of(folder), certificate]})
         finish_replacement(folder)
