@@ -171,7 +171,7 @@ def test_the_commands_of_the_first_page_run() -> None:
 def test_the_commands_run_one_after_the_other(place: Path) -> None:
     """Page after page as a reader meets them; what stands on two pages is run once, but for what needs --resume."""
     found = list(dict.fromkeys(words for page in PAGES if page != RESULTS for words in commands(page)))
-    later = ("show", "report", "plot", "export")  # of runs that an earlier page has made
+    later = ("show", "report", "plot", "export", "status")  # of runs that an earlier page has made
     found.sort(key=lambda words: words[0] in later)
     assert {words[0] for words in found} == verbs()
     for words in found:
