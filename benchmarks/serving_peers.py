@@ -110,7 +110,14 @@ def main() -> None:
 
 
 def measure(asked: argparse.Namespace, case: Case, ask: Ask, texts: Prompts) -> dict[str, float]:
-    """Return the medians over some turns of a case."""
+    """Return the medians over some turns of a case.
+
+    Args:
+        asked: Options of the command line.
+        case: The requests.
+        ask: Sends a request to the server.
+        texts: Prompts that no request has had before.
+    """
     speeds, firsts, gaps = [], [], []
     for _ in range(asked.turns + 1):  # the first is not counted
         prompts = [texts.next(case.prompt_tokens) for _ in case.users]  # new ones, so that none is in a cache
@@ -144,7 +151,7 @@ class Prompts:
         self._at = 0
 
     def next(self, tokens: int) -> str:
-        """Return the next text of about so many tokens."""
+        """Return the next text of about this number of tokens."""
         assert self._tokenizer is not None
         ids = self._ids[self._at : self._at + tokens]
         self._at += tokens
@@ -152,7 +159,13 @@ class Prompts:
 
 
 def start_commands(asked: argparse.Namespace, folder: Path, number_format: str) -> dict[str, Callable[[], Any]]:
-    """Train the run of a number format, export what others need, and return how each server is started."""
+    """Train the run of a number format, export what others need, and return how each server is started.
+
+    Args:
+        asked: Options of the command line.
+        folder: Folder for runs, exports and recipes.
+        number_format: Number format of the weights, a key of :data:`SETTINGS`.
+    """
     run = folder / f"run-{number_format}"
     if not run.exists():
         train(asked, folder, run, number_format)
@@ -174,7 +187,14 @@ def start_commands(asked: argparse.Namespace, folder: Path, number_format: str) 
 
 
 def train(asked: argparse.Namespace, folder: Path, run: Path, number_format: str) -> None:
-    """Train the users' adapters for a step."""
+    """Train the users' adapters for a step.
+
+    Args:
+        asked: Options of the command line.
+        folder: Folder for runs, exports and recipes.
+        run: The run folder to write.
+        number_format: Number format of the weights, a key of :data:`SETTINGS`.
+    """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: -path.stat().st_size)
     users = {name: str(path) for name, path in zip(USERS, files, strict=False)}
     recipe = {
@@ -192,7 +212,13 @@ def train(asked: argparse.Namespace, folder: Path, run: Path, number_format: str
 
 
 def export(asked: argparse.Namespace, folder: Path, export_format: str) -> list[Path]:
-    """Export the adapters of the float32 run, and return the folders of the users."""
+    """Export the adapters of the float32 run, and return the folders of the users.
+
+    Args:
+        asked: Options of the command line.
+        folder: Folder for runs, exports and recipes.
+        export_format: Value of ``--format``.
+    """
     target, run = folder / export_format, folder / "run-float32"
     if not run.exists():
         train(asked, folder, run, "float32")
@@ -216,7 +242,13 @@ def comingle_server(run: Path, new: int) -> Iterator[tuple[Ask, int]]:
 
 @contextmanager
 def llama_server(asked: argparse.Namespace, base: Path, adapters: Sequence[Path]) -> Iterator[tuple[Ask, int]]:
-    """Run ``llama-server`` with all users' adapters loaded, of which each request chooses one."""
+    """Run ``llama-server`` with all users' adapters loaded, of which each request chooses one.
+
+    Args:
+        asked: Options of the command line.
+        base: GGUF file of the base.
+        adapters: Folders with the users' adapters.
+    """
     port = free_port()
     loras = ",".join(str(path / "adapter.gguf") for path in adapters)
     command = [str(asked.llama_server), "-m", str(base), "--host", "127.0.0.1", "--port", str(port)]
@@ -235,7 +267,13 @@ def llama_server(asked: argparse.Namespace, base: Path, adapters: Sequence[Path]
 def transformers_server(
     asked: argparse.Namespace, adapters: Sequence[Path], number_format: str
 ) -> Iterator[tuple[Ask, int]]:
-    """Answer with ``generate`` of transformers and the adapters of PEFT, in this process."""
+    """Answer with ``generate`` of transformers and the adapters of PEFT, in this process.
+
+    Args:
+        asked: Options of the command line.
+        adapters: Folders with the users' adapters.
+        number_format: Number format of the weights, a key of :data:`SETTINGS`.
+    """
     import torch
     from peft import PeftModel
     from transformers import TextIteratorStreamer
@@ -304,7 +342,13 @@ def pss_mib(pid: int) -> int:
 
 
 def stream(port: int, body: dict[str, Any], new: int) -> Answer:
-    """Request a completion as a stream, and return the times of its tokens."""
+    """Request a completion as a stream, and return the times of its tokens.
+
+    Args:
+        port: Port of the server.
+        body: The request, without its length and sampling.
+        new: Largest number of new tokens.
+    """
     body = {**body, "max_tokens": new, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     url = f"http://127.0.0.1:{port}/v1/completions"
     answer = Answer(started=time.perf_counter())
