@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tests.commands import comingle as comingle
 
+from comingle.config import parse_recipe
 from comingle.data.conversations.encoding import Answers
 from comingle.data.samples.samples import Samples
 from comingle.runs import api
-from comingle.runs.continuation import draw_examples, start_from_run
+from comingle.runs.continuation import check_earlier_run, draw_examples, start_from_run
 from comingle.runs.given import given_of
 from comingle.runs.results import Run
 from comingle.runs.session import build, describe, prepare
@@ -152,7 +154,8 @@ def test_users_without_the_newest_shared_tensors_download_them(train: Train) -> 
     [
         ({"method": "fedavg"}, "method: got 'fedavg'"),
         ({"base": "random:llama?layers=1&dim=64"}, "base: got"),
-        ({"adapters": {"rank": 2}}, "parameter"),
+        ({"adapters": {"rank": 2}}, "adapters.rank: got 2; allowed: as in"),
+        ({"adapters": {"rank": {"ada": 8, "ben": 8, "cem": 4}}}, "adapters.rank: got 4; allowed: as in"),
         ({"privacy": {"noise_multiplier": 1.0}}, "privacy.mechanism: got"),
         ({"runtime": {**OPTIONS["runtime"], "store": "disk"}}, "runtime.store: disk"),
     ],
@@ -311,6 +314,40 @@ def test_a_run_is_not_resumed_without_the_text_that_it_replays(months: dict[str,
     recipe = tmp_path / "june" / "recipe.yaml"
     with pytest.raises(RunError, match="restore the files"):
         api.run(recipe, out=tmp_path / "june", resume=True)
+
+
+def test_a_run_is_not_resumed_with_as_much_other_earlier_text(months: dict[str, Run], tmp_path: Path) -> None:
+    """July replays text of May and of June; June's alone would be enough."""
+    july = write_texts(tmp_path / "july texts", ada="sings", ben="counts")
+    recipe = {**MONTHLY, "data": {**july, "replay": 0.25}, "continue_from": str(tmp_path / "june")}
+    api.run(recipe, out=tmp_path / "july")
+    replayed = next(read_events(tmp_path / "july"))["continues"]["replayed"]
+    shutil.rmtree(tmp_path / "texts")
+    again = api.run(recipe, out=tmp_path / "again")
+    assert next(read_events(tmp_path / "again"))["continues"]["replayed"] == replayed
+    assert again.metrics["rounds"] == 2
+    with pytest.raises(RunError, match="restore the files"):
+        api.run(recipe, out=tmp_path / "july", resume=True)
+
+
+@pytest.mark.parametrize("lost", ["continues", "replayed"])
+def test_a_start_event_without_replayed_amounts_is_refused_in_one_line(
+    lost: str, months: dict[str, Run], tmp_path: Path
+) -> None:
+    path = tmp_path / "june" / "events.jsonl"
+    start, *rest = path.read_text().splitlines(keepends=True)
+    event = json.loads(start)
+    del (event if lost == "continues" else event["continues"])[lost]
+    path.write_text("".join([f"{json.dumps(event)}\n", *rest]))
+    with pytest.raises(RunError, match=r"then \{\}"):
+        api.run(tmp_path / "june" / "recipe.yaml", out=tmp_path / "june", resume=True)
+
+
+def test_another_rank_is_refused_before_base_and_data_are_read(train: Train, tmp_path: Path) -> None:
+    train("earlier", texts(*USERS))
+    content = {**OPTIONS, "adapters": {"rank": 2}, "data": {"users": {"ada": "gone.txt"}}}
+    with pytest.raises(RecipeError, match=r"^adapters\.rank: got 2"):
+        check_earlier_run(parse_recipe({**content, "continue_from": str(tmp_path / "earlier")}))
 
 
 def test_conversations_and_samples_are_drawn_whole() -> None:

@@ -28,6 +28,7 @@ from comingle.runs.continuation import (
     check_constant_rates,
     check_equal,
     check_private_continuation,
+    check_same_ranks,
     continuation_entry,
     continue_account,
     keeps_earlier_best,
@@ -447,6 +448,7 @@ def _start_from_run(session: ServerSession, run: Path) -> JsonObject:
         "base": (public.base, earlier_inputs.base),
     }
     check_equal(compared, run)
+    check_same_ranks(recipe, public.users, earlier_recipe, list(earlier_inputs.users), run)
     check_private_continuation(recipe, earlier_recipe, run)
     assert recipe.continue_from is not None
     if recipe.continue_from.moments:

@@ -9,7 +9,8 @@ own tensors, and their next upload includes that round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,8 @@ class EarlierData:
     """Folder of the earlier run."""
     train_users: Mapping[str, AnyUser]
     """Users, by name, whose training data differs from that of this run and of later runs."""
+    train_digests: Mapping[str, str]
+    """Digests of the training data of these users."""
     test_splits: Mapping[str, AnySplit]
     """Test data by user, where it differs from that of this run and of later runs."""
 
@@ -110,7 +113,10 @@ def read_earlier_data(
                 known_digests[user.name, split].add(digest)
         if changed:
             log("continue_from: data has changed since %s, so it is not used again: %s", folder, list_names(changed))
-        collected.append(EarlierData(run=folder, train_users=train_users, test_splits=test_splits))
+        train_digests = {name: data.digests[name]["train"] for name in train_users}
+        collected.append(
+            EarlierData(run=folder, train_users=train_users, train_digests=train_digests, test_splits=test_splits)
+        )
     return collected
 
 
@@ -147,6 +153,20 @@ def add_replay(recipe: Recipe, run_data: RunData, earlier: Sequence[EarlierData]
     return (run_data.with_users(users) if added else run_data), added
 
 
+def replayed_digests(earlier: Sequence[EarlierData], names: Iterable[str]) -> dict[str, str]:
+    """Return a digest of the earlier data from which examples are replayed, by user.
+
+    Args:
+        earlier: Data of earlier runs, from :func:`read_earlier_data`.
+        names: Users with replayed data.
+    """
+    digests: dict[str, str] = {}
+    for name in names:
+        sources = [data.train_digests[name] for data in earlier if name in data.train_digests]
+        digests[name] = hashlib.sha256(" ".join(sources).encode()).hexdigest()
+    return digests
+
+
 def draw_examples(split: AnySplit, count: int, *, width: int, generator: torch.Generator) -> AnySplit:
     """Return at most ``count`` random examples of training data, in their order, to train on them again.
 
@@ -163,19 +183,24 @@ def draw_examples(split: AnySplit, count: int, *, width: int, generator: torch.G
     return split.select(torch.randperm(len(split), generator=generator)[:count].sort().values)
 
 
-def check_replay(folder: Path, replayed: Mapping[str, int]) -> None:
-    """Check that a resumed run replays as much earlier data as when it was started.
+def check_replay(folder: Path, replayed: Mapping[str, int], digests: Mapping[str, str]) -> None:
+    """Check that a resumed run replays the same earlier data as when it was started.
 
     Args:
         folder: The run folder.
         replayed: Number of tokens, conversations or samples by user, from :func:`add_replay`.
+        digests: Digests of the earlier data, from :func:`replayed_digests`.
 
     Raises:
         RunError: The data of an earlier run was there when the run was started, and is not now, or the reverse.
     """
     for event in read_events(folder):
-        if event["event"] == "start" and event.get("continues", {}).get("replayed", {}) != replayed:
-            recorded = event["continues"]["replayed"]
+        if event["event"] != "start":
+            continue
+        continues = event.get("continues", {})
+        recorded = continues.get("replayed", {})
+        recorded_digests = continues.get("replayed_digests", digests)  # an earlier version has not recorded them
+        if recorded != replayed or recorded_digests != digests:
             raise RunError(
                 f"{folder}: earlier data that the run replays has changed since it was started: now {dict(replayed)}, "
                 f"then {recorded}; restore the files of the earlier runs, or start again with --force"
@@ -245,6 +270,8 @@ def check_earlier_run(recipe: Recipe) -> None:
     newest_checkpoint(run)  # raises an error if there is none
     earlier = load_recipe(run)
     check_equal({"method": (recipe.method.name, earlier.method.name)}, run)
+    if isinstance(recipe.adapters.rank, int) and isinstance(earlier.adapters.rank, int):
+        check_equal({"adapters.rank": (recipe.adapters.rank, earlier.adapters.rank)}, run)
     check_private_continuation(recipe, earlier, run)
 
 
@@ -282,6 +309,7 @@ def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> Jso
     checkpoint, progress = newest_checkpoint(run)
     earlier_inputs, earlier_recipe = read_inputs(run), load_recipe(run)
     _check_same_model(run, recipe, earlier_recipe, inputs, earlier_inputs)
+    check_same_ranks(recipe, clients.population_names, earlier_recipe, list(earlier_inputs.users), run)
     check_private_continuation(recipe, earlier_recipe, run)
     if section.moments:
         check_constant_rates(recipe.training)
@@ -420,7 +448,36 @@ def _check_same_model(run: Path, recipe: Recipe, earlier: Recipe, inputs: Inputs
     check_equal(compared, run)
 
 
-def check_equal(compared: Mapping[str, tuple[str, str]], run: Path) -> None:
+def check_same_ranks(
+    recipe: Recipe, names: Sequence[str], earlier: Recipe, earlier_names: Sequence[str], run: Path
+) -> None:
+    """Check that users of both runs have the same LoRA rank in both recipes.
+
+    Args:
+        recipe: Recipe of the new run.
+        names: Names of its users.
+        earlier: Recipe of the earlier run.
+        earlier_names: Names of its users.
+        run: Folder of the earlier run.
+
+    Raises:
+        RecipeError: The rank of a user differs.
+    """
+    ranks, earlier_ranks = _ranks_of(recipe, names), _ranks_of(earlier, earlier_names)
+    for name in names:
+        if name in earlier_ranks:
+            check_equal({"adapters.rank": (ranks[name], earlier_ranks[name])}, run)
+
+
+def _ranks_of(recipe: Recipe, names: Sequence[str]) -> dict[str, object]:
+    """Return the LoRA rank of each user in a recipe, by name."""
+    ranks = recipe.for_users(names).adapters.rank
+    if isinstance(ranks, list):
+        return dict(zip(names, ranks, strict=True))
+    return dict.fromkeys(names, ranks)
+
+
+def check_equal(compared: Mapping[str, tuple[object, object]], run: Path) -> None:
     """Raise a :class:`RecipeError` for the first key whose value differs between the new and the earlier run.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from comingle.runs.continuation import (
     forgetting,
     keeps_earlier_best,
     read_earlier_data,
+    replayed_digests,
     restore_account,
     start_from_run,
 )
@@ -635,6 +636,7 @@ def run_in(
         federation = build_federation(recipe, train_data, method=method)
         local = build_local(federation, recipe, train_data)
         replayed = federation.merge_users(lambda: replayed_here)
+        digests = federation.merge_users(lambda: replayed_digests(earlier, replayed_here))
         run_observers: Sequence[Observer] = ()
         if federation.is_first_process:
             run_observers = observers(federation.clients)
@@ -648,6 +650,8 @@ def run_in(
         if recipe.continue_from is not None and not has_checkpoint:
             continues = start_from_run(federation, recipe, _merged_inputs(federation, run_data, recipe))
             continues["replayed"] = replayed
+            if digests:
+                continues["replayed_digests"] = digests
         if folder is None:
             finished = execute(
                 federation,
@@ -660,13 +664,13 @@ def run_in(
                 local=local,
             )
             return replace(finished, settings=settings)
-        if has_checkpoint and federation.is_first_process:  # only this process has the numbers of all users
-            check_replay(folder, replayed)
         if has_checkpoint:
             restore_account(federation.server, folder)
         inputs = _merged_inputs(federation, run_data, recipe)  # digests of base and data, of all processes
         opened_folder = open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=method.placement.pooled)
-        enter_folder(contexts, opened_folder)
+        # Only the first process enters it, which has the numbers of all users; its errors end all processes.
+        check = partial(check_replay, folder, replayed, digests)
+        enter_folder(contexts, _with_check(opened_folder, check, is_needed=has_checkpoint))
         finished = execute(
             federation,
             recipe,
@@ -679,6 +683,21 @@ def run_in(
             local=local,
         )
     return replace(finished, settings=settings)
+
+
+@contextmanager
+def _with_check(opening: AbstractContextManager[None], check: Callable[[], None], *, is_needed: bool) -> Iterator[None]:
+    """Run a check if it is needed, then enter another context.
+
+    Args:
+        opening: The context.
+        check: Raises an error.
+        is_needed: Whether to run the check.
+    """
+    if is_needed:
+        check()
+    with opening:
+        yield
 
 
 def prepare_earlier(base: Base | None, recipe: Recipe, date: str) -> RunData:
