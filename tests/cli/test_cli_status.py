@@ -63,7 +63,7 @@ def test_the_folder_of_live_has_a_row_per_run(folder: Path, comingle: Any) -> No
 def test_a_running_one_has_an_estimate(folder: Path, comingle: Any) -> None:
     with locked(folder):
         answer = comingle("status", folder)
-    assert f"{folder}: running · round 12 of 40 · 3 s per round · about 1 min left" in answer.out
+    assert f"{folder}: running · round 12 of 40 · 3 s per round · about 84 s left" in answer.out
 
 
 def test_a_finished_one(folder: Path, comingle: Any) -> None:
