@@ -437,6 +437,47 @@ def test_only_the_last_run_of_a_federation_ends_the_client(tmp_path: Path) -> No
     assert ended
 
 
+def test_old_runs_are_deleted_and_who_returns_is_still_known(comingle: Callable[..., Any], tmp_path: Path) -> None:
+    """Bob was in the first run only, which is deleted when he returns: his text of then is not new."""
+    federation = Federation(tmp_path, ANN, BOB)
+    content = yaml.safe_load(federation.file.read_text())
+    federation.file.write_text(yaml.safe_dump({**content, "rounds": {**content["rounds"], "keep": 1}}))
+    assert federation.run_due()
+    absent = federation.channel.nodes.pop(BOB)
+    federation.write(ANN)
+    assert federation.run_due()
+    assert (federation.out / "0001").exists()
+    federation.write(ANN)
+    assert federation.server.plan_next()
+    names = sorted(path.name for path in federation.out.iterdir())
+    assert names == ["0002", "0002.yaml", "0003.yaml", "old_runs.json"]
+
+    federation.channel.nodes[BOB] = absent
+    assert federation.open()._count_new(federation.load(), 3)[BOB] == 0
+    gone = comingle("show", federation.out / "0001")
+    assert (gone.code, len(gone.err.strip().splitlines())) == (2, 1)
+    options = ("--continuous", "--continue-from", federation.out / "0001", "--out", tmp_path / "new")
+    refused = comingle("server", federation.file, *options)
+    assert (refused.code, "0001" in refused.err) == (2, True), refused.err
+    refused = comingle("leave", federation.out, "--user", BOB, "--mode", "exact")
+    assert (refused.code, "is gone; allowed: --mode forward" in refused.err) == (2, True), refused.err
+
+
+def test_a_run_that_cannot_be_deleted_does_not_end_the_server(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, ANN)
+    content = yaml.safe_load(federation.file.read_text())
+    federation.file.write_text(yaml.safe_dump({**content, "rounds": {**content["rounds"], "keep": 1}}))
+    assert federation.run_due()
+    elsewhere = tmp_path / "elsewhere"
+    (federation.out / "0001").rename(elsewhere)
+    (federation.out / "0001").symlink_to(elsewhere)  # is not followed
+    for _ in range(2):
+        federation.write(ANN)
+        assert federation.run_due()
+    assert any("0001: cannot be deleted" in line for line in federation.said)
+    assert (elsewhere / "metrics.json").exists()
+
+
 def test_questions_become_rarer_while_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After new text that is too little for a run they are frequent again, and the longest time is below a minute."""
     federation = Federation(tmp_path, ANN, when={"new_tokens": 10**6})
@@ -535,8 +576,13 @@ def test_durations(text: object, seconds: float) -> None:
         ({"rounds": {"when": {"at_most_every": "soon"}}}, "at_most_every"),
         ({"rounds": {"when": {"users": 0}}}, "users"),
         ({"rounds": {"whenever": {}}}, "whenever"),
+        ({"rounds": {"keep": 0}}, "keep"),
         ({"privacy": {"epsilon": 1.0}}, "privacy.noise_multiplier"),
         ({"privacy": {"mechanism": "example", "noise_multiplier": 1.0}, "data": {"replay": 0.1}}, "data.replay"),
+        (
+            {"rounds": {"keep": 2}, "privacy": {"noise": "reproducible", "noise_multiplier": 1.0}},
+            "rounds.keep: got it with privacy.noise: reproducible",
+        ),
         (
             {"privacy": {"sampling": "fixed", "noise_multiplier": 1.0}, "training": {"participation": 0.5}},
             "privacy.sampling",

@@ -52,7 +52,13 @@ def load_plan(path: Path, *, continue_from: str = "", continuous: bool | None = 
     if not continuous:
         return plan
     _check_continuous(path, plan.recipe)
-    return replace(plan, rounds=plan.rounds or RoundsSection())
+    rounds, privacy = plan.rounds or RoundsSection(), plan.recipe.privacy
+    if rounds.keep is not None and privacy is not None and privacy.noise == "reproducible":
+        # Deleted runs do not show which seeds were used.
+        raise RecipeError(
+            f"{path}: rounds.keep: got it with privacy.noise: reproducible; allowed: privacy.noise: secret"
+        )
+    return replace(plan, rounds=rounds)
 
 
 def _check_continuous(path: Path, recipe: Recipe) -> None:

@@ -236,9 +236,13 @@ class WhenSection(Section):
 
 
 class RoundsSection(Section):
-    """Section ``rounds`` of a server's file, for ``comingle server --continuous``."""
+    """Section ``rounds`` of a server's file, for ``comingle server --continuous``.
+
+    ``keep`` is the number of finished runs whose folders the server keeps when it starts another one; all if None.
+    """
 
     when: WhenSection = WhenSection()
+    keep: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

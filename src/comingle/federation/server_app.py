@@ -111,6 +111,18 @@ MAX_EARLIER_RUNS = 100
 """Number of latest runs whose names clients are sent, to find the last one in which they took part."""
 
 
+OLD_RUNS = "old_runs.json"
+"""File in the folder of a continuous server with the names of runs deleted because of ``rounds.keep``, newest first."""
+
+
+def _deleted_names(folder: Path) -> list[str]:
+    """Return the names of the runs that a continuous server has deleted because of ``rounds.keep``, newest first."""
+    try:
+        return [str(name) for name in json.loads((folder / OLD_RUNS).read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
+
+
 class ContinuousServer:
     """Starts a run whenever enough users have enough new data, or resumes the last one."""
 
@@ -211,7 +223,27 @@ class ContinuousServer:
         self._last_problem = ""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         save_plan(self._plan_file(number), plan)
+        assert plan.rounds is not None
+        if plan.rounds.keep is not None:
+            self._delete_runs_before(number - plan.rounds.keep)
         return True
+
+    def _delete_runs_before(self, first_kept: int) -> None:
+        """Delete the oldest runs, and record their names, by which clients that return find their last run.
+
+        Args:
+            first_kept: Number of the first run that is kept.
+        """
+        for run in _numbered_runs(self._folder):
+            if int(run.name) >= first_kept:
+                return
+            try:
+                names = _deleted_names(self._folder)
+                if is_server(run) and run_name(run) not in names:
+                    write_json(self._folder / OLD_RUNS, [run_name(run), *names][:MAX_EARLIER_RUNS])
+                _delete_run(run)
+            except OSError as error:
+                self._say(f"rounds.keep: {run}: cannot be deleted ({error.strerror}); restart the server to try again")
 
     def _changes(self, plan: Plan, number: int) -> JsonObject | None:
         """Return how the recipe of the next run differs from the server's file; None if no run is due.
@@ -291,7 +323,8 @@ class ContinuousServer:
         """Return the names in messages of the latest runs before one, the newest first."""
         first = max(1, number - MAX_EARLIER_RUNS)
         folders = [self._run_folder(earlier) for earlier in range(number - 1, first - 1, -1)]
-        return tuple(run_name(folder) for folder in folders if (folder / FEDERATION).exists())
+        names = tuple(run_name(folder) for folder in folders if (folder / FEDERATION).exists())
+        return (*names, *_deleted_names(self._folder))[:MAX_EARLIER_RUNS]
 
     def _run_folder(self, number: int) -> Path:
         return self._folder / f"{number:04d}"
