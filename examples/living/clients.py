@@ -116,6 +116,7 @@ class Month:
         self.runs = folder / "runs"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.requesters: dict[str, Requester] = {}
+        self._base = recipe["base"]
         self._plan, self._keys = folder / "federation.yaml", folder / "keys"
         when = {"users": len(files), "new_tokens": 200}  # when there is new text of all users
         starting = list(files)[:STARTING]
@@ -165,6 +166,8 @@ class Month:
             "certificates": str(self._keys / "ca.pem"),
             "key": str(self._keys / "users" / f"{file_name(name)}.key"),
         }
+        if Path(self._base).exists():  # clients open no path that a server names
+            settings["base"] = str(Path(self._base).resolve())
         own_file.write_text(yaml.safe_dump(settings), encoding="utf-8")
         self.start(name, "client", own_file, "--serve", port)
         self.requesters[name] = Requester(name, port)

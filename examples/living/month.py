@@ -124,7 +124,7 @@ def train_in_parts(recipe: dict, files: Files, folder: Path, present: list[list[
         run = comingle.run(
             {**recipe, "data": {"users": users}, "seed": part}, out=folder / f"part{part + 1}", **earlier
         )
-        earlier = {"continue_from": str(folder / f"part{part + 1}")}
+        earlier = {"continue_from": {"run": str(folder / f"part{part + 1}"), "moments": True}}
         print(f"{folder.name} part {part + 1}: {', '.join(names)}; {run}", flush=True)
     return [comingle.load(folder / f"part{part + 1}") for part in range(len(present))]
 
