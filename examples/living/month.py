@@ -222,8 +222,8 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--texts", type=Path, help="JSON lines with the keys text and --user, plain or xz.")
     parser.add_argument("--user", default="user", help="Key of the user of a row.")
     parser.add_argument("--documents", type=int, default=120, help="Documents of a user and part.")
-    parser.add_argument("--rounds", type=int, default=6, help="Rounds for each part.")
-    parser.add_argument("--steps", type=int, default=10, help="Local steps in a round.")
+    parser.add_argument("--rounds", type=int, default=12, help="Rounds for each part.")
+    parser.add_argument("--steps", type=int, default=5, help="Local steps in a round.")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="Constant learning rate of the experts.")
     parser.add_argument("--method", default="comigs-1g1s")
     return parser
