@@ -28,11 +28,13 @@ ELSEWHERE = {
     "CITATION.cff": "CITATION.cff",
     "examples/README.md": "examples.md",
     "examples/federation/README.md": "examples/federation.md",
+    "examples/services/README.md": "examples/services.md",
     **{f"papers/docs/{path.name}": path.name for path in sorted((REPOSITORY / "papers" / "docs").glob("*.md"))},
     **{f"examples/{path.name}": f"examples/{path.name}" for path in sorted((REPOSITORY / "examples").glob("*.*y*"))},
     **{
-        f"examples/federation/{path.name}": f"examples/federation/{path.name}"
-        for path in sorted((REPOSITORY / "examples" / "federation").glob("[!R]*"))
+        f"examples/{folder}/{path.name}": f"examples/{folder}/{path.name}"
+        for folder in ("federation", "living", "services")
+        for path in sorted((REPOSITORY / "examples" / folder).glob("[!R_]*"))
         if path.is_file()
     },
 }

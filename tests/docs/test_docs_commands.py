@@ -73,7 +73,8 @@ def shortened(words: tuple[str, ...]) -> list[str]:
     if (
         verb in alone
         or any("run-*" in word for word in words)  # the model that a client's federation has left
-        or words[:2] == ("chat", "ada")  # a client's state folder
+        or words[1:2] in (("ada",), ("ben",))  # a client's state folder
+        or words[:2] == ("leave", "runs/federation")  # a server's folder
         or (verb == "serve" and "--make-keys" not in words)
         or (verb == "federate" and "--set" not in words)
     ):
