@@ -69,7 +69,7 @@ def shortened(words: tuple[str, ...]) -> list[str]:
     """The same command on toy models and little text."""
     verb, extra = words[0], []
     # They need the pretrained model, another process, a run of more than one round, a package index, or lm-eval.
-    alone = ("demo", "server", "client", "join", "audit", "bundle", "evaluate")
+    alone = ("demo", "server", "client", "join", "audit", "bundle", "evaluate", "live")
     if (
         verb in alone
         or any("run-*" in word for word in words)  # the model that a client's federation has left
