@@ -20,7 +20,7 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "doc
 RECORDS = ("docs/decisions/", "papers/docs/log.md", "papers/docs/results.md")
 """Documents that keep the words in which they were written."""
 
-COMMANDS = ("src/comingle/cli/", "papers/src/comingle_papers/cli/")
+COMMANDS = ("src/comingle/cli/", "papers/src/comingle_papers/cli.py")
 SELF = ".ci/prose.py"
 
 BANNED = re.compile(

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from comingle.cli import main
 from comingle.utils.errors import RecipeError
-from comingle_papers.cli.theory import number, render
+from comingle_papers.cli import number, render
 from comingle_papers.recipes import TheoryRecipe, load_theory_recipe, published_recipes
 from comingle_papers.theory.checks import FILES, LinearSettings, QuadraticSettings, check_all
 from comingle_papers.theory.claims import Claim, Curve, largest_step_ratio, summarise

@@ -1,1 +1,0 @@
-"""``comingle reproduce`` and ``comingle theory``; heavy imports inside them."""
