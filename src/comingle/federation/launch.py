@@ -23,7 +23,6 @@ from comingle.federation.flower.server_app import encode_names
 from comingle.federation.participant import FILE, Own, Participant, save_participant
 from comingle.federation.public import public_part, run_name
 from comingle.federation.run_folder import Plan, has_ended, with_recorded_name
-from comingle.federation.server_app import finish_removals, without_users_who_left
 from comingle.federation.server_session import NetworkSection
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.session import chooses_specialists
@@ -63,6 +62,8 @@ def serve(
     Raises:
         ComingleError: The file, the folder or the certificates cannot be used, or too few clients take part.
     """
+    from comingle.federation.server_app import finish_removals, without_users_who_left
+
     finish_removals(folder)
     plan = without_users_who_left(plan, folder)
     if has_ended(folder):

@@ -38,7 +38,6 @@ from comingle.runs.continuation import (
 )
 from comingle.runs.folders import open_folder, with_bos_of_run
 from comingle.runs.given import Given
-from comingle.runs.leaving import recipe_without, without_name
 from comingle.training.checkpoints import (
     Clock,
     Progress,
@@ -762,6 +761,8 @@ def copy_server_without(run: Path, target: Path, user: str) -> None:
         RunError: The run has not ended.
         RecipeError: The run has no other user.
     """
+    from comingle.runs.leaving import recipe_without, without_name
+
     metrics, checkpoint = read_metrics(run), list_checkpoints(run)[-1]
     identity = json.loads((run / FEDERATION).read_text(encoding="utf-8"))
     recorded, inputs, progress = read_public(identity["public"]), read_inputs(run), read_progress(checkpoint)
@@ -812,6 +813,8 @@ def copy_server_without(run: Path, target: Path, user: str) -> None:
 
 def _metrics_without(metrics: JsonObject, user: str) -> JsonObject:
     """Return the metrics of a server's run without a user, with means over the others."""
+    from comingle.runs.leaving import without_name
+
     changed: JsonObject = without_name(metrics, user)
     for key in changed:
         scores = [of_user.get(key.removeprefix("mean_")) for of_user in changed["users"].values()]

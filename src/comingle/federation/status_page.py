@@ -403,7 +403,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *arguments: Any) -> None:
+    def log_message(self, format: str, *arguments: object) -> None:
         """Log nothing: requests are no events of the federation."""
 
 
@@ -418,7 +418,7 @@ class _StatusServer(ThreadingHTTPServer):
         self.socket = listen(LOOPBACK, port)
         self.status, self.key = status, key
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Ignore a connection that breaks; the federation goes on whatever becomes of its page."""
 
 

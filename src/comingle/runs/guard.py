@@ -25,7 +25,6 @@ from comingle.config.settings import MEMORY, EvaluationSection
 from comingle.methods.base import Method
 from comingle.models.routers import ZERO_SHARE_LOGIT
 from comingle.reports.comparisons import interval
-from comingle.runs.continuation import copy_users_state
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.checkpoints import Clock, progress_of, read_progress, read_state
 from comingle.training.client import Clients, finetuned, finish, settle, train
@@ -90,6 +89,8 @@ def continue_local(local: InProcess, recipe: Recipe) -> None:
         RecipeError: A tensor has another shape.
         RunError: The checkpoint is damaged.
     """
+    from comingle.runs.continuation import copy_users_state
+
     section, clients = recipe.continue_from, local.clients
     checkpoints = [] if section is None else list_checkpoints(Path(section.run) / LOCAL)
     if section is None or not checkpoints:

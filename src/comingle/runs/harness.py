@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module
@@ -115,7 +115,7 @@ def find_tasks(tasks: Tasks) -> tuple[Any, list[str]]:
     return manager, list(tasks.names) or list(manager.all_subtasks)
 
 
-def _plain_metrics(metrics: dict[str, Any]) -> dict[str, float]:
+def _plain_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     """Return the metrics of a task under plain names: ``"acc_stderr,none"`` becomes ``"acc_stderr"``.
 
     The part after the comma names a filter of answers; it stays unless it is "none".
@@ -123,8 +123,7 @@ def _plain_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     plain = {}
     for key, value in metrics.items():
         metric, _, answer_filter = key.partition(",")
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and answer_filter:  # other entries are the alias and the number of documents
+        if isinstance(value, (int, float)) and answer_filter:  # others are the alias and the number of documents
             plain[metric if answer_filter == "none" else f"{metric}_{answer_filter}"] = float(value)
     return plain
 

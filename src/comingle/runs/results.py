@@ -14,7 +14,6 @@ from comingle.models.hardware import torch_defaults
 from comingle.models.personal import Gates, Losses, ModelInfo, Personal, PersonalModel
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import curve_svg, render_run
-from comingle.runs.guard import LOCAL, PERSONAL, SHARED, shared_models, test_scores_of
 from comingle.training.backends.local import InProcess
 from comingle.training.batch_sources import AnyScore
 from comingle.training.checkpoints import personal_tensors
@@ -96,6 +95,8 @@ class Run:
         Raises:
             DataError: There is no such user.
         """
+        from comingle.runs.guard import LOCAL, PERSONAL, SHARED, shared_models
+
         require_user(name, self.users)
         model = self.federation.clients.model
         number = self.users.index(name)
@@ -119,6 +120,8 @@ class Run:
 
     def _model_info(self, name: str) -> ModelInfo:
         """Return the method, amounts of data, test scores and a validation function of a user's language model."""
+        from comingle.runs.guard import test_scores_of
+
         clients = self.federation.clients
         metrics = self.metrics.get("users", {}).get(name, {})
         served = self.metrics.get("served", {}).get(name)  # with evaluation.guard

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor
 from comingle.models.generation import as_tuple
 from comingle.models.pretrained import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from comingle.utils.errors import DataError, RunError
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -363,7 +366,7 @@ def _require_gguf() -> None:
         raise RunError("--format gguf needs the package gguf: pip install 'comingle[demo]'")
 
 
-def _add_tensor(writer: Any, tensor_name: str, tensor: Tensor, weight_type: str) -> np.ndarray:
+def _add_tensor(writer: GGUFWriter, tensor_name: str, tensor: Tensor, weight_type: str) -> np.ndarray:
     """Add a tensor to a ``gguf.GGUFWriter``, and return it as it is written.
 
     Args:
@@ -382,7 +385,7 @@ def _add_tensor(writer: Any, tensor_name: str, tensor: Tensor, weight_type: str)
     return written
 
 
-def _write_all(writer: Any) -> None:
+def _write_all(writer: GGUFWriter) -> None:
     """Write what was added to a ``gguf.GGUFWriter`` to its file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
