@@ -20,6 +20,7 @@ AMBIGUOUS = {"local", "centralized", "pretrained", "floral"}
 DATA = {
     "cost/memory.py": "the method of the smallest recipe there is",
     "cost/planning.py": "the two methods of the published table of costs",
+    "federation/bundle.py": "the only method whose client uses scipy",
     "reports/canvas.py": "colours and lines that some methods have in every report",
     "reports/runs.py": "the baselines against which results are held",
     "runs/__init__.py": "the methods that advice tries unless others are named",
