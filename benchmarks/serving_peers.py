@@ -242,7 +242,7 @@ def comingle_server(run: Path, new: int) -> Iterator[tuple[Ask, int]]:
 
 @contextmanager
 def llama_server(asked: argparse.Namespace, base: Path, adapters: Sequence[Path]) -> Iterator[tuple[Ask, int]]:
-    """Run ``llama-server`` with all users' adapters loaded, of which each request chooses one.
+    """Run ``llama-server`` with all users' adapters loaded; each request chooses one.
 
     Args:
         asked: Options of the command line.

@@ -25,6 +25,7 @@ HOSTILE = "<script>document.title='taken'</script>"
 def write_run(folder: Path, *, rounds: int = 3, ended: bool = False) -> None:
     """A server's run folder: ann reports losses and scores, the other user is away and reports nothing."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text("")
     common = {"epsilon": None, "counted": None}
     ann = {"state": "here", "round": rounds, "seen": time.time(), "upload_bytes": 2_000_000, "download_bytes": 1_000}
     other = {"state": "away", "round": 1, "seen": None, "upload_bytes": 0, "download_bytes": 0}

@@ -155,7 +155,7 @@ class BundlePlan:
 
     @property
     def is_federation(self) -> bool:
-        """Whether the file is that of a federation's server."""
+        """True if the file is that of a federation's server."""
         return self.file == "federation.yaml"
 
 

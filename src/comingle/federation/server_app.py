@@ -229,7 +229,7 @@ class ContinuousServer:
         return True
 
     def _delete_runs_before(self, first_kept: int) -> None:
-        """Delete the oldest runs, and record their names, by which clients that return find their last run.
+        """Delete the oldest runs, and record their names for clients that return and look for their last run.
 
         Args:
             first_kept: Number of the first run that is kept.

@@ -10,7 +10,7 @@ import hmac
 import json
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
@@ -24,10 +24,20 @@ from rich.table import Table
 
 from comingle.federation.flower.processes import FOLDER, LOOPBACK
 from comingle.reports.formatting import html_of
-from comingle.reports.tables import render_participants
+from comingle.reports.tables import read_participants, render_participants, runs_table
 from comingle.serving.access import METRICS_EXTRA, hostname, is_loopback, listen, url_of
 from comingle.utils.errors import RunError
-from comingle.utils.records import MEASURES, PARTICIPANTS, JsonObject, number, parse_event, write_text
+from comingle.utils.records import (
+    MEASURES,
+    JsonObject,
+    RunSummary,
+    measure_of,
+    number,
+    numbered_runs,
+    parse_event,
+    summarize_run,
+    write_text,
+)
 from comingle.utils.terminal import literal_text, printable
 
 KEY_FILE = "operator.key"
@@ -50,7 +60,7 @@ _HEADERS = {
 
 @dataclass(kw_only=True)
 class RunHistory:
-    """Events of a run folder, of which only new lines are read each time.
+    """Events of a run folder; each update reads only the lines that are new.
 
     Args:
         folder: The run folder.
@@ -97,8 +107,7 @@ class RunHistory:
     @property
     def measure(self) -> str:
         """The measure of test results, such as "perplexity"; empty before the first evaluation."""
-        scores = self.evaluations[-1] if self.evaluations else {}
-        return next((name for name in MEASURES if f"mean_test_{name}" in scores), "")
+        return measure_of(self.evaluations[-1]) if self.evaluations else ""
 
     @property
     def line(self) -> str:
@@ -122,11 +131,12 @@ class Status:
         """Create the state of a folder, which may not have a run yet."""
         self._folder = folder
         self._histories: dict[Path, RunHistory] = {}
+        self._summaries: dict[Path, RunSummary] = {}  # of runs that are done
         self._lock = threading.Lock()  # requests are answered in threads
 
     def histories(self) -> list[RunHistory]:
         """Return the events of the folder's runs, the newest last; at least one, which may be empty."""
-        runs = sorted(path for path in self._folder.glob("[0-9]*") if path.is_dir()) or [self._folder]
+        runs = numbered_runs(self._folder) or [self._folder]
         with self._lock:
             self._histories = {run: self._histories.get(run) or RunHistory(folder=run) for run in runs}
             for history in self._histories.values():
@@ -141,11 +151,24 @@ class Status:
         if newest.evaluations:
             tables.append(_gains_table(newest))
         if len(histories) > 1 or newest.folder != self._folder:
-            tables.append(_runs_table(histories))
+            tables.append(self._runs_table([history.folder for history in histories]))
         name = escape(printable(self._folder.absolute().name))
         body = "".join(f'<div class="scroll">{html_of([table])}</div>' for table in tables)
         chart = _chart(newest)
         return _document(f"<h1>{name}</h1><p>{escape(newest.line)}</p>{chart}{body}", refreshes=True)
+
+    def _runs_table(self, runs: Sequence[Path]) -> Table:
+        """Return the table of the runs, the newest first; events of runs that are done are read once.
+
+        Args:
+            runs: The run folders, the oldest first.
+        """
+        *earlier, newest = runs
+        for run in earlier:
+            if run not in self._summaries:
+                self._summaries[run] = summarize_run(run)
+        summaries = {run.name: self._summaries[run] for run in reversed(earlier)}
+        return runs_table({newest.name: summarize_run(newest), **summaries})
 
     def metrics(self) -> bytes:
         """Return the state in the Prometheus text format.
@@ -167,7 +190,7 @@ class Status:
             newest.rounds[-1]["round"] if newest.rounds else 0
         )
         gauge("rounds", "Rounds of the newest run.").set(newest.start.get("rounds", 0))
-        content = _read_json(newest.folder / PARTICIPANTS)
+        content = read_participants(newest.folder)
         users: Mapping[str, Any] = content.get("users", {})
         states = gauge("users", "Users by state: expected, here or away.", ("state",))
         for state in ("expected", "here", "away"):
@@ -184,15 +207,6 @@ class Status:
                 if user.get(key) is not None:
                     metric.labels(name).set(user[key])
         return generate_latest(registry)
-
-
-def _read_json(path: Path) -> JsonObject:
-    """Return the content of a JSON file; empty if it is missing or damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _gains_table(history: RunHistory) -> Table:
@@ -215,30 +229,6 @@ def _gains_table(history: RunHistory) -> Table:
         verdict = "gains" if sign * change > 0 else "loses" if change else ""
         relative = f"{100 * change / abs(before):+.1f}%" if before else ""
         table.add_row(literal_text(name), number(before, measure), number(newest[name], measure), relative, verdict)
-    return table
-
-
-def _runs_table(histories: list[RunHistory]) -> Table:
-    """Return a table of the runs of a continuous federation, the newest first."""
-    table = Table("run", "state", title="runs", box=None)
-    for heading in ("users who trained", "rounds", "upload", "download", "mean test result"):
-        table.add_column(heading, justify="right")
-    for history in reversed(histories):
-        trained = {name for event in history.rounds for name in event["train_loss_nats"]}
-        uploaded, downloaded = (
-            sum(event[key] for event in history.rounds) for key in ("upload_bytes", "download_bytes")
-        )
-        measure = history.measure
-        mean = history.evaluations[-1][f"mean_test_{measure}"] if measure else None
-        table.add_row(
-            history.folder.name,
-            history.state,
-            str(len(trained) or "–"),
-            str(len(history.rounds)),
-            f"{uploaded / 1e6:,.1f} MB",
-            f"{downloaded / 1e6:,.1f} MB",
-            number(mean, measure) if mean is not None else "–",
-        )
     return table
 
 

@@ -305,12 +305,6 @@ class ClientHook:
     def received(self, cohort: Cohort) -> None:
         """Run after users have stored what they downloaded."""
 
-    @property
-    def uses_downloads(self) -> bool:
-        """True if the hook combines downloaded models, or runs after a download."""
-        hook_class = type(self)
-        return hook_class.receive is not ClientHook.receive or hook_class.received is not ClientHook.received
-
     def begin(self, cohort: Cohort) -> None:
         """Run on the client before the local steps of a round; may take steps itself."""
 
@@ -365,6 +359,12 @@ class ClientHook:
     def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
         """Return the users' final tensors, flattened; runs once, after the run's last exchange."""
         raise NotImplementedError
+
+
+def uses_downloads(hook: ClientHook) -> bool:
+    """Return whether a hook combines downloaded models, or runs after a download."""
+    hook_class = type(hook)
+    return hook_class.receive is not ClientHook.receive or hook_class.received is not ClientHook.received
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -619,7 +619,7 @@ class Method:
         the round before.
         """
         placement = replace(self.placement, shared=frozenset(), received=None, starts_equal=self.starts_equal)
-        hooks = tuple(hook for hook in self.client.parts if not hook.uses_downloads)
+        hooks = tuple(hook for hook in self.client.parts if not uses_downloads(hook))
         client = replace(self.client, parts=hooks, drops_nonfinite=True)
         return replace(self, placement=placement, client=client, server=Server())
 

@@ -447,7 +447,7 @@ class Account(ABC):
         return spent
 
     @property
-    def spent_before(self) -> dict[str, object]:
+    def _spent_before(self) -> dict[str, object]:
         """The largest epsilon of a user of this run in earlier runs, as "earlier_epsilon"; empty without such runs."""
         if not self.earlier:
             return {}
@@ -551,7 +551,7 @@ class UploadAccount(Account):
         """
         return {
             **self.spent,
-            **self.spent_before,
+            **self._spent_before,
             "mechanism": self.privacy.mechanism,
             "noise_multiplier": self.privacy.multiplier,
             "clip_norm": clip_norm,
@@ -677,7 +677,7 @@ class StepAccount(UploadAccount):
         noisy_steps = [work.steps * rounds_by_user[name] for name, work in works.items()]
         return {
             **self.spent,
-            **self.spent_before,
+            **self._spent_before,
             "mechanism": self.privacy.mechanism,
             **noise,
             "clip_norm": clip_norm,

@@ -50,6 +50,7 @@ from comingle.utils.records import (
     PARTICIPANTS,
     JsonMapping,
     JsonObject,
+    RunSummary,
     describe_privacy,
     describe_sample,
     geometric,
@@ -532,7 +533,7 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
         folder: Run folder of the federation's server.
         all_users: Whether to list all clients; else at most :data:`MOST_ROWS`, clients that are away first.
     """
-    content = _read_participants(folder)
+    content = read_participants(folder)
     users: Mapping[str, JsonMapping] = content.get("users", {})
     measure = content.get("measure") or ""
     table = rich_table.Table("user", "", title=_participants_title(content), title_justify="left", box=None)
@@ -594,14 +595,22 @@ def render_runs(folders: Sequence[Path], *, title: str) -> Group:
         folders: The run folders, the oldest first.
         title: The line above the table.
     """
+    return Group(literal_text(title), runs_table({folder.name: summarize_run(folder) for folder in folders}))
+
+
+def runs_table(summaries: Mapping[str, RunSummary]) -> rich_table.Table:
+    """Return the table of runs that follow one another.
+
+    Args:
+        summaries: Totals of the runs by name, in the order of the rows.
+    """
     table = rich_table.Table("run", "started", "trained", box=None)
     for heading in ("rounds", "mean test", "up", "down"):
         table.add_column(heading, justify="right")
-    for folder in folders:
-        summary = summarize_run(folder)
+    for name, summary in summaries.items():
         started = "–" if summary.started is None else time.strftime("%F %H:%M", time.localtime(summary.started))
         table.add_row(
-            folder.name,
+            name,
             started,
             literal_text(list_names(summary.trained) if summary.trained else "–"),
             str(summary.rounds),
@@ -609,7 +618,7 @@ def render_runs(folders: Sequence[Path], *, title: str) -> Group:
             _size_text(summary.upload_bytes),
             _size_text(summary.download_bytes),
         )
-    return Group(literal_text(title), table)
+    return table
 
 
 def _round_times(rounds: Sequence[JsonMapping], num_left: int, state: str) -> str:
@@ -662,7 +671,7 @@ def _progress_of_users(events: Sequence[JsonMapping], *, all_users: bool) -> ric
     return table
 
 
-def _read_participants(folder: Path) -> JsonObject:
+def read_participants(folder: Path) -> JsonObject:
     """Return the content of a federation's file of participants; empty if it is missing or unreadable."""
     try:
         content = json.loads((folder / PARTICIPANTS).read_text(encoding="utf-8"))

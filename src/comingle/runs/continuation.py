@@ -121,7 +121,7 @@ def read_earlier_data(
 
 
 def add_replay(recipe: Recipe, run_data: RunData, earlier: Sequence[EarlierData]) -> tuple[RunData, dict[str, int]]:
-    """Add data of earlier runs to the training data of users, of which it then is the fraction ``data.replay``.
+    """Add data of earlier runs to users' training data, so that it is the fraction ``data.replay`` of the result.
 
     Users whose training data is the same as before are unchanged. With too little earlier data the fraction is smaller.
 

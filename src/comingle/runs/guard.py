@@ -22,7 +22,7 @@ from torch import Tensor
 
 from comingle.config import Recipe
 from comingle.config.settings import MEMORY, EvaluationSection
-from comingle.methods.base import Method
+from comingle.methods.base import Method, uses_downloads
 from comingle.models.routers import ZERO_SHARE_LOGIT
 from comingle.reports.comparisons import interval
 from comingle.training.backends.local import InProcess, federate
@@ -150,7 +150,7 @@ def has_shared_model(federation: InProcess) -> bool:
     clients, method = federation.clients, federation.clients.method
     if federation.server.version == 0 or not clients.shares or method.server.peer_to_peer:
         return False
-    if any(hook.uses_downloads or hook.resizes for hook in method.client.parts):
+    if any(uses_downloads(hook) or hook.resizes for hook in method.client.parts):
         return False
     placement, layout = method.placement, clients.model.layout
     if _mixes_own_model(method):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from io import StringIO
@@ -88,8 +89,9 @@ def score_on_tasks(personal: PersonalModel, tasks: Tasks, *, progress: bool = Tr
     }
 
 
+@cache
 def find_tasks(tasks: Tasks) -> tuple[Any, list[str]]:
-    """Return the task manager of lm-eval, and the names of the tasks.
+    """Return the task manager of lm-eval, and the names of the tasks; files are read once, not for each user.
 
     Raises:
         ComingleError: lm-eval is not installed, the folder has no tasks, or there is no such task.
