@@ -75,6 +75,7 @@ def shortened(words: tuple[str, ...]) -> list[str]:
         or any("run-*" in word for word in words)  # the model that a client's federation has left
         or words[1:2] in (("ada",), ("ben",))  # a client's state folder
         or words[:2] == ("leave", "runs/federation")  # a server's folder
+        or "--push" in words  # to the hub
         or (verb == "serve" and "--make-keys" not in words)
         or (verb == "federate" and "--set" not in words)
     ):

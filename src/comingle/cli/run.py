@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,6 +34,9 @@ from comingle.cli.options import (
 from comingle.training.backends.launched import find_place
 from comingle.utils.errors import RecipeError, list_names, require_user
 from comingle.utils.names import as_folder
+
+if TYPE_CHECKING:
+    from comingle.models.personal import Exported
 
 Processes = Annotated[
     int | None,
@@ -193,8 +197,20 @@ def leave(
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of a comparison.")],
     to: Annotated[
-        Path, typer.Option("--to", metavar="<path>", help="Write to this folder; with all, to a folder in it per user.")
-    ],
+        Path | None,
+        typer.Option(
+            "--to", metavar="<path>", help="Write to this folder; with --user all, to a folder in it per user."
+        ),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="OWNER/NAME",
+            help="Upload to this repository of the Hugging Face hub, which is created as a private one.",
+        ),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: let everyone read the repository.")] = False,
     user: Annotated[
         str | None,
         typer.Option(
@@ -228,26 +244,52 @@ def export(
     """Write a user's model for transformers, PEFT or llama.cpp, with a model card and the tokenizer."""
     import comingle
     from comingle.runs.views import generating_model
-    from comingle.serving.export.exporting import check_target
+    from comingle.serving.export import exporting
     from comingle.serving.models import find_run
 
+    if to is None and push is None:
+        raise RecipeError("--to: got none; allowed: a folder, or --push OWNER/NAME")
+    if public and push is None:
+        raise RecipeError("--public: got it without --push; allowed: with --push OWNER/NAME")
     folder = find_run(run, method, seed)
+    repository = "" if push is None else exporting.check_push(push, public=public, force=force)
     with status("opening the run"):
         opened = comingle.load(folder)
-    targets = target_by_user(user, opened.users, to)
-    for target in targets.values():  # all are checked before the first is written
-        check_target(target, force=force)
-    for name, target in targets.items():
-        with status(f"exporting {name}"):
-            exported = generating_model(opened, name).export(target, format=format, dtype=dtype, force=force)
-        if quiet:
-            continue
-        description = exported.form  # a sentence on the format
-        scores_before_and_after = exported.lost  # of an approximation; empty for exact formats
-        console.print(f"{name}: {target}", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"  {description}", highlight=False, markup=False)
-        for key, value in scores_before_and_after.items():
-            console.print(f"  {key.replace('_', ' ')}: {value:.4g}", highlight=False, markup=False)
+    with TemporaryDirectory() as temporary_folder:
+        # A folder is named in its model card, so it has the repository's name.
+        targets = target_by_user(user, opened.users, to or Path(temporary_folder) / Path(repository).name)
+        if repository and len(targets) > 1:
+            raise RecipeError(f"--push: got {len(targets)} users; allowed: one, with --user NAME")
+        for target in targets.values():  # all are checked before the first is written
+            exporting.check_target(target, force=force)
+        for name, target in targets.items():
+            with status(f"exporting {name}"):
+                exported = generating_model(opened, name).export(
+                    target, format=format, dtype=dtype, force=force, repository=repository
+                )
+            url = ""
+            if repository:
+                with status(f"uploading {name} to {repository}"):
+                    url = exporting.push(target, repository, public=public)
+            if not quiet:
+                _print_export(name, exported, url if to is None else str(target), url)
+
+
+def _print_export(name: str, exported: Exported, place: str, url: str) -> None:
+    """Print where a user's model was written, and what was written.
+
+    Args:
+        name: The user.
+        exported: The export.
+        place: The folder, or the address on the hub if there is no folder.
+        url: The address on the hub; empty if nothing was uploaded.
+    """
+    console.print(f"{name}: {place}", highlight=False, markup=False, soft_wrap=True)
+    if url not in ("", place):
+        console.print(f"  uploaded to {url}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"  {exported.form}", highlight=False, markup=False)
+    for key, value in exported.lost.items():  # scores before and after an approximation; empty for exact formats
+        console.print(f"  {key.replace('_', ' ')}: {value:.4g}", highlight=False, markup=False)
 
 
 def target_by_user(user: str | None, users: Sequence[str], to: Path) -> dict[str, Path]:

@@ -54,25 +54,35 @@ _PROBE_SECONDS = 3.0
 """Time limit for the hub to respond."""
 
 
-def hub_folder(repository: str) -> Path:
+def hub_folder(repository: str, find_cached: Callable[[str], Path | None] | None = None) -> Path:
     """Return the folder of a hub repository, from the hub's cache or downloaded into it.
+
+    Args:
+        repository: Name of the repository.
+        find_cached: Returns the folder in the cache, or None; None for :func:`cached_folder`, which finds models.
 
     Raises:
         BaseModelError: The repository is not cached and the hub is unreachable (detected within seconds), or the hub
             has no such repository.
     """
-    from huggingface_hub import constants
-
-    cached = cached_folder(repository)
+    cached = (find_cached or cached_folder)(repository)
     if cached is not None:
         return cached
-    if is_offline():
-        raise BaseModelError(f"hub model {repository!r}: not in the hub cache, and HF_HUB_OFFLINE is set.")
-    if not is_hub_reachable(constants.ENDPOINT):
-        raise BaseModelError(
-            f"hub model {repository!r}: not in the hub cache, and the hub ({constants.ENDPOINT}) is unreachable."
-        )
+    problem = why_no_hub()
+    if problem:
+        raise BaseModelError(f"hub model {repository!r}: not in the hub cache, and {problem}.")
     return _download(repository)
+
+
+def why_no_hub() -> str:
+    """Return the reason why the hub cannot be used, found within seconds; empty if it can be."""
+    from huggingface_hub import constants
+
+    if is_offline():
+        return "HF_HUB_OFFLINE is set"
+    if not is_hub_reachable(constants.ENDPOINT):
+        return f"the hub ({constants.ENDPOINT}) is unreachable"
+    return ""
 
 
 def cached_folder(repository: str) -> Path | None:
@@ -138,9 +148,72 @@ def _download(repository: str) -> Path:
     try:
         return Path(snapshot_download(repository, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED))
     except Exception as error:  # includes errors of the client's HTTP library, which change between versions
-        raise BaseModelError(
-            f"hub model {repository!r}: {type(error).__name__} while downloading: {one_line(error)}"
-        ) from error
+        raise BaseModelError(f"hub model {repository!r}: {describe_hub_error(error, 'downloading')}") from error
+
+
+def describe_hub_error(error: Exception, activity: str) -> str:
+    """Return one line on an error of the hub's client: what to do about a refusal, or the error's own first line.
+
+    Args:
+        error: The error.
+        activity: What was done, such as "downloading".
+    """
+    status = _http_status(error)
+    token = "set HF_TOKEN, or run `hf auth login`"
+    if status == 401:
+        return f"the hub answers 401: there is no such repository, or it needs a valid token; {token}"
+    if status == 403:
+        return f"the hub answers 403: the token does not allow {activity}; {token} with another one"
+    if status == 404:
+        return "the hub answers 404: there is no such repository, or the token may not see it; check OWNER/NAME"
+    return f"{type(error).__name__} while {activity}: {one_line(error)}"
+
+
+def _http_status(error: BaseException | None) -> int | None:
+    """Return the HTTP status of an error or of the error that caused it; None if there is no response."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None:
+            return status
+        error = error.__cause__
+    return None
+
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a PEFT adapter."""
+
+
+def adapter_folder(name: str, where: str) -> Path:
+    """Return the folder of a PEFT adapter; download it from the hub on the first call.
+
+    Args:
+        name: A folder, or a name on the hub such as "owner/adapter".
+        where: What names it, for the error, such as "adapters.start".
+
+    Raises:
+        BaseModelError: There is no such folder, it has no adapter, or the hub cannot be reached or has none.
+    """
+    folder = expand_home(name)
+    try:
+        if not folder.is_dir():
+            if not _HUB_NAME.fullmatch(name):
+                raise BaseModelError("no such folder")
+            folder = hub_folder(name, _cached_adapter)
+        missing = [file for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / file).is_file()]
+        if missing:
+            raise BaseModelError(f"no {' and no '.join(missing)} in it")
+    except BaseModelError as error:
+        allowed = f"a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, or the hub name (owner/name) of one"
+        raise BaseModelError(f"{where}: got {name!r}: {str(error).rstrip('.')}; allowed: {allowed}") from error
+    return folder
+
+
+def _cached_adapter(repository: str) -> Path | None:
+    """Return the folder of a PEFT adapter in the hub's cache, or None if it is missing or incomplete."""
+    from huggingface_hub import try_to_load_from_cache
+
+    files = [try_to_load_from_cache(repository, file) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+    return Path(files[0]).parent if isinstance(files[0], str) and isinstance(files[1], str) else None
 
 
 # A name, or owner and name.

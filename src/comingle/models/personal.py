@@ -424,7 +424,13 @@ class Personal:
         raise self._unsupported("merge")
 
     def export(
-        self, folder: str | Path, *, format: str = "transformers", dtype: str | None = None, force: bool = False
+        self,
+        folder: str | Path,
+        *,
+        format: str = "transformers",
+        dtype: str | None = None,
+        force: bool = False,
+        repository: str = "",
     ) -> Exported:
         """Write the model for other programs; only :class:`PersonalModel` overrides this.
 
@@ -433,6 +439,7 @@ class Personal:
             format: Format of the files.
             dtype: Number format of the weights; None for the base's.
             force: Replace an earlier export.
+            repository: Name on the Hugging Face hub to which the folder will be uploaded, for its model card.
 
         Raises:
             DataError: The model is not a language model.
@@ -547,7 +554,13 @@ class PersonalModel(Personal):
 
     @torch_defaults()
     def export(
-        self, folder: str | Path, *, format: str = "transformers", dtype: str | None = None, force: bool = False
+        self,
+        folder: str | Path,
+        *,
+        format: str = "transformers",
+        dtype: str | None = None,
+        force: bool = False,
+        repository: str = "",
     ) -> Exported:
         """Write the model to a folder that other programs can open, with a model card and the tokenizer.
 
@@ -559,6 +572,8 @@ class PersonalModel(Personal):
             dtype: float32, bfloat16 or float64; for GGUF float32, bfloat16, q8_0 or a kind of llama-quantize
                 such as q4_k_m; None for the base's.
             force: Replace an earlier export.
+            repository: Name on the Hugging Face hub to which the folder will be uploaded, for the code in its model
+                card; nothing is uploaded.
 
         Raises:
             DataError: The model does not fit the format; the error gives the reason and a format that works.
@@ -566,7 +581,8 @@ class PersonalModel(Personal):
         """
         if isinstance(self.model, EnsembleModel):
             raise DataError(f"user {self.name!r}: {NO_SINGLE_MODEL}")
-        return load_object(_EXPORT)(self, Path(folder), format=format, dtype=dtype, force=force)
+        options = {"format": format, "dtype": dtype, "force": force, "repository": repository}
+        return load_object(_EXPORT)(self, Path(folder), **options)
 
     @torch_defaults()
     def logits(self, tokens: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n vocab"]:

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from comingle.models.base import Base
 from comingle.models.chat_templates import ChatTemplate
 from comingle.models.generation import as_tuple
 from comingle.models.hardware import DTYPES, without_compiling
-from comingle.models.loading import GIVEN, is_public, quiet_transformers
+from comingle.models.loading import GIVEN, describe_hub_error, is_public, quiet_transformers, why_no_hub
 from comingle.models.personal import (
     CONVERSATIONS,
     Change,
@@ -492,7 +493,9 @@ _PROBE_TOKENS = 16
 """Number of tokens on which logits of the exported network are compared with those of the user's model."""
 
 
-def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
+def export_personal(
+    personal: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool, repository: str
+) -> Exported:
     """Export a user's model to a folder; implements ``PersonalModel.export``.
 
     Args:
@@ -501,6 +504,7 @@ def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype
         format: One of :data:`FORMATS`.
         dtype: Number format of the weights; None for the base's.
         force: Whether to replace an existing export.
+        repository: Name on the Hugging Face hub to which the folder will be uploaded; empty for none.
 
     Raises:
         DataError: The model cannot be exported in this format; the message names the reason and a format that works.
@@ -518,10 +522,10 @@ def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype
         logits=personal.logits,
     )
     with torch.no_grad():
-        return export(source, folder, format=format, dtype=dtype, force=force)
+        return export(source, folder, format=format, dtype=dtype, force=force, repository=repository)
 
 
-def export(source: Source, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
+def export(source: Source, folder: Path, *, format: str, dtype: str | None, force: bool, repository: str) -> Exported:
     """Write a user's model, its tokenizer and a model card to a folder, in a format of another program.
 
     Args:
@@ -530,6 +534,7 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
         format: One of :data:`FORMATS`.
         dtype: Number format of the weights; None for the base's.
         force: Whether to replace an existing export.
+        repository: Name on the Hugging Face hub to which the folder will be uploaded; empty for none.
 
     Raises:
         DataError: The model cannot be exported in this format; the message names the reason and a format that works.
@@ -558,13 +563,28 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
             base=base,
             library=library,
             form=exported.form,
-            usage=code_template.format(folder=folder.name, base=name_of(base)),
+            usage=_usage(code_template, folder, base, repository),
             example=example,
             model_info=source.model_info,
             lost=exported.lost,
         )
         (draft / CARD).write_text(card.text(), encoding="utf-8")
     return replace(exported, folder=folder, format=format)
+
+
+def _usage(code_template: str, folder: Path, base: Base, repository: str) -> str:
+    """Return the code that opens an export, for its model card.
+
+    Args:
+        code_template: The code, with placeholders for folder and base.
+        folder: The folder of the export.
+        base: The base.
+        repository: Name on the Hugging Face hub, which libraries accept in place of a folder; empty for none.
+    """
+    code = code_template.format(folder=repository or folder.name, base=name_of(base))
+    if repository and code_template in (_OPEN_GGUF, _OPEN_GGUF_ADAPTER):  # llama.cpp reads files
+        return f"# In a terminal: hf download {repository} --local-dir {repository}\n{code}"
+    return code
 
 
 def _number_format(source: Source, format: str, dtype: str | None) -> str:
@@ -894,3 +914,81 @@ def _mixture_network(source: Source) -> tuple[PreTrainedModel, str]:
         "each token; every expert is the base's MLP with that expert's LoRA merged in."
     )
     return network, description
+
+
+# -------------------------------------------------------------------- the hub
+
+
+def check_push(repository: str, *, public: bool, force: bool) -> str:
+    """Return the full name of the repository to which an export can be uploaded, without changing anything on the hub.
+
+    Args:
+        repository: Name on the Hugging Face hub, such as "owner/model"; without an owner, that of the token's owner.
+        public: Whether everyone may read the model.
+        force: Whether an earlier export in the repository may be replaced.
+
+    Raises:
+        RunError: The name is not one of the hub's, the hub cannot be reached, there is no valid token, the repository
+            has files, or it is public although the model is not.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    where = f"--push {repository}"
+    if not is_public(repository) or repository.startswith(RANDOM_BASE_PREFIX):
+        raise RunError(f"--push: got {repository!r}; allowed: a name on the Hugging Face hub, OWNER/NAME")
+    problem = why_no_hub()
+    if problem:
+        raise RunError(f"{where}: {problem}; export with --to FOLDER, and push when the hub can be reached")
+    hub = HfApi()
+    with _hub_errors(where):
+        owner = hub.whoami()["name"]
+        repository = repository if "/" in repository else f"{owner}/{repository}"
+        try:
+            found = hub.model_info(repository)
+        except RepositoryNotFoundError:
+            return repository
+    files = {file.rfilename for file in found.siblings or ()} - {".gitattributes"}
+    if files and not force:
+        raise RunError(f"{where}: exists; --force replaces an earlier export")
+    if files and FILE_LIST not in files:
+        raise RunError(f"{where}: got {min(files)!r} without {FILE_LIST}; allowed with --force: an earlier export")
+    if not (found.private or public):
+        raise RunError(f"{where}: is public; allowed: a private repository, or --public")
+    return repository
+
+
+def push(folder: Path, repository: str, *, public: bool) -> str:
+    """Upload an export to the Hugging Face hub, and return its address there.
+
+    Files of an earlier export are deleted in the same commit; the repository's history keeps them.
+
+    Args:
+        folder: The folder of the export.
+        repository: The full name that :func:`check_push` has returned; the repository is created if there is none.
+        public: Whether everyone may read a repository that is created.
+
+    Raises:
+        RunError: The hub has not accepted the export.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    hub = HfApi()
+    with _hub_errors(f"--push {repository}"):
+        url = hub.create_repo(repository, private=not public, exist_ok=True)
+        hub.upload_folder(
+            repo_id=repository, folder_path=folder, delete_patterns=["*"], commit_message="Export from comingle"
+        )
+    return str(url)
+
+
+@contextmanager
+def _hub_errors(where: str) -> Iterator[None]:
+    """Raise errors of the hub's client as a :class:`RunError` of one line that begins with ``where``."""
+    try:
+        yield
+    except Exception as error:  # includes errors of the client's HTTP library, which change between versions
+        raise RunError(f"{where}: {describe_hub_error(error, 'uploading')}") from error

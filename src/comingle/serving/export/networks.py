@@ -22,6 +22,7 @@ from comingle.models import routing
 from comingle.models.adapted import AdaptedModel
 from comingle.models.kernels.expert_mlp import SHORT
 from comingle.models.layouts import linear_names
+from comingle.models.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from comingle.models.lora import weight_shape
 from comingle.models.personal import (
     WIDE,
@@ -364,9 +365,6 @@ def routing_of(source: Source) -> Routing:
     return Routing(top_k=min(any_mlp.router.top_k, num_experts), gates=router_weights)
 
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-
 def write_peft(
     folder: Path, base: PreTrainedModel, base_name: str, changes: Sequence[Change], dtype: torch.dtype
 ) -> int:
@@ -387,10 +385,10 @@ def write_peft(
     for name, (a, b) in factors_by_name.items():
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype).contiguous()
         tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype).contiguous()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     transposed = changes[0].transposed  # the same for all changes
     config = _peft_config(base, base_name, list(factors_by_name), rank, transposed)
-    write_json(folder / CONFIG, config)
+    write_json(folder / ADAPTER_CONFIG, config)
     return rank
 
 
