@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,6 +42,15 @@ MakeKeys = Annotated[
 Rows = Annotated[int, typer.Option("--rows", min=1, help="Generate up to N answers at once.")]
 Rate = Annotated[int, typer.Option("--rate", min=1, help="Accept N requests per user and minute.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Generate up to N tokens per answer.")]
+AdapterMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--adapter-memory",
+        min=1,
+        metavar="MB",
+        help="Keep this much of users' adapters in memory (default: a quarter).",
+    ),
+]
 Method = Annotated[str | None, typer.Option("--method", help="Use this method's run of a comparison.")]
 
 
@@ -58,6 +68,7 @@ def serve(
     queue: Annotated[int, typer.Option("--queue", min=0, help="Queue up to N further requests.")] = Limits.queue,
     rate: Rate = Limits.rate,
     max_tokens: MaxTokens = Limits.max_tokens,
+    adapter_memory: AdapterMemory = None,
 ) -> None:
     """Serve all users' models over one base as an OpenAI-compatible API, with a chat page at /."""
     require_serving_packages("serve")
@@ -80,7 +91,13 @@ def serve(
         loaded = load_all_models(run, method)
         limits = Limits(max_tokens=max_tokens, rate=rate, rows=rows, queue=queue)
         serve_models(
-            loaded.models, sock, keys=keys_of_users, limits=limits, answers=loaded.answers, ready=print_addresses
+            loaded.models,
+            sock,
+            keys=keys_of_users,
+            limits=limits,
+            answers=loaded.answers,
+            ready=print_addresses,
+            cache_bytes=loaded.cache_bytes(adapter_memory),
         )
 
 
@@ -220,8 +237,10 @@ def chat(
     names = users_in(folder)
     user = names[0] if user is None else require_user(user, names)
     loaded = load_all_models(run, method)
-    pretrained = without_adapters(loaded.models[user])  # the base, which is the same for all users
-    engine = Engine({**loaded.models, PRETRAINED: pretrained}, rows=1)  # one answer at a time
+    # The base, which is the same for all users.
+    pretrained = replace(without_adapters(loaded.models[user]), name=PRETRAINED)
+    engine = Engine(loaded.models, rows=1, cache_bytes=loaded.cache_bytes())  # one answer at a time
+    engine.replace(pretrained)
     conversation = Chat(
         engine=engine,
         user=user,
@@ -449,7 +468,7 @@ class _Session:
 
         if run not in self.engine_by_run:
             loaded = load_all_models(run, method=None)
-            self.engine_by_run[run] = Engine(loaded.models, rows=1)  # one answer at a time
+            self.engine_by_run[run] = Engine(loaded.models, rows=1, cache_bytes=loaded.cache_bytes())
         return self.engine_by_run[run]
 
 
@@ -501,4 +520,12 @@ def _show_page(run: Path, method: str | None) -> None:
     with listen("127.0.0.1", 0) as sock:  # port 0: the system selects a free one
         loaded = load_all_models(run, method)
         # No keys, as only programs on this machine can connect.
-        serve_models(loaded.models, sock, keys=None, limits=Limits(), answers=loaded.answers, ready=open_page)
+        serve_models(
+            loaded.models,
+            sock,
+            keys=None,
+            limits=Limits(),
+            answers=loaded.answers,
+            ready=open_page,
+            cache_bytes=loaded.cache_bytes(),
+        )

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import protects_examples, values_in
+from comingle.config.settings import MEMORY, protects_examples, values_in
 from comingle.data.populations import LazyPopulation
 from comingle.methods import own_errors
 from comingle.methods.base import Method
 from comingle.methods.user_files import check_origin
+from comingle.models.base import Base
 from comingle.models.folders import digest_tokenizer
 from comingle.models.hardware import torch_defaults
 from comingle.runs.continuation import check_earlier_run
@@ -44,10 +45,11 @@ from comingle.runs.session import (
     run_in,
     warn_unread,
 )
-from comingle.training.checkpoints import Progress
+from comingle.training.checkpoints import Progress, StoredRows, newest_checkpoint
 from comingle.training.client import STORES, Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import Kind, RunData, kind_of, lazy_user
+from comingle.training.state import check_names
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import DATE, POPULATION, Inputs, check_base, check_users, read_inputs, recorded_date
@@ -281,7 +283,6 @@ def run(
         return finished
 
 
-@torch_defaults()
 def load(
     folder: str | Path,
     *,
@@ -306,30 +307,86 @@ def load(
         RunError: The folder is not a finished run, its base changed, or its method is not known here.
         BaseModelError: A program passed its base, and ``base`` is missing here.
     """
-    folder = Path(folder)
+    return _load(Path(folder), given_of(users, base, method, loss), method)
+
+
+def load_on_demand(folder: Path, loaded_bases: dict[Any, Base]) -> tuple[Run, bool]:
+    """Open a finished run for serving; if possible, each user's tensors are read when its model is accessed.
+
+    They are read at once if the method fine-tunes at the end or if ``evaluation.guard`` has chosen other models.
+
+    Args:
+        folder: The run folder.
+        loaded_bases: Bases that this process has loaded; the run's is added.
+
+    Returns:
+        The run, and whether it has left the tensors on disk.
+
+    Raises:
+        ComingleError: As :func:`load`.
+    """
+    run = _load(folder, replace(NOTHING, loaded_bases=loaded_bases), None, on_demand=True)
+    return run, not run.federation.clients.state.in_memory and not run.federation.clients.method.client.finetunes
+
+
+@torch_defaults()
+def _load(folder: Path, given: Given, method: AnyMethod | None, *, on_demand: bool = False) -> Run:
+    """Open a finished run; see :func:`load`.
+
+    Args:
+        folder: The run folder.
+        given: Objects that a program passes instead of names and paths in the recipe.
+        method: The method that was passed to :func:`run`.
+        on_demand: Leave users' tensors in the checkpoint until a model is accessed, if that is possible; then neither
+            users can be trained nor does the server have its state.
+    """
     if is_server(folder):
         raise RunError(
             f"{folder}: a federation's server, which has no user's model; open a user's run folder: STATE/run-*/model"
         )
     metrics = read_metrics(folder)
     recipe = load_recipe(folder)
-    given = given_of(users, base, method, loss)
     with registered_methods([method]) as [named_method]:
         _check_method(folder, recipe, named_method)
         inputs = read_inputs(folder)
         run_method = check_and_set_up(recipe)
         run_data = reopen_data(folder, recipe, inputs, run_method, given)
         with own_errors(run_method):
-            federation = build(recipe, run_data, method=run_method)
-            if federation.clients.method.trains:
+            stored = on_demand and _can_stay_stored(folder, recipe, run_method, metrics)
+            federation = build(recipe, run_data, method=run_method, store="disk" if stored else None)
+            local = None
+            if stored:
+                clients = federation.clients
+                newest, progress = newest_checkpoint(folder, recipe.fingerprint)
+                check_names(newest, progress.trainers, clients.population_names)
+                _check_round(folder, metrics, progress)
+                clients.state = StoredRows(newest, progress, clients.model.layout, clients.state, clients.names)
+            elif federation.clients.method.trains:
                 progress = federation.restore(folder, recipe.fingerprint)
                 _check_round(folder, metrics, progress)  # the checkpoint may be older than the metrics
                 federation.clients.restore_best_round()  # if the recipe selects the round with the lowest loss
-            local = build_local(federation, recipe, run_data)
+            if not stored:
+                local = build_local(federation, recipe, run_data)
             if local is not None:
                 local.restore(folder / LOCAL, recipe.fingerprint)
     settings = run_data.kind.settings(run_data)  # for samples their shapes, classes, loss and net
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, local=local, settings=settings)
+
+
+def _can_stay_stored(folder: Path, recipe: Recipe, method: Method, metrics: JsonMapping) -> bool:
+    """Return whether the models of a run in memory are rows of its checkpoint, which can be read one by one.
+
+    Args:
+        folder: The run folder.
+        recipe: Its recipe.
+        method: The method of the recipe.
+        metrics: The content of ``metrics.json``.
+    """
+    is_trained_as_is = method.trains and not method.client.finetunes and not method.placement.pooled
+    if recipe.runtime.store != MEMORY or "served" in metrics or not is_trained_as_is or not list_checkpoints(folder):
+        return False
+    _newest, progress = newest_checkpoint(folder, recipe.fingerprint)
+    return not progress.shards and not progress.population
 
 
 def _check_method(folder: Path, recipe: Recipe, passed: object) -> None:

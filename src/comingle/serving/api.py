@@ -288,7 +288,7 @@ class Service:
             "created": self.started,
             "owned_by": "comingle",
             "answers": self.answers,  # whether it answers messages rather than continues a text
-            "routed": self.engine.models[name].model.routed,  # whether it has routers, whose gates the page can show
+            "routed": self.engine.routed,  # whether it has routers, whose gates the page can show
         }
 
     # ------------------------------------------------------------ answers
@@ -510,6 +510,7 @@ def serve(
     limits: Limits,
     answers: bool,
     ready: Callable[[str], None],
+    cache_bytes: int | None = None,
 ) -> None:
     """Answer requests until the process receives a signal to stop.
 
@@ -520,8 +521,10 @@ def serve(
         limits: Limits on requests.
         answers: Whether the models answer messages rather than continue a text.
         ready: Called once with the server's URL, before the first request is answered.
+        cache_bytes: Size of the adapters in memory, if models are read from disk on access; None otherwise.
     """
-    app = make_app(Engine(models, rows=limits.rows), Keys(models, keys), limits, answers=answers)
+    engine = Engine(models, rows=limits.rows, cache_bytes=cache_bytes)
+    app = make_app(engine, Keys(models, keys), limits, answers=answers)
     server = GracefulServer(uvicorn.Config(app, **UVICORN_OPTIONS), app.state.service)
     ready(url_of(sock))
     server.run(sockets=[sock])

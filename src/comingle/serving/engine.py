@@ -8,11 +8,11 @@ submits requests.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap, deque
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -37,7 +37,7 @@ from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.models.routing import Routing
 from comingle.serving.rows import RowCache, rows_of
-from comingle.utils.errors import DataError, require_user
+from comingle.utils.errors import ComingleError, DataError, require_user
 
 
 class TooLongError(DataError):
@@ -255,21 +255,26 @@ class _Row:
 class Engine:
     """Generates texts with the users' models, one text per row of a batch; all models share one base."""
 
-    def __init__(self, models: Mapping[str, PersonalModel], *, rows: int) -> None:
+    def __init__(self, models: Mapping[str, PersonalModel], *, rows: int, cache_bytes: int | None = None) -> None:
         """Create an engine without requests.
 
         Args:
             models: Model by user; all have the same base.
             rows: Largest number of texts that are generated at the same time, one per row of a batch.
+            cache_bytes: Size of the adapters in memory besides those of rows, if ``models`` are read from disk on
+                access; None if they are in memory.
         """
         any_model = next(iter(models.values())).model
         base = any_model.base
         assert base.tokenizer is not None
-        self.models, self.tokenizer, self.device = dict(models), base.tokenizer, base.device
+        # Models that are read from disk stay there; those of `replace` are in memory.
+        self.models: MutableMapping[str, PersonalModel] = ChainMap({}, cast(Any, models))
+        self.tokenizer, self.device = base.tokenizer, base.device
+        self.routed = any_model.routed  # whether the models have routers
         self.begin = base.begin  # the begin-of-text token; None if texts have none
         # Rows of different lengths need padding, which not all architectures support.
         max_rows = rows if can_pad(base.model) else 1
-        self.row_adapters = rows_of(models, max_rows)  # a copy of the adapters of each row's user
+        self.row_adapters = rows_of(models, max_rows, cache_bytes)  # a copy of the adapters of each row's user
         self.network = self.row_adapters.network
         self.cache = RowCache(max_rows)  # the keys and values of each row
         self.active: list[_Row] = []
@@ -409,16 +414,41 @@ class Engine:
         it takes at least one request, however long the prompt is.
         """
         taken: list[Request] = []
-        while self.waiting and len(self.active) + len(taken) < self.cache.max_rows:
-            candidate = self.waiting[0]
-            if candidate.cancelled:
-                self.waiting.popleft()
-                continue
+        for candidate in self._next_waiting():
+            if len(self.active) + len(taken) == self.cache.max_rows:
+                break
             padded_length = max(len(request.prompt) for request in [*taken, candidate])
             if taken and padded_length * (len(taken) + 1) > PROMPT_TOKENS:
                 break
-            taken.append(self.waiting.popleft())
+            is_needed_now = not self.active and not taken
+            if is_needed_now or self.row_adapters.user_tensors.is_loaded(candidate.name):
+                self.waiting.remove(candidate)
+                if self._load_adapters(candidate):
+                    taken.append(candidate)
         return taken
+
+    def _next_waiting(self) -> list[Request]:
+        """Return the first waiting requests, whose adapters are read from disk meanwhile; drop cancelled ones."""
+        first: list[Request] = []
+        for request in tuple(self.waiting):
+            if len(first) == self.cache.max_rows:
+                break
+            if request.cancelled:
+                self.waiting.remove(request)
+            else:
+                first.append(request)
+        self.row_adapters.user_tensors.prefetch(request.name for request in first)
+        return first
+
+    def _load_adapters(self, request: Request) -> bool:
+        """Load the adapters for a request; end it with an error and return False if they cannot be read."""
+        try:
+            self.row_adapters.user_tensors[request.name]
+        except ComingleError as error:
+            logger.exception("cannot read the model of %r", request.name)
+            request.on_piece(Piece(text="", error=error))
+            return False
+        return True
 
     def _make_row(self, request: Request) -> _Row:
         """Return a new row for a request, with a sampler, a detokenizer and the prompt's tokens."""

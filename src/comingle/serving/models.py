@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from comingle.config import Recipe, load_recipe
 from comingle.models.base import Base
+from comingle.models.hardware import free_bytes
 from comingle.models.kernels import expert_mlp
 from comingle.models.personal import PersonalModel
-from comingle.runs.api import load
+from comingle.runs.api import load_on_demand
 from comingle.serving.rows import reorder_weights
 from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import DataError, RunError, did_you_mean, list_names
@@ -104,22 +106,62 @@ MIN_COMPILED_PARAMETERS = 10_000_000
 """Number of parameters from which a base is worth compiled code, which takes seconds once per machine."""
 
 
+class StoredModels(Mapping[str, PersonalModel]):
+    """Users' models of a run, each read from disk on every access."""
+
+    def __init__(self, names: list[str], read: Callable[[str], PersonalModel]) -> None:
+        """Create the mapping without reading a model.
+
+        Args:
+            names: The users.
+            read: Returns the model of a user.
+        """
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> PersonalModel:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
 @dataclass(frozen=True, kw_only=True)
 class UserModels:
     """The users' models of a run.
 
     Args:
-        models: Models by user.
+        models: Models by user, in memory or :class:`StoredModels`.
         answers: Whether they answer messages rather than continue a text: they were trained on conversations, or their
             base has a chat template.
     """
 
-    models: dict[str, PersonalModel]
+    models: Mapping[str, PersonalModel]
     answers: bool
+
+    def cache_bytes(self, megabytes: int | None = None) -> int | None:
+        """Return how many bytes of adapters an engine keeps in memory; None if the models are in memory anyway.
+
+        Args:
+            megabytes: The size in MB; None for a quarter of the free memory, at most 4 GB.
+        """
+        if not isinstance(self.models, StoredModels):
+            return None
+        if megabytes is not None:
+            return megabytes * 10**6
+        device = next(iter(self.models.values())).model.device
+        return min(4 * 10**9, free_bytes(device) // 4)
 
 
 def open_models(run: Path, method: str | None = None) -> UserModels:
-    """Load the users' models of a finished run.
+    """Open the users' models of a finished run; they stay on disk if each can be read from there.
 
     Args:
         run: The folder of the run, or of a comparison.
@@ -131,10 +173,15 @@ def open_models(run: Path, method: str | None = None) -> UserModels:
         BaseModelError: The base is missing or has changed.
     """
     run_folder = find_run(run, method)
-    finished_run = load(run_folder)
+    finished_run, is_stored = load_on_demand(run_folder, {})
     if not kind_of(finished_run.recipe).needs_base:
         raise DataError(f"{run_folder}: {finished_run.federation.clients.model.name} does not generate text")
-    models = {name: cast(PersonalModel, finished_run.user(name)) for name in finished_run.users}
+
+    def read(name: str) -> PersonalModel:
+        return cast(PersonalModel, finished_run.user(name))
+
+    models: Mapping[str, PersonalModel]
+    models = StoredModels(finished_run.users, read) if is_stored else {name: read(name) for name in finished_run.users}
     base = next(iter(models.values())).model.base  # the same for all users
     # C++ kernels take seconds to compile, which is too long for a small base.
     may_compile = finished_run.recipe.runtime.compile is not False

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
 
@@ -204,29 +206,147 @@ class RowCache(Cache):
         return enlarged
 
 
+class AdapterCache(MutableMapping[str, Tree]):
+    """Adapters by user: those used last are in memory, up to a number of bytes; others are read when needed.
+
+    Only :meth:`prefetch` reads in another thread; all other methods are for one thread.
+    """
+
+    def __init__(self, names: Collection[str], read: Callable[[str], Tree], max_bytes: int | None) -> None:
+        """Create a cache without adapters.
+
+        Args:
+            names: All users.
+            read: Returns a user's adapters, from disk for example.
+            max_bytes: Largest size of the adapters in memory, of which at least one user's stay; None for no limit.
+        """
+        self.names, self.max_bytes, self._read = names, max_bytes, read
+        self.num_bytes = 0
+        """Size of the adapters in memory that may be evicted."""
+        self.num_reads = 0
+        """Number of times that a user's adapters were read."""
+        self._given: dict[str, Tree] = {}  # never evicted
+        self._recent: OrderedDict[str, Tree] = OrderedDict()  # least recently used first
+        self._reading: dict[str, Future[Tree]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="comingle-adapters")
+
+    def __getitem__(self, name: str) -> Tree:
+        """Return a user's adapters; read them if they are not in memory."""
+        if name in self._given:
+            return self._given[name]
+        if name not in self._recent:
+            future = self._reading.pop(name, None)
+            self._keep(name, self._read(name) if future is None else future.result())
+        self._recent.move_to_end(name)
+        return self._recent[name]
+
+    def __setitem__(self, name: str, tensors: Tree) -> None:
+        """Use these adapters from now on; they stay in memory."""
+        self._forget(name)
+        self._given[name] = tensors
+
+    def __delitem__(self, name: str) -> None:
+        """Remove a user's adapters from memory; they are read again when needed."""
+        self._given.pop(name, None)
+        self._forget(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.names, *(name for name in self._given if name not in self.names)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._given or name in self.names
+
+    def is_loaded(self, name: str) -> bool:
+        """Return whether a user's adapters are in memory, or always if there is no limit."""
+        if self.max_bytes is None or name in self._given or name in self._recent:
+            return True
+        return name in self._reading and self._reading[name].done()
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Start to read adapters that are needed next, up to half of the limit; does nothing without a limit.
+
+        Args:
+            names: Users in the order in which their adapters are needed.
+        """
+        if self.max_bytes is None:
+            return
+        most = max(1, self.max_bytes // max(1, 2 * self._bytes_per_user))
+        for name in names:
+            if len(self._reading) >= most:
+                break
+            if not self.is_loaded(name) and name not in self._reading:
+                self._reading[name] = self._thread.submit(self._read, name)
+        self._evict()
+
+    @property
+    def _bytes_per_user(self) -> int:
+        """Mean size of the adapters of a user in memory; 0 if there are none."""
+        return self.num_bytes // max(1, len(self._recent))
+
+    def _keep(self, name: str, tensors: Tree) -> None:
+        """Add adapters that were read, and evict others if there are too many."""
+        self.num_reads += 1
+        self._recent[name] = tensors
+        self.num_bytes += _num_bytes(tensors)
+        self._evict()
+
+    def _evict(self) -> None:
+        """Drop the least recently used adapters until the others, and those that are being read, fit the limit."""
+        if self.max_bytes is None:
+            return
+        limit = self.max_bytes - len(self._reading) * self._bytes_per_user
+        while self.num_bytes > limit and len(self._recent) > 1:
+            _name, evicted = self._recent.popitem(last=False)
+            self.num_bytes -= _num_bytes(evicted)
+
+    def _forget(self, name: str) -> None:
+        """Drop what was read of a user, and what is being read."""
+        future = self._reading.pop(name, None)
+        if future is not None:
+            future.cancel()
+        if name in self._recent:
+            self.num_bytes -= _num_bytes(self._recent.pop(name))
+
+
+def _num_bytes(tensors: Tree) -> int:
+    """Return the size of tensors in bytes."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 class Rows(ABC):
     """``max_rows`` rows of a batch, each with a copy of one user's adapters."""
 
     network: PreTrainedModel
     """The causal language model; computes the models of the rows that were bound last."""
 
-    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int, cache_bytes: int | None = None) -> None:
         """Allocate memory for a copy of a user's adapters per row of a batch; a row is a text of one user.
 
         Args:
             models: Model by user; all have the same base and tensors of the same shapes.
             max_rows: Largest number of rows of a batch.
+            cache_bytes: Size of the adapters in memory besides those of rows; None if all models are in memory anyway.
         """
-        self.user_tensors = {name: self._adapters_of(personal) for name, personal in models.items()}
-        self.user_indices = {name: personal.row for name, personal in models.items()}
-        """Index of each user among all users of the run."""
-        any_tensors = next(iter(self.user_tensors.values()))
+        self.user_indices: dict[str, int] = {}
+        """Index among all users of the run, of each user whose adapters were used."""
+
+        def read(name: str) -> Tree:
+            personal = models[name]
+            self.user_indices[name] = personal.row
+            return self._adapters_of(personal)
+
+        self.user_tensors = AdapterCache(models.keys(), read, cache_bytes)
+        any_tensors = self.user_tensors[next(iter(models))]
         self.stacked: Tree = {key: t.new_zeros(max_rows, *t.shape[1:]) for key, t in any_tensors.items()}
         """The adapters of all rows by name, with shapes ``(max_rows, ...)``; zero until :meth:`set` assigns a user."""
         self.names = [""] * max_rows
         """The user of each row."""
-        self.copied: list[Tree | None] = [None] * max_rows
-        """The tensors that were copied into each row; None for a row that was never used."""
+        self.copied: list[tuple[str, int] | None] = [None] * max_rows
+        """User and version of the adapters that were copied into each row; None for a row that was never used."""
+        self._versions: Counter[str] = Counter()  # number of times that a user's model was replaced
 
     def set(self, row: int, name: str) -> None:
         """Assign a row of the batch to a user: copy the user's adapters into the row, unless it has them already.
@@ -235,12 +355,12 @@ class Rows(ABC):
             row: Index of the row; ``stacked`` has the adapters of all rows, in tensors ``(max_rows, ...)``.
             name: The user whose text the row will generate.
         """
-        tensors = self.user_tensors[name]
-        if self.names[row] == name and self.copied[row] is tensors:
+        wanted = (name, self._versions[name])
+        if self.copied[row] == wanted:
             return
-        for key, tensor in tensors.items():
+        for key, tensor in self.user_tensors[name].items():
             self.stacked[key][row] = tensor.squeeze(0)  # without the axis of users
-        self.names[row], self.copied[row] = name, tensors
+        self.names[row], self.copied[row] = name, wanted
 
     def move(self, source: int, target: int) -> None:
         """Copy the adapters of a row of the batch to another row, when its text moves there.
@@ -249,7 +369,7 @@ class Rows(ABC):
             source: Index of the row whose text moves.
             target: Index of the row that the text gets.
         """
-        if self.copied[target] is self.copied[source]:  # both are of the same user's adapters
+        if self.copied[target] == self.copied[source]:  # both are of the same user's adapters
             return
         for tensor in self.stacked.values():
             tensor[target] = tensor[source]
@@ -266,6 +386,7 @@ class Rows(ABC):
         """
         self.user_tensors[personal.name] = self._adapters_of(personal)
         self.user_indices[personal.name] = personal.row
+        self._versions[personal.name] += 1
 
     def bind(self, rows: slice) -> None:
         """Make the network use the adapters of these rows in the following forward passes.
@@ -289,14 +410,15 @@ class Rows(ABC):
 class AdaptedRows(Rows):
     """Rows of models with experts and routers."""
 
-    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int, cache_bytes: int | None = None) -> None:
         """Allocate the adapters of all rows of a batch, in which each row is a text of one user.
 
         Args:
             models: Model by user; all have the same network.
             max_rows: Largest number of rows of a batch.
+            cache_bytes: As in :class:`Rows`.
         """
-        super().__init__(models, max_rows)
+        super().__init__(models, max_rows, cache_bytes)
         self.model = cast(AdaptedModel, next(iter(models.values())).model)  # all users share one, with own tensors
         self.network = self.model.network
 
@@ -310,7 +432,7 @@ class AdaptedRows(Rows):
 class MixedRows(Rows):
     """Rows of models that mix the LoRAs of several clusters, with shares that each user learns."""
 
-    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int, cache_bytes: int | None = None) -> None:
         """Add to each adapted linear layer a LoRA that may differ between the rows of a batch.
 
         The network is a copy of the base that shares its weights. A row is a text of one user.
@@ -318,8 +440,9 @@ class MixedRows(Rows):
         Args:
             models: Model by user; all have the same base.
             max_rows: Largest number of rows of a batch.
+            cache_bytes: As in :class:`Rows`.
         """
-        super().__init__(models, max_rows)
+        super().__init__(models, max_rows, cache_bytes)
         any_model = next(iter(models.values())).model
         self.network = share_weights(any_model.base.model)
         without_head = self.network.base_model  # names of LoRAs are relative to it
@@ -359,14 +482,15 @@ class MixedRows(Rows):
 class EnsembleRows(Rows):
     """Rows of users' ensembles: several models whose predicted probabilities are mixed."""
 
-    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int, cache_bytes: int | None = None) -> None:
         """Make the network mix the predictions of several models, those in the ensemble of each row's user.
 
         Args:
             models: Ensemble by user; all have the same network.
             max_rows: Largest number of rows of a batch.
+            cache_bytes: As in :class:`Rows`.
         """
-        super().__init__(models, max_rows)
+        super().__init__(models, max_rows, cache_bytes)
         self.model = cast(EnsembleModel, next(iter(models.values())).model)
         self.network = self.model.inner.network
         # Of rows in use: weights of the models, and exponents to which their probabilities are raised (None for 1).
@@ -389,7 +513,7 @@ ROWS_BY_MODEL: dict[type, type[Rows]] = {
 }
 
 
-def rows_of(models: Mapping[str, PersonalModel], max_rows: int) -> Rows:
+def rows_of(models: Mapping[str, PersonalModel], max_rows: int, cache_bytes: int | None = None) -> Rows:
     """Return the copies of users' adapters, one per row of a batch, for the kind of model that the users have.
 
     The network's output layer is replaced by one that is faster for batches of few rows.
@@ -397,10 +521,11 @@ def rows_of(models: Mapping[str, PersonalModel], max_rows: int) -> Rows:
     Args:
         models: Model by user, all of one run.
         max_rows: Largest number of rows of a batch.
+        cache_bytes: As in :class:`Rows`.
     """
     any_model = next(iter(models.values())).model  # all models of a run are of one class
     rows_class = ROWS_BY_MODEL[type(any_model)]
-    rows = rows_class(models, max_rows)
+    rows = rows_class(models, max_rows, cache_bytes)
     head = rows.network.get_output_embeddings()
     if type(head) is nn.Linear:
         rows.network.set_output_embeddings(RowsLinear(head))

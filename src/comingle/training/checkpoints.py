@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -452,6 +453,78 @@ def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor
         row: Row of the user.
     """
     return layout.views(state.rows_of([row]))
+
+
+class StoredRows(State):
+    """Users' parameters in a checkpoint of a run in memory, each read from the file when it is needed.
+
+    They can be neither trained nor written; :meth:`rows_of` returns those of the best round if the run selects it.
+    """
+
+    in_memory = False
+
+    def __init__(self, folder: Path, progress: Progress, layout: Layout, like: State, names: Sequence[str]) -> None:
+        """Read where the parameters are, after checking the checksums.
+
+        Args:
+            folder: Folder of the checkpoint, written by one process.
+            progress: Its progress.
+            layout: Layout of the columns.
+            like: State of any users in a new run of the same recipe.
+            names: Names of the users of the run, in its order.
+
+        Raises:
+            RunError: The file is damaged, or its tensors are not those of the layout.
+        """
+        super().__init__(**{field.name: getattr(like, field.name) for field in fields(State)})
+        verify(folder, STATE)
+        self._path = folder / STATE
+        self._dtype = like.rows.dtype
+        with self._path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_size))
+            # Stays open, so that a run that goes on may delete the checkpoint.
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+        of_best = f"{_BEST_PREFIX}rows"
+        stored_names = [of_best] if of_best in header else [_PARAMETER_PREFIX + slot.name for slot in layout.slots]
+        num_copies = 1  # of each user's parameters
+        self._tensors: list[tuple[int, int, torch.dtype]] = []  # of each tensor: start in the file, columns, dtype
+        for stored_name in stored_names:
+            entry = header.get(stored_name)
+            if entry is None or entry["dtype"] not in _FLOATING:
+                raise RunError(f"{self._path}: tensor {stored_name!r}: got {entry}; allowed: a tensor of this recipe")
+            num_rows, columns = entry["shape"][0], math.prod(entry["shape"][1:])
+            self._tensors.append((8 + header_size + entry["data_offsets"][0], columns, _FLOATING[entry["dtype"]]))
+            num_copies = num_rows // len(progress.trainers)
+        if sum(columns for _start, columns, _dtype in self._tensors) != layout.columns:
+            raise RunError(f"{self._path}: has parameters of other shapes than this recipe")
+        self._row_in_file = rows_of_names(progress.trainers, names, num_copies)
+
+    def rows_of(self, users: Sequence[int]) -> Tensor:
+        """Return the parameters of some users, ``(users, columns)``, read from the file; any thread may call it."""
+        rows_in_file = [self._row_in_file[user] for user in users]
+        return torch.stack([torch.cat([self._read(row, *where) for where in self._tensors]) for row in rows_in_file])
+
+    def _read(self, row: int, start: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return a row of a tensor in the file.
+
+        Args:
+            row: Number of the row.
+            start: Offset of the tensor in the file.
+            columns: Number of entries of a row.
+            dtype: Its dtype.
+        """
+        values = torch.empty(columns, dtype=dtype)
+        buffer: Any = values.view(torch.uint8).numpy().data
+        num_read = os.preadv(self._descriptor, [buffer], start + row * buffer.nbytes)
+        if num_read != buffer.nbytes:
+            raise RunError(f"{self._path}: truncated; {advise(self._path.parent)}")
+        return values.to(self._dtype)
+
+
+_FLOATING = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Floating dtypes by their names in safetensors."""
 
 
 _BEST_ROUND = "best/round"
