@@ -50,3 +50,14 @@ def test_answers_while_a_live_run_trains() -> None:
     found = printed(f"import sys, live; sys.argv = ['live.py', *{options}]; live.main()")
     assert found["changed_after_seconds"] > 0
     assert found["p95_ratio"] > 0
+
+
+@pytest.mark.slow
+def test_adapters_of_many_users_are_served_from_disk() -> None:
+    options = ["--base", "random:llama?layers=1&dim=32", "--many", "2", "9", "--cache-users", "4", "--requests", "12"]
+    found = printed(
+        f"import sys, serving; sys.argv = ['', *{[*options, '--new', '3', '--repeats', '1']}]; serving.main()"
+    )
+    assert found["of_fewest"]["2"] == 1
+    assert found["reads"]["9"] > 0
+    assert found["edge_ratio"] > 0
