@@ -419,7 +419,7 @@ def test_a_run_continues_from_the_best_round_of_the_earlier_one(train: Train, me
     federation, _ = prepared(earlier.folder, texts(*USERS), **options)
     assert torch.equal(federation.clients.state.rows, earlier.federation.clients.state.rows)
     one_round = train("one", texts(*USERS), **{**options, "training.rounds": 1 if evaluated == "exchanged" else 2})
-    kept = one_round.federation.server.best if evaluated == "local" else one_round.federation.server.kept
+    kept = one_round.federation.server.best.tensors if evaluated == "local" else one_round.federation.server.kept
     for name, t in federation.server.kept.items():
         assert torch.equal(t, kept[name]), name
     if method == "comigs-1g1s":

@@ -90,7 +90,7 @@ def test_the_server_says_whether_a_mean_loss_is_the_lowest_also_after_it_was_res
     assert [lowest(server, *losses) for losses in ((3.0, 1.0), (2.5, 1.5), (1.0, 4.0))] == [True, False, False]
     rest.restore(server.state)
     assert [lowest(rest, *losses) for losses in ((2.5, 1.6), (1.0, 2.0))] == [False, True]
-    assert rest.lowest_loss == 1.5
+    assert rest.best.loss == 1.5
 
 
 # ---------------------------------------------------------------- neither holds what is the other's

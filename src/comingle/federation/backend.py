@@ -643,11 +643,11 @@ class NetworkBackend(Backend[ClientReports]):
         Returns:
             The mean in nats.
         """
-        lowest_before = self.server.lowest_loss
+        lowest_before = self.server.best.loss
         verdict_for_all = self.server.judge(validation_report(losses, done), self._names)
         for name, verdict in zip(self._names, verdict_for_all.split(), strict=True):  # one message for each user
             self.session.clients[name].verdict = verdict  # whether the user's model is the best so far
-        is_best_so_far = self.server.lowest_loss < lowest_before
+        is_best_so_far = self.server.best.loss < lowest_before
         if is_best_so_far:
             self.session.best_round = done
         return fmean(losses.values())

@@ -203,7 +203,7 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
         ranks.run_in_first(lambda: clients.require_validation(any(has_validation)))
     if not federation.is_first_process:
         # Free the server's state, which only process 0 needs.
-        federation.server.kept, federation.server.best = {}, {}
+        federation.server.kept, federation.server.best.tensors = {}, {}
     return federation
 
 

@@ -169,6 +169,19 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
         return {"privacy": metrics_of_mechanisms}
 
 
+@dataclass
+class BestRound:
+    """Round with the lowest validation loss, for ``evaluation.select: best``.
+
+    Attributes:
+        loss: Mean validation loss after the round, in nats; infinite before the first validation.
+        tensors: The method's tensors and version after the round; empty if no round is selected.
+    """
+
+    loss: float = math.inf
+    tensors: Tree = field(default_factory=dict)
+
+
 @dataclass(kw_only=True)
 class ServerState:
     """State of a method's server.
@@ -186,8 +199,7 @@ class ServerState:
         centred: Moves the mean of components into the base.
         kept: Tensors of the method.
         version: Number of rounds that were done at the last aggregation.
-        lowest_loss: Lowest mean validation loss so far, if the best round is selected.
-        best: Tensors of the method and the version when the validation loss was lowest; empty if no round is selected.
+        best: Round with the lowest validation loss so far, if the best round is selected.
         mechanisms: Privacy mechanisms, in the order in which they see uploads.
         sums: Settings of secure sums, with which the server sees only sums of uploads.
     """
@@ -203,8 +215,7 @@ class ServerState:
     centred: Callable[[Tree, Float[Tensor, " clusters"]], Tree]
     kept: Tree = field(default_factory=dict)
     version: int = 0
-    lowest_loss: float = math.inf
-    best: Tree = field(default_factory=dict)
+    best: BestRound = field(default_factory=BestRound)
     mechanisms: Mechanisms = field(default_factory=lambda: Mechanisms())
     sums: Sums | None = None
     normalises: bool = False
@@ -221,16 +232,16 @@ class ServerState:
             **self.kept,
             VERSION: torch.tensor(self.version),
             RANKS: self._saved_ranks,
-            LOWEST: torch.tensor(self.lowest_loss, dtype=torch.float64),
+            LOWEST: torch.tensor(self.best.loss, dtype=torch.float64),
             **self.mechanisms.state,
-            **{BEST_PREFIX + name: t for name, t in self.best.items()},
+            **{BEST_PREFIX + name: t for name, t in self.best.tensors.items()},
         }
 
     def remember(self) -> None:
         """Store a copy of the method's tensors as those of the best round, for ``evaluation.select: best``."""
-        self.best = {VERSION: torch.tensor(self.version)}
+        self.best.tensors = {VERSION: torch.tensor(self.version)}
         if not self.method.server.peer_to_peer:  # such a server keeps nothing between rounds
-            self.best |= {name: t.clone() for name, t in self.kept.items()}
+            self.best.tensors |= {name: t.clone() for name, t in self.kept.items()}
 
     @property
     def _saved_ranks(self) -> Int[Tensor, " _"]:
@@ -245,18 +256,18 @@ class ServerState:
         """Restore the state from a checkpoint, in which :attr:`state` was saved."""
         self.mechanisms.restore(state)
         best_names = [name for name in state if name.startswith(BEST_PREFIX)]
-        self.best = {name.removeprefix(BEST_PREFIX): state[name] for name in best_names}
+        best_tensors = {name.removeprefix(BEST_PREFIX): state[name] for name in best_names}
+        self.best = BestRound(float(state[LOWEST]), best_tensors)
         # All other tensors of the checkpoint are those that the method keeps.
         other_keys = {VERSION, RANKS, LOWEST, *self.mechanisms.state, *best_names}
         self.kept = {name: t for name, t in state.items() if name not in other_keys}
         self.version = int(state[VERSION])
         self.ranks = _one_per_user(state[RANKS], len(self.users))  # a single saved rank is that of all users
-        self.lowest_loss = float(state[LOWEST])
 
     @property
     def by_user(self) -> frozenset[str]:
         """Keys of state tensors with users on the leading dimension."""
-        of_best = {BEST_PREFIX + name for name in self.method.server.by_user if name in self.best}
+        of_best = {BEST_PREFIX + name for name in self.method.server.by_user if name in self.best.tensors}
         return self.method.server.by_user | {RANKS} | self.mechanisms.by_user | of_best
 
     @property
@@ -499,9 +510,9 @@ class ServerHalf(ServerState):
             users: Names of the receivers; the users that have reported if None.
         """
         mean_loss = fmean(report.reports[VALIDATION].tolist())
-        is_lowest = mean_loss < self.lowest_loss
-        self.lowest_loss = min(mean_loss, self.lowest_loss)
+        is_lowest = mean_loss < self.best.loss
         if is_lowest:
+            self.best.loss = mean_loss
             self.remember()
         receivers = users or report.users
         return validation_reply(receivers, report.round, lowest=is_lowest)

@@ -770,12 +770,12 @@ class Sharded(InProcess):
         losses: dict[str, float] = {}
         for losses_of_rank in losses_by_rank:
             losses.update(losses_of_rank)
-        lowest_before = self.server.lowest_loss
+        lowest_before = self.server.best.loss
         report = validation_report(losses, done)
         verdict = self.server.judge(report)  # a message that says whether it is the lowest; updates the lowest loss
         self.clock.upload_bytes += sum(packed_bytes(report))
         self.clock.download_bytes += sum(packed_bytes(verdict))
-        is_lowest = self.server.lowest_loss < lowest_before
+        is_lowest = self.server.best.loss < lowest_before
         return fmean(losses.values()), is_lowest
 
 
