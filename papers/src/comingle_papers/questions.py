@@ -696,11 +696,11 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
         )
 
     def inspect(self, unencoded: EncodedLanguage, user: UserAnswers) -> None:
-        """Check that a user has validation questions if the method needs them, and that the base model has its tokens.
+        """Check that a user has validation questions if the method needs them, and tokens of the base's vocabulary.
 
         Args:
-            unencoded: The language as read, with its encoded questions.
-            user: The user with these questions.
+            unencoded: The questions of the user's language, which are not checked here.
+            user: The user, with the token ids of these questions and answers.
         """
         check_validation_questions(user, needs_validation=self.validates)
         super().inspect(unencoded, user)

@@ -73,8 +73,16 @@ def mean_bytes(message_sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def upload_of(federation: InProcess, user: int) -> Upload:
-    """Return the message that a user uploads in an exchange; round 1 and loss 0 stand for any, as its size is alike."""
-    return federation.clients.upload([user], 1, {LOSS: torch.zeros(1)}, counts=True)
+    """Return a message of the size that a user uploads in an exchange, to count its bytes.
+
+    Its round and training loss are placeholders, since they do not change the size.
+
+    Args:
+        federation: The federation.
+        user: The user's index in the federation.
+    """
+    placeholder_loss = {LOSS: torch.zeros(1)}
+    return federation.clients.upload([user], 1, placeholder_loss, counts=True)
 
 
 def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Download:

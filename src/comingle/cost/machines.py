@@ -173,8 +173,8 @@ class _Measured(_MessageSeconds):
     disk: float
     amounts: tuple[int, int, int]
     cohort: int
-    own_user_s: float
-    user_s: float
+    planned_batch_user_s: float
+    full_batch_user_s: float
     evaluation_s: float
     other_work_s: tuple[float, float]
     other_work_users: tuple[int, int]
@@ -184,11 +184,11 @@ class _Measured(_MessageSeconds):
 class Measured(_Measured, total=False):
     """Seconds and sizes from :func:`comingle.cost.timing.measure_parts`.
 
-    A cohort is as many users as train in one batch. These keys are measured for one user::
+    ``cohort`` is the largest number of users that are trained in one batch. These keys are seconds per user::
 
-        user_s         local steps in a full cohort
-        own_user_s     local steps with as many participants as planned, which may be fewer than a cohort
-        evaluation_s   evaluation
+        full_batch_user_s      local steps, in a batch of ``cohort`` users
+        planned_batch_user_s   local steps, in a batch of the planned participants, which may be fewer than ``cohort``
+        evaluation_s           evaluation
 
     Rounds without local steps are measured with few and with many participants::
 
@@ -238,7 +238,7 @@ def _to_measurement(
         return steps_ratio * measured_seconds * cores_each
 
     parts = Parts(
-        training_core_seconds=training_core_seconds(times["user_s"]),
+        training_core_seconds=training_core_seconds(times["full_batch_user_s"]),
         message_core_seconds=message_seconds * cores_each,
         evaluation_core_seconds=times["evaluation_s"] * cores_each,
         aggregation_core_seconds=times["aggregate_s"] * cores_each,
@@ -248,8 +248,9 @@ def _to_measurement(
         bus_rate=times.get("bus", float("inf")),  # a single process has no connections
         collectives=collectives,
     )
-    # A batch with fewer users than a cohort takes longer per user.
-    parts_below_cohort = replace(parts, training_core_seconds=training_core_seconds(times["own_user_s"]))
+    # A batch with fewer than `cohort` users takes longer per user.
+    smaller_batch_core_seconds = training_core_seconds(times["planned_batch_user_s"])
+    parts_below_cohort = replace(parts, training_core_seconds=smaller_batch_core_seconds)
     num_trainers, trained_items, scored_items = times["amounts"]  # items: tokens or samples
     return Measurement(
         parts=parts,

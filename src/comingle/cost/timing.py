@@ -447,10 +447,10 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
     trained_users = min(own_users, cohort_size)
     with count_collectives() as collective_counts:
         training_seconds, _other_seconds = time_rounds(federation, trained_users, num_processes)
-    own_user_seconds = cohort_user_seconds = training_seconds / trained_users
+    planned_batch_user_seconds = full_batch_user_seconds = training_seconds / trained_users
     if own_users < cohort_size:  # a full cohort takes less time per user
         training_seconds, _other_seconds = time_rounds(federation, cohort_size, num_processes)
-        cohort_user_seconds = training_seconds / cohort_size
+        full_batch_user_seconds = training_seconds / cohort_size
     few_users = max(1, built_users // MANY_PER_FEW)
     with skip_local_steps():
         _no_seconds, seconds_with_few = time_rounds(federation, few_users, num_processes)
@@ -461,8 +461,8 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
         **describe_messages(federation),
         "amounts": data_amounts(clients),
         "cohort": cohort_size,
-        "own_user_s": own_user_seconds,
-        "user_s": cohort_user_seconds,
+        "planned_batch_user_s": planned_batch_user_seconds,
+        "full_batch_user_s": full_batch_user_seconds,
         "evaluation_s": median_seconds(clients.evaluate, times=1) / cohort_size,
         "other_work_s": [seconds_with_few, seconds_with_many],
         "other_work_users": [few_users, built_users],

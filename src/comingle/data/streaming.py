@@ -90,7 +90,7 @@ class DocumentLists(ABC):
 
     @abstractmethod
     def add(self, documents: Sequence[str]) -> None:
-        """Append a list."""
+        """Append a list of documents, such as the training documents of a user."""
 
     @abstractmethod
     def __getitem__(self, number: int) -> Sequence[str]: ...
@@ -193,8 +193,12 @@ class Rows(ABC):
         """Yield each of these users with the contents of its rows, in order, by split."""
 
     @abstractmethod
-    def documents(self, name: str) -> DocumentLists:
-        """Return an empty :class:`DocumentLists` stored in the same way; ``name`` must be unique."""
+    def new_document_lists(self, name: str) -> DocumentLists:
+        """Create an empty sequence of document lists, in memory or on disk like these rows.
+
+        Args:
+            name: Name of its folder on disk; each sequence of these rows needs another one.
+        """
 
     def remove(self) -> None:  # noqa: B027 (nothing is left in memory)
         """Delete the files."""
@@ -229,8 +233,8 @@ class ListedRows(Rows):
         for name in names:
             yield name, self.users[name]
 
-    def documents(self, name: str) -> DocumentLists:
-        """Return lists of documents in memory."""
+    def new_document_lists(self, name: str) -> DocumentLists:
+        """Create an empty sequence of document lists in memory."""
         return ListedDocuments()
 
 
@@ -301,8 +305,8 @@ class StoredRows(Rows):
                     contents_by_split.setdefault(split, []).append(content)
                 yield name, contents_by_split
 
-    def documents(self, name: str) -> DocumentLists:
-        """Return lists of documents in files."""
+    def new_document_lists(self, name: str) -> DocumentLists:
+        """Create an empty sequence of document lists in files."""
         return StoredDocuments(self.folder / name)
 
     def remove(self) -> None:

@@ -1226,9 +1226,9 @@ class TaskRunner:
         finish(self.clients)
 
     def _evaluate(self) -> None:
-        """Evaluate the model on the user's own test data, and report as much as the user's setting ``tells`` allows.
+        """Evaluate the model on the user's own test data, and report what the user's option ``--tells`` allows.
 
-        If the recipe selects the best round, the validation loss is sent with every setting.
+        If the recipe selects the best round, the server needs the validation loss, which is sent in any case.
         """
         clients = self.clients
         rounds_done = self.task.arguments.get("done")  # None in the final evaluation

@@ -38,10 +38,12 @@ def hide(tokens: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
 def inputs_of(windows: Int[Tensor, "*batch window"]) -> Int[Tensor, "*batch context"]:
     """Return the token ids that a model reads: each window without its last token, which is only a target.
 
-    Tokens that :func:`hide` has made negative are restored, and padding becomes token 0.
+    Tokens without a loss are stored as negative numbers (:func:`hide`) and read as the tokens that they were. Padding
+    is read as token 0.
     """
     tokens = windows[..., :-1]
-    return torch.where(tokens < 0, hide(tokens), tokens).clamp(min=0)
+    restored = hide(tokens)  # it is its own inverse; PAD stays negative
+    return torch.where(tokens < 0, restored, tokens).clamp(min=0)
 
 
 def prompt_ends(windows: Int[Tensor, "*batch window"]) -> Int64[Tensor, "*batch"]:

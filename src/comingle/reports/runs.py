@@ -877,9 +877,13 @@ def baselines(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def gains_of_entries(entries: Sequence[Entry], baseline: Entry) -> list[tuple[Entry, list[Gain]]]:
-    """Return pairs of another trained entry and its users' gains against ``baseline``, best user first.
+    """Return each trained entry other than the baseline with its users' gains over it, largest gain first.
 
-    Entries that have no seed with finite results in common with the baseline are left out.
+    Entries without a seed at which both have finite results are left out.
+
+    Args:
+        entries: Runs of each method, which may include the baseline.
+        baseline: Runs of the baseline.
     """
     pairs = []
     for entry in entries:

@@ -178,15 +178,14 @@ def check_joinable(run: Run, method: Method) -> None:
 
 
 def _is_single_user(folder: Path) -> bool:
-    """Return whether a run has one user and no server, so that no other user can join it.
+    """Return whether a run folder belongs to a single user, so that no other user can join it.
 
-    That is the run of a user who joined another run, or the own run of a client of a federation.
+    Such a folder was written by ``comingle join``, or by the client of a federation in its state folder.
     """
-    is_of_newcomer = (folder / JOINED).exists()
-    state_folder = folder.parent  # of a client, if the run is in one
-    # Every client has these two in its state folder.
-    is_in_state_folder = (state_folder / PUBLIC).exists() and (state_folder / "answers").is_dir()
-    return is_of_newcomer or is_in_state_folder
+    is_joined_user = (folder / JOINED).exists()
+    parent = folder.parent
+    is_client = (parent / PUBLIC).exists() and (parent / "answers").is_dir()  # what every client's state folder has
+    return is_joined_user or is_client
 
 
 def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Removal:
             return []
         texts = sorted((self.live / "texts" / as_folder(self.user)).glob("*"))
         incoming = [self.live / "incoming" / f"{as_folder(self.user)}.jsonl"]
-        uploads = [path for path in sorted((self.live / "files").glob("*.json")) if _owners(path) == [self.user]]
+        uploads = [path for path in sorted((self.live / "files").glob("*.json")) if _uploaders(path) == [self.user]]
         return [path for path in [*texts, *incoming, *uploads] if path.is_file()]
 
 
@@ -225,9 +225,9 @@ def _last_run(live: Path) -> Path:
     return plans[-1].with_suffix("")
 
 
-def _owners(upload: Path) -> list[str]:
-    """Return the users whose keys have uploaded a file."""
-    return list(json.loads(upload.read_text(encoding="utf-8"))["owners"])
+def _uploaders(record: Path) -> list[str]:
+    """Return the users who have uploaded a file to ``comingle live``, from the file's JSON record."""
+    return list(json.loads(record.read_text(encoding="utf-8"))["owners"])
 
 
 def remove_user(

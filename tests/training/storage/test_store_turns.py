@@ -149,7 +149,7 @@ def test_a_mixture_is_made_without_a_list_of_all(tmp_path: Path) -> None:
     """Of 40,000 bytes of held-out text each, and of what is trained on, one user's are in memory at a time."""
 
     def peak(users: int) -> int:
-        mixture = Mixture(StoredRows(tmp_path).documents, seed=0)
+        mixture = Mixture(StoredRows(tmp_path).new_document_lists, seed=0)
         tracemalloc.start()
         for i in range(users):
             train, *held_out = (tuple(f"{i} {split} {n:05d}" * 100 for n in range(20)) for split in SPLITS)

@@ -454,14 +454,14 @@ def resolve_inside(path: str, folder: Path | None) -> str:
 
 
 def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
-    """Return the reason why a data set cannot be read, for a message; empty if it can.
+    """Return why a data set cannot be read, for a message; empty if it can.
 
-    If there is a folder, it must have all text; images and questions that it lacks are read from the hub. Without a
-    folder all of them are read from the hub. Only scales with ``text: real`` may use the hub.
+    Data is looked for in the folder and then, for images and questions only, on the Hugging Face hub. Without a folder
+    text comes from the hub too. The hub is used only at scales with ``text: real``.
 
     Args:
-        data: The column's data set.
-        scale: The scale of the runs.
+        data: The data set.
+        scale: Size of the experiment's runs, such as ``tiny``; it says whether they read real or demo text.
         folder: The folder with local text and images; None if there is none. ``ASSUMED_FOLDER`` has all data.
     """
     uses_demo_text = scale.text == "demo"  # texts that come with comingle

@@ -737,7 +737,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
         if self.data.held_out != "mixture":
             yield from users
             return
-        mixture = Mixture(rows.documents, self.seed)
+        mixture = Mixture(rows.new_document_lists, self.seed)
         try:
             for text in users:
                 if not self.skips or self.admit(self.encode(text)):
