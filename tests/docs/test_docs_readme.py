@@ -63,7 +63,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", sorted((REPOSITORY / "papers" / "docs").glob("*.md")), ids=lambda page: page.name)
 def test_functions_and_tests_of_the_papers_pages_exist(page: Path) -> None:
-    """Such as `methods.ditto.ditto` and `methods/test_rivals_classics.py::test_ditto_is_algorithm_1`."""
+    """Such as `methods.baselines.ditto` and `methods/test_rivals_classics.py::test_ditto_is_algorithm_1`."""
     text = page.read_text(encoding="utf-8")
     packages = {module.name for root in (comingle, comingle_papers) for module in iter_modules(root.__path__)}
     names = set(re.findall(r"`((?:[a-z]\w*\.)+\w+)`", text))

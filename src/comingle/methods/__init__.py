@@ -254,7 +254,7 @@ _METHODS = {
     "fedit": "comingle.methods.dual_lora:fedit",
     "fedlora": "comingle.methods.dual_lora:fedlora",
     "stacking": "comingle.methods.stacking:stacking",
-    "ditto": "comingle.methods.ditto:ditto",
+    "ditto": "comingle.methods.baselines:ditto",
     "fedalt": "comingle.methods.fedalt:fedalt",
     "fedamole": "comingle.methods.fedamole:fedamole",
     "fedbn": "comingle.methods.partial_sharing:fedbn",
