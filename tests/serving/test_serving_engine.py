@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from tests.quick import quick
 
 from comingle.methods import REGISTRY
+from comingle.models import decoding
 from comingle.models.generation import added_text, encode_prompt, read_sampling
 from comingle.models.kernels import expert_mlp
 from comingle.models.loading import load_base
@@ -55,9 +57,14 @@ class Asked:
 
 
 def come_and_go(
-    people: Any, engine: Engine, options: Callable[[int], dict[str, Any]], names: list[str] | None = None
+    people: Any,
+    engine: Engine,
+    options: Callable[[int], dict[str, Any]],
+    names: list[str] | None = None,
+    *,
+    alone: Engine | None = None,
 ) -> None:
-    """Twelve requests at times of their own, each held against its user's model alone."""
+    """Twelve requests at times of their own, each held against its user's model alone, or ``alone`` in turn."""
     draw, asked, expected = random.Random(3), Asked(engine), []
     for i in range(12):
         name, text = (names or list(people))[i % 3], TEXTS[draw.randrange(len(TEXTS))]
@@ -68,29 +75,91 @@ def come_and_go(
             engine.step()
     asked.finish()
     said = [asked.text(i) for i in range(12)]
-    assert said == [people[name].generate(text, **settings) for name, text, settings in expected]
+    if alone is None:
+        assert said == [people[name].generate(text, **settings) for name, text, settings in expected]
+    else:
+        in_turn = Asked(alone)
+        for name, text, settings in expected:
+            in_turn.ask(name, text, **settings)
+            in_turn.finish()
+        assert said == [in_turn.text(i) for i in range(12)]
     assert len(set(said)) > 6
     assert not engine.active
     assert not engine.cache.starts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "dtype"),
-    [("comigs-1g1s", "float32"), ("comigs-1g1s", "bfloat16"), ("fedavg", "float32"), ("floral", "float32")],
-)
-def test_compiled_code_says_the_same(people: Any, method: str, dtype: str, tmp_path: Path) -> None:
-    """Every row in any company; in float32 also as PyTorch has it."""
-    mine, text = people(method, dtype=dtype), "one two three"
-    plain = {name: person.generate(text, max_new_tokens=24) for name, person in mine.items()}
+@pytest.fixture
+def native(tmp_path: Path) -> Iterator[None]:
     if not expert_mlp.enable(tmp_path / "native"):
         pytest.skip("no C++ compiler that makes the native code")
-    try:
-        come_and_go(mine, Engine(mine, rows=5), lambda i: {"temperature": 2.0 * (i % 2), "seed": i})
-        if dtype == "float32":
-            assert {name: person.generate(text, max_new_tokens=24) for name, person in mine.items()} == plain
-    finally:
-        expert_mlp.disable()
+    yield
+    expert_mlp.disable()
+
+
+COMPILED = [
+    ("comigs-1g1s", "random:llama", "float32"),
+    ("comigs-1g1s", "random:llama", "bfloat16"),
+    ("comigs-1g1s", "random:gpt2", "float32"),  # whose layers are compiled one by one
+    ("feddpa", "random:mistral", "float32"),
+    ("fedavg", "random:qwen2", "float32"),
+    ("fedavg", "random:qwen2", "bfloat16"),
+    ("floral", "random:llama", "float32"),
+    ("stacking", "random:llama", "float32"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "base", "dtype"), COMPILED)
+def test_compiled_code_says_the_same(
+    people: Any, method: str, base: str, dtype: str, request: pytest.FixtureRequest
+) -> None:
+    """Every row in any company; in float32 also as PyTorch has it."""
+    mine, text = people(method, base=base, dtype=dtype), "one two three"
+    plain = {name: person.generate(text, max_new_tokens=24) for name, person in mine.items()}
+    request.getfixturevalue("native")
+    alone = Engine(mine, rows=1) if dtype == "bfloat16" else None
+    come_and_go(mine, Engine(mine, rows=5), lambda i: {"temperature": 2.0 * (i % 2), "seed": i}, alone=alone)
+    if dtype == "float32":
+        assert {name: person.generate(text, max_new_tokens=24) for name, person in mine.items()} == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("method", "base"),
+    [
+        ("comigs-1g1s", "random:llama"),
+        ("pfedmoe", "random:llama"),
+        ("comigs-1g1s", "random:mistral"),
+        ("fedavg", "random:qwen2"),
+        ("floral", "random:llama"),
+    ],
+)
+def test_a_native_step_has_the_logits_of_pytorch(
+    people: Any, method: str, base: str, dtype: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = people(method, base=base, dtype=dtype)
+    request.getfixturevalue("native")  # training decides for itself whether native code is in use
+    asked, errors = Asked(engine := Engine(mine, rows=5)), list[float]()
+    native_call = decoding.DecodingStep.__call__
+
+    def compare(step: Any, ids: Any, positions: Any, cache: Any) -> torch.Tensor:
+        logits = native_call(step, ids, positions, cache)
+        with monkeypatch.context() as plain:
+            plain.setattr(expert_mlp, "_library", None)
+            expected = engine._forward(ids, cache.mask(), positions, cache)  # overwrites what was cached with its own
+        errors.append(float((logits - expected).double().norm() / expected.double().norm()))
+        return logits
+
+    monkeypatch.setattr(decoding.DecodingStep, "__call__", compare)
+    for i, name in enumerate([*mine, *mine]):
+        asked.ask(name, TEXTS[i % len(TEXTS)], max_new_tokens=12)
+    asked.finish()
+    assert len(errors) >= 12
+    if dtype == "float32":
+        assert max(errors) < 1e-5
+    else:  # PyTorch rounds each activation, native code only weights and what is cached
+        assert statistics.median(errors) < 5e-2
 
 
 @pytest.mark.parametrize("method", quick((*METHODS, "feddpa"), *QUICK))

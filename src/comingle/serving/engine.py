@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
+from comingle.models import decoding
 from comingle.models.ensembles import cache_name
 from comingle.models.generation import (
     UNFINISHED,
@@ -33,6 +34,7 @@ from comingle.models.generation import (
     truncate_at,
 )
 from comingle.models.hardware import without_compiling
+from comingle.models.kernels.expert_mlp import MOST_ROWS
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.models.routing import Routing
@@ -285,6 +287,7 @@ class Engine:
         self._takes_logits_to_keep = "logits_to_keep" in forward_arguments
         self._takes_position_ids = "position_ids" in forward_arguments
         self._all_rows_bound = False  # whether the network uses the adapters of all active rows
+        self._native_step: decoding.DecodingStep | None = None  # None if native code does not support the network
 
     # ------------------------------------------------------------ asked from outside
 
@@ -482,11 +485,22 @@ class Engine:
         if not self._all_rows_bound:  # rows were added or freed since the adapters were bound
             self.row_adapters.bind(slice(0, len(self.active)))
             self._all_rows_bound = True
+            self._native_step = self._make_native_step()
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
         position_ids = self.cache.lengths().unsqueeze(1)  # (rows, 1): one new token per row
-        logits = self._forward(ids, self.cache.mask(), position_ids, self.cache)
+        if self._native_step is not None:
+            logits = self._native_step(ids, position_ids, self.cache)
+        else:
+            logits = self._forward(ids, self.cache.mask(), position_ids, self.cache)
         self.cache.advance()
         self._sample_tokens(0, logits)
+
+    def _make_native_step(self) -> decoding.DecodingStep | None:
+        """Return the native step of the network for the rows that are bound; None if it does not support them."""
+        num_rows = len(self.active)
+        if num_rows > MOST_ROWS or self.row_adapters.mixes_predictions or not decoding.supports(self.network):
+            return None
+        return decoding.DecodingStep(self.network, num_rows)
 
     def _forward(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
         """Return the logits after each row's last token; the network appends keys and values to the cache.

@@ -321,6 +321,8 @@ class Rows(ABC):
 
     network: PreTrainedModel
     """The causal language model; computes the models of the rows that were bound last."""
+    mixes_predictions = False
+    """True if the network returns a mixture of several models' predictions."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int, cache_bytes: int | None = None) -> None:
         """Allocate memory for a copy of a user's adapters per row of a batch; a row is a text of one user.
@@ -481,6 +483,8 @@ class MixedRows(Rows):
 
 class EnsembleRows(Rows):
     """Rows of users' ensembles: several models whose predicted probabilities are mixed."""
+
+    mixes_predictions = True
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int, cache_bytes: int | None = None) -> None:
         """Make the network mix the predictions of several models, those in the ensemble of each row's user.

@@ -484,7 +484,7 @@ def _load(cache: Path) -> ctypes.CDLL | None:
         return None
     for function in (library.mixture_forward, library.mixture_backward):
         function.argtypes, function.restype = [ctypes.POINTER(_Mixture)], ctypes.c_bool
-    library.rows_forward.restype = None
+    library.rows_forward.restype = library.decode_step.restype = None
     return library
 
 
@@ -642,7 +642,7 @@ MOST_ROWS = 64
 """The largest number of rows of the kernels for generation; with more rows PyTorch is faster."""
 
 
-class _Linear(ctypes.Structure):
+class LinearStruct(ctypes.Structure):
     """``struct RowsLinear`` of mixture_rows.h."""
 
     _fields_ = (
@@ -657,8 +657,8 @@ class _Rows(ctypes.Structure):
     _fields_ = (
         *[(n, ctypes.c_int64) for n in ("rows", "share", "experts", "firsts", "act", "bf16", "threads")],
         ("scale", ctypes.c_float),
-        ("first", _Linear * 2),
-        ("last", _Linear),
+        ("first", LinearStruct * 2),
+        ("last", LinearStruct),
         *[(n, ctypes.c_void_p) for n in ("x", "gates", "y")],
     )
 
@@ -705,7 +705,7 @@ def linear(
     """
     x = x.contiguous()
     call = _Rows(scale=scale)
-    kept_alive = _fill_linear_struct(call.last, weights, factors)  # tensors that the call reads by address
+    kept_alive = fill_linear_struct(call.last, weights, factors)  # tensors that the call reads by address
     weight, _ = weights
     d_out = weight.shape[0]
     y = x.new_empty(*x.shape[:-1], d_out)
@@ -749,16 +749,16 @@ def experts(
     )
     kept_alive: list[Tensor] = []  # tensors that the call reads by address
     for index, (weights, factors) in enumerate(first):
-        kept_alive += _fill_linear_struct(call.first[index], weights, factors)
+        kept_alive += fill_linear_struct(call.first[index], weights, factors)
     last_weights, last_factors = last
-    kept_alive += _fill_linear_struct(call.last, last_weights, last_factors)
+    kept_alive += fill_linear_struct(call.last, last_weights, last_factors)
     y = torch.empty_like(x)
     _run_rows(call, x, y, num_users=len(x))
     del kept_alive
     return y
 
 
-def _fill_linear_struct(struct: _Linear, weights: Weights, factors: Factors | None) -> list[Tensor]:
+def fill_linear_struct(struct: LinearStruct, weights: Weights, factors: Factors | None) -> list[Tensor]:
     """Write addresses and sizes of a linear layer and its factors into a C struct.
 
     Args:

@@ -11,6 +11,7 @@
 //
 // A task is a range of one user's tokens times a chunk of columns. Neither depends on the number of threads or on other
 // users. Sums over columns are added in the order of chunks, sums over tokens in the order of ranges.
+#include "mixture_decode.h"
 #include "mixture_rows.h"
 #include "mixture_tile.h"
 

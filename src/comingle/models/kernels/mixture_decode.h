@@ -1,0 +1,352 @@
+// One decoding step of a whole language model of the Llama family: one token for each of a few rows.
+//
+//     x = embedding                                                     (rows, width), from the caller
+//     per layer    n = norm(x)     q, k, v = W n + b + B (s A n)        then rotate q and k; cache k and v
+//                  x += O(attention(q, cached k, cached v))
+//                  n = norm(x)     p = gates(router n)                  x += experts(n) as in mixture_rows.h
+//     logits = head(norm(x))
+//
+// A step is a single parallel region. Its phases are separated by barriers that spin, since a phase takes only some
+// microseconds, and threads that sleep in between would take longer to wake up. Activations are float32; weights,
+// factors and the cache have the model's number format.
+#pragma once
+
+#include <omp.h>
+
+#include <atomic>
+#include <cmath>
+#include <thread>
+
+#include "mixture_rows.h"
+
+extern "C" {
+// Weights of the norms have `width` entries; `router` is (rows, experts, width) or null for equal gates; keys and values
+// are (rows, groups, capacity, head), of which positions before `stop` are cached.
+struct DecodeLayer {
+    const void *attention_norm, *mlp_norm;
+    RowsLinear q, k, v, o, gate, up, down;
+    const float* router;
+    void *keys, *values;
+};
+
+// `present` is (rows, experts): whether a row has an expert. `cos` and `sin` are (rows, head). `starts` has the position
+// of each row's first token. `head_layer` maps to the vocabulary.
+struct Decode {
+    int64_t rows, layers, width, heads, groups, head, hidden, experts, top_k, act, capacity, stop, bf16, threads;
+    float epsilon, attention_scale, scale;
+    const DecodeLayer* layer;
+    const void* norm;
+    RowsLinear head_layer;
+    const uint8_t* present;
+    const float *x, *cos, *sin;
+    const int64_t* starts;
+    float* logits;
+};
+}
+
+namespace {
+
+// Threads that share the tasks of one phase after another.
+class Team {
+    int64_t size = 1;
+    std::atomic<int64_t> next{0}, arrived{0}, phase{0};
+
+   public:
+    // To be called by all threads of a parallel region.
+    void meet() {
+#pragma omp single
+        size = omp_get_num_threads();
+    }
+
+    // Calls `task(i)` for i < count, each by one thread, and waits until all are done.
+    template <class Task>
+    void each(int64_t count, Task task) {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
+        const int64_t now = phase.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+            next.store(0, std::memory_order_relaxed);
+            arrived.store(0, std::memory_order_relaxed);
+            phase.store(now + 1, std::memory_order_release);
+            return;
+        }
+        for (int64_t spins = 0; phase.load(std::memory_order_acquire) == now; ++spins)
+            if (spins > 20000)  // some ten microseconds: another process has this processor
+                std::this_thread::yield();
+            else
+                relax();
+    }
+
+   private:
+    static void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+};
+
+template <class S>
+struct DecodeStep {
+    const Decode& m;
+    const Rows shape;        // only `rows` and `share`, which the functions of Step read
+    const Step<S> rows;
+    Buffer<float> x, qkv, attended, z, logits, gates, h, mixed;
+    mutable Team team;
+
+    explicit DecodeStep(const Decode& m)
+        : m(m), shape{m.rows, 1, m.experts, 2, m.act, m.bf16, m.threads, m.scale, {}, {}, nullptr, nullptr, nullptr},
+          rows{shape}, x(m.rows * m.width), qkv(m.rows * (m.heads + 2 * m.groups) * m.head),
+          attended(m.rows * m.heads * m.head), z(m.rows * most_ranks()), logits(m.rows * m.experts),
+          gates(m.rows * m.experts), h(m.rows * m.experts * m.hidden), mixed(m.rows * m.hidden) {
+        std::copy_n(m.x, m.rows * m.width, x + 0);
+    }
+
+    // The ranks of the factors A that read the same input, added up.
+    int64_t most_ranks() const {
+        int64_t most = 1;
+        for (int64_t i = 0; i < m.layers; ++i) {
+            const DecodeLayer& l = m.layer[i];
+            most = std::max({most, l.q.ranks + l.k.ranks + l.v.ranks, l.gate.ranks + l.up.ranks, l.o.ranks, l.down.ranks});
+        }
+        return most;
+    }
+
+    // x / sqrt(mean(x^2) + epsilon) * weight for all rows. Every thread computes all of it: that is faster than waiting.
+    void norm(const void* weight, float* to) const {
+        for (int64_t r = 0; r < m.rows; ++r) {
+            const float* from = x + r * m.width;
+            V squares = {};
+            for (int64_t c = 0; c < m.width; c += LANES) {
+                const V v = load_upto(from + c, m.width - c);
+                squares += v * v;
+            }
+            const float factor = 1.f / std::sqrt(add_up(squares) / float(m.width) + m.epsilon);
+            for (int64_t c = 0; c < m.width; c += LANES) {
+                const int64_t count = m.width - c;
+                const V v = load_upto(from + c, count) * factor * load_upto((const S*)weight + c, count);
+                store_upto(to + r * m.width + c, v, count);
+            }
+        }
+    }
+
+    // z = s A in for several layers with the same input; the products of a layer follow those of the one before. Row r
+    // of `in` has `sets` inputs, each for an equal share of the ranks.
+    template <size_t N>
+    void thin(const RowsLinear* const (&layers)[N], const float* in, int64_t sets) const {
+        int64_t from[N + 1] = {};
+        for (size_t i = 0; i < N; ++i) from[i + 1] = from[i] + m.rows * layers[i]->ranks;
+        if (from[N] == 0) return;
+        team.each(from[N], [&](int64_t task) {
+            size_t i = 0;
+            while (task >= from[i + 1]) ++i;
+            const RowsLinear& l = *layers[i];
+            const int64_t r = (task - from[i]) / l.ranks, k = (task - from[i]) % l.ranks;
+            const float* input = in + (r * sets + k / (l.ranks / sets)) * l.d_in;
+            dots<1, 1>(input, (const S*)l.a + (r * l.ranks + k) * l.d_in, l.d_in, z + task);
+            *(z + task) *= m.scale;
+        });
+    }
+
+    // Calls `use(r, column, count, v)` with vectors of W in + b + B z, for all rows and the columns of one chunk.
+    template <class Use>
+    void chunk(const RowsLinear& l, const float* in, const float* z, int64_t number, float* base, Use use) const {
+        const int64_t column = number * CHUNK, columns = std::min(CHUNK, l.d_out - column);
+        rows.chunk(l, in, column, columns, base);
+        for (int64_t r = 0; r < m.rows; ++r)
+            for (int64_t c = 0; c < columns; c += LANES) {
+                const V v = load(base + r * CHUNK + c);
+                use(r, column + c, columns - c, rows.lora(l, z, r, 0, l.ranks, column + c, columns - c, v));
+            }
+    }
+    static int64_t chunks(const RowsLinear& l) { return (l.d_out + CHUNK - 1) / CHUNK; }
+
+    // Adds the output of a layer to the residual stream.
+    void add_output(const RowsLinear& l, const float* in, float* base) const {
+        team.each(chunks(l), [&](int64_t number) {
+            chunk(l, in, z + 0, number, base, [&](int64_t r, int64_t column, int64_t count, V v) {
+                float* to = x + r * m.width + column;
+                store_upto(to, load_upto(to, count) + v, count);
+            });
+        });
+    }
+
+    void project(const DecodeLayer& l, const float* in, float* base) const {
+        const RowsLinear* const layers[] = {&l.q, &l.k, &l.v};
+        thin(layers, in, 1);
+        const int64_t width = (m.heads + 2 * m.groups) * m.head;
+        team.each(chunks(l.q) + chunks(l.k) + chunks(l.v), [&](int64_t number) {
+            int64_t to = 0, ranks = 0;
+            size_t i = 0;
+            for (; number >= chunks(*layers[i]); ++i) {
+                number -= chunks(*layers[i]);
+                to += layers[i]->d_out;
+                ranks += m.rows * layers[i]->ranks;
+            }
+            chunk(*layers[i], in, z + ranks, number, base, [&](int64_t r, int64_t column, int64_t count, V v) {
+                store_upto(qkv + r * width + to + column, v, count);
+            });
+        });
+    }
+
+    // Rotates a head by the row's position: (a, b) -> (a cos - b sin, b cos + a sin) with the halves a and b.
+    void rotate(float* head, int64_t r) const {
+        const int64_t half = m.head / 2;
+        const float *cos = m.cos + r * m.head, *sin = m.sin + r * m.head;
+        for (int64_t i = 0; i < half; ++i) {
+            const float a = head[i], b = head[i + half];
+            head[i] = a * cos[i] - b * sin[i];
+            head[i + half] = b * cos[i + half] + a * sin[i + half];
+        }
+    }
+
+    // Rotates queries and keys, and writes keys and values to the cache.
+    void cache(const DecodeLayer& l) const {
+        const int64_t per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head;
+        team.each(m.rows * m.groups, [&](int64_t task) {
+            const int64_t r = task / m.groups, g = task % m.groups;
+            float *q = qkv + r * width + g * per_group * m.head, *k = qkv + r * width + (m.heads + g) * m.head;
+            const float* v = k + m.groups * m.head;
+            for (int64_t i = 0; i < per_group; ++i) rotate(q + i * m.head, r);
+            rotate(k, r);
+            const int64_t at = (task * m.capacity + m.stop) * m.head;
+            for (int64_t c = 0; c < m.head; ++c) {
+                put((S*)l.keys + at + c, k[c]);
+                put((S*)l.values + at + c, v[c]);
+            }
+        });
+    }
+
+    void attend(const DecodeLayer& l, float* scores) const {
+        const int64_t per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head;
+        team.each(m.rows * m.heads, [&](int64_t task) {
+            const int64_t r = task / m.heads, head = task % m.heads, from = m.starts[r], count = m.stop + 1 - from;
+            const int64_t at = ((r * m.groups + head / per_group) * m.capacity + from) * m.head;
+            const float* q = qkv + r * width + head * m.head;
+            const S *keys = (const S*)l.keys + at, *values = (const S*)l.values + at;
+            int64_t t = 0;
+            for (; t + ALONE <= count; t += ALONE) dots<1, ALONE>(q, keys + t * m.head, m.head, scores + t);
+            for (; t < count; ++t) dots<1, 1>(q, keys + t * m.head, m.head, scores + t);
+            float most = scores[0];
+            for (t = 1; t < count; ++t) most = std::max(most, scores[t]);
+            V sums = {};
+            for (t = 0; t < count; t += LANES) {
+                const V e = exp2<true>((load_upto(scores + t, count - t, -1e30f) - most) * (m.attention_scale * LOG2_E));
+                sums += e;
+                store_upto(scores + t, e, count - t);
+            }
+            const float total = add_up(sums);
+            for (int64_t c = 0; c < m.head; c += LANES) {
+                V sum = {};
+                for (t = 0; t < count; ++t) sum += scores[t] * load_upto(values + t * m.head + c, m.head - c);
+                store_upto(attended + (r * m.heads + head) * m.head + c, sum / total, m.head - c);
+            }
+        });
+    }
+
+    // The softmax over a row's `top_k` largest logits among its experts; equal gates without a router. Every thread
+    // computes all gates after the logits are complete.
+    void choose_gates(const DecodeLayer& l, const float* in, float* p) const {
+        if (l.router)
+            team.each(m.rows * m.experts, [&](int64_t task) {
+                dots<1, 1>(in + task / m.experts * m.width, l.router + task * m.width, m.width, logits + task);
+            });
+        for (int64_t r = 0; r < m.rows; ++r) {
+            const uint8_t* present = m.present + r * m.experts;
+            float* row = p + r * m.experts;
+            const float* logit = logits + r * m.experts;
+            float total = 0;
+            for (int64_t j = 0; j < m.experts; ++j) row[j] = present[j] && !l.router ? 1.f : 0.f;
+            float most = 0;
+            for (int64_t picked = 0; l.router && picked < m.top_k; ++picked) {
+                int64_t best = -1;
+                for (int64_t j = 0; j < m.experts; ++j)
+                    if (present[j] && row[j] == 0.f && (best < 0 || logit[j] > logit[best])) best = j;
+                if (best < 0) break;
+                if (picked == 0) most = logit[best];
+                row[best] = std::max(std::exp(logit[best] - most), 1e-38f);
+            }
+            for (int64_t j = 0; j < m.experts; ++j) total += row[j];
+            for (int64_t j = 0; j < m.experts; ++j) row[j] /= total;
+        }
+    }
+
+    template <class Act>
+    void experts(const DecodeLayer& l, const float* in, float* base, float* p) const {
+        choose_gates(l, in, p);
+        const RowsLinear* const layers[] = {&l.gate, &l.up};
+        thin(layers, in, 1);
+        const int64_t size = m.rows * CHUNK;
+        team.each(chunks(l.gate), [&](int64_t number) {
+            const int64_t column = number * CHUNK, columns = std::min(CHUNK, m.hidden - column);
+            rows.chunk(l.gate, in, column, columns, base);
+            rows.chunk(l.up, in, column, columns, base + size);
+            for (int64_t r = 0; r < m.rows; ++r)
+                for (int64_t c = 0; c < columns; c += LANES) {
+                    const int64_t count = columns - c;
+                    V sum = {};
+                    for (int64_t j = 0; j < m.experts; ++j) {
+                        auto pre = [&](const RowsLinear& layer, const float* z, const float* product) {
+                            const int64_t rank = layer.ranks / m.experts;
+                            const V v = load(product + r * CHUNK + c);
+                            return rows.lora(layer, z, r, j * rank, (j + 1) * rank, column + c, count, v);
+                        };
+                        const V value = Act::value(pre(l.gate, z + 0, base)) * pre(l.up, z + m.rows * l.gate.ranks, base + size);
+                        store_upto(h + (r * m.experts + j) * m.hidden + column + c, value, count);
+                        sum += p[r * m.experts + j] * value;
+                    }
+                    store_upto(mixed + r * m.hidden + column + c, sum, count);
+                }
+        });
+        const RowsLinear* const last[] = {&l.down};
+        if (l.down.ranks) {
+            thin(last, h + 0, m.experts);
+            const int64_t rank = l.down.ranks / m.experts;
+            team.each(m.rows * l.down.ranks, [&](int64_t i) { *(z + i) *= p[i / rank]; });
+        }
+        add_output(l.down, mixed + 0, base);
+    }
+
+    template <class Act>
+    void run() const {
+#pragma omp parallel num_threads(m.threads)
+        {
+            team.meet();
+            Buffer<float> in(m.rows * m.width), base(2 * m.rows * CHUNK), scores(m.stop + 1 + CHUNK), p(m.rows * m.experts);
+            for (int64_t i = 0; i < m.layers; ++i) {
+                const DecodeLayer& l = m.layer[i];
+                norm(l.attention_norm, in + 0);
+                project(l, in + 0, base + 0);
+                cache(l);
+                attend(l, scores + 0);
+                const RowsLinear* const out[] = {&l.o};
+                thin(out, attended + 0, 1);
+                add_output(l.o, attended + 0, base + 0);
+                norm(l.mlp_norm, in + 0);
+                experts<Act>(l, in + 0, base + 0, p + 0);
+            }
+            norm(m.norm, in + 0);
+            team.each(chunks(m.head_layer), [&](int64_t number) {
+                chunk(m.head_layer, in + 0, nullptr, number, base + 0, [&](int64_t r, int64_t column, int64_t count, V v) {
+                    store_upto(m.logits + r * m.head_layer.d_out + column, v, count);
+                });
+            });
+        }
+    }
+
+    void run_with_activation() const {
+        if (m.act == 0) run<GeluTanh<true>>();
+        if (m.act == 1) run<GeluErf<true>>();
+        if (m.act == 2) run<Silu<true>>();
+        if (m.act == 3) run<Relu<true>>();
+    }
+};
+
+}  // namespace
+
+extern "C" void decode_step(const Decode* m) {
+    if (m->bf16)
+        DecodeStep<uint16_t>(*m).run_with_activation();
+    else
+        DecodeStep<float>(*m).run_with_activation();
+}
