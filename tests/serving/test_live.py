@@ -29,10 +29,10 @@ from comingle.privacy.accounting import Release, epsilon
 from comingle.runs import api
 from comingle.runs.leaving import plan_removal, remove_user
 from comingle.serving import live
-from comingle.serving.access import Keys, Limits
+from comingle.serving.access import Keys, Limits, WatchedKeys
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
-from comingle.serving.live import DocumentStore, LiveApi, LiveTrainer, WatchedKeys, When
+from comingle.serving.live import DocumentStore, LiveApi, LiveTrainer, When
 from comingle.utils.errors import DataError, RecipeError, RunError
 from comingle.utils.files import locked
 from comingle.utils.records import read_events, read_metrics

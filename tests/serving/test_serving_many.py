@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
+import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import httpx
 import pytest
 import torch
+import yaml
 
 import comingle as library
+from comingle.config import parse_recipe
 from comingle.models.generation import encode_prompt, read_sampling
 from comingle.models.personal import PersonalModel
 from comingle.runs.api import load_on_demand
+from comingle.runs.results import Run
+from comingle.serving.access import Limits, WatchedKeys
+from comingle.serving.api import make_app
 from comingle.serving.engine import Engine, Piece, Request
 from comingle.serving.models import StoredModels, open_models
 from comingle.serving.rows import AdapterCache
@@ -30,6 +40,10 @@ def run_of(write_recipe: Any, folder: Path, **changes: Any) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, write_recipe: Any) -> Path:
     return run_of(write_recipe, tmp_path_factory.mktemp("many"))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def tree(size: int) -> dict[str, torch.Tensor]:
@@ -197,8 +211,6 @@ def test_a_model_that_cannot_be_read_ends_its_own_request_only(run: Path) -> Non
 
 
 def test_a_request_waits_for_its_adapters_while_others_go_on(run: Path) -> None:
-    import threading
-
     opened, go_on = open_models(run), threading.Event()
 
     def read(name: str) -> PersonalModel:
@@ -216,3 +228,89 @@ def test_a_request_waits_for_its_adapters_while_others_go_on(run: Path) -> None:
     assert len(reads.engine.waiting) == 1
     go_on.set()
     assert all(reads.finish())
+
+
+# ---------------------------------------------------------------- who opens what
+
+
+@pytest.mark.parametrize("hundreds", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_random_requests_open_nobody_elses_model(federate: Any, tmp_path: Path, hundreds: int) -> None:
+    """Random keys, users and requests, while keys are replaced."""
+    names = [f"user{i}" for i in range(12)]
+    federation = federate("fedit", users=names, base="random:llama?layers=1&dim=32", dtype="float32")
+    federation.clients.state.rows.add_(torch.randn(federation.clients.state.rows.shape, generator=seeded(1)))
+    recipe = parse_recipe({"method": "fedit", "data": {"users": {"somebody": "unused"}}})
+    finished = Run(folder=None, recipe=recipe, metrics={}, federation=federation)
+    users: dict[str, Any] = {name: finished.user(name) for name in names}
+    own = {name: users[name].generate("ab", max_new_tokens=2) for name in names}
+    assert len(set(own.values())) > 6
+    draw, path, retired = random.Random(5), tmp_path / "keys.yaml", list[str]()
+    keys: dict[str, str] = {}
+
+    def rotate() -> None:
+        retired.extend(keys.values())
+        chosen = draw.sample(names, 9)  # three users have no key
+        keys.clear()
+        keys.update({name: f"sk-{draw.getrandbits(128):032x}" for name in chosen})
+        draft = tmp_path / "draft"
+        draft.write_text(yaml.safe_dump(keys))
+        draft.chmod(0o600)
+        draft.rename(path)
+
+    rotate()
+    limits = Limits(rate=10**9, queue=10**6, rows=16)
+    app = make_app(Engine(users, rows=16), WatchedKeys(path, users), limits)
+    opened: dict[int, int] = {}
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        name = draw.choice([*names, "nobody", "user1 ", "USER1", "../user1"])
+        kind = draw.choice(("own", "any", "any", "retired", "changed", "none"))
+        key = {
+            "own": keys.get(name, "none"),
+            "any": draw.choice(list(keys.values())),
+            "retired": draw.choice(retired or ["x"]),
+            "changed": draw.choice(list(keys.values()))[:-1] + draw.choice("ghij"),
+            "none": draw.choice(("", "x", "0" * 35, next(iter(keys)))),
+        }[kind]
+        owner = next((user for user, valid in keys.items() if valid == key), None)
+        headers = {"Authorization": f"Bearer {key}"}
+        where = draw.choice(("models", f"models/{quote(name, safe='')}", "completions", "chat/completions", "route"))
+        if where.startswith("models"):
+            answer = await client.get(f"/v1/{where}", headers=headers)
+        else:
+            body: dict[str, Any] = {"model": name, "max_tokens": 2, "temperature": 0, "prompt": "ab"}
+            if where == "chat/completions":
+                body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+            if where == "route":
+                body = {"model": name, "text": "a"}
+            answer = await client.post(f"/v1/{where}", headers=headers, json=body)
+        opened[answer.status_code] = opened.get(answer.status_code, 0) + 1
+        if owner is None:
+            assert answer.status_code == 401
+        elif where == "models":
+            assert [model["id"] for model in answer.json()["data"]] == [owner]
+        elif owner != name:
+            assert answer.status_code == 404
+            assert answer.json()["error"]["message"] == f"no model {name!r} for this key"
+        elif where == "route":
+            assert answer.json()["error"]["code"] == "no_routers"
+        else:
+            assert answer.status_code == 200
+            assert answer.json().get("model", answer.json().get("id")) == name
+            if where == "completions":
+                assert answer.json()["choices"][0]["text"] == own[name]
+
+    async def ask_all() -> None:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            for number in range(hundreds):
+                if number % 5 == 4:
+                    rotate()
+                await asyncio.gather(*(ask(client) for _ in range(100)))
+
+    try:
+        asyncio.run(ask_all())
+    finally:
+        app.state.service.worker.close()
+    assert sum(opened.values()) == 100 * hundreds
+    assert min(opened[status] for status in (200, 401, 404)) > 5 * hundreds

@@ -61,7 +61,7 @@ def serve(
     port: Port = 8000,
     keys: Annotated[
         Path | None,
-        typer.Option("--keys", metavar="FILE", help="Require keys, in lines USER: KEY; each opens one model."),
+        typer.Option("--keys", metavar="FILE", help="Require keys, in lines USER: KEY; read again when it changes."),
     ] = None,
     make_keys: MakeKeys = None,
     rows: Rows = Limits.rows,
@@ -69,6 +69,9 @@ def serve(
     rate: Rate = Limits.rate,
     max_tokens: MaxTokens = Limits.max_tokens,
     adapter_memory: AdapterMemory = None,
+    tokens_per_day: Annotated[
+        int | None, typer.Option("--tokens-per-day", min=1, help="Read and generate N tokens per user and day.")
+    ] = None,
 ) -> None:
     """Serve all users' models over one base as an OpenAI-compatible API, with a chat page at /."""
     require_serving_packages("serve")
@@ -85,15 +88,16 @@ def serve(
         write_keys(make_keys, names)
         console.print(literal_text(f"{make_keys}  keys of {list_names(names)}; --keys {make_keys} uses them"))
         return
-    keys_of_users = None if keys is None else read_keys(keys, names)
-    check_host(host, keys_of_users)  # raises if other machines could connect without a key
+    check_host(
+        host, None if keys is None else read_keys(keys, names)
+    )  # raises if other machines could connect without a key
     with listen(host, port) as sock:  # before the models are loaded, so that a port in use is reported at once
         loaded = load_all_models(run, method)
-        limits = Limits(max_tokens=max_tokens, rate=rate, rows=rows, queue=queue)
+        limits = Limits(max_tokens=max_tokens, rate=rate, rows=rows, queue=queue, tokens_per_day=tokens_per_day)
         serve_models(
             loaded.models,
             sock,
-            keys=keys_of_users,
+            keys=keys,
             limits=limits,
             answers=loaded.answers,
             ready=print_addresses,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from comingle.utils.errors import ComingleError, DataError, RunError, require_user
+from comingle.utils.names import name_problem
 
 if TYPE_CHECKING:
     from fastapi.responses import JSONResponse
@@ -26,17 +27,27 @@ MIN_KEY_LENGTH = 16
 """Minimum length of a key in characters; shorter keys can be guessed."""
 
 
+KeyOrKeys = str | tuple[str, ...]
+"""A user's key; several while an old and a new key are both valid."""
+
+
+def _as_tuple(keys: KeyOrKeys) -> tuple[str, ...]:
+    return (keys,) if isinstance(keys, str) else keys
+
+
 class Keys:
     """The keys that give access to users' models.
 
     Args:
         names: All users; a collection to which users may be added later.
-        keys: Key by user; None to give everyone who reaches the server access to all models.
+        keys: One or several keys by user; None to give everyone who reaches the server access to all models.
     """
 
-    def __init__(self, names: Collection[str], keys: Mapping[str, str] | None) -> None:
+    def __init__(self, names: Collection[str], keys: Mapping[str, KeyOrKeys] | None) -> None:
         self.names = names
-        self._digests = None if keys is None else {name: _digest(key) for name, key in keys.items()}
+        self._digests: list[tuple[str, bytes]] | None = None  # user and digest of each key
+        if keys is not None:
+            self._digests = [(name, _digest(key)) for name, of_user in keys.items() for key in _as_tuple(of_user)]
 
     @property
     def required(self) -> bool:
@@ -51,7 +62,7 @@ class Keys:
             return tuple(self.names)
         given_digest = _digest(key)
         users = []
-        for name, digest in self._digests.items():
+        for name, digest in self._digests:
             if hmac.compare_digest(given_digest, digest):  # in constant time, so that its duration reveals nothing
                 users.append(name)
         return tuple(users)
@@ -64,12 +75,59 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
-    """Read the users' keys from a YAML file with lines of ``USER: KEY``.
+class WatchedKeys(Keys):
+    """Keys from a file that an operator may change while the server runs, to replace keys, or add or remove users."""
+
+    def __init__(self, path: Path, known: Collection[str] | None = None) -> None:
+        """Read the file.
+
+        Args:
+            path: The file.
+            known: Users with a model, a collection that may change; None if the users are those in the file.
+
+        Raises:
+            DataError: It cannot be used.
+        """
+        self._path, self._known = path, known
+        self._version: tuple[int, ...] = ()  # of the file that was read
+        super().__init__([], {})
+        self._read()
+
+    def users_of(self, key: str) -> tuple[str, ...]:
+        """Return the users whose models a key opens, by the file as it is now."""
+        try:
+            self._read()
+        except (ComingleError, OSError, UnicodeError) as error:  # it is being edited: the last keys remain valid
+            logger.warning("%s", error)
+        users = super().users_of(key)
+        return users if self._known is None else tuple(name for name in users if name in self._known)
+
+    def _read(self) -> None:
+        """Replace names and keys by those in the file if it has changed since it was read.
+
+        Raises:
+            DataError: The file cannot be used; names and keys stay as they were.
+        """
+        if not self._path.exists():  # all access is withdrawn
+            self._version = ()
+            super().__init__([], {})
+            return
+        status = self._path.stat()
+        version = (status.st_mtime_ns, status.st_ino, status.st_size)
+        if version == self._version:
+            return
+        is_empty = not self._path.read_text(encoding="utf-8").strip()  # all access is withdrawn
+        keys = {} if is_empty else read_keys(self._path, None)
+        super().__init__(list(keys), keys)
+        self._version = version
+
+
+def read_keys(path: Path, names: Iterable[str] | None) -> dict[str, KeyOrKeys]:
+    """Read the users' keys from a YAML file with lines of ``USER: KEY``, or ``USER: [KEY, KEY]`` for several.
 
     Args:
         path: The file. Users that it does not list have no key, so their models cannot be used.
-        names: All users.
+        names: All users; None if they are those in the file.
 
     Raises:
         DataError: The file has another form, a user does not exist, a key is invalid, or two users have the same key.
@@ -83,20 +141,31 @@ def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
         raise DataError(f"--keys {path}: cannot be read as UTF-8 text ({type(error).__name__})") from None
     if not isinstance(content, Mapping) or not content:
         raise DataError(f"--keys {path}: allowed: lines of USER: KEY")
-    known_users, keys = list(names), dict[str, str]()
-    for name, key in content.items():
+    if names is None and (problem := name_problem([str(name) for name in content])):
+        raise DataError(f"--keys {path}: {problem}")
+    known_users = list(map(str, content) if names is None else names)
+    keys, owners = dict[str, KeyOrKeys](), dict[str, str]()
+    for name, given in content.items():
         require_user(str(name), known_users, f"--keys {path}: ")
-        if not isinstance(key, str) or len(key) < MIN_KEY_LENGTH:
-            raise DataError(f"--keys {path}: the key of {name!r} is not a text of at least {MIN_KEY_LENGTH} characters")
-        fits_http_header = key.isascii() and key.isprintable() and " " not in key
-        if not fits_http_header:
-            raise DataError(f"--keys {path}: the key of {name!r} has characters that HTTP headers do not allow")
-        if key in keys.values():
-            raise DataError(f"--keys {path}: {name!r} has the key of another user; keys must be unique")
-        keys[name] = key
+        own_keys = given if isinstance(given, list) and given else [given]
+        for key in own_keys:
+            if problem := _key_problem(key):
+                raise DataError(f"--keys {path}: the key of {name!r} {problem}")
+            if key in owners:
+                raise DataError(f"--keys {path}: {name!r} has the key of {owners[key]!r}; keys must be unique")
+            owners[key] = name
+        keys[name] = tuple(own_keys) if isinstance(given, list) else given
     if is_readable_by_others:
         logger.warning("--keys %s: other users of this machine can read it; restrict it with chmod 600", path)
     return keys
+
+
+def _key_problem(key: object) -> str:
+    """Return why a value in a file cannot be a key; empty if it can."""
+    if not isinstance(key, str) or len(key) < MIN_KEY_LENGTH:
+        return f"is not a text of at least {MIN_KEY_LENGTH} characters"
+    fits_http_header = key.isascii() and key.isprintable() and " " not in key
+    return "" if fits_http_header else "has characters that HTTP headers do not allow"
 
 
 def make_keys(path: Path, names: Iterable[str]) -> None:
@@ -155,7 +224,7 @@ def cross_site_page(headers: Mapping[str, str]) -> str:
     return ""
 
 
-def check_host(host: str, keys: Mapping[str, str] | None) -> None:
+def check_host(host: str, keys: Mapping[str, KeyOrKeys] | None) -> None:
     """Raise an error if a server without keys would listen on an address that other machines can reach.
 
     Args:
@@ -173,6 +242,7 @@ def check_host(host: str, keys: Mapping[str, str] | None) -> None:
 
 
 MINUTE = 60.0
+DAY = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +256,7 @@ class Limits:
         queue: Texts that wait for a row.
         body_bytes: Size of the body of an HTTP request.
         choices: Texts per HTTP request.
+        tokens_per_day: Tokens of prompts and answers per user and day; None for no limit.
     """
 
     max_tokens: int = 1024
@@ -194,34 +265,47 @@ class Limits:
     queue: int = 64
     body_bytes: int = 1 << 20
     choices: int = 16
+    tokens_per_day: int | None = None
 
 
-class Rates:
-    """Rate limits by token buckets: a user's bucket holds ``rate`` requests, and refills at ``rate`` per minute."""
+class Buckets:
+    """Token buckets of users: each holds ``capacity``, is full at first, and refills to it within ``seconds``."""
 
-    def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.rate, self.clock = rate, clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # by user: requests left, and the time of the last request
+    def __init__(self, capacity: float, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.capacity, self.seconds, self.clock = float(capacity), seconds, clock
+        self._buckets: dict[str, tuple[float, float]] = {}  # by user: what is left, and when that was
 
-    def take_request(self, name: str) -> float:
-        """Count a request of a user against the rate limit, by a token bucket that holds a minute's requests.
+    def left(self, name: str) -> float:
+        """Return what is left in a user's bucket."""
+        now = self.clock()
+        left, then = self._buckets.get(name, (self.capacity, now))
+        return min(self.capacity, left + (now - then) * self.capacity / self.seconds)
+
+    def take(self, name: str, amount: float) -> float:
+        """Take from a user's bucket unless there is too little in it.
 
         Args:
             name: The user.
+            amount: How much; a negative amount is given back.
 
         Returns:
-            Seconds to wait until a request is allowed; 0 if this one is.
+            Seconds to wait until there is enough; 0 if it was taken.
         """
-        now = self.clock()
-        capacity = float(self.rate)
-        requests_left, last_time = self._buckets.get(name, (capacity, now))
-        refill = (now - last_time) * self.rate / MINUTE
-        requests_left = min(capacity, requests_left + refill)
-        if requests_left >= 1:
-            self._buckets[name] = (requests_left - 1, now)
-            return 0.0
-        self._buckets[name] = (requests_left, now)
-        return (1 - requests_left) * MINUTE / self.rate
+        left = self.left(name)
+        missing = max(0.0, amount - left)
+        self._buckets[name] = (left if missing else min(self.capacity, left - amount), self.clock())
+        return missing * self.seconds / self.capacity
+
+
+class Rates(Buckets):
+    """Rate limits: a user's bucket holds ``rate`` requests, and refills at ``rate`` per minute."""
+
+    def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(rate, MINUTE, clock)
+
+    def take_request(self, name: str) -> float:
+        """Count a request of a user; return the seconds to wait until it is allowed, 0 if it is allowed now."""
+        return self.take(name, 1)
 
 
 GRACE_SECONDS = 5.0

@@ -24,14 +24,17 @@ from starlette.requests import ClientDisconnect
 from comingle.models.personal import PersonalModel
 from comingle.serving import engine as engines
 from comingle.serving.access import (
+    DAY,
     GRACE_SECONDS,
     METRICS_EXTRA,
     UVICORN_OPTIONS,
     ApiError,
+    Buckets,
     Keys,
     Limits,
     Metrics,
     Rates,
+    WatchedKeys,
     cross_site_page,
     hostname,
     is_loopback,
@@ -139,6 +142,7 @@ class Service:
         """Start a worker for the engine; arguments as in :func:`make_app`."""
         self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
         self.rates = Rates(limits.rate)
+        self.quotas = None if limits.tokens_per_day is None else Buckets(limits.tokens_per_day, DAY)
         self.worker = Worker(engine, max_waiting=limits.queue, when_idle=when_idle)
         any_model = next(iter(engine.models.values())).model  # the base is the same for all users
         self.prompts = Prompts(any_model.base)
@@ -197,6 +201,26 @@ class Service:
         if wait_seconds > 0:
             message = f"user {name!r} has sent {self.limits.rate} requests within a minute"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait_seconds)
+
+    def _take_tokens(self, name: str, amount: int) -> None:
+        """Count tokens against a user's quota, if there is one.
+
+        Args:
+            name: The user.
+            amount: Number of tokens of a prompt and, as far as they are not known yet, the most tokens of its answer.
+
+        Raises:
+            ApiError: The quota has fewer left.
+        """
+        if self.quotas is None:
+            return
+        wait_seconds = self.quotas.take(name, amount)
+        if wait_seconds > 0:
+            left, allowed = int(self.quotas.left(name)), self.limits.tokens_per_day
+            message = (
+                f"this request may need {amount:,} tokens; left for user {name!r}: {left:,} of {allowed:,} per day"
+            )
+            raise ApiError(429, message, code="insufficient_quota", retry_after=wait_seconds)
 
     async def read_body(self, request: Request, body_class: type[Body]) -> Body:
         """Read and validate the body of a request.
@@ -338,6 +362,7 @@ class Service:
 
         self._call_or_refuse(check_tokens, "text")
         self._refuse_too_long(len(prompt) + len(text), num_new_tokens=0, param="text")
+        self._take_tokens(parsed.model, len(prompt) + len(text))
         try:
             routing_future = self.worker.call(lambda: self.engine.route(parsed.model, prompt, list(text)))
             routing = await asyncio.wrap_future(routing_future)
@@ -427,11 +452,18 @@ class Service:
             wants_logprobs=parsed.num_top_logprobs is not None,
             prompt_tokens=sum(len(prompt) for prompt in prompts),
         )
+        prompt_tokens = sum(len(request.prompt) for request in piece_queue.requests)
+        largest_answer = sum(request.sampling.max_new_tokens for request in piece_queue.requests)
+        self._take_tokens(parsed.model, prompt_tokens + largest_answer)
+        if (quotas := self.quotas) is not None:
+            piece_queue.on_end = lambda num_new: quotas.take(parsed.model, num_new - largest_answer)
         try:
             self.worker.submit(piece_queue.requests)
-        except Overloaded as error:
-            raise ApiError(503, str(error), code="overloaded", retry_after=1) from None
-        except ComingleError as error:
+        except (Overloaded, ComingleError) as error:
+            if self.quotas is not None:
+                self.quotas.take(parsed.model, -prompt_tokens - largest_answer)
+            if isinstance(error, Overloaded):
+                raise ApiError(503, str(error), code="overloaded", retry_after=1) from None
             raise ApiError(400, str(error)) from None
         end_tokens = self.engine.ends(piece_queue.requests[0])  # the same for all texts of the answer
         if parsed.stream:
@@ -506,7 +538,7 @@ def serve(
     models: Mapping[str, PersonalModel],
     sock: socket.socket,
     *,
-    keys: Mapping[str, str] | None,
+    keys: Path | None,
     limits: Limits,
     answers: bool,
     ready: Callable[[str], None],
@@ -517,14 +549,15 @@ def serve(
     Args:
         models: Model by user.
         sock: The socket to listen on.
-        keys: API key by user; None if requests need no key.
+        keys: File with users' keys, which is read again when it changes; None if requests need no key.
         limits: Limits on requests.
         answers: Whether the models answer messages rather than continue a text.
         ready: Called once with the server's URL, before the first request is answered.
         cache_bytes: Size of the adapters in memory, if models are read from disk on access; None otherwise.
     """
     engine = Engine(models, rows=limits.rows, cache_bytes=cache_bytes)
-    app = make_app(engine, Keys(models, keys), limits, answers=answers)
+    access = Keys(models, None) if keys is None else WatchedKeys(keys, engine.models)
+    app = make_app(engine, access, limits, answers=answers)
     server = GracefulServer(uvicorn.Config(app, **UVICORN_OPTIONS), app.state.service)
     ready(url_of(sock))
     server.run(sockets=[sock])

@@ -36,7 +36,6 @@ from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import UploadFile
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.files import read_text
 from comingle.data.conversations.messages import Columns, messages_of
 from comingle.data.conversations.section import ConversationsSection
 from comingle.models.base import Base
@@ -47,7 +46,7 @@ from comingle.runs.continuation import check_endless, users_without_budget
 from comingle.runs.given import NOTHING
 from comingle.runs.results import Run
 from comingle.runs.session import build, check_and_set_up, prepare
-from comingle.serving.access import UVICORN_OPTIONS, ApiError, Keys, Limits, read_keys, url_of
+from comingle.serving.access import UVICORN_OPTIONS, ApiError, Keys, Limits, WatchedKeys, url_of
 from comingle.serving.api import GracefulServer, Service, make_app
 from comingle.serving.engine import Engine
 from comingle.serving.models import answers_messages
@@ -665,57 +664,6 @@ class FineTuningJob(BaseModel):
 
     model: str
     training_file: str
-
-
-class WatchedKeys(Keys):
-    """Keys from a file that an operator may change while the server runs, to add or remove users."""
-
-    def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            DataError: It cannot be used.
-        """
-        self._path, self._changed_at = path, 0
-        super().__init__([], {})
-        self._read()
-
-    def users_of(self, key: str) -> tuple[str, ...]:
-        """Return the users whose models a key opens, by the file as it is now."""
-        try:
-            self._read()
-        except (
-            ComingleError,
-            OSError,
-            UnicodeError,
-        ) as error:  # the operator is editing the file: the last keys remain valid
-            logger.warning("%s", error)
-        return super().users_of(key)
-
-    def _read(self) -> None:
-        """Replace names and keys by those in the file if it has changed since it was read.
-
-        Raises:
-            DataError: The file cannot be used; names and keys stay as they were.
-        """
-        if not self._path.exists():  # all access is withdrawn
-            self._changed_at = 0
-            super().__init__([], {})
-            return
-        changed_at = self._path.stat().st_mtime_ns
-        if changed_at == self._changed_at:
-            return
-        text = self._path.read_text(encoding="utf-8")
-        if not text.strip():  # all access is withdrawn
-            self._changed_at = changed_at
-            super().__init__([], {})
-            return
-        content = read_text(text, str(self._path))
-        names = [str(name) for name in content] if isinstance(content, Mapping) else []
-        if problem := name_problem(names):
-            raise DataError(f"--keys {self._path}: {problem}")
-        super().__init__(names, read_keys(self._path, names))
-        self._changed_at = changed_at
 
 
 class LiveApi:

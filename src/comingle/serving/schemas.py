@@ -315,6 +315,8 @@ class PieceQueue:
         self.loop = asyncio.get_running_loop()
         self.queue = asyncio.Queue[tuple[int, Piece]]()  # index of a text of the answer, and the text's next piece
         self.requests: list[Request] = []  # one per text; set before `pieces` is called
+        self.on_end: Callable[[int], object] = lambda num_new_tokens: None
+        """Called once with the number of generated tokens, when the texts have ended or the client is gone."""
         self._metrics = metrics
         self._timers: list[TextTimer] = []  # one per text; none without metrics
 
@@ -341,10 +343,11 @@ class PieceQueue:
         Raises:
             ApiError: The model failed.
         """
-        num_unfinished = len(self.requests)
+        num_unfinished, num_new_tokens = len(self.requests), 0
         try:
             while num_unfinished:
                 text_index, piece = await self.queue.get()
+                num_new_tokens += piece.sampled is not None
                 if isinstance(piece.error, ApiError):
                     raise piece.error
                 if piece.error is not None:
@@ -357,6 +360,7 @@ class PieceQueue:
                 request.cancelled = True
             for timer in self._timers:  # does nothing for texts that have ended
                 timer.end("abort")
+            self.on_end(num_new_tokens)
 
 
 def _count_piece(timer: TextTimer, piece: Piece) -> None:
