@@ -147,14 +147,14 @@ def read_keys(path: Path, names: Iterable[str] | None) -> dict[str, KeyOrKeys]:
     keys, owners = dict[str, KeyOrKeys](), dict[str, str]()
     for name, given in content.items():
         require_user(str(name), known_users, f"--keys {path}: ")
-        own_keys = given if isinstance(given, list) and given else [given]
+        own_keys: list[Any] = given if isinstance(given, list) and given else [given]
         for key in own_keys:
             if problem := _key_problem(key):
                 raise DataError(f"--keys {path}: the key of {name!r} {problem}")
             if key in owners:
                 raise DataError(f"--keys {path}: {name!r} has the key of {owners[key]!r}; keys must be unique")
             owners[key] = name
-        keys[name] = tuple(own_keys) if isinstance(given, list) else given
+        keys[name] = tuple(own_keys) if isinstance(given, list) else own_keys[0]
     if is_readable_by_others:
         logger.warning("--keys %s: other users of this machine can read it; restrict it with chmod 600", path)
     return keys
