@@ -243,10 +243,18 @@ def audit_run(
 
 
 def _exposures(trials: Sequence[Trial]) -> tuple[list[float], list[float]]:
-    """Return the exposures, in bits, of the canaries that a run trained on, and of those that it left out.
+    """Return how much the models of an audit memorised its canaries, as exposures in bits.
 
-    The latter are for comparison. An exposure is high if the final model gives a canary a lower loss than it gives to
-    most reference canaries, which no user trained on (:func:`exposure`).
+    A canary is a sequence of random tokens. Each trial trains with the canaries of about half of the users inserted
+    into their data. An exposure is high if the final model gives a canary a lower loss than most reference canaries,
+    which no user trained on (:func:`exposure`).
+
+    Args:
+        trials: Results of the audit's training runs: for each user's canary whether it was inserted (``inside``), and
+            the rank of its loss among those of the references (``ranks``).
+
+    Returns:
+        Exposures of the inserted canaries, and for comparison those of the canaries that were left out.
     """
     inserted: list[float] = []
     absent: list[float] = []

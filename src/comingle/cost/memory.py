@@ -248,30 +248,30 @@ class Writes:
     kept_checkpoints: int
 
     @property
-    def kept_rounds(self) -> int:
-        """Largest number of rounds whose overwritten user states are still on disk, as a checkpoint refers to them.
+    def rounds_with_old_records(self) -> int:
+        """Largest number of rounds whose superseded records are still on disk, as a checkpoint refers to them.
 
-        A user's model and optimiser moments (its records) are never overwritten in place. With a checkpoint every 5
-        rounds and 2 kept checkpoints, this is 15 in a run of 20 rounds or more: those of 3 checkpoints, since the
-        records of a deleted checkpoint are freed only when the next one is written.
+        With a checkpoint every 5 rounds and 2 kept checkpoints, this is 15 in a run of 20 rounds or more: those of 3
+        checkpoints, since the records of a deleted checkpoint are freed only when the next one is written.
         """
         rounds_after_first_checkpoint = max(0, self.rounds - self.checkpoint_every)
         return min(self.checkpoint_every * (self.kept_checkpoints + 1), rounds_after_first_checkpoint)
 
     def max_model_records(self) -> float:
-        """Return the largest number of user models on disk at the same time, older versions included.
+        """Return the largest number of models that are on disk at the same time: current ones and older versions.
 
-        Each version of a user's model is a record. Users that took part or were evaluated have one, and superseded
-        records stay as long as a checkpoint refers to them.
+        A user has a model on disk once it has trained or was evaluated. Training and evaluation write a new version;
+        the superseded one stays as long as a checkpoint refers to it.
         """
         num_trained = expected_participants(self.users, self.participants, self.rounds)
         share_never_trained = 1 - num_trained / self.users
-        num_current = num_trained + self.evaluated_users * share_never_trained  # users with a record
-        num_evaluations = math.ceil(self.kept_rounds / self.evaluate_every)
-        num_checkpoints = self.kept_rounds // self.checkpoint_every
-        # A checkpoint refers to the records of one evaluation, the last before it; later ones overwrite these.
-        overwritten_by_evaluations = self.evaluated_users * min(num_evaluations, num_checkpoints)
-        return num_current + self._overwritten_by_steps(num_current) + overwritten_by_evaluations
+        num_current = num_trained + self.evaluated_users * share_never_trained
+        old_rounds = self.rounds_with_old_records
+        num_evaluations = math.ceil(old_rounds / self.evaluate_every)
+        num_checkpoints = old_rounds // self.checkpoint_every
+        # Of the versions that evaluations write, a checkpoint refers to those of the last evaluation before it.
+        superseded_by_evaluations = self.evaluated_users * min(num_evaluations, num_checkpoints)
+        return num_current + self._superseded_by_steps(num_current) + superseded_by_evaluations
 
     def max_moment_records(self) -> float:
         """Return the largest number of stored optimiser moments on disk, one record per user and older version.
@@ -279,19 +279,19 @@ class Writes:
         Only users who took part have moments.
         """
         num_current = expected_participants(self.users, self.participants, self.rounds)
-        return num_current + self._overwritten_by_steps(num_current)
+        return num_current + self._superseded_by_steps(num_current)
 
-    def _overwritten_by_steps(self, num_current: float) -> float:
-        """Return the number of superseded user states on disk that checkpoints still refer to.
+    def _superseded_by_steps(self, num_current: float) -> float:
+        """Return the number of records on disk that local steps have superseded and checkpoints still refer to.
 
-        A user's state (its record) is written anew after its local steps; the older one stays. Each checkpoint refers
-        to the records that the rounds after it overwrite, at most one per user: with 10 participants and a checkpoint
+        A user's record is written to a new place after its local steps; the older one stays. Each checkpoint refers to
+        the records that the rounds after it supersede, at most one per user: with 10 participants and a checkpoint
         every 5 rounds to 50.
 
         Args:
             num_current: Number of users with a record.
         """
-        num_checkpoints = self.kept_rounds / self.checkpoint_every
+        num_checkpoints = self.rounds_with_old_records / self.checkpoint_every
         return num_checkpoints * min(num_current, self.participants * self.checkpoint_every)
 
 

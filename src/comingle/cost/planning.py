@@ -287,13 +287,13 @@ def _halved_passes(size: PassSize) -> Iterator[PassSize]:
 
 
 def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation: Participation = 1.0) -> Plan:
-    """Return the costs of training small nets on samples, for one or several methods.
+    """Return the computation, memory and messages of training small nets, for one or several methods.
 
     Samples are read or generated, as costs depend on their numbers and shapes. Nothing is trained.
 
     Args:
         recipes: Recipes that differ in their method alone.
-        users: Number of users, in place of the recipe's.
+        users: Number of users for which to count; None for the recipe's.
         participation: Fraction of the users in each round, or the names of each round's participants.
 
     Raises:
@@ -303,17 +303,29 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
     if users is not None:
         check_num_users(users)
         recipes = [kind_of(recipe).with_num_users(recipe, users) for recipe in recipes]
-    population = prepare(recipes[0]).common
+    population = prepare(recipes[0]).common  # users and their samples, which are the same for all methods
+    # FedAvg trains the net without additions, so its FLOPs are those of the net; others of a method are its overhead.
     fedavg = rehearse_nets(with_method(recipes[0], "fedavg"), population)
-    net_flops = measured_base(fedavg)  # FLOPs beyond FedAvg's count as a method's overhead
-    clients = fedavg.federation.clients
-    model, training = clients.model, clients.plan.training
-    free = free_bytes(model.device)
+    net_flops = measured_base(fedavg)
+    free = free_bytes(fedavg.federation.clients.model.device)
     names = tuple(population.users.names)
     costs = []
     for recipe in recipes:
         cost = net_cost(recipe, population, net_flops, free, participation)
         costs.append(add_privacy_forecast(cost, recipe, names, participation))
+    return _plan_of_nets(fedavg.federation.clients, population, costs, free)
+
+
+def _plan_of_nets(clients: Clients, population: Population, costs: Sequence[MethodCost], free: int) -> Plan:
+    """Return the costs of methods together with the facts about the net and the training that are the same for all.
+
+    Args:
+        clients: Clients that train the net with FedAvg.
+        population: Users and their samples.
+        costs: Costs of each method.
+        free: Free memory in bytes.
+    """
+    model, training = clients.model, clients.plan.training
     base_cost = BaseCost(
         name=model.name,
         parameters=model.base_parameters,
@@ -323,7 +335,7 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
     return Plan(
         base=base_cost,
         device=str(model.device),
-        users=names,
+        users=tuple(population.users.names),
         rounds=training.rounds,
         local_steps=max(work.steps for work in local_work_by_user(clients, population).values()),
         batch_size=training.largest_batch_size,
@@ -598,8 +610,8 @@ def federate_bare(
     Args:
         recipe: The recipe.
         base: The base model; weights are not needed.
-        names: Names of the users of all processes.
-        own_indices: Indices in ``names`` of this process's users; None if there is one process.
+        names: Names of all users of the run, in all processes.
+        own_indices: Positions in ``names`` of the users that this process trains; None if it trains all of them.
     """
     recipe = recipe.for_users(names)
     method = make(recipe.method.name, **recipe.method.settings)
@@ -674,9 +686,9 @@ def rehearse_text(
     Args:
         recipe: The recipe.
         base: The base model; weights are not needed.
-        names: Names of the users of all processes.
+        names: Names of all users of the run, in all processes.
         participation: Fraction of the users in each round, or the names of each round's participants.
-        own_indices: Indices in ``names`` of this process's users; None if there is one process.
+        own_indices: Positions in ``names`` of the users that this process trains; None if it trains all of them.
         process_bytes: Bytes of a process without model and data; None to measure them.
     """
     federation = federate_bare(recipe, base, names, own_indices)
@@ -843,8 +855,8 @@ def memory_choices(
 
     Args:
         recipe: The recipe.
-        names: Names of the users of all processes.
-        own_indices: Index in ``names`` of the only user on this machine, for a client; None in a simulation.
+        names: Names of all users of the run, in all processes.
+        own_indices: For a client, the position of its user in ``names``; None for a run that trains all users here.
         process_bytes: Bytes of a process without model and data; None to measure them.
 
     Raises:
@@ -983,8 +995,8 @@ class _MemoryByPassSize:
 
         Args:
             recipe: The recipe.
-            names: Names of the users of all processes.
-            own_indices: Index in ``names`` of the only user on this machine, for a client; None in a simulation.
+            names: Names of all users of the run, in all processes.
+            own_indices: For a client, the position of its user in ``names``; None for a run that trains all users here.
             process_bytes: Bytes of a process without model and data; None to measure them.
         """
         runtime = recipe.runtime
@@ -1059,8 +1071,8 @@ def choose_within(
     Args:
         recipe: The recipe.
         limit: Memory that the run may use, in bytes.
-        names: Names of the users of all processes.
-        own_indices: Index in ``names`` of the only user on this machine, for a client; None in a simulation.
+        names: Names of all users of the run.
+        own_indices: For a client, the position of its user in ``names``; None for a run that trains all users here.
         process_bytes: Bytes of a process without model and data; None to measure them.
 
     Raises:
@@ -1103,8 +1115,8 @@ def choose_specialists(
     Args:
         recipe: The recipe.
         limit: Memory that the run may use, in bytes.
-        names: Names of the users of all processes.
-        own_indices: Index in ``names`` of the only user on this machine, for a client; None chooses for all users.
+        names: Names of all users of the run.
+        own_indices: For a client, the position of its user in ``names``; None to choose for all users.
         process_bytes: Bytes of a process without model and data; None to measure them.
 
     Raises:
@@ -1164,23 +1176,27 @@ def _has_generalists(recipe: Recipe) -> bool:
 def _fits_in_own_format(
     recipe: Recipe, limit: int, names: tuple[str, ...], own_indices: Sequence[int] | None, process_bytes: int | None
 ) -> bool:
-    """Return whether a run fits into a limit in the number format of its recipe.
+    """Return whether a run fits into memory without converting the base model to smaller numbers, such as bfloat16.
 
-    With ``runtime.memory`` it may use smaller passes and checkpointing; else the recipe's own passes have to fit.
+    Without ``runtime.memory`` the recipe's own settings have to fit. With it the run may also have fewer users and
+    sequences in a forward pass, and gradient checkpointing.
 
     Args:
         recipe: The recipe.
         limit: Memory that the run may use, in bytes.
-        names: Names of the users of all processes.
-        own_indices: Index in ``names`` of the only user on this machine, for a client; None in a simulation.
+        names: Names of all users of the run.
+        own_indices: For a client, the position of its user in ``names``; None for a run that trains all users here.
         process_bytes: Bytes of a process without model and data; None to measure them.
     """
     if recipe.runtime.memory is None:
         memory = _MemoryByPassSize(recipe, names, own_indices=own_indices, process_bytes=process_bytes)
-        return memory.cost_at(memory.pass_size).total_bytes <= limit
+        own_pass_size = memory.pass_size  # numbers of users and sequences by the recipe's settings
+        return memory.cost_at(own_pass_size).total_bytes <= limit
+    # The choices with the recipe's own number format come first, then those with smaller formats.
     for choice in memory_choices(recipe, names, own_indices=own_indices, process_bytes=process_bytes):
-        if "runtime.dtype" in choice.changes or "quantise" in choice.changes:
-            return False  # the choices that follow have other formats
+        has_smaller_format = "runtime.dtype" in choice.changes or "quantise" in choice.changes
+        if has_smaller_format:
+            return False
         if choice.needed_bytes <= limit:
             return True
     return False

@@ -269,10 +269,11 @@ def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
     if repeated:
         raise DataError(f"data.held_out: mixture: two users are named {repeated[0]!r}; names must be unique")
 
-    def make_lists(_name: str) -> DocumentLists:
-        return ListedDocuments()  # in memory; for data sets of a recipe, `Mixture` keeps its lists in files
+    def new_lists(_user_name: str) -> DocumentLists:
+        """Return empty lists for the documents of a user, in memory; streamed data sets have theirs in files."""
+        return ListedDocuments()
 
-    mixture = Mixture(make_lists, seed)
+    mixture = Mixture(new_lists, seed)
     for user in users:
         mixture.add(user)
     return list(mixture.texts())

@@ -434,27 +434,28 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
 
 
 def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
-    """Return the fields of an evaluation event with the weights with which each user mixes several models.
+    """Return fields for the evaluation event: the weights with which each user's model mixes several models.
 
-    Depending on the method, the server or each user's client mixes the models. If it is the server, the weights are in
-    the method's state on the server (``server.kept``); otherwise users report them.
+    Some methods mix models, on the server or on each user's client. A server has the weights of all users in its state;
+    clients report theirs.
 
     Args:
-        session: The session.
-        reported: Metrics by user; "mixture" has a user's weight of each model, such as ``[0.2, 0.8]``. Lists of a wrong
-            length are skipped.
+        session: The server's side of the federation.
+        reported: Metrics that clients report, by user; "mixture" has the user's weight of each model, such as
+            ``[0.2, 0.8]``.
 
     Returns:
-        The fields; empty if there are no weights.
+        The fields; empty if the method does not mix models.
     """
-    method, server = session.context.method, session.server
-    server_weights = method.server.merging_weights(server.kept)  # (users, models); None if the server does not mix
+    method = session.context.method
+    state_of_server = session.server.kept
+    server_weights = method.server.merging_weights(state_of_server)  # (users, models); None if the server does not mix
     if server_weights is not None:
         return mixtures_event(session.public.users, server_weights.double().cpu(), method)
+    # Users mix models that they all train together, one per cluster of users, or else models that the server sends.
     mixture = method.placement.mixture
-    # Users mix models that they train, one for each cluster, or else models that the server sends.
     num_models = mixture.clusters if mixture is not None else method.server.server_models
-    weights_by_user = {}
+    weights_by_user = {}  # without those of a wrong length, which a faulty client may report
     for name, metrics in reported.items():
         weights = metrics.get("mixture", ())
         if len(weights) == num_models:

@@ -516,17 +516,18 @@ CHOICE = "memory.json"
 
 
 def _with_choices(folder: Path, recipe: Recipe, public: Public, own: Own, say: Say) -> Recipe:
-    """Return the recipe with the settings that depend on this device, which are chosen once and stored in the folder.
+    """Replace the settings of a recipe that it leaves to the device, and return the recipe.
 
-    These are the number of specialists (``method.specialists: auto``), and settings such as smaller passes with which
-    the client fits into ``runtime.memory``. If the user changes its own settings, they are chosen again, except for the
-    number of specialists once they have been trained.
+    These are the number of the user's specialist experts (``method.specialists: auto``), and with a limit
+    ``runtime.memory`` settings that reduce memory, such as fewer texts in a forward pass. They are chosen when a run
+    begins and stored in its folder (``memory.json``). They are chosen again if the recipe or the user's settings of the
+    device change; but the number of specialists stays once the user has trained them.
 
     Args:
-        folder: Folder of the run.
-        recipe: The user's recipe.
-        public: Public part of the federation, with the names of all users.
-        own: The user's own settings.
+        folder: Folder of the run on the client.
+        recipe: The recipe of the federation with the user's own settings.
+        public: Settings of the federation that all users have, with the names of all users.
+        own: The user's own settings, such as the paths of its data and limits of its device.
         say: Called with each line to show to the user.
 
     Raises:

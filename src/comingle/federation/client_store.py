@@ -672,7 +672,7 @@ FIXED, DATA = "fixed.json", "data"
 """File and folder of a run of a continuous federation, whose data is fixed while the source files grow."""
 
 COUNTED = "counted.json"
-"""File in the user's state folder with its last count, and a digest of what it depends on."""
+"""File in the user's state folder with the size of the user's data, and digests of the files that were counted."""
 
 KEPT_RUNS = 3
 """Number of latest runs of a continuous federation that a client keeps."""
@@ -899,10 +899,12 @@ def files_of_user(state: Path, user: str) -> list[Path]:
 
 
 def delete_runs_of_user(state: Path, user: str) -> JsonObject:
-    """Delete the folders of all runs in a user's state folder, and return the certificate, which is written first.
+    """Delete all runs of a user who leaves the federation, and return a certificate: a record of what was deleted.
+
+    The certificate is written to ``left.json`` in the state folder before anything is deleted.
 
     Args:
-        state: The folder.
+        state: The user's state folder, in which the client keeps a folder ``run-NAME`` for each run.
         user: Name of the user.
 
     Raises:
@@ -910,19 +912,22 @@ def delete_runs_of_user(state: Path, user: str) -> JsonObject:
     """
     with locked(state), convert_disk_errors(state):
         files = files_of_user(state, user)
-        runs = sorted(state.glob("run-*"))
-        earlier = certificates_of(state)
+        run_folders = sorted(state.glob("run-*"))
+        digests_of_last_checkpoints: dict[str, str] = {}
+        for folder in run_folders:
+            checkpoints = list_checkpoints(folder)
+            if checkpoints:
+                digests_of_last_checkpoints[folder.name] = digest_of_checkpoint(checkpoints[-1])
         certificate: JsonObject = {
             "user": user,
             "date": datetime.now().isoformat(timespec="seconds"),
             "statement": STATEMENT_OF_CLIENT,
-            "checkpoints_before": {
-                run.name: digest_of_checkpoint(list_checkpoints(run)[-1]) for run in runs if list_checkpoints(run)
-            },
+            "checkpoints_before": digests_of_last_checkpoints,
             "deleted": [str(path.relative_to(state)) for path in files],
         }
-        write_json(state / LEFT, {"left": [*earlier, certificate]})
-        for run in runs:
-            shutil.rmtree(run)
-        (state / COUNTED).unlink(missing_ok=True)
+        earlier_certificates = certificates_of(state)
+        write_json(state / LEFT, {"left": [*earlier_certificates, certificate]})  # LEFT is "left.json"
+        for folder in run_folders:
+            shutil.rmtree(folder)
+        (state / COUNTED).unlink(missing_ok=True)  # the file with the size of the user's data
     return certificate

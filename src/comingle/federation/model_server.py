@@ -129,7 +129,7 @@ class ModelServer:
         if is_awaited:
             return
         service = self._app.state.service
-        service.replace_engine(_engine(self._next.personal))
+        service.replace_engine(_make_engine(self._next.personal))
         if service.metrics is not None:
             service.metrics.model_updates.inc(len(self._next.personal))
         self._served, self._next = self._next, None
@@ -174,7 +174,7 @@ class ModelServer:
         from comingle.serving.api import make_app
         from comingle.serving.models import answers_messages
 
-        engine = _engine({personal.name: personal})
+        engine = _make_engine({personal.name: personal})
         without_keys = Keys(engine.models, keys=None)  # API keys are not required
         answers = answers_messages(store.recipe, personal.model.base)
         return make_app(engine, without_keys, LIMITS, answers=answers, when_idle=return_freed_memory)
@@ -230,11 +230,18 @@ class RunModels:
         return has_same_base and others <= set(store.public.users)
 
 
-def _engine(personal: Mapping[str, PersonalModel]) -> Engine:
-    """Return an engine of some users' models."""
+def _make_engine(models_by_user: Mapping[str, PersonalModel]) -> Engine:
+    """Return an object that generates text with the models of some users.
+
+    It generates a single text at a time (``LIMITS.rows``), because each text has a cache of keys and values in memory,
+    in addition to the model in training; further requests wait.
+
+    Args:
+        models_by_user: Each user's model, over one base model for all, by the user's name.
+    """
     from comingle.serving.engine import Engine
 
-    return Engine(personal, rows=LIMITS.rows)
+    return Engine(models_by_user, rows=LIMITS.rows)
 
 
 def model_of_all_users(store: ClientStore) -> Model:

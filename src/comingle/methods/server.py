@@ -246,7 +246,15 @@ class Mean(Server):
         self.step(kept, sums, received)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return the model, expanded for all users without copying."""
+        """Return the server's model as the download of each user, without copying it.
+
+        Args:
+            kept: State of the server: the model, and perhaps Adam's moments.
+            users: Numbers of the users who download.
+
+        Returns:
+            Views ``(users, 1, *shape)`` of the model's tensors; the 1 is the number of models that a user downloads.
+        """
         return {name: t.expand(len(users), 1, *t.shape) for name, t in model_of(kept).items()}
 
 

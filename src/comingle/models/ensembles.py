@@ -77,18 +77,32 @@ class FoldedCache(Cache):
         return self._unfold(keys), self._unfold(values)
 
     def _fold(self, states: RowsPerComponent) -> RowsPerText:
-        """Store the states of all components of a text in one row of the cache, as if they were more attention heads.
+        """Reshape keys or values from a row per component and text to a row per text, as transformers' caches have.
 
-        transformers expects a cache with one row per text, ``(users * texts, components * heads, ...)``.
+        The components of a text become additional attention heads of its row.
+
+        Args:
+            states: ``(users * components * texts, heads, ...)``
+
+        Returns:
+            ``(users * texts, components * heads, ...)``
         """
         states = states.unflatten(0, (self.users, self.components, -1))  # (users, components, texts, heads, ...)
         states = states.transpose(1, 2)  # (users, texts, components, heads, ...)
         return states.flatten(2, 3).flatten(0, 1)
 
     def _unfold(self, states: RowsPerText) -> RowsPerComponent:
-        """Undo :meth:`_fold`: return cached states with one row per component and text, as the model runs them.
+        """Reshape keys or values from the cache, which has a row per text, to a row per component and text.
 
-        Their shape is ``(users * components * texts, heads, ...)``.
+        A user's model is a mixture of components, models over one base, and the network runs a batch row for each
+        component and text. The cache has them as additional attention heads of the text's row; :meth:`_fold` puts them
+        there.
+
+        Args:
+            states: ``(users * texts, components * heads, ...)``
+
+        Returns:
+            ``(users * components * texts, heads, ...)``
         """
         states = states.unflatten(0, (self.users, -1))  # (users, texts, components * heads, ...)
         states = states.unflatten(2, (self.components, -1)).transpose(1, 2)  # (users, components, texts, heads, ...)

@@ -245,10 +245,17 @@ def smallest_signed_rank(users: int) -> float:
 Results = Mapping[str, Mapping[int, Mapping[str, float | None]]]
 """Results by method, seed and user; None if a result is not finite."""
 
-BASELINE = "local"
+DEFAULT_BASELINE = "local"
+"""Method with which others are compared by default: each user trains alone."""
+
 BETTER, LEVEL, WORSE = "better", "level", "worse"
+"""Verdicts of a comparison with the baseline; "level" if its interval has no change."""
+
 NOT_FINITE, ONE_SEED = "not finite", "one seed"
+"""Verdicts where there can be no comparison."""
+
 STYLES = {BETTER: "green", WORSE: "red"}
+"""Colours of verdicts in the terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +362,7 @@ def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
         RecipeError: A wanted method is not among the methods.
     """
     if wanted is None:
-        return BASELINE if BASELINE in methods else methods[0]
+        return DEFAULT_BASELINE if DEFAULT_BASELINE in methods else methods[0]
     wanted_methods = baseline_methods(wanted)
     for name in wanted_methods:
         if name not in methods:

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from comingle.reports.comparisons import (
-    BASELINE,
+    DEFAULT_BASELINE,
     BaselineComparison,
     baseline_methods,
     baseline_of,
@@ -939,7 +939,7 @@ def _labels_of_baseline(entries: Sequence[Entry], wanted: str | None) -> str | N
     for entry in entries:
         label_by_method.setdefault(entry.method, entry.label)
     baseline_labels = []
-    for name in baseline_methods(wanted or BASELINE):
+    for name in baseline_methods(wanted or DEFAULT_BASELINE):
         baseline_labels.append(name if name in labels else label_by_method.get(name, name))
     lacks_default = not wanted and baseline_labels[0] not in labels  # there is no entry of ``local``
     return None if lacks_default else ",".join(baseline_labels)

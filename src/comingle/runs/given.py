@@ -160,6 +160,7 @@ class Given:
 
 
 NOTHING = Given()
+"""For runs to which a program passes no objects: everything comes from the names and paths in the recipe."""
 
 
 def given_of(users: Mapping[str, Any] | None, base: Any, method: Any = None, loss: Any = None) -> Given:

@@ -43,10 +43,13 @@ PERSONAL, LOCAL, SHARED = "personal", "local", "shared"
 
 
 def is_guarded(evaluation: EvaluationSection, method: Method) -> bool:
-    """Return whether a run also trains users alone; methods without personal and shared tensors have no guard.
+    """Return whether a run has a guard: it also trains each user alone, and serves the better of both models.
+
+    The recipe asks for it by ``evaluation.guard: local``. Methods are exempt if they train nothing, share nothing (the
+    run's models are then trained alone already), or train a single model on the data of all users.
 
     Args:
-        evaluation: Section of the recipe.
+        evaluation: Section ``evaluation`` of the recipe.
         method: The method of the run.
     """
     return evaluation.guard == LOCAL and method.trains and bool(method.shared) and not method.placement.pooled

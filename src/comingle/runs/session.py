@@ -701,14 +701,16 @@ def _with_check(opening: AbstractContextManager[None], check: Callable[[], None]
 
 
 def prepare_earlier(base: Base | None, recipe: Recipe, date: str) -> RunData:
-    """Read the data of an earlier run, whose base is loaded already; users may lack validation data, which is not used.
+    """Read the data of an earlier run, to load its users' final models.
+
+    Validation data is not used for that, so users without it are not refused.
 
     Args:
-        base: The base.
+        base: The base model, which is loaded already; None for a run of nets.
         recipe: Recipe of the earlier run.
-        date: Date that chat templates wrote in the earlier run.
+        date: Date that chat templates wrote in the earlier run; the same date gives the same tokens.
     """
-    return prepare(recipe, base=base, validates=False, given=replace(NOTHING, date=date), method=check_recipe(recipe))
+    return prepare(recipe, base=base, validates=False, given=Given(date=date), method=check_recipe(recipe))
 
 
 def _merged_inputs(federation: InProcess, run_data: RunData, recipe: Recipe) -> Inputs:

@@ -443,14 +443,19 @@ class Overloaded(Exception):
 
 
 class Worker:
-    """Runs an engine in a thread of its own; other threads submit requests and jobs."""
+    """Thread that generates the texts of all requests, as an engine is not thread-safe.
+
+    Other threads submit requests for text, and functions to call between two generated tokens.
+    """
 
     def __init__(self, engine: Engine, *, max_waiting: int, when_idle: Callable[[], object] = lambda: None) -> None:
-        """Start the thread.
+        """Start the thread, which generates text for requests until the worker is closed.
 
         Args:
-            engine: The engine, which no other thread may use from now on.
-            max_waiting: Largest number of requests that wait for a row of the engine, and of jobs that wait.
+            engine: Object that generates the texts of several requests in one batch, a token of each in a step. No
+                other thread may use it from now on.
+            max_waiting: Largest number of requests that wait until the batch has a free row. It is also the largest
+                number of functions that wait to be called by the thread (:meth:`call`).
             when_idle: Called by the thread when all requests have been answered.
         """
         self.engine, self.max_waiting, self._when_idle = engine, max_waiting, when_idle

@@ -463,11 +463,16 @@ class Users(UsersAndTrainers):
 
     @property
     def users_per_message(self) -> int:
-        """Largest number of users whose messages are made in one batch, a multiple of the users in a pass."""
+        """Largest number of users whose uploads are computed in one batch, which bounds the memory for them.
+
+        Their models have at most :data:`MAX_MESSAGE_VALUES` parameters together. The number is a multiple of the number
+        of users that one training pass (forward and backward) has, and at least that number.
+        """
         users_per_pass = self.pass_size.users
-        values_per_pass = users_per_pass * self.model.layout.columns
-        passes_per_message = max(1, MAX_MESSAGE_VALUES // values_per_pass)
-        return users_per_pass * passes_per_message
+        parameters_per_user = self.model.layout.columns  # a row of the layout has all trained parameters of a model
+        parameters_per_pass = users_per_pass * parameters_per_user
+        num_passes = max(1, MAX_MESSAGE_VALUES // parameters_per_pass)
+        return users_per_pass * num_passes
 
     def cohort(
         self, rows: list[int], round_number: int, *, looks_back: bool = False, state: State | None = None

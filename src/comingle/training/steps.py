@@ -958,37 +958,38 @@ class Steps:
     def _gradient_by_size(
         self,
         cohort: CohortTensors,
-        drawn: Int[Tensor, "users batch"],
+        samples: Int[Tensor, "users batch"],
         phase: Phase,
         noise: Float[Tensor, "users *layers clusters"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return losses and gradients of one batch per user, from one pass for each group of equal batch sizes.
+        """Return each user's loss and gradients on a batch of its own, for nets with batch norm.
 
-        In one pass for all users the smaller batches would be padded, and batch norm would count the padding.
+        Users whose batches have the same size share a pass, so there are as many passes as sizes. In a single pass for
+        all users the smaller batches would be padded, and batch norm would count the padding.
 
         Args:
-            cohort: The cohort; running statistics of batch norm are updated in place.
-            drawn: A batch of each user, padded to the largest size.
-            phase: The phase. Gradients are computed for the roles ``phase.reached``.
+            cohort: The users with their tensors; running statistics of batch norm are updated in place.
+            samples: Numbers of the samples in each user's batch, padded to the largest batch.
+            phase: The phase of training, which decides which tensors get gradients (``phase.reached``).
             noise: Noise that is added to router logits.
 
         Returns:
             Mean loss of each user, and gradients ``(users, *shape)`` by tensor name, as :meth:`gradient` returns them.
         """
-        rows = cohort.state.rows
-        num_users = len(rows)
+        parameters = cohort.state.rows  # (users, parameters of all tensors of a user)
+        num_users = len(parameters)
         losses = torch.zeros(num_users)
         gradients: Tree = {}
-        for slot in self.model.layout.touching(phase.reached).slots:
-            gradients[slot.name] = rows.new_empty(num_users, *slot.shape)
-        batch_sizes = self.batch_source.loss_counts(drawn)  # of each user, without padding
+        for tensor in self.model.layout.touching(phase.reached).slots:  # names and shapes of the tensors with gradients
+            gradients[tensor.name] = parameters.new_empty(num_users, *tensor.shape)
+        batch_sizes = self.batch_source.loss_counts(samples)  # of each user, without padding
         for size in batch_sizes.unique().tolist():
-            positions = (batch_sizes == size).nonzero().flatten()  # of the users with this batch size
-            group = cohort.copy_of(positions.tolist())
-            group_batches = drawn[positions, :size]  # without padding
-            group_noise = None if noise is None else noise[positions]
-            losses[positions], group_gradients = self.gradient(group, group_batches, phase, group_noise)
-            rows[positions] = group.state.rows  # with updated running statistics
+            users_of_size = (batch_sizes == size).nonzero().flatten()  # positions in the cohort
+            group = cohort.copy_of(users_of_size.tolist())
+            group_samples = samples[users_of_size, :size]  # without padding
+            group_noise = None if noise is None else noise[users_of_size]
+            losses[users_of_size], group_gradients = self.gradient(group, group_samples, phase, group_noise)
+            parameters[users_of_size] = group.state.rows  # the pass has updated the running statistics of the copy
             for name, gradient in group_gradients.items():
-                gradients[name][positions] = gradient
+                gradients[name][users_of_size] = gradient
         return losses, gradients

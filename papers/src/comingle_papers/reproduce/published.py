@@ -454,17 +454,22 @@ def resolve_inside(path: str, folder: Path | None) -> str:
 
 
 def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
-    """Return why a data set cannot be read, for a message; empty if it can.
+    """Return why the data of an experiment cannot be read, for a message; an empty string if it can.
 
-    Data is looked for in the folder and then, for images and questions only, on the Hugging Face hub. Without a folder
-    text comes from the hub too. The hub is used only at scales with ``text: real``.
+    - Text is read from the folder if there is one, else from the Hugging Face hub.
+    - Images and questions are read from the folder, or from the hub if the folder lacks them.
+    - Synthetic samples are generated.
+
+    The hub is used only for experiments at scales with ``text: real``.
 
     Args:
-        data: The data set.
-        scale: Size of the experiment's runs, such as ``tiny``; it says whether they read real or demo text.
-        folder: The folder with local text and images; None if there is none. ``ASSUMED_FOLDER`` has all data.
+        data: The data set, which is one of these kinds.
+        scale: Settings for the size of the experiment's runs; ``scale.text`` is "demo" if they read short texts that
+            come with comingle in place of the data set.
+        folder: Folder of ``--data``, with local text and images; None without it. :data:`ASSUMED_FOLDER` stands for a
+            folder with all data.
     """
-    uses_demo_text = scale.text == "demo"  # texts that come with comingle
+    uses_demo_text = scale.text == "demo"
     if uses_demo_text or folder == ASSUMED_FOLDER:
         return ""
     is_text = data.task is None and data.questions is None

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from comingle.reports import comparisons
 from comingle.reports.comparisons import (
-    BASELINE,
+    DEFAULT_BASELINE,
     BaselineComparison,
     BaselineComparisonRecord,
     Results,
@@ -333,13 +333,16 @@ def repeated_columns(plan: Plan) -> dict[str, str]:
 
 
 def baseline_row(plan: Plan, wanted: str | None) -> str:
-    """Return the baseline row: the wanted row or method; else ``local``, else the first row.
+    """Return the name of the row with which a table compares its other rows.
 
-    Several wanted rows, ``local,fedavg``, are one baseline: the others are compared with the best of them.
+    Each row of the table has runs of one method. Without ``wanted`` the baseline is the first row with the method
+    ``local`` (users who train alone), or the first row of the table if there is none. Several names, as in
+    ``local,fedavg``, are returned as one text: the other rows are then compared with the best of these.
 
     Args:
         plan: The plan of the table: its rows, columns and runs.
-        wanted: A row or a method, or several with commas between them; None for the default.
+        wanted: Value of the option ``--against``: a row, or a method for the first row with that method, or several of
+            these with commas between them; None without the option.
 
     Raises:
         RecipeError: No row matches.
@@ -348,11 +351,13 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
     for row in plan.rows:
         first_row_by_method.setdefault(plan.experiment.rows[row].method, row)
     if wanted is None:
-        row_of_local = first_row_by_method.get(BASELINE)  # None: the first row is the baseline
-        return baseline_of(plan.rows, row_of_local)
-    names = baseline_methods(wanted)  # split at commas
-    wanted_rows = [name if name in plan.rows else first_row_by_method.get(name, name) for name in names]
-    return baseline_of(plan.rows, ",".join(wanted_rows))
+        row_of_local = first_row_by_method.get(DEFAULT_BASELINE)
+        return baseline_of(plan.rows, row_of_local)  # the first row if there is no row of "local"
+    wanted_rows: list[str] = []
+    for name in baseline_methods(wanted):  # split at commas
+        is_row = name in plan.rows
+        wanted_rows.append(name if is_row else first_row_by_method.get(name, name))
+    return baseline_of(plan.rows, ",".join(wanted_rows))  # an error for a name that is no row and no method
 
 
 def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> BaselineComparisonRecord | None:

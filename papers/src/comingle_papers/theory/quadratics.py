@@ -193,7 +193,16 @@ _STEPS_TO_FIXED_POINT = 200
 
 @dataclass(frozen=True, kw_only=True)
 class CoupledSettings:
-    """Settings of the coupled functions. ``lipschitz``: L_A L_B / mu; below 1 Proposition 1 promises a contraction."""
+    """Settings of random functions ``f(x, y) = decay / 2 |y|^2 + <A(x), B(y)>``, see :class:`Coupled`.
+
+    Args:
+        instances: Number of random pairs of functions for each constant in ``lipschitz``.
+        size: Number of entries of x and of y.
+        meeting: Number of entries of A(x) and of B(y).
+        lipschitz: Constants ``L_A L_B / mu``; below 1 Proposition 1 promises a contraction.
+        pairs: Number of random pairs of points at which the propositions are checked.
+        steps: Number of alternating minimisations.
+    """
 
     instances: int
     size: int
@@ -204,22 +213,27 @@ class CoupledSettings:
 
 
 def coupled_curves(seed: int, settings: CoupledSettings) -> Iterator[Curve]:
-    """Minimise random pairs of coupled functions in turn, and yield the curve of each pair and Lipschitz constant.
+    """Minimise random pairs of functions alternately, and yield how fast each pair reaches its fixed point.
 
-    A curve has the distance of x from the fixed point at the start and after each step. A pair ("instance") has the
-    same random stream for all Lipschitz constants, so its functions differ only in their decay.
+    Both functions of a pair have the form ``f(x, y) = decay / 2 |y|^2 + <A(x), B(y)>``. A step minimises the first over
+    y at the current x, and then the second at that y, which gives the next x. The paper proves that x converges if the
+    constants ``L_A L_B / mu`` of both functions (``settings.lipschitz``) are below 1.
 
     Args:
         seed: Seed of the random streams.
-        settings: Settings of the coupled functions ``f(x, y) = decay / 2 |y|^2 + <A(x), B(y)>``: ``size`` is the number
-            of entries of x and of y, ``meeting`` that of A(x) and B(y), ``lipschitz`` the constants ``L_A L_B / mu``.
+        settings: Sizes of the functions, the constants, and the number of pairs (``instances``) for each constant.
+
+    Yields:
+        For each constant and pair the distances of x from the fixed point, at the start and after each step. Pairs with
+        the same number have the same matrices in A and B for all constants; they differ in ``decay`` alone.
     """
-    size, meeting = settings.size, settings.meeting
+    size, inner_size = settings.size, settings.meeting
+    stream_of_coupled = 3  # number of the random streams of this function
     for lipschitz in settings.lipschitz:
         for instance in range(settings.instances):
-            rng = np.random.default_rng([seed, 3, instance])  # 3: the random streams of coupled functions
-            first = draw_coupled(rng, size, size, meeting, lipschitz)
-            second = draw_coupled(rng, size, size, meeting, lipschitz)
+            rng = np.random.default_rng([seed, stream_of_coupled, instance])
+            first = draw_coupled(rng, size, size, inner_size, lipschitz)
+            second = draw_coupled(rng, size, size, inner_size, lipschitz)
             start = 3 * rng.standard_normal(size)
             yield coupled_curve(f"coupled, L_A L_B / μ = {lipschitz:g}", instance, first, second, start, settings, rng)
 

@@ -644,7 +644,7 @@ def _write_transformers(source: Source, draft: Path, number_format: str) -> _Wri
 
     Args:
         source: The user's model.
-        draft: The folder.
+        draft: Folder to which the export is written before it replaces the final one.
         number_format: Number format of the weights.
 
     Returns:
@@ -660,7 +660,7 @@ def _write_gguf_folder(source: Source, draft: Path, number_format: str) -> _Writ
 
     Args:
         source: The user's model.
-        draft: The folder.
+        draft: Folder to which the export is written before it replaces the final one.
         number_format: Number format of the weights.
 
     Returns:
@@ -697,7 +697,7 @@ def _write_gguf_adapter_folder(source: Source, draft: Path, number_format: str) 
 
     Args:
         source: The user's model.
-        draft: The folder.
+        draft: Folder to which the export is written before it replaces the final one.
         number_format: Number format of the weights.
 
     Returns:
@@ -722,7 +722,7 @@ def _write_modelfile(source: Source, draft: Path, model: str, adapter: str) -> N
 
     Args:
         source: The user's model.
-        draft: The folder.
+        draft: Folder to which the export is written before it replaces the final one.
         model: Path of the model's GGUF file.
         adapter: Path of a LoRA adapter; empty for none.
     """
@@ -758,7 +758,7 @@ def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Writ
 
     Args:
         source: The user's model.
-        draft: The folder.
+        draft: Folder to which the export is written before it replaces the final one.
         number_format: Number format of the weights, such as "bfloat16".
 
     Returns:
@@ -798,7 +798,7 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
 
     Args:
         source: The user's model.
-        draft: The folder.
+        draft: Folder to which the export is written before it replaces the final one.
         number_format: Number format of the weights.
 
     Returns:
@@ -830,12 +830,12 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
 
 
 def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
-    """Write a network of transformers with its generation settings.
+    """Write the configuration and weights of a network of transformers to a folder, with its generation settings.
 
     Args:
-        source: The user's model.
-        network: The network.
-        draft: The folder.
+        source: The user's model, which has the settings: tokens that end a text, and sampling.
+        network: The exported network; its generation settings are replaced.
+        draft: Folder to which the export is written before it replaces the final one.
     """
     network.generation_config = generation_of(source.model.base, source.model_info)
     network.save_pretrained(draft)

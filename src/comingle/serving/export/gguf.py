@@ -628,14 +628,17 @@ def _tensor_type(tensor_name: str, array: np.ndarray, weight_type: str) -> str:
 
 
 def _add_settings(writer: Any, architecture: str, name: str, network: PreTrainedModel, weight_type: str) -> None:
-    """Write the hyperparameters of the network.
+    """Write a network's hyperparameters, such as its numbers of layers and heads, to a GGUF file.
+
+    llama.cpp builds the network from them. GPT-2 has other ones than Llama and its relatives, and networks of experts
+    have some in addition.
 
     Args:
-        writer: A ``gguf.GGUFWriter``.
-        architecture: llama.cpp's name of the architecture.
-        name: Name of the model.
-        network: The network.
-        weight_type: Number format of the weights.
+        writer: Writer of the file, a ``gguf.GGUFWriter``.
+        architecture: llama.cpp's name of the architecture, such as "llama", "gpt2" or "qwen3moe".
+        name: Name of the model, for programs that list models.
+        network: The network, whose configuration has the hyperparameters.
+        weight_type: Number format of the weights: "F32", "BF16" or "Q8_0".
     """
     from gguf import LlamaFileType
 

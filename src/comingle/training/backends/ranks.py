@@ -213,7 +213,12 @@ class Ranks:
         return tensors
 
     def _send_tensors(self, tree: Tree, rank: int) -> None:
-        """Send tensors to a rank, one after another; those without entries are not sent."""
+        """Send tensors to another process, one after another.
+
+        Args:
+            tree: The tensors by name. Empty tensors are not sent; the receiver knows all shapes already.
+            rank: Number of the process, its rank in ``torch.distributed``.
+        """
         for t in tree.values():
             if t.numel():
                 with _peer_errors():

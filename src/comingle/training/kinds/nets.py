@@ -36,8 +36,8 @@ from comingle.utils.seeds import derive, generator
 COLUMNS_PER_PASS = 2**26
 """Default number of parameters, over all users, in one step; their gradients and copies need memory."""
 
-SCORED_PER_SLOT = 512
-"""Largest number of samples per slot in a scoring pass."""
+MAX_SAMPLES_PER_PASS = 512
+"""Largest number of test samples of one user (or of one split) that a forward pass scores."""
 
 
 class SampleBatchSource(PassBatchSource):
@@ -205,7 +205,7 @@ class SampleBatchSource(PassBatchSource):
             return predict([model_numbers[number] for number in split_numbers], inputs)
 
         return score_samples(
-            forward, bank, range(len(splits)), loss=self.loss, batch=SCORED_PER_SLOT, slots=splits_per_pass
+            forward, bank, range(len(splits)), loss=self.loss, batch=MAX_SAMPLES_PER_PASS, slots=splits_per_pass
         )
 
     # ---------------------------------------------------------------- counted without data
@@ -270,8 +270,17 @@ class SampleBatchSource(PassBatchSource):
         return fake(torch.empty(users, count, *inputs.shape[1:], dtype=inputs.dtype, device="meta"))
 
     def scored_at_once(self, users: Sequence[AnyUser], pass_size: PassSize) -> int:
-        """Return the number of samples of a user in one scoring pass: all of the largest test set, up to a limit."""
-        return min(SCORED_PER_SLOT, max(len(user.test) for user in users))
+        """Return how many samples of each user a forward pass scores: the whole test set of each user, up to a limit.
+
+        Smaller test sets are padded to the largest one, so this is the size of the largest, at most
+        :data:`MAX_SAMPLES_PER_PASS`.
+
+        Args:
+            users: The users who are scored.
+            pass_size: Number of users and samples in a training pass; without effect here.
+        """
+        largest_test_set = max(len(user.test) for user in users)
+        return min(MAX_SAMPLES_PER_PASS, largest_test_set)
 
     def _bank(self, splits: Sequence[Samples]) -> SampleBank:
         """Return the samples of several splits in one tensor on the device; the two latest results are cached.
