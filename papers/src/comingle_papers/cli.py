@@ -130,7 +130,7 @@ def check_measured(
     """Repeat some of an archive's runs on this machine, and print the archived and the new result of each.
 
     Args:
-        path: The archive.
+        path: Path of the archive.
         name: The table or figure, such as ``comigs/table1``.
         selection: The rows, columns, seeds and scale that were given on the command line.
         out: The folder for the repeated runs.
@@ -163,7 +163,7 @@ def add_measured(path: Path, name: str, selection: RunSelection, out: Path, *, q
     """Add finished runs to an archive.
 
     Args:
-        path: The archive.
+        path: Path of the archive.
         name: The table or figure, such as ``comigs/table1``.
         selection: The rows, columns, seeds and scale that were given on the command line.
         out: The folder of the finished runs.

@@ -134,7 +134,7 @@ def published(server: ServerHalf, *, others: bool = False) -> Tree:
     """Return what each user would download now, ``(users, models, *shape)``.
 
     Args:
-        server: The server.
+        server: The run's server with its state.
         others: Return for each user u the download of its attacker: user u + 1, or user 0 for the last user.
     """
     all_users = range(len(server.users))
@@ -347,7 +347,7 @@ def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, tri
     """Replace a quarter of the training text, at random positions, by copies of the user's canary.
 
     Args:
-        user: The user.
+        user: The user with its data.
         canary: Tokens.
         seed: Seed of the recipe.
         trial: Number of the run with canaries, from 0. Each run draws other positions.
@@ -368,7 +368,7 @@ def with_example(user: UserData, canary: Int[Tensor, " width"], context: int, *,
     An example is a window of ``context + 1`` tokens. The canary is repeated until it fills the window.
 
     Args:
-        user: The user.
+        user: The user with its data.
         canary: Tokens of the user's canary.
         context: Number of tokens that a model reads in a window, which has one token more: the last target.
         seed: Seed of the recipe.
@@ -758,7 +758,7 @@ class Halves:
 
         Args:
             index: Index of the user.
-            user: The user.
+            user: The user with its data.
         """
         is_included = self.inside[index]
         if isinstance(user, UserAnswers):

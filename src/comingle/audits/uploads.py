@@ -445,7 +445,7 @@ def _cut_to_one_window(user: UserData, seed: int, width: int) -> UserData:
     An upload after one step on one window is the easiest one to recover tokens from, the worst case for the user.
 
     Args:
-        user: The user.
+        user: The user with its data.
         seed: Seed of the recipe.
         width: Number of tokens of the window; a text with fewer tokens is not cut.
     """

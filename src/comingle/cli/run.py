@@ -279,7 +279,7 @@ def _print_export(name: str, exported: Exported, place: str, url: str) -> None:
     """Print where a user's model was written, and what was written.
 
     Args:
-        name: The user.
+        name: Name of the user.
         exported: The export.
         place: The folder, or the address on the hub if there is no folder.
         url: The address on the hub; empty if nothing was uploaded.

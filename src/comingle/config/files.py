@@ -241,7 +241,7 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
     Other text, such as names of models and data sets on the hub, stays as it is.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         folder: Folder of the recipe's file.
     """
 
@@ -292,7 +292,7 @@ def changed_settings(recipe: Recipe, dotted_key: str) -> list[tuple[str, object]
     """Return the settings at or below a dotted key that differ from their defaults, as pairs (dotted key, value).
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         dotted_key: Key of a setting, or of a section, whose settings are compared one by one.
     """
     section: Any = recipe

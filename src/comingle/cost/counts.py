@@ -78,7 +78,7 @@ def upload_of(federation: InProcess, user: int) -> Upload:
     Its round and training loss are placeholders, since they do not change the size.
 
     Args:
-        federation: The federation.
+        federation: The users and the server of a run.
         user: The user's index in the federation.
     """
     placeholder_loss = {LOSS: torch.zeros(1)}
@@ -91,7 +91,7 @@ def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Downl
     In a peer-to-peer method, which has no server, it contains the uploads of all users, on the meta device.
 
     Args:
-        federation: The federation.
+        federation: The users and the server of a run.
         user: The user's index in the federation.
         names: Names of all users.
     """

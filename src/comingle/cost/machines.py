@@ -323,7 +323,7 @@ def run_work(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: 
     Message sizes are means over the recipe's users; the same fraction of users takes part in a round.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         cost: Costs of its method.
         measurement: Measurements of the recipe.
         users: Size of the population.
@@ -359,7 +359,7 @@ def plan_time(work: RunWork, measurement: Measurement, cluster: Cluster) -> Time
     Args:
         work: The amounts of work in the run.
         measurement: Measurements of its recipe.
-        cluster: The machines.
+        cluster: Number and speed of the machines on which the run would train.
     """
     participants_each = users_per_process(work.participants, cluster.num_processes)
     fills_cohort = participants_each >= measurement.cohort
@@ -394,7 +394,7 @@ def plan_times(
     Populations with fewer users than processes are left out.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         plan: Costs of the recipe with each of the methods.
         cluster: The machines to plan for.
         step: Seconds of one local step of one user in a process of the cluster; None measures them here.
@@ -485,7 +485,7 @@ def _evaluation_period(
     from the measured users. As in a run, a warning is logged if evaluations take a large share of the time.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         measurement: Measurements of the recipe.
         num_users: Size of the population.
         num_participants: Participants per round.
@@ -544,7 +544,7 @@ def _shorten(recipe: Recipe, max_steps: int) -> tuple[Recipe, float]:
     """Return the recipe of a measurement: with few local steps, and without work that is not measured.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         max_steps: Largest number of local steps per round. Not applied to samples, where it follows from the data.
 
     Returns:

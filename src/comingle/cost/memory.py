@@ -750,7 +750,7 @@ def _server_bytes(federation: InProcess, user_ratio: float) -> int:
     """Return the bytes of the server's tensors in a run, from a federation that may have fewer users than the run.
 
     Args:
-        federation: The federation.
+        federation: The users and the server of a run.
         user_ratio: Number of users of the run, divided by that of the federation.
     """
     server = federation.server
@@ -848,8 +848,8 @@ def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor
     which are in memory at the same time.
 
     Args:
-        cohort: The cohort.
-        phase: The phase.
+        cohort: The users who are trained in one batch, with their tensors.
+        phase: The kind of local step: which tensors it trains, and on which split of the data.
         steps: The steps.
         batch: Fake batch for the tensors that stay local.
         micro_batch: Fake examples for the shared tensors; stands for each of :data:`TRACED_BATCHES` micro-batches.

@@ -99,7 +99,7 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = Mappi
     are not compiled, as that takes long.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         name: Name of the method. The recipe's own method keeps the recipe's settings; others get their defaults.
         for_all: Settings for every method that has them, such as ``{"specialists": 2}``.
     """
@@ -353,7 +353,7 @@ def net_cost(
     """Return the costs of training nets with the recipe's method.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         population: Users and their samples.
         net_flops: Function that returns the FLOPs of a net without the method's additions, for a user's local work.
         free: Free memory in bytes; the costs say whether the run fits into it, or which settings would make it fit.
@@ -374,7 +374,7 @@ def rehearse_nets(
     """Return a federation of nets whose steps run on fake tensors, which have shapes but no values.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         population: Users of this process and their samples.
         participation: Fraction of the users in each round, or the names of each round's participants.
         all_names: Names of the users of all processes; None if there is one process.
@@ -569,7 +569,7 @@ def _check_users_of_private_examples(recipe: Recipe, users: int | None) -> None:
     """Refuse ``--users N`` with example-level privacy, whose epsilon depends on each user's number of examples.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         users: The number of users given on the command line, if any.
 
     Raises:
@@ -586,7 +586,7 @@ def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
     """Return the names of the recipe's users, or ``("user 1", "user 2", ...)`` for a given number of users.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         users: The number of users given on the command line, if any.
 
     Raises:
@@ -608,7 +608,7 @@ def federate_bare(
     If all users have the same ranks and numbers of experts, only the users of one pass are built.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         base: The base model; weights are not needed.
         names: Names of all users of the run, in all processes.
         own_indices: Positions in ``names`` of the users that this process trains; None if it trains all of them.
@@ -653,7 +653,7 @@ def method_cost(
     """Return the costs of training a language model with the recipe's method, for ``comingle cost``.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         base: The base model; weights are not needed.
         names: Names of the users.
         free: Free memory in bytes; the costs say whether the run fits into it, or which settings would make it fit.
@@ -684,7 +684,7 @@ def rehearse_text(
     Its memory and FLOPs can be measured without those of a real step.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         base: The base model; weights are not needed.
         names: Names of all users of the run, in all processes.
         participation: Fraction of the users in each round, or the names of each round's participants.
@@ -778,7 +778,7 @@ def fit(recipe: Recipe, run_data: RunData) -> PassSize:
     These are the default numbers, or the largest smaller ones that fit into memory.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         run_data: Base and data of the run, which are in memory already.
 
     Raises:
@@ -807,7 +807,7 @@ def _rehearse(recipe: Recipe, run_data: RunData, participation: Participation) -
     """Return a federation of this process's users on fake tensors, to measure a step without its memory and time.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         run_data: Base and data of the run.
         participation: Fraction of the users in each round, or the names of each round's participants.
     """
@@ -854,7 +854,7 @@ def memory_choices(
     ordered by time. Keys that the recipe sets are not changed.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         names: Names of all users of the run, in all processes.
         own_indices: For a client, the position of its user in ``names``; None for a run that trains all users here.
         process_bytes: Bytes of a process without model and data; None to measure them.
@@ -994,7 +994,7 @@ class _MemoryByPassSize:
         A small model is built with all its layers.
 
         Args:
-            recipe: The recipe.
+            recipe: Settings of the run.
             names: Names of all users of the run, in all processes.
             own_indices: For a client, the position of its user in ``names``; None for a run that trains all users here.
             process_bytes: Bytes of a process without model and data; None to measure them.
@@ -1069,7 +1069,7 @@ def choose_within(
     """Return the first of the :func:`memory_choices` with which a run fits into a limit.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         limit: Memory that the run may use, in bytes.
         names: Names of all users of the run.
         own_indices: For a client, the position of its user in ``names``; None for a run that trains all users here.
@@ -1113,7 +1113,7 @@ def choose_specialists(
     measured only for users with such a limit.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         limit: Memory that the run may use, in bytes.
         names: Names of all users of the run.
         own_indices: For a client, the position of its user in ``names``; None to choose for all users.
@@ -1182,7 +1182,7 @@ def _fits_in_own_format(
     sequences in a forward pass, and gradient checkpointing.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         limit: Memory that the run may use, in bytes.
         names: Names of all users of the run.
         own_indices: For a client, the position of its user in ``names``; None for a run that trains all users here.
@@ -1210,7 +1210,7 @@ def step_seconds(recipe: Recipe, names: tuple[str, ...], user: int) -> float:
     warm-up; the shorter time counts.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         names: Names of all users.
         user: Index of the user in ``names``.
     """

@@ -150,7 +150,7 @@ def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] |
     pooled method, which trains one net on the samples of all users, gets all users.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         population: Users of this process and their samples.
         all_names: Names of the users of all processes; None if there is one process.
 
@@ -184,7 +184,7 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
     It has the shapes of the model that :func:`comingle.models.stacked.mix_language_model` builds for a run.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         base: A base without weights.
         method: The recipe's method, which has a mixture.
         users: Number of users.

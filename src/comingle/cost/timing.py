@@ -225,7 +225,7 @@ def compute_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     Args:
         work: Amounts of work in the run.
         parts: Measured times of the parts of a round.
-        cluster: The machines.
+        cluster: Number and speed of the machines on which the run would train.
     """
     participants = users_per_process(work.participants, cluster.num_processes)
     evaluated_users = users_per_process(work.evaluated_users, cluster.num_processes)
@@ -241,7 +241,7 @@ def server_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     Args:
         work: Amounts of work in the run.
         parts: Measured times of the parts of a round.
-        cluster: The machines.
+        cluster: Number and speed of the machines on which the run would train.
     """
     is_distributed = cluster.num_processes > 1
     aggregation_seconds = parts.aggregation_core_seconds / cluster.cores_per_process  # of one upload
@@ -312,7 +312,7 @@ def network_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     Args:
         work: Amounts of work in the run.
         parts: Measured times of the parts of a round.
-        cluster: The machines.
+        cluster: Number and speed of the machines on which the run would train.
     """
     P = cluster.num_processes
     if P == 1:
@@ -343,7 +343,7 @@ def disk_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     Args:
         work: Amounts of work in the run.
         parts: Measured times of the parts of a round.
-        cluster: The machines.
+        cluster: Number and speed of the machines on which the run would train.
     """
     # All processes of a machine write to its disk at the same time, so a user takes that many times as long.
     seconds_per_user = cluster.processes * work.state_bytes / cluster.disk
@@ -361,7 +361,7 @@ def estimate_round(work: RunWork, parts: Parts, cluster: Cluster) -> Round:
     Args:
         work: Amounts of work in the run.
         parts: Measured times of the parts of a round.
-        cluster: The machines.
+        cluster: Number and speed of the machines on which the run would train.
     """
     return Round(
         compute=compute_seconds(work, parts, cluster),
@@ -482,7 +482,7 @@ def _build_federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) ->
     """Build the federation of a measurement; in one of several processes, the part with this process's users.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         run_data: Base and data, with equally many users for each process.
         ranks: The processes; None for one process.
     """

@@ -449,7 +449,7 @@ def read_text_file(path: Path, *, max_bytes: int | None = None) -> list[str]:
     cut, so a file without blank lines is one document.
 
     Args:
-        path: The file.
+        path: Path of the file.
         max_bytes: Largest number of bytes to read. A longer file is read, with a warning, up to the last line end
             before that number. None to read all.
 
@@ -475,7 +475,7 @@ def read_text_folder(folder: Path, *, max_bytes: int | None = None) -> list[str]
     them in one warning; to read such a file, give its path as the user's source.
 
     Args:
-        folder: The folder.
+        folder: Path of the folder.
         max_bytes: Number of bytes after which reading ends; None for all.
     """
     documents: list[str] = []

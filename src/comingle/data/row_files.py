@@ -230,7 +230,7 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, extr
     The table names its columns, except for JSON, where each row may have other ones.
 
     Args:
-        path: The file.
+        path: Path of the file.
         split: Split of its rows.
         sep: Separator of the fields of a CSV file; by default a comma, or a tab in a .tsv file.
         extra_columns: Columns to add to every row, such as those that the folders of a partitioned data set name.
@@ -270,7 +270,7 @@ def _open_csv_table(path: Path, sep: str) -> tuple[tuple[str, ...], ReadRows]:
     """Return the columns of a CSV file, and the function with which a :class:`Table` reads its rows.
 
     Args:
-        path: The file.
+        path: Path of the file.
         sep: Separator of the fields.
     """
 
@@ -583,7 +583,7 @@ def read_csv(path: Path, sep: str, bad_rows: BadRows) -> PlacedRows:
     with more fields than columns is a bad row.
 
     Args:
-        path: The file.
+        path: Path of the file.
         sep: Separator of fields.
         bad_rows: Collects rows with too many fields.
 

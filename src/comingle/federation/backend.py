@@ -47,7 +47,7 @@ def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], num
     """Check and aggregate the uploads of a round.
 
     Args:
-        session: The session.
+        session: The run's server, which sends tasks to clients and reads their answers.
         answers: Answers of the participants by name.
         number: The round, from 1.
 
@@ -78,7 +78,7 @@ def skip_round_if_few(session: ServerSession, users: Sequence[str], answers: Map
     """Skip the aggregation of a round if it has fewer valid uploads than ``network.min_participants``.
 
     Args:
-        session: The session.
+        session: The run's server, which sends tasks to clients and reads their answers.
         users: Users whose uploads are valid. Their privacy budgets are charged even if the round is skipped.
         answers: All answers of the round.
         number: The round, from 1.
@@ -101,7 +101,7 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
     """Aggregate a round's uploads, and raise an error if the result is not finite.
 
     Args:
-        session: The session.
+        session: The run's server, which sends tasks to clients and reads their answers.
         upload: Valid uploads of all participants, joined in tensors ``(users, *shape)``.
 
     Raises:
@@ -135,8 +135,8 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
     still compressed, as the aggregation expects it.
 
     Args:
-        session: The session.
-        name: The user.
+        session: The run's server, which sends tasks to clients and reads their answers.
+        name: Name of the user.
         answer: The client's answer.
         number: The round, from 1.
     """
@@ -176,7 +176,7 @@ def validation_losses(session: ServerSession, answers: Mapping[str, Answer], don
     """Return the validation losses that users report; skip invalid ones with a warning.
 
     Args:
-        session: The session.
+        session: The run's server, which sends tasks to clients and reads their answers.
         answers: Answers to a task with the step "evaluate", by name.
         done: Number of rounds that were done before this evaluation.
 
@@ -206,7 +206,7 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
     If too few users answer, the model stays unchanged, and an event ("no_sum") gives the reason.
 
     Args:
-        session: The session.
+        session: The run's server, which sends tasks to clients and reads their answers.
         answers: Answers to the step "advertise", with which a secure sum begins, by name.
         round_number: The round, from 1.
 
@@ -310,7 +310,7 @@ class _SecureSum:
 
         Args:
             name: Name of the user.
-            message: The user's answer.
+            message: Message in the user's answer.
         """
         others = [other for other in self.collector.public_keys if other != name]
         shares = secure_client.read_shares(message, name, self._round, others, sealed=True)
@@ -321,7 +321,7 @@ class _SecureSum:
 
         Args:
             name: Name of the user.
-            message: The user's answer.
+            message: Message in the user's answer.
         """
         terms = self.collector.terms
         bits_per_entry = terms.word  # uploads and masks are integers modulo 2 ** bits_per_entry
@@ -349,7 +349,7 @@ class _SecureSum:
 
         Args:
             step: Name of the step.
-            names: The users.
+            names: Names of the users.
             message_for: Returns the message that a user needs for the step.
             process_message: Called with a user and the message in its answer; raises a MessageError if it is wrong.
         """
@@ -390,7 +390,7 @@ def routing_event(session: ServerSession, reported: RoutingMetrics) -> dict[str,
     """Return the fields of an evaluation event with the users' mean gates and mixture weights.
 
     Args:
-        session: The session.
+        session: The run's server, which sends tasks to clients and reads their answers.
         reported: Metrics that clients have reported, by user.
     """
     return {**_mean_gates(session, reported), **_mixtures(session, reported)}
@@ -400,7 +400,7 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
     """Return the fields of an evaluation event with the mean gates that users report; skip gates of a wrong size.
 
     Args:
-        session: The session.
+        session: The run's server, which sends tasks to clients and reads their answers.
         reported: Metrics by user; ``gates`` has a list for each layer, with the mean gate of each expert.
 
     Returns:
@@ -754,7 +754,7 @@ def _raise_if_too_few(session: ServerSession, num_answers: int, num_participants
     """Raise an error if fewer participants of a round than ``network.min_participants`` have answered.
 
     Args:
-        session: The session.
+        session: The run's server, which sends tasks to clients and reads their answers.
         num_answers: Number of participants that have answered the training task.
         num_participants: Number of participants of the round.
         number: The round, from 1.

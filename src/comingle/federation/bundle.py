@@ -194,7 +194,7 @@ def _remove_sources(content: JsonObject, recipe: Recipe) -> list[str]:
 
     Args:
         content: The content, which is changed.
-        recipe: The recipe.
+        recipe: Settings of the run.
     """
     lines = []
     data = content.get("data")

@@ -244,7 +244,7 @@ def open_store(
 
     Args:
         folder: Folder of the run; created if it is new.
-        own: The user's settings.
+        own: The user's own settings, such as the paths of its data.
         public: Public part of the federation.
         bases: Base models that the clients of this process share; a base that is loaded here is added. None to share
             none.
@@ -378,7 +378,7 @@ def _data_of_run(own: Own, public: Public, recipe: Recipe, own_data: RunData) ->
     Args:
         own: The user's own settings.
         public: Public part of the federation, with the names of all users.
-        recipe: The user's recipe.
+        recipe: Settings of the run, with the user's own.
         own_data: The data and base model of this user alone.
     """
     run_data = remote_data(public, recipe, own_data.base)  # users with names, without data
@@ -578,7 +578,7 @@ def _choose_in_new_process(recipe: Recipe, public: Public, own: Own) -> dict[str
     """Choose settings that depend on this device's memory, in a new process, whose imports take no memory here.
 
     Args:
-        recipe: The user's recipe.
+        recipe: Settings of the run, with the user's own.
         public: Public part of the federation, with the names of all users.
         own: The user's own settings.
 
@@ -683,7 +683,7 @@ def _raise_unless_same_settings(own: Own, public: Public, own_data: RunData) -> 
     """Raise an error if the shapes or labels of the user's data are not those of the server.
 
     Args:
-        own: The user's settings.
+        own: The user's own settings, such as the paths of its data.
         public: Public part of the federation; ``settings`` has shapes and labels.
         own_data: The user's data.
 
@@ -756,7 +756,7 @@ class Client:
         """Carry out a task and return the answer; if the task fails, the answer has the reason.
 
         Args:
-            data: The task's bytes.
+            data: The task as the server has sent it.
             deadline: Time until which the server waits for the answer, in seconds since 1970. A task that cannot be
                 completed by then because of this device's conditions is declined.
 
@@ -967,7 +967,7 @@ class Client:
         If the task was carried out before, return the stored answer. If the task fails, its changes are reverted.
 
         Args:
-            task: The task.
+            task: What the server asks of the client, such as local steps.
             data: Its bytes, which identify a repeated task.
             deadline: Time until which the server waits for the answer, in seconds since 1970.
 
@@ -1010,7 +1010,7 @@ class Client:
 
         Args:
             clients: The client group of the user.
-            task: The task.
+            task: What the server asks of the client, such as local steps.
             deadline: Time until which the server waits for the answer, in seconds since 1970.
 
         Raises:
@@ -1069,7 +1069,7 @@ class TaskRunner:
         Args:
             store: The user's part of the run.
             own: The user's own settings, which say what the server may see.
-            task: The task.
+            task: What the server asks of the client, such as local steps.
             conditions: Conditions of this device, which are checked between local steps.
         """
         self.store, self.own, self.task, self.clients = store, own, task, store.clients
@@ -1388,7 +1388,7 @@ def _refusal(task: Task, error: Exception) -> Answer:
     """Return the answer to a task that failed, without private data, which the text of an error may contain.
 
     Args:
-        task: The task.
+        task: What the server asks of the client, such as local steps.
         error: The error with which it failed.
     """
     error_class = type(error).__name__

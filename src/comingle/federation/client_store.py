@@ -283,8 +283,8 @@ class ClientStore:
 
         Args:
             serial: Number of the task.
-            task: The task's bytes.
-            answer: The answer's bytes.
+            task: The task as the server has sent it.
+            answer: The packed answer.
 
         Raises:
             RunError: The disk is full; the previous state remains.
@@ -572,7 +572,7 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
 
     Args:
         store: The user's part of the run.
-        own: The user's settings.
+        own: The user's own settings, such as the paths of its data.
         rounds: Number of rounds after which the federation ended; fewer than planned if the privacy budget was spent.
 
     Returns:
@@ -747,7 +747,7 @@ def fix_data(state: Path, run: str, own: Own, earlier: Sequence[str]) -> None:
     Args:
         state: The user's state folder.
         run: Name of the run.
-        own: The user's settings.
+        own: The user's own settings, such as the paths of its data.
         earlier: Names of earlier runs, the newest first.
 
     Raises:

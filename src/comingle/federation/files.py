@@ -39,7 +39,7 @@ def load_plan(path: Path, *, continue_from: str = "", continuous: bool | None = 
     The data is text unless the file names another kind. Relative paths are relative to the file.
 
     Args:
-        path: The file.
+        path: Path of the file.
         continue_from: Folder of an earlier run to continue, instead of the one in the file; empty for that.
         continuous: Whether the federation is continuous, which ``rounds`` is for; None if either is allowed.
 

@@ -179,7 +179,7 @@ def federate(
     """Run a recipe with server and clients in separate processes on this machine, and return its metrics.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         folder: The server's run folder; ``FOLDER/users/NAME`` has the private state of a user.
         resume: Whether to continue a run that was stopped.
         force: Whether to replace an existing run.

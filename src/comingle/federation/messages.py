@@ -240,7 +240,7 @@ def check_address(task: Task, user: str) -> None:
     """Check that a task is for this user, and that its run's name is safe as a folder name.
 
     Args:
-        task: The task.
+        task: What the server asks of the client, such as local steps.
         user: Name of the user whose client has received it.
 
     Raises:
@@ -467,7 +467,7 @@ def check_upload(
     Args:
         upload: The upload.
         layout: Layout of the model's tensors.
-        method: The method.
+        method: The federated method of the run.
         user: Name of the user.
         number: The round, from 1.
         rank: Largest LoRA rank that the user may have.
@@ -502,7 +502,7 @@ def check_download(
     Args:
         download: The download.
         layout: Layout of the model's tensors.
-        method: The method.
+        method: The federated method of the run.
         user: Name of the user.
         users: Names of all users.
         rounds: Number of rounds of the run.
@@ -553,7 +553,7 @@ def validation_loss(message: Download | Upload, *, user: str, done: int) -> floa
     """Return the validation loss, in nats, that a user reports after ``done`` rounds; None for any other message.
 
     Args:
-        message: The message.
+        message: The message, which may be malformed.
         user: Name of the user.
         done: Number of rounds.
 

@@ -137,7 +137,7 @@ def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, A
     """Return the part of a federation that server and clients share: its recipe without data sources, and digests.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         users: Names of the users.
         settings: Shapes and labels of networks.
         base: The base; None if users train networks from scratch.
@@ -238,7 +238,7 @@ def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
 
     Args:
         public: Public part of the federation: users' names, and shapes and labels of networks.
-        recipe: The recipe.
+        recipe: Settings of the run.
         base: The base; None if users train networks from scratch.
     """
     kind = kind_of(recipe)

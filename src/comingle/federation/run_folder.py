@@ -491,7 +491,7 @@ def _final_metrics(session: ServerSession, folder: Path, metrics: JsonObject, ev
     """Add to the metrics of a finished run what the server knows, such as the privacy spent, and return them.
 
     Args:
-        session: The session.
+        session: The run's server, which sends tasks to clients and reads their answers.
         folder: The run folder, with the events of all processes of the run.
         metrics: Metrics of the users and the run, which are changed. The new key ``untold`` lists users without
             metrics, and ``absent`` those of them that have never joined.
@@ -641,7 +641,7 @@ def _save(session: ServerSession, folder: Path, done: int, events_bytes: int, *,
     """Write a checkpoint of the server and delete older ones.
 
     Args:
-        session: The session.
+        session: The run's server, which sends tasks to clients and reads their answers.
         folder: The run folder.
         done: Number of rounds that are done.
         events_bytes: Length of the event log, to which a resumed run cuts it.

@@ -542,7 +542,7 @@ def remove_from_server(removal: ServerRemoval, say: Callable[[str], None] = lamb
     an interruption. With ``exact`` the runs are deleted; the server trains again when it is started.
 
     Args:
-        removal: The plan.
+        removal: What has to be deleted or trained again.
         say: Called with a line for each run.
 
     Raises:
@@ -634,7 +634,7 @@ def _certificate(removal: ServerRemoval, runs: Sequence[Path]) -> JsonObject:
     """Return the certificate of a removal from some of its runs, before anything is changed.
 
     Args:
-        removal: The plan.
+        removal: What has to be deleted or trained again.
         runs: Runs of one server.
     """
     deleted_files = replace(removal, runs=tuple(runs)).files

@@ -233,7 +233,7 @@ class ServerSession:
         heard the verdict whether its model is the best so far.
 
         Args:
-            name: The user.
+            name: Name of the user.
             todo: Steps of the task; "receive" is the first of them if there is one.
             number: The round, from 0.
             arguments: Values that the steps need (:class:`Task`).
@@ -282,7 +282,7 @@ class ServerSession:
         """Return a task of this run.
 
         Args:
-            name: The user.
+            name: Name of the user.
             todo: Names of the steps.
             serial: Number of the task among the client's tasks; 0 for a join task.
             number: The round, from 0.
@@ -303,7 +303,7 @@ class ServerSession:
 
         Args:
             name: Name of the user.
-            task: The task.
+            task: What the server asks of the client, such as local steps.
             reply: The bytes of the answer, or one line that says why there are none.
         """
         if isinstance(reply, str):
@@ -392,7 +392,7 @@ class ServerSession:
 
         Args:
             name: Name of the user.
-            why: The reason.
+            why: Reason of the failure, for the log.
             last_logged: The reason that was logged last for this client; None if there is none.
             is_left_out: Whether the round continues without this client; the warning then says so in any case.
         """
@@ -432,7 +432,7 @@ class TaskQueue:
         """Create the queue of one task for each client; :meth:`run` sends them.
 
         Args:
-            session: The session.
+            session: The run's server, which sends tasks to clients and reads their answers.
             users: Names of the clients' users.
             seconds: Timeout for all answers.
             make_task: Returns the task for a user's client. None to send only join tasks, before the first round.
@@ -718,7 +718,7 @@ class TaskQueue:
 
         Args:
             name: Name of the user.
-            task: The join task.
+            task: The task by which the client was asked to join.
             answer: The client's answer.
         """
         client = self.session.clients[name]
@@ -743,7 +743,7 @@ class TaskQueue:
 
         Args:
             name: Name of the user.
-            why: The reason.
+            why: Reason of the failure, for the log.
             is_left_out: Whether the round continues without this client.
         """
         self.session.log_failure(name, why, last_logged=self._logged_failures.get(name), is_left_out=is_left_out)
@@ -754,7 +754,7 @@ class TaskQueue:
 
         Args:
             name: Name of the user.
-            task: The task.
+            task: What the server asks of the client, such as local steps.
             answer: The client's answer.
         """
         self.pending.discard(name)

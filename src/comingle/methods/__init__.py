@@ -83,7 +83,7 @@ def _check_types_of_parts(name: str, method: Method, where: str) -> None:
 
     Args:
         name: Name of the method, for error messages.
-        method: The method.
+        method: The federated method of the run.
         where: File and line of its constructor, for error messages.
 
     Raises:

@@ -16,8 +16,8 @@ def local() -> Method:
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
     Shared: nothing.  Local: attention, 2 averaged LoRA experts per MLP.  Frozen: the base.
-    Client: joint steps on training text.  Server: none.
-    Differs from the paper: none known.
+    Client: local steps on training text.  Server: none.
+    Differs from the paper: no difference is known.
     """
     return Method(
         name="local",
@@ -33,7 +33,7 @@ def centralized() -> Method:
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2 and App. B.1.
     Shared: nothing, as there is a single client.  Local: attention, 2 averaged LoRA experts per MLP.  Frozen: the base.
     Client: steps on the training text of all users, with the batch size times the number of users.  Server: none.
-    Differs from the paper: none known.
+    Differs from the paper: no difference is known.
     """
     return Method(
         name="centralized",
@@ -49,7 +49,7 @@ def pretrained() -> Method:
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
     Shared: nothing.  Local: nothing.  Frozen: everything.
     Client: none.  Server: none.
-    Differs from the paper: none known.
+    Differs from the paper: no difference is known.
     """
     return Method(name="pretrained", placement=Placement(), client=Client(), server=Server())
 
@@ -59,7 +59,7 @@ def fedavg(*, server_adam_rate: NotNegative = 0.0) -> Method:
 
     Source: McMahan et al. 2017, arXiv:1602.05629; on LoRA as in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text.  Server: mean over users, or a step of Adam towards it (Reddi et al. 2021,
+    Client: local steps on training text.  Server: mean over users, or a step of Adam towards it (Reddi et al. 2021,
     arXiv:2003.00295).
     Differs from the paper: a user keeps its optimiser's moments between rounds, as in CoMiGS's public code.
 
@@ -79,11 +79,13 @@ def fedavg_plus() -> Method:
     """FedAvg+: FedAvg, after which each user fine-tunes the global model on its own data.
 
     Source: FedAvg+ in FedEM (Marfoq et al. 2021, arXiv:2108.10252), section 4, after Jiang et al. 2019.
-    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: the fine-tuned copy.
+    Shared: attention, 2 averaged LoRA experts per MLP; a whole net, with running statistics of its norm layers.  Local:
+    the fine-tuned copy.
     Frozen: a language model's base.
     Client: as for FedAvg.  Before each evaluation and after the last round, a user fine-tunes a copy of the global
     model by one more local round, on other random batches.  Server: mean over users.
-    Differs from the paper: none known.  ``evaluation.model`` has no effect: the fine-tuned copy is evaluated.
+    Differs from the paper: no difference is known.  ``evaluation.model`` has no effect: the fine-tuned copy is
+    evaluated.
     """
     client = Client(phases=joint(routed=False), finetunes=True)
     return replace(fedavg(), name="fedavg+", client=client)
@@ -95,9 +97,9 @@ def fedprox(*, proximal: NotNegative = 0.01) -> Method:
     theta is the user's model, theta_t the downloaded one.
 
     Source: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv:1812.06127, Algorithm 2, eq. 2.
-    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: nothing.  Frozen: a language
-    model's base.
-    Client: joint steps on training data, with the proximal term.  Server: mean over users.
+    Shared: attention, 2 averaged LoRA experts per MLP; a whole net, with running statistics of its norm layers.  Local:
+    nothing.  Frozen: a language model's base.
+    Client: local steps on training data, with the proximal term.  Server: mean over users.
     Differs from the paper: all users take the same number of local steps, where the paper's users may stop early
     (gamma).  Means are weighted by ``training.weighting``; the paper draws users by their share of the data and weighs
     them equally.
@@ -114,10 +116,11 @@ def ditto(*, nearness: NotNegative = 0.1) -> Method:
 
     Source: Li et al. 2021, "Ditto: Fair and Robust Federated Learning Through Personalization", arXiv:2012.04221,
     Algorithm 1.
-    Shared: the global model: attention and 1 LoRA expert per MLP; a net with its statistics.  Local: the personal
-    model, of the same shapes, which the user predicts with.  Frozen: a language model's base.
-    Client: joint steps on both models on training data; the personal model's loss has the additional term ``nearness /
-    2 |v - w_t|^2``, with the downloaded global model w_t.
+    Shared: the global model: attention and 1 LoRA expert per MLP; a whole net, with running statistics of its norm
+    layers.  Local: the personal model, of the same shapes, which the user predicts with.  Frozen: a language model's
+    base.
+    Client: local steps on training data, which train both models together; the personal model's loss has the additional
+    term ``nearness / 2 |v - w_t|^2``, with the downloaded global model w_t.
     Server: mean of the global models over users.
     Differs from the paper: both models see the same batches and take equally many steps.  The paper chooses lambda
     (``nearness``) for each data set; the default here is ours.

@@ -23,9 +23,10 @@ def ifca(*, models: Models = 5) -> Method:
 
     Source: Ghosh et al. 2020, "An Efficient Framework for Clustered Federated Learning", arXiv:2006.04088, Algorithm 1
     with model averaging.
-    Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: nothing.
+    Shared: a whole net, with running statistics of its norm layers; on a language model attention and 1 LoRA expert per
+    MLP.  Local: nothing.
     Frozen: a language model's base.
-    Client: downloads all models, picks the one with the lowest loss on all of its training data, takes joint steps on
+    Client: downloads all models, picks the one with the lowest loss on all of its training data, takes local steps on
     it, and uploads it with its index.
     Server: each model becomes the weighted mean of the uploads for it; a model that no participant picked is unchanged.
     Differs from the paper: means are weighted by ``training.weighting``.  Among equally good models a user keeps the
@@ -157,10 +158,10 @@ def fedem(*, models: Models = 3) -> Method:
     Algorithm 2 (FedEM), eq. 7, 8 and 11.
     Shared: M models with their running statistics.  Local: the mixture pi, M numbers.  Frozen: nothing.
     Client: computes weights q_m(s) ~ pi_m exp(-loss_m(s)) of each training sample s under the downloaded models m, and
-    pi = mean_s q(s).  Then joint steps on sum_m q_m(s) loss_m(s) with q fixed.
+    pi = mean_s q(s).  Then local steps on sum_m q_m(s) loss_m(s) with q fixed.
     Server: mean of each model over users.
-    Differs from the paper: none known.  A user predicts sum_m pi_m p_m(y|x), in a regression the mean of the models'
-    outputs with the weights pi.
+    Differs from the paper: no difference is known.  A user predicts sum_m pi_m p_m(y|x), in a regression the mean of
+    the models' outputs with the weights pi.
 
     Args:
         models: Number M of models that all users train and mix.

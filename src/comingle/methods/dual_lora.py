@@ -29,7 +29,7 @@ def fedit() -> Method:
     Source: Zhang et al. 2024, "Towards Building the FederatedGPT: Federated Instruction Tuning", arXiv:2305.05644; in
     FedMerge (Chen et al. 2025, arXiv:2504.06768), Table 5.
     Shared: attention, 1 expert per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text.  Server: mean of A and of B over users.
+    Client: local steps on training text.  Server: mean of A and of B over users.
     Differs from the paper: LoRA is where ``adapters`` puts it, on attention and MLP; the paper adapts attention alone.
     """
     return Method(
@@ -46,7 +46,7 @@ def fedlora() -> Method:
     Source: Yi et al. 2023, "FedLoRA: Model-Heterogeneous Personalized Federated Learning with LoRA Tuning",
     arXiv:2310.13283; in FedMerge (Chen et al. 2025, arXiv:2504.06768), Table 5.
     Shared: attention, 1 expert per MLP.  Local: 1 expert per MLP, averaged with the shared one.  Frozen: the base.
-    Client: joint steps on training text.  Server: mean over users.
+    Client: local steps on training text.  Server: mean over users.
     Differs from the paper: in the paper each user has a whole model, of any architecture, and trains it in turns with a
     shared adapter.  Here, as in FedMerge's comparison, all have the same frozen language model, and the local part is a
     LoRA expert.
@@ -66,8 +66,8 @@ def fdlora(*, outer_rate: NotNegative = 0.7, outer_momentum: BelowOne = 0.9, fus
     arXiv:2406.07925; a baseline in CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
     Shared: the global LoRA (attention, 1 expert per MLP).  Local: the personal LoRA, of the same shapes.  Frozen: the
     base.
-    Client: joint steps on both LoRA on training text.  After the last round a user's LoRA becomes ``a * global + b *
-    personal``; Nelder-Mead searches the a and b with the lowest validation loss.
+    Client: local steps on training text, which train both LoRA together.  After the last round a user's LoRA becomes
+    ``a * global + b * personal``; Nelder-Mead searches the a and b with the lowest validation loss.
     Server: a step with Nesterov momentum towards the mean over users; with rate 1 and momentum 0 the mean itself.
     Differs from the paper: both LoRA start equal and are trained on the same batches, where the paper trains one after
     the other.  The server's default settings are those of DiLoCo (Douillard et al. 2023).  The search has no penalty on
@@ -316,7 +316,8 @@ def sdflora() -> Method:
     Source: Shen et al. 2026, "SDFLoRA: Selective Decoupled Federated LoRA for Privacy-preserving Fine-tuning with
     Heterogeneous Clients", arXiv:2601.11219 (second version), and its public code.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: 1 LoRA expert per MLP.  Frozen: the base.
-    Client: joint steps on both LoRA on training text, with a new optimiser each round, as the shared factors change.
+    Client: local steps on training text, which train both LoRA together, with a new optimiser each round, as the shared
+    factors change.
     Server: an SVD of the users' mean change ``sum_u p_u s_u B_u A_u``, with aggregation weight p_u and LoRA scale s_u,
     truncated to each user's rank.  Privacy noise (``mechanism: local``) reaches the shared LoRA only.
     Differs from the paper: both LoRA are experts of a whole MLP whose outputs are averaged (in each linear with

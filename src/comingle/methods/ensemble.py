@@ -42,7 +42,7 @@ def fml(*, clusters: Models = 4, temperature: Positive = 1.0) -> Method:
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1, with whole models as components.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
-    Client: joint steps on the models w_c and on the router, with its own learning rate, for the loss f(sum_c pi_c w_c).
+    Client: local steps on the models w_c and on the router, with its own learning rate, for the loss f(sum_c pi_c w_c).
     Server: the mean of each model c over users k with weights p(k|c) ~ pi_c p(k), where p(k) are the aggregation
     weights and pi the mixture weights of user k.
     Differs from the paper: models start at different values.  p(k) is ``training.weighting``.  All models of a user
@@ -63,7 +63,7 @@ def local_adaptor(*, precondition: bool = True, server_adam_rate: NotNegative = 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Local Adaptor.
     Shared: the base where it is trained, with its running statistics.  Local: one adapter a layer, with its own running
     statistics.  Frozen: a language model's base.
-    Client: joint steps on base and adapters.  Server: mean over users, or a step of Adam towards it.
+    Client: local steps on base and adapters.  Server: mean over users, or a step of Adam towards it.
     Differs from the paper: means are weighted by ``training.weighting``.  The adapters' factor on the input side starts
     random and the output side zero, where section 3.2 says the reverse.
 
@@ -87,7 +87,7 @@ def ensemble(*, clusters: Models = 4, temperature: Positive = 1.0, server_adam_r
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Ensemble.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
-    Client: joint steps on models and router.
+    Client: local steps on models and router.
     Server: the mean of each model c over users k with weights p(k|c) ~ pi_c p(k), where p(k) are the aggregation
     weights and pi the mixture weights of user k, or a step of Adam towards that mean.
     Differs from the paper: outputs are mixed before the softmax, as in the public code; p(k) is ``training.weighting``.

@@ -20,7 +20,8 @@ def fedalt() -> Method:
     Shared: the individual LoRA of each MLP (a specialist); users keep their own and download only means.
     Local: attention, the mixer (a router).
     Frozen: the base, and the rest-of-world LoRA of each MLP (a generalist), which comes from the server.
-    Client: joint steps on attention, individual LoRA and mixer on training text, the mixer with its own settings.
+    Client: local steps on training text, which train attention, individual LoRA and mixer together, the mixer with its
+    own settings.
     Server: user k gets the plain mean of A and of B over the most recent uploads of all other users.
     Differs from the paper: one mixer for each MLP mixes its outputs, where the paper has a mixer for each linear.
     With ``adapters: {mix: linear}`` the outputs of each linear are mixed, but all linears of an MLP share one mixer.

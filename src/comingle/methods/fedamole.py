@@ -399,9 +399,10 @@ def fedamole(
     Architectures", arXiv:2411.19128, and its public code (zyc140345/FedAMoLE), whose defaults these are.
     Shared: attention, 1 generalist per MLP; a user's domain experts in each MLP (specialists), up to ``most`` of
     ``experts``; the routers' projection T.  Local: nothing.  Frozen: the base.
-    Client: joint steps on all of these on training text, the router with its own settings, with new optimisers each
-    round.  Domain expert e has the weight softmax_e of ``(A_e x)^T (T x) / sqrt(rank)`` over the top k of the user's
-    experts, where A_e is its LoRA factor and x the token.  Then the client sends its means of T x and of each A_e x.
+    Client: local steps on training text, which train all of these together, the router with its own settings, with new
+    optimisers each round.  Domain expert e has the weight softmax_e of ``(A_e x)^T (T x) / sqrt(rank)`` over the top k
+    of the user's experts, where A_e is its LoRA factor and x the token.  Then the client sends its means of T x and of
+    each A_e x.
     Server: means of the shared tensors over users, and of a domain expert and its A_e x over the users who have it.
     Then expert e gets a score for each user, the softmax over users of ``(A_e x)^T (T x) / sqrt(rank)`` for these
     means.  Each expert chooses ``choices`` users, and each user is chosen by 2 (if there are enough experts) to

@@ -26,7 +26,7 @@ def fedex_lora(*, residual_rank: CountOrNone = 0) -> Method:
     Models", arXiv:2410.09432, section 3: W = W_0 + the sum of all rounds' residuals.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base, and each weight's residual,
     which comes from the server.
-    Client: joint steps on training text.  Server: means of A and of B; the sum of all residuals.
+    Client: local steps on training text.  Server: means of A and of B; the sum of all residuals.
     Differs from the paper: the residual is kept beside the base, as two factors.  A download has the sum of all rounds'
     residuals, because users may have been absent; the paper's has that of one round.  With ``residual_rank`` above 0
     the residual is approximated by that rank in each round.  All users have the same LoRA rank.
@@ -135,7 +135,7 @@ def flora_stacking(*, residual_rank: CountOrNone = 0) -> Method:
     Adaptations", arXiv:2409.05976, Algorithm 1.  Ranks are ``adapters.rank``: one for each user, if it is a list.
     Shared: attention, 2 averaged LoRA experts per MLP, which are uploaded.  Local: nothing.  Frozen: the base, and a
     residual for each weight, which is downloaded.
-    Client: reinitialises its LoRA, with its own random A and a new optimiser, then takes joint steps on training text.
+    Client: reinitialises its LoRA, with its own random A and a new optimiser, then takes local steps on training text.
     Server: adds ``sum_i p_i s_i B_i A_i`` to the residual, with aggregation weight p_i and LoRA scale s_i of user i.
     Differs from the paper: the residual is kept beside the base, as two factors.  A download has the sum over all
     rounds, because users may have been absent; the paper's has that of the last round, as stacked factors.  With

@@ -445,9 +445,10 @@ def fedmerge(
     """FedMerge: the server keeps d models, and merges them for each user with the user's own merging weights.
 
     Source: Chen et al. 2025, "FedMerge: Federated Personalization via Model Merging", arXiv:2504.06768, Algorithm 1.
-    Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: nothing.
+    Shared: a whole net, with running statistics of its norm layers; on a language model attention and 1 LoRA expert per
+    MLP.  Local: nothing.
     Frozen: a language model's base.
-    Client: joint steps on its merged model theta_i; ``proximal`` times |theta - theta_i|^2 is added to the loss.
+    Client: local steps on its merged model theta_i; ``proximal`` times |theta - theta_i|^2 is added to the loss.
     Server: a step on the models by eq. 5 and 8, then one on the merging weights by eq. 6 and 9.
     Differs from the paper: a model moves by a mean over its users, as in the public code, where eq. 5
     (``column_normalize: false``) would move it d times less.  Negative merging weights (without ``softmax``) count in
@@ -502,11 +503,12 @@ def fedmerge_fixed(
     """FedMerge with frozen merging weights: each user merges some random models, with equal or random weights.
 
     Source: Chen et al. 2025 (FedMerge, arXiv:2504.06768), Table 4, "Fixed (``chosen`` / ``models``)".
-    Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: nothing.
+    Shared: a whole net, with running statistics of its norm layers; on a language model attention and 1 LoRA expert per
+    MLP.  Local: nothing.
     Frozen: a language model's base.
-    Client: joint steps on the merged model.  Server: moves each model by a mean over the users who merge it.
-    Differs from the paper: none known.  Table 4's caption has even weights, the text below it random ones from an
-    unnamed distribution; ours are uniform on the simplex.
+    Client: local steps on the merged model.  Server: moves each model by a mean over the users who merge it.
+    Differs from the paper: no difference is known.  Table 4's caption has even weights, the text below it random ones
+    from an unnamed distribution; ours are uniform on the simplex.
 
     Args:
         models: Number of models on the server.

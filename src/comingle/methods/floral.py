@@ -30,7 +30,8 @@ def floral(
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1.
     Shared: the base where it is trained, with its running statistics, and C adapters a layer.  Local: one logit for
     each adapter set, and the running statistics of batch norms' adapters.  Frozen: a language model's base.
-    Client: joint steps on base, adapters and router on training data, the router with its own learning rate.
+    Client: local steps on training data, which train base, adapters and router together, the router with its own
+    learning rate.
     Server: means over users k, of the base with weights p(k), of adapter set c with weights p(k|c) ~ pi_c p(k) (eq. 2),
     where pi are the mixture weights of user k.
     Differs from the paper: users upload their mixture weights (C numbers), which the server needs for p(k|c).  p(k) is

@@ -22,7 +22,7 @@ def hetlora(*, regularisation: NotNegative = 5e-3, gamma: BelowOne = 0.99, prune
     Source: Cho et al. 2023, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models",
     arXiv:2401.06432; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.3 and C.3.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text.  A user's last ranks are those from ``gamma`` times its rank on;
+    Client: local steps on training text.  A user's last ranks are those from ``gamma`` times its rank on;
     ``regularisation`` times their norm is added to the loss.  With ``prune`` they are dropped if that norm has shrunk
     over the local steps.
     Server: the mean of the users' factors, padded with zeros, with weights proportional to the norms of their changes
@@ -178,7 +178,7 @@ def flexlora() -> Method:
     Source: Bai et al. 2024, "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client
     Resources", arXiv:2402.11505; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.3.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text, with a new optimiser each round, as the factors change.
+    Client: local steps on training text, with a new optimiser each round, as the factors change.
     Server: an SVD ``U S V`` of the mean change ``sum_u p_u s_u B_u A_u``, with aggregation weight p_u and LoRA scale
     s_u.  User u gets the first rows of V as A and the first columns of ``U S / s_u`` as B.
     Differs from the paper: the mean change includes the scale s_u = alpha / sqrt(rank) of the forward pass.  It is

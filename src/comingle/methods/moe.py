@@ -16,9 +16,10 @@ def local_moe() -> Method:
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part ii.
     Shared: nothing.  Local: attention, 2 experts per MLP, routers.  Frozen: the base.
-    Client: joint steps on experts and routers on training text, routers with their own settings.  Server: none.
-    Differs from the paper: none known.  The routers' learning rate is constant, as in App. B.1; in the public code it
-    follows the experts' cosine.
+    Client: local steps on training text, which train experts and routers together, routers with their own optimiser
+    settings.  Server: none.
+    Differs from the paper: no difference is known.  The routers' learning rate is constant, as in App. B.1; in the
+    public code it follows the experts' cosine.
     """
     return Method(name="local-moe", placement=_LOCAL, client=Client(phases=joint(routed=True)), server=Server())
 
@@ -28,7 +29,8 @@ def fedavg_moe() -> Method:
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part ii.
     Shared: attention, 2 experts per MLP.  Local: routers.  Frozen: the base.
-    Client: joint steps on experts and routers on training text, routers with their own settings.
+    Client: local steps on training text, which train experts and routers together, routers with their own optimiser
+    settings.
     Server: mean over users.
     Differs from the paper: routers stay local, as in the public code; the paper does not say.  The routers' learning
     rate is constant, as in App. B.1; in the public code it follows the experts' cosine.
@@ -42,7 +44,7 @@ def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumula
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
     Shared: nothing.  Local: attention, 2 experts per MLP, routers.  Frozen: the base.
     Client: alternating steps on experts and on the router, on separate training batches.  Server: none.
-    Differs from the paper: none known.
+    Differs from the paper: no difference is known.
 
     Args:
         router_every: Local steps on experts from one phase on the routers to the next. A run with fewer local steps
@@ -82,10 +84,12 @@ def pfedmoe() -> Method:
     """pFedMoE: one shared and one local expert, mixed by a local router and trained together with it.
 
     Source: Yi et al. 2024, arXiv:2402.01350; on language models as in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
-    Shared: attention, 1 generalist per MLP; for nets a feature extractor with its statistics.  Local: 1 specialist per
-    MLP, routers; for nets a feature extractor, the head and a gate.  Frozen: a language model's base.
-    Client: joint steps on experts and routers (gates) on training data, the latter with their own settings.  In nets
-    the gate, a linear function of the sample, weighs the features of both extractors; the head gets their mean.
+    Shared: attention, 1 generalist per MLP; for nets a feature extractor with running statistics of norm layers.
+    Local: 1 specialist per MLP, routers; for nets a feature extractor, the head and a gate.  Frozen: a language model's
+    base.
+    Client: local steps on training data, which train experts and routers (gates) together, the latter with their own
+    optimiser settings.  In nets the gate, a linear function of the sample, weighs the features of both extractors; the
+    head gets their mean.
     Server: mean over users.
     Differs from the paper: language models route each token in each block, as in CoMiGS, where the paper routes whole
     samples; routers have a constant learning rate, as in CoMiGS's App. B.1.  In nets both extractors have the task's

@@ -167,9 +167,10 @@ def momentum_clustering(
 
     Source: Werner et al. 2023, "Provably Personalized and Robust Federated Learning", arXiv:2306.08393, the algorithm
     that is linear in the number of users, which FLoRAL's section 6 tries; as FLoRAL's public code runs it.
-    Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: the momentum.
+    Shared: a whole net, with running statistics of its norm layers; on a language model attention and 1 LoRA expert per
+    MLP.  Local: the momentum.
     Frozen: a language model's base.
-    Client: joint steps on training data, which change the downloaded model x to ``x - g``.  The momentum becomes ``m =
+    Client: local steps on training data, which change the downloaded model x to ``x - g``.  The momentum becomes ``m =
     momentum m + (1 - momentum) g``, in the first round ``m = g``.  The client uploads ``x - m``.
     Server: ``iterations`` times each centre v becomes the mean over users of their momenta m_i, where users further
     from v than the ``quantile`` of all distances count as if they were at v.  Then user i's model becomes ``x_i -

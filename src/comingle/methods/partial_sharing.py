@@ -18,8 +18,9 @@ def ffa_lora() -> Method:
     Source: Sun et al. 2024, "Improving LoRA in Privacy-preserving Federated Learning", arXiv:2403.12313; in CoMiGS
     (Fan et al. 2025, arXiv:2409.13931), App. C.2.
     Shared: B of attention and of 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base, A.
-    Client: joint steps on B on training text.  Server: mean over users, which is exact: mean(B) A = mean(B A).
-    Differs from the paper: none known.
+    Client: local steps on training text, which train B.  Server: mean over users, which is exact: mean(B) A = mean(B
+    A).
+    Differs from the paper: no difference is known.
     """
     return Method(
         name="ffa-lora",
@@ -35,8 +36,8 @@ def fedsa_lora() -> Method:
     Source: Guo et al. 2024, "Selective Aggregation for Low-Rank Adaptation in Federated Learning", arXiv:2410.01463;
     in CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2.
     Shared: A of attention and of 2 averaged LoRA experts per MLP.  Local: their B.  Frozen: the base.
-    Client: joint steps on training text.  Server: mean over users.
-    Differs from the paper: none known.
+    Client: local steps on training text.  Server: mean over users.
+    Differs from the paper: no difference is known.
     """
     return Method(
         name="fedsa-lora",
@@ -83,7 +84,7 @@ def fedbn() -> Method:
     Source: Li et al. 2021, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization",
     arXiv:2102.07623, Algorithm 1.
     Shared: a net without its norm layers.  Local: the norm layers with their running statistics.  Frozen: nothing.
-    Client: joint steps on training data.  Server: mean of the shared tensors over users.
+    Client: local steps on training data.  Server: mean of the shared tensors over users.
     Differs from the paper: not only batch norms are local, but group and layer norms too.  Nets without norms are
     refused, because there it would be FedAvg, and so are language models, whose norms are frozen.
     """
@@ -106,10 +107,11 @@ def fedper() -> Method:
 
     Source: Arivazhagan et al. 2019, "Federated Learning with Personalization Layers", arXiv:1912.00818, Algorithms 1
     and 2, with one personalization layer.
-    Shared: a net without its last layer, with its statistics; on a language model attention and 2 averaged LoRA experts
-    per MLP, except in the last MLP.  Local: a net's last layer; the experts of a language model's last MLP.  Frozen: a
-    language model's base.
-    Client: joint steps on all layers on training data.  Server: mean of the shared tensors over users.
+    Shared: a net without its last layer, with running statistics of norm layers; on a language model attention and 2
+    averaged LoRA experts per MLP, except in the last MLP.  Local: a net's last layer; the experts of a language model's
+    last MLP.  Frozen: a language model's base.
+    Client: local steps on training data, which train all layers together.  Server: mean of the shared tensors over
+    users.
     Differs from the paper: it does not cover language models; as their head is frozen, the last MLP takes its place.
     """
     return Method(

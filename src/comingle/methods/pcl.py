@@ -95,7 +95,7 @@ def pcl(*, exchange_from: Count = 5, exchange_every: Count = 2) -> Method:
     Source: Wagner et al. 2024, "Personalized Collaborative Fine-Tuning for On-Device Large Language Models",
     arXiv:2404.09753, strategy 2; as in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text.  After rounds 5, 7, 9 ... (``exchange_from``, ``exchange_every``) user i
+    Client: local steps on training text.  After rounds 5, 7, 9 ... (``exchange_from``, ``exchange_every``) user i
     downloads the models of all participants j, computes their perplexity_ij on its validation text, and continues with
     sum_j w_ij model_j, where ``w_ij = softmax_j(-perplexity_ij)``.
     Server: sends all uploads to all participants.

@@ -20,9 +20,9 @@ def scaffold(*, server_rate: NotNegative = 1.0) -> Method:
 
     Source: Karimireddy et al. 2020, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
     arXiv:1910.06378, Algorithm 1 with option II; ``server_rate`` is its eta_g.
-    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics; the server's c comes with each
-    download.  Local: c_i.  Frozen: a language model's base.
-    Client: joint steps on training data from the model x to y_i, each corrected by ``-rate (c - c_i)`` with the control
+    Shared: attention, 2 averaged LoRA experts per MLP; a whole net, with running statistics of its norm layers; the
+    server's c comes with each download.  Local: c_i.  Frozen: a language model's base.
+    Client: local steps on training data from the model x to y_i, each corrected by ``-rate (c - c_i)`` with the control
     variates c of all users and c_i of the user.  Then ``c_i = c_i - c + (x - y_i) / sum of rates``.
     Server: ``x = x + server_rate (mean of y_i - x)`` and ``c = c + 1/N sum_i (new c_i - old c_i)`` over the round's
     participants i, of N users in all.

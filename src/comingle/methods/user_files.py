@@ -224,7 +224,7 @@ def _import_file(path: Path, where: str) -> ModuleType:
     """Import a Python file under a unique module name, such as "comingle_plugin_1b2c3d4e_near"; return the module.
 
     Args:
-        path: The file.
+        path: Path of the file.
         where: Name of the file in messages.
 
     Raises:

@@ -43,7 +43,7 @@ def check_method(name: str, method: Method) -> None:
 
     Args:
         name: Name of the method, for error messages.
-        method: The method.
+        method: The federated method of the run.
 
     Raises:
         RecipeError: A user has no expert, a role does not exist, a phase trains a router that the placement does not
@@ -130,7 +130,7 @@ def _require_router(name: str, method: Method) -> None:
 
     Args:
         name: Name of the method, for the message.
-        method: The method.
+        method: The federated method of the run.
 
     Raises:
         RecipeError: A phase has the role "router" and the placement has no router.
@@ -151,7 +151,7 @@ def _require_trained_router(name: str, method: Method) -> None:
 
     Args:
         name: Name of the method, for the message.
-        method: The method.
+        method: The federated method of the run.
 
     Raises:
         RecipeError: The router would keep its random initial values.
@@ -172,7 +172,7 @@ def require_one_penalty_per_user(
 
     Args:
         name: Name of the method, for error messages.
-        hook: The hook.
+        hook: Part of a method that runs on clients.
         penalty: Value that the hook's ``penalty`` returned.
         users: Number of users.
 

@@ -275,7 +275,7 @@ def adapt(
     """Inject adapters into a copy of ``base`` that shares all its weights; ``base`` itself is unchanged.
 
     Args:
-        base: The base model.
+        base: The pretrained model, with its tokenizer if it has one.
         settings: Ranks, scale and target modules of the adapters.
         counts: How many generalists and specialists each user has in an MLP.
         routed: Add a router to each MLP with more than one expert.

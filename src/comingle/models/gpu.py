@@ -105,7 +105,7 @@ class TritonBackend:
         h_j are the hidden activations of expert j.
 
         Args:
-            act: The activation.
+            act: Activation function of the MLP.
             scale: LoRA scale s.
             bases: ``W x`` for each layer that reads the MLP's input x, with the layer's base weight W.
             biases: Biases of these layers.
@@ -156,7 +156,7 @@ class TritonBackend:
         have one entry for a plain MLP and two for a gated one; the kernels take the first and the last.
 
         Args:
-            act: The activation.
+            act: Activation function of the MLP.
             scale: LoRA scale s.
             bases: ``W x`` for each layer that reads the MLP's input x, with the layer's base weight W.
             biases: Biases of these layers.
@@ -235,7 +235,7 @@ def _compile_time_arguments(
     """Return the kernels' ``constexpr`` arguments. Triton compiles a variant for each combination.
 
     Args:
-        act: The activation.
+        act: Activation function of the MLP.
         biases: The bias, or None, of each layer that reads the MLP's input: gate and up, or up alone.
         a: A of the last layer, ``(users, experts, rank, hidden)``.
     """

@@ -453,7 +453,7 @@ def _raise_unless_causal(base: Base, tokens: Int[Tensor, "2 4"], logits: Float[T
     """Raise an error unless two texts that differ only in their last token have equal logits before it.
 
     Args:
-        base: The base model.
+        base: The pretrained model, with its tokenizer if it has one.
         tokens: The two texts.
         logits: The model's logits for them.
 
@@ -654,7 +654,7 @@ def _raise_unless_as_requested(base: Base, *, dtype: str, device: str) -> None:
     """Raise an error if a given model has another dtype or device than the recipe requests.
 
     Args:
-        base: The base model.
+        base: The pretrained model, with its tokenizer if it has one.
         dtype: The requested dtype; "auto" accepts any.
         device: The requested device; "auto" accepts any.
 

@@ -47,7 +47,7 @@ def cross_entropy(
 
     Args:
         hidden: Hidden states.
-        head: The frozen head.
+        head: The frozen output layer, from hidden states to logits.
         targets: Token ids; negative where there is no target.
     """
     states, ids = hidden.flatten(0, -2), targets.flatten()
@@ -73,7 +73,7 @@ class _HeadLoss(torch.autograd.Function):
             ctx: Autograd context.
             hidden: Hidden states.
             targets: Token ID that each position predicts.
-            head: The frozen head.
+            head: The frozen output layer, from hidden states to logits.
         """
         n, vocabulary_size = len(targets), head.weight.shape[0]
         losses = hidden.new_empty(n, dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -115,7 +115,7 @@ def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, needs_gradient: bool) -
     Args:
         hidden: Hidden states ``(n, width)``.
         ids: Target of each position.
-        head: The frozen head.
+        head: The frozen output layer, from hidden states to logits.
         needs_gradient: Compute the gradient; otherwise it is None.
     """
     logits = F.linear(hidden, head.weight, head.bias)

@@ -295,7 +295,7 @@ def chat_template_of(base: Base, model_info: ModelInfo | None) -> ChatTemplate |
     Without a template of the tokenizer, a model that was trained on conversations has comingle's plain template.
 
     Args:
-        base: The base model.
+        base: The pretrained model, with its tokenizer if it has one.
         model_info: Facts from the run, such as the kind of its data; None without a run.
     """
     if base.tokenizer is None:
@@ -325,7 +325,7 @@ def turn_end(base: Base, model_info: ModelInfo | None) -> int | None:
     """Return the token that ends a response in the model's chat template; None without a template or such a token.
 
     Args:
-        base: The base model.
+        base: The pretrained model, with its tokenizer if it has one.
         model_info: Facts from the run, such as the kind of its data; None without a run.
     """
     template = chat_template_of(base, model_info)
@@ -346,7 +346,7 @@ def generation_of(base: Base, model_info: ModelInfo | None) -> GenerationConfig:
     The end tokens are those of the base's settings, then the one that ends a response in the chat template.
 
     Args:
-        base: The base model.
+        base: The pretrained model, with its tokenizer if it has one.
         model_info: Facts from the run; None without a run.
     """
     config = copy.deepcopy(base.model.generation_config)

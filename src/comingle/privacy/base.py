@@ -189,7 +189,7 @@ class PrivacyMechanism:
         """Check that the mechanism covers the tensors and the number of users of a run.
 
         Args:
-            method: The method.
+            method: The federated method of the run.
             layout: Layout of the model's tensors.
             users: Number of users.
 

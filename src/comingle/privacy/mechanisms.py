@@ -168,7 +168,7 @@ class DifferentialPrivacy(PrivacyMechanism):
         """Check that delta is below 1 / users, and that no running statistics of batch norm are shared.
 
         Args:
-            method: The method.
+            method: The federated method of the run.
             layout: Layout of the model's tensors.
             users: Number of users.
 

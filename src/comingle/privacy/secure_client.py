@@ -54,7 +54,7 @@ def keys_message(name: str, round_number: int, public_keys: bytes) -> Upload:
     """Return the message with which a user sends its public keys to the server.
 
     Args:
-        name: The user.
+        name: Name of the user.
         round_number: Number of the round, from 1.
         public_keys: The two keys, one after the other.
     """
@@ -68,7 +68,7 @@ def shares_message(name: str, round_number: int, shares: Mapping[str, bytes]) ->
     its shares of a secret of each user, itself included.
 
     Args:
-        name: The user.
+        name: Name of the user.
         round_number: Number of the round, from 1.
         shares: Shares by the user who can decrypt them (step "share") or whose secret they are of (step "unmask"), in
             the order in which the server expects them.
@@ -80,7 +80,7 @@ def masked_message(name: str, round_number: int, masked: np.ndarray) -> Upload:
     """Return the message with which a user sends its masked upload to the server.
 
     Args:
-        name: The user.
+        name: Name of the user.
         round_number: Number of the round.
         masked: The upload, integers modulo ``2^word``.
     """
@@ -91,8 +91,8 @@ def read_keys(message: Upload | Download | None, name: str, round_number: int) -
     """Return the two public keys, one after the other, in a user's message to the server.
 
     Args:
-        message: The message.
-        name: The user.
+        message: The message, which may be missing or malformed.
+        name: Name of the user.
         round_number: Number of the round.
 
     Raises:
@@ -111,7 +111,7 @@ def read_shares(
     The user of a share is the one who can decrypt it (step "share"), or the one whose secret it is of (step "unmask").
 
     Args:
-        message: The message.
+        message: The message, which may be missing or malformed.
         name: The user who sent it.
         round_number: Number of the round, from 1.
         users: The users of the shares, in the order of the message. In step "unmask" they include the sender.
@@ -130,8 +130,8 @@ def read_masked(message: Upload | Download | None, name: str, round_number: int,
     """Return the masked upload in a user's message to the server, as unsigned integers.
 
     Args:
-        message: The message.
-        name: The user.
+        message: The message, which may be missing or malformed.
+        name: Name of the user.
         round_number: Number of the round.
         entries: Number of entries of the upload.
         word: Bits of an entry, 32 or 64.
@@ -167,7 +167,7 @@ def sealed_shares_message(name: str, round_number: int, sealed_shares: Mapping[s
     """Return the server's message to a user with the shares that other users sealed (encrypted) for it.
 
     Args:
-        name: The receiving user.
+        name: Name of the user who receives the message.
         round_number: Number of the round.
         sealed_shares: Sealed shares by the user who sealed them.
     """
@@ -181,7 +181,7 @@ def survivors_message(name: str, round_number: int, survivors: Sequence[str]) ->
     With these names the user knows which secrets to reveal, so that the server can remove the masks from the sum.
 
     Args:
-        name: The receiving user.
+        name: Name of the user who receives the message.
         round_number: Number of the round.
         survivors: Users in the sum.
     """
@@ -192,8 +192,8 @@ def read_all_keys(message: Upload | Download | None, name: str, round_number: in
     """Return the public keys of all users who advertised, by name, from the server's message.
 
     Args:
-        message: The message.
-        name: The receiving user.
+        message: The message, which may be missing or malformed.
+        name: Name of the user who receives the message.
         round_number: Number of the round.
         own_keys: Public keys of the receiving user, which the message leaves out.
 
@@ -212,8 +212,8 @@ def read_sealed_shares(message: Upload | Download | None, name: str, round_numbe
     """Return the shares that others sealed for this user, by sender, from the server's message.
 
     Args:
-        message: The message.
-        name: The receiving user.
+        message: The message, which may be missing or malformed.
+        name: Name of the user who receives the message.
         round_number: Number of the round.
 
     Raises:
@@ -228,8 +228,8 @@ def read_survivors(message: Upload | Download | None, name: str, round_number: i
     """Return the names of the users whose uploads are in the sum, from the server's message.
 
     Args:
-        message: The message.
-        name: The receiving user.
+        message: The message, which may be missing or malformed.
+        name: Name of the user who receives the message.
         round_number: Number of the round.
 
     Raises:
@@ -269,8 +269,8 @@ def _single_tensor(message: Upload | Download | None, name: str, round_number: i
     """Return the only tensor of a user's upload.
 
     Args:
-        message: The message.
-        name: The user.
+        message: The message, which may be missing or malformed.
+        name: Name of the user.
         round_number: Number of the round.
         tensor_name: Required name of the tensor.
 
@@ -290,8 +290,8 @@ def _senders_and_tensors(
     """Return the names of a download's senders (the users that its contents come from) and its tensors.
 
     Args:
-        message: The message.
-        name: The receiving user.
+        message: The message, which may be missing or malformed.
+        name: Name of the user who receives the message.
         round_number: Number of the round.
 
     Raises:
@@ -522,7 +522,7 @@ class Session:
         """Return the key that encrypts shares between this user and the user ``name``.
 
         Args:
-            name: The other user.
+            name: Name of the other user.
             sends: Whether this user is the sender; each direction has its own key.
         """
         private_key = self._derive_secret("sealing")

@@ -43,7 +43,7 @@ class SumCollector:
         """Store a user's public keys.
 
         Args:
-            name: The user.
+            name: Name of the user.
             public: The two public keys, one after the other.
 
         Raises:
@@ -67,7 +67,7 @@ class SumCollector:
         """Add a user's masked upload to the sum; single uploads are not stored.
 
         Args:
-            name: The user.
+            name: Name of the user.
             masked: The upload plus masks, integers modulo ``2^word``.
         """
         assert name in self.sealed_shares, "without shares its mask cannot be removed"

@@ -130,7 +130,7 @@ def make_upload(name: str, round_number: int, tensors: dict[str, Tensor]) -> Upl
     """Return a user's message to the server in the protocol of a secure sum.
 
     Args:
-        name: The user.
+        name: Name of the user.
         round_number: Number of the round, from 1.
         tensors: Contents of the message: keys, shares or the masked upload.
     """
@@ -142,7 +142,7 @@ def make_download(name: str, round_number: int, senders: Sequence[str], tensors:
     """Return a message from the server to a user in the protocol of a secure sum.
 
     Args:
-        name: The receiving user.
+        name: Name of the user who receives the message.
         round_number: Number of the round, from 1.
         senders: Users that the contents come from.
         tensors: Contents of the message: keys or shares; empty if it only names users.
@@ -155,7 +155,7 @@ def sent_bytes(terms: Terms, name: str, count: int) -> int:
 
     Args:
         terms: Public terms of the sum, with the number of entries and the bits of each.
-        name: The user.
+        name: Name of the user.
         count: Number of users in the sum.
     """
     masked_upload = torch.empty((1, terms.entries), dtype=DTYPES[terms.word], device="meta")
@@ -178,7 +178,7 @@ def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
 
     Args:
         terms: Public terms of the sum, with its round.
-        name: The user.
+        name: Name of the user.
         names: All users of the sum.
     """
     round_number = terms.round
@@ -349,7 +349,7 @@ class Sums:
         """Return the bytes that a user sends in a round in which no user drops out.
 
         Args:
-            name: The user.
+            name: Name of the user.
             size: Number of shared parameters.
         """
         terms = self.terms(run="", round_number=1, size=size, selected=self.users)
@@ -359,7 +359,7 @@ class Sums:
         """Return the bytes that a user receives in the messages of a round's sum, without the model.
 
         Args:
-            name: The user.
+            name: Name of the user.
             size: Number of shared parameters.
         """
         terms = self.terms(run="", round_number=1, size=size, selected=self.users)  # messages do not name the run

@@ -137,7 +137,7 @@ def validation_reply(users: Sequence[str], done: int, *, lowest: bool) -> Downlo
     If they are, each client keeps its own, to return it at the end of the run (``evaluation.select: best``).
 
     Args:
-        users: The receivers.
+        users: Names of the users who receive it.
         done: The number of rounds after which the models were validated.
         lowest: Whether the mean validation loss over all users of the run is the lowest so far.
     """

@@ -259,7 +259,7 @@ def partners(advice: Advice, user: str) -> dict[str, list[str]]:
 
     Args:
         advice: Gains of each user in each smaller group against ``local``.
-        user: The user's name.
+        user: Name of the user.
 
     Returns:
         The partners by verdict, such as ``{"gained": ["bob"], "level": [], "harmed": ["cem"]}``.

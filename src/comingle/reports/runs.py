@@ -774,7 +774,7 @@ def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
 
     Args:
         entry: Runs of one method with the same recipe and different seeds.
-        user: The user's name.
+        user: Name of the user.
     """
     last = entry.first.evaluations[-1]  # all evaluations have the same experts and layers
     names = last.experts.get(user, [])

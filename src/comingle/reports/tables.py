@@ -502,7 +502,7 @@ def render_joined(name: str, measure: str, result_by_model: Mapping[str, JsonMap
     """Return the table for a user that joined a finished run: test result and training data of each model.
 
     Args:
-        name: The user's name.
+        name: Name of the user.
         measure: Name of the measure of the results, such as "perplexity".
         result_by_model: Results of the models "pretrained", "local", "shared" and "joined".
     """
@@ -701,7 +701,7 @@ def _participant_row(name: str, status: JsonMapping, measure: str) -> tuple[str 
     """Return the cells of a client's row without the optional columns; the last one says why it is away or declined.
 
     Args:
-        name: The user's name.
+        name: Name of the user.
         status: The user's entry in the file of participants, such as ``{"state": "away", "why": "timed out", ...}``.
         measure: The measure of test results.
     """

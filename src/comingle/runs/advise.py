@@ -189,7 +189,7 @@ def advise_runs(
         recipe: The recipe of the short runs.
         methods: Names of methods to compare with ``local``. None: ``METHODS``, or ``METHODS_FOR_NETS`` for samples.
         seeds: The seeds of the runs. None: as many as the data needs (:func:`choose_seeds`).
-        reporter: The progress reporter.
+        reporter: Shows progress to the user of the command.
         grouped_by: The method that also trains smaller groups. None: the first of ``methods``.
         given: Objects that a program passes instead of names and paths in the recipe.
 
@@ -245,7 +245,7 @@ def _run_groups(
     Args:
         recipe: The recipe of all users, with values by user as lists, such as ``adapters.rank: [8, 4, 8]``.
         run_data: The base model and the data of all users.
-        reporter: The progress reporter.
+        reporter: Shows progress to the user of the command.
         method: Label of the recipe's method, which is shown with the progress.
     """
     for user_numbers in groups_of(len(run_data.users)):
@@ -324,7 +324,7 @@ def _run_and_measure(recipe: Recipe, run_data: RunData, reporter: Reporter, titl
     Args:
         recipe: The recipe of the run.
         run_data: The base model and the users' data.
-        reporter: The progress reporter.
+        reporter: Shows progress to the user of the command.
         title: Name of the run, which is shown with its progress.
     """
 

@@ -117,7 +117,7 @@ def reopen_data(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, gi
 
     Args:
         folder: The run folder.
-        recipe: The run's recipe.
+        recipe: Settings of the run (its recipe).
         inputs: The record of the base and the users that the run has read, with their digests.
         method: The method of the recipe.
         given: Objects that a program passes instead of names and paths in the recipe.
@@ -378,7 +378,7 @@ def _can_stay_stored(folder: Path, recipe: Recipe, method: Method, metrics: Json
 
     Args:
         folder: The run folder.
-        recipe: Its recipe.
+        recipe: Settings of the run.
         method: The method of the recipe.
         metrics: The content of ``metrics.json``.
     """
@@ -394,7 +394,7 @@ def _check_method(folder: Path, recipe: Recipe, passed: object) -> None:
 
     Args:
         folder: The run folder.
-        recipe: The run's recipe.
+        recipe: Settings of the run (its recipe).
         passed: The name of the passed method, or a mapping with its ``name`` and settings; None if none was passed.
 
     Raises:

@@ -387,7 +387,7 @@ class _ComparableRuns:
 
         Args:
             path: The run folder.
-            recipe: The run's recipe.
+            recipe: Settings of the run (its recipe).
 
         Raises:
             RunError: The run used another base or other data, or its folder has no record of them.
@@ -412,7 +412,7 @@ class _ComparableRuns:
 
         Args:
             path: The run folder, such as ``fedprox-seed0``.
-            recipe: The run's recipe.
+            recipe: Settings of the run (its recipe).
             table_labels: Labels in the ``table.json`` that an earlier command wrote, by name of the run folder without
                 the seed, such as ``fedprox``; empty without such a table.
         """
@@ -523,7 +523,7 @@ def run_recipes(
     Args:
         recipes: The runs, by label of the method and seed.
         folder: The folder that has a folder for each run; None writes nothing.
-        reporter: The progress reporter.
+        reporter: Shows progress to the user of the command.
         resume: Whether to resume the runs that have started.
         force: Whether to replace existing run folders.
         given: Objects that a program passes instead of names and paths in the recipe.
@@ -579,7 +579,7 @@ def _data_of_runs(
 
     Args:
         recipes: The runs, by label of the method and seed; runs of a seed follow each other.
-        reporter: The progress reporter.
+        reporter: Shows progress to the user of the command.
         validates: Whether every user needs validation data.
         given: Objects that a program passes instead of names and paths in the recipe.
 

@@ -385,7 +385,7 @@ def continuation_entry(checkpoint: Path, progress: Progress, names: Sequence[str
 
     Args:
         checkpoint: Checkpoint of the earlier run.
-        progress: Its progress.
+        progress: Progress of the training at that checkpoint.
         names: Names of the new run's users.
     """
     run = checkpoint.parent.parent

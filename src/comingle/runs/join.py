@@ -264,7 +264,7 @@ def join_run(
         run: The run to join.
         new_user: The newcomer's name, recipe and data.
         folder: The run folder; None writes nothing.
-        reporter: The progress reporter.
+        reporter: Shows progress to the user of the command.
         given: Objects that a program passes instead of names and paths in the recipe.
         force: Whether to replace what is in the folder.
 
@@ -294,7 +294,7 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
         run: The run to join.
         new_user: The newcomer's name, recipe and data; ``passed`` is the data if a program passes it.
         folder: A new run folder for the newcomer's run; None writes nothing.
-        reporter: The progress reporter.
+        reporter: Shows progress to the user of the command.
         given: Objects that a program passes instead of names and paths in the recipe.
 
     Returns:
@@ -394,7 +394,7 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
         run_data: The base model and the newcomer's data.
         method: ``pretrained`` or ``local``.
         rounds: The number of rounds, as many as the newcomer's run has.
-        reporter: The progress reporter.
+        reporter: Shows progress to the user of the command.
 
     Returns:
         The test results by key, and the number of tokens or samples that training used, in ``train_tokens`` or
@@ -439,7 +439,7 @@ def _run_newcomer(
         new_user: The newcomer's name, recipe and data.
         run_data: The base model and the newcomer's data.
         folder: A new run folder; None writes nothing.
-        reporter: The progress reporter.
+        reporter: Shows progress to the user of the command.
     """
     observers = [reporter.watch(federation.clients, f"{new_user.name} joins")]
     if folder is None:

@@ -57,7 +57,7 @@ class BatchShapes:
         """Return the sizes of the batches of a user, from which the time of local steps and of sweeps is estimated.
 
         Args:
-            user: The user.
+            user: The user with its data.
 
         Returns:
             Sizes of all batches in one epoch of training, and of those in one :meth:`sweep` over the training data,

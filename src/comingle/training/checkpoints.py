@@ -364,7 +364,7 @@ def read_tensors(
     """Return the tensors of a file of a checkpoint, in the expected order and dtypes.
 
     Args:
-        path: The file.
+        path: Path of the file.
         expected: Shape and dtype of each tensor.
         device: Device to load to.
         besides: Prefix of the names of tensors to ignore if they are not expected, such as ``"server/"``. An empty
@@ -468,7 +468,7 @@ class StoredRows(State):
 
         Args:
             folder: Folder of the checkpoint, written by one process.
-            progress: Its progress.
+            progress: Progress of the training at that checkpoint.
             layout: Layout of the columns.
             like: State of any users in a new run of the same recipe.
             names: Names of the users of the run, in its order.
@@ -579,7 +579,7 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
 
     Args:
         folder: Folder of the checkpoint.
-        progress: Its progress.
+        progress: Progress of the training at that checkpoint.
         like: State of the server in a new run of the same recipe; the checkpoint must have the same tensors.
         device: Device to load to.
 

@@ -609,7 +609,7 @@ class Clients(Users):
         """Return one model per sender, with each receiver's own model inserted if the download left it out.
 
         Args:
-            cohort: The receivers.
+            cohort: Names of the users who receive it.
             download: Models ``(users, models, *shape)`` by tensor name, and the names of their senders, in the same
                 order.
 

@@ -202,7 +202,7 @@ def freeze_columns(
     Args:
         newcomer: Columns that stay frozen in the first rounds of a user who joins a finished federation, only in the
             first copy of its parameters; None otherwise.
-        cohort: The cohort.
+        cohort: The users who are trained in one batch, with their tensors.
         trainers: Number of users that train. Row ``copy * trainers + i`` is a copy of user i, so that rows below
             ``trainers`` are first copies.
         other_roles: True on columns to freeze for all users: those of roles that this step does not train, but which
@@ -360,7 +360,7 @@ def take_step(
 
     Args:
         trained: Layout of the tensors that the optimizer trains.
-        cohort: The cohort.
+        cohort: The users who are trained in one batch, with their tensors.
         gradients: Gradients by tensor name; those of the tensors in ``trained`` are removed.
         settings: Settings of the optimizer.
         rate: Learning rate.

@@ -191,7 +191,7 @@ def _mixture_weights(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Fl
     None if the method has no mixture.
 
     Args:
-        server: The server.
+        server: The run's server with its state.
         users: Results of :func:`mixtures_of_users`, with the weights that each user has learned under "mixture".
     """
     merging_weights = server.method.server.merging_weights(server.kept)
@@ -470,7 +470,7 @@ def amounts(user: AnyUser, unit: str) -> dict[str, int]:
     """Return the amount of training and test data of a user, such as ``{"train_tokens": 6400, "test_tokens": 800}``.
 
     Args:
-        user: The user.
+        user: The user with its data.
         unit: Unit in which data is counted, "tokens" or "samples".
     """
     return {f"train_{unit}": len(user.train), f"test_{unit}": len(user.test)}

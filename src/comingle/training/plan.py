@@ -22,7 +22,7 @@ def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
     """Return the plan of a recipe for its users, with the noise and the secure sums that its privacy section requires.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         method: Method of the recipe.
         names: Names of all users, in order.
 
@@ -108,7 +108,7 @@ def check_normalisation(recipe: Recipe, method: Method) -> None:
     """Check that uploads can be normalised by users' numbers of local steps, if ``training.normalise_steps`` is true.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         method: Method of the recipe.
 
     Raises:
@@ -146,7 +146,7 @@ def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     user's number of examples. Here the plan only gets the names of the users.
 
     Args:
-        plan: The plan.
+        plan: Settings of the run in the form that training uses.
         users: Names of all users.
 
     Raises:
@@ -196,7 +196,7 @@ def with_sums(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     """Return a plan with the settings of secure sums, if the server sees only sums.
 
     Args:
-        plan: The plan.
+        plan: Settings of the run in the form that training uses.
         users: Names of all users.
 
     Raises:

@@ -127,7 +127,7 @@ def check_needs(method: Method, name: str, layout: Layout) -> None:
     """Check that a model has all roles that a method needs.
 
     Args:
-        method: The method.
+        method: The federated method of the run.
         name: Name of the model, for the error.
         layout: Layout of the trainable tensors of the model.
 

@@ -223,7 +223,7 @@ class PrivateSteps:
         """Return whether gradients of a phase need noise: it trains shared tensors, and its results are uploaded.
 
         Args:
-            phase: The phase.
+            phase: The kind of local step: which tensors it trains, and on which split of the data.
             layout: Layout of the model's trainable tensors.
         """
         is_uploaded = phase.label != TUNING  # fine-tuned models stay local
@@ -235,7 +235,7 @@ class PrivateSteps:
         A tensor may have entries of several roles, such as experts; one entry that is shared and trained is enough.
 
         Args:
-            phase: The phase.
+            phase: The kind of local step: which tensors it trains, and on which split of the data.
             layout: Layout of the model's trainable tensors.
         """
         names = []
@@ -317,7 +317,7 @@ class PrivateSteps:
             model: The model.
             batch_source: Source of examples.
             pass_size: Number of sequences in one pass.
-            cohort: The cohort.
+            cohort: The users who are trained in one batch, with their tensors.
             phase: Phase of the step.
             step_and_repeat: Local step in the round and repeat of the phase within the step, such as ``(3, 0)``.
             noised_users: Positions in the cohort of the first copies of users, whose shared tensors are uploaded.
@@ -656,8 +656,8 @@ class Steps:
         """Take the ``phase.steps`` optimizer steps of one phase, in place, each on a batch of its own.
 
         Args:
-            cohort: The cohort.
-            phase: The phase.
+            cohort: The users who are trained in one batch, with their tensors.
+            phase: The kind of local step: which tensors it trains, and on which split of the data.
             step: Local step within the round; -1 for phases before the first one.
 
         Returns:
@@ -689,8 +689,8 @@ class Steps:
         """Draw a batch for each user, and return mean losses and gradients on it.
 
         Args:
-            cohort: The cohort.
-            phase: The phase.
+            cohort: The users who are trained in one batch, with their tensors.
+            phase: The kind of local step: which tensors it trains, and on which split of the data.
             step: Local step within the round; -1 for a phase that runs before the first one.
             repeat: Repeat of the phase within the step.
             names: Names of the tensors to differentiate; all that the phase trains if None.
@@ -711,7 +711,7 @@ class Steps:
 
         Args:
             cohort: The models of the step; further copies come as rows of their own.
-            phase: The phase.
+            phase: The kind of local step: which tensors it trains, and on which split of the data.
             step: Local step within the round.
             repeat: Repeat of the phase within the step.
         """
@@ -782,8 +782,8 @@ class Steps:
         """Take one step of each optimizer of a phase, in place.
 
         Args:
-            phase: The phase.
-            cohort: The cohort.
+            phase: The kind of local step: which tensors it trains, and on which split of the data.
+            cohort: The users who are trained in one batch, with their tensors.
             gradients: Gradients by tensor name; emptied.
             iteration: Number of the local step within the run, counted from 0, for learning rates.
             frozen_columns: True on entries that do not change; None if all may.
@@ -847,7 +847,7 @@ class Steps:
         Args:
             cohort: The cohort; running statistics of its nets are updated.
             drawn: A batch of each user, as drawn.
-            phase: The phase.
+            phase: The kind of local step: which tensors it trains, and on which split of the data.
             noise: Noise that is added to router logits.
             names: Names of the tensors to differentiate; all that the phase reaches if None. Only needed if other
                 tensors get noised gradients.
@@ -900,8 +900,8 @@ class Steps:
 
         Args:
             model: The model, without the roles that the phase leaves out.
-            cohort: The cohort.
-            phase: The phase.
+            cohort: The users who are trained in one batch, with their tensors.
+            phase: The kind of local step: which tensors it trains, and on which split of the data.
             tensors: Tensors of the users by name, with those that the phase leaves out.
             micro_batch: Some windows or samples of each user.
         """

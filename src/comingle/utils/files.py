@@ -226,7 +226,7 @@ def seal(folder: Path, known: Sequence[bytes] | None = None) -> None:
     """Write ``SHA256SUMS``, the checksums of all files in a checkpoint, as the last step of writing it.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
         known: Lines ``DIGEST  NAME`` of ``SHA256SUMS`` that other processes have computed for the files that they
             wrote; other files are read.
     """
@@ -247,7 +247,7 @@ def verify(folder: Path, name: str | None = None) -> None:
     """Check the checksums of a checkpoint, or of its file ``name``.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
         name: Name of the only file to check; None for all.
 
     Raises:
@@ -283,7 +283,7 @@ def _find_damage(folder: Path, name: str | None = None) -> str:
     """Return how a checkpoint differs from the checksums in ``SHA256SUMS``, such as "state.safetensors is missing".
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
         name: Name of the only file to compare; None for all.
 
     Returns:
@@ -344,7 +344,7 @@ def check_target(path: Path, *, force: bool, option: str = "--out", replace: str
     """Check that an output file can be written, before the work that produces its content.
 
     Args:
-        path: The file.
+        path: Path of the file.
         force: Replace an existing file.
         option: Name of the option or argument with the path, for error messages.
         replace: Name of the option or argument that replaces an existing file, for error messages.

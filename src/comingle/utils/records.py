@@ -249,7 +249,7 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
     """Write a text file atomically, in UTF-8 with the system's line ends.
 
     Args:
-        path: The file.
+        path: Path of the file.
         text: Its content.
         private: Make it readable by its owner only.
     """
@@ -262,7 +262,7 @@ def write_bytes(path: Path, data: bytes, *, private: bool = False) -> None:
     Readers see either the old or the new file, also after a crash.
 
     Args:
-        path: The file.
+        path: Path of the file.
         data: Its content.
         private: Make it readable by its owner only.
     """
@@ -279,7 +279,7 @@ def write_new(path: Path, data: bytes, *, private: bool = False) -> None:
     """Write a new file and flush it to the disk.
 
     Args:
-        path: The file.
+        path: Path of the file.
         data: Its content.
         private: Make it readable by its owner only, from the start.
 

@@ -325,7 +325,7 @@ def _draw_line(axis: Axes, points: list[Point], style: Style) -> None:
     """Draw the points of one line with error bars of one standard deviation; draw nothing without points.
 
     Args:
-        axis: The panel.
+        axis: Axes of the panel.
         points: The points of the line: position on the x axis, spread of the test results over seeds, area of the mark.
         style: Colour, dashes and marker of the line.
     """
@@ -347,7 +347,7 @@ def _format_axes(axis: Axes, measure: str, x_label: str) -> None:
     """Format both axes of a panel; the x axis includes zero.
 
     Args:
-        axis: The panel.
+        axis: Axes of the panel.
         measure: The metric on the y axis, which determines the format of its ticks.
         x_label: The label of the x axis.
     """
@@ -434,7 +434,7 @@ def _task_value(recipe: Recipe, key: str) -> int:
     """Return a number of a recipe's task: that of the recipe, or the task's default if the recipe has none.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         key: Key of ``data.task``: "users" or "clusters".
 
     Raises:

@@ -196,7 +196,7 @@ def rotate_freely(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Ten
 
     Args:
         images: The images.
-        degrees: The angle.
+        degrees: Angle in degrees.
     """
     height, width = images.shape[-2:]
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
@@ -215,7 +215,7 @@ def rotate(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Tensor, "n
 
     Args:
         images: The images.
-        degrees: The angle.
+        degrees: Angle in degrees.
     """
     quarter_turns, rest = divmod(degrees, 90)
     is_square = images.shape[-1] == images.shape[-2]
@@ -323,7 +323,7 @@ def make_shifted(
     the labels. Without a shift each cluster gets images of its own labels only.
 
     Args:
-        name: The task.
+        name: Name of the learning task, such as "cifar10".
         setting: The task's defaults, such as its numbers of users, clusters and labels.
         images_of_split: The images of the splits "train" and "test".
         seed: Seed of the partition.
@@ -453,7 +453,7 @@ def make_skewed(
     a group are then dealt out to the users of that group.
 
     Args:
-        name: The task.
+        name: Name of the learning task, such as "cifar10".
         setting: The task's defaults, such as its numbers of users, clusters and labels.
         images: All images.
         seed: Seed of the partition.

@@ -49,7 +49,7 @@ def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
     """Move a share of a user's train samples to its validation split; the same share of each label.
 
     Args:
-        user: The user.
+        user: The user with its data.
         share: Share of the train samples; 0 changes nothing.
 
     Raises:
@@ -557,7 +557,7 @@ def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
     """Read all images of a data set with domains, from a folder or the split "train" of ``hub:OWNER/NAME``.
 
     Args:
-        name: The data set.
+        name: Name of the data set.
         source: The folder, or the name on the hub.
         largest: Longest side of an image in pixels. Larger images of the hub are resized to squares of this size
             (Lanczos); those of a folder are not.
@@ -607,8 +607,8 @@ def _read_split(folder: Path, name: str, split: str) -> Images:
     """Read one split of a data set from a folder: IDX files if there are any, else npz.
 
     Args:
-        folder: The folder.
-        name: The data set.
+        folder: Path of the folder.
+        name: Name of the data set.
         split: "train" or "test".
 
     Raises:
@@ -633,8 +633,8 @@ def _find_idx(folder: Path, name: str, split: str, kind: str) -> Path | None:
     """Return the IDX file of a split's images or labels, plain or compressed; None if there is none.
 
     Args:
-        folder: The folder.
-        name: The data set.
+        folder: Path of the folder.
+        name: Name of the data set.
         split: "train" or "test".
         kind: "images" or "labels".
     """
@@ -649,7 +649,7 @@ def _idx_stems(name: str, split: str, kind: str) -> list[str]:
     copies of the original have a dot instead of the second hyphen.
 
     Args:
-        name: The data set.
+        name: Name of the data set.
         split: "train" or "test".
         kind: "images" or "labels".
     """
@@ -666,8 +666,8 @@ def _find_npz(folder: Path, name: str, split: str) -> Path | None:
     """Return the npz file of a split, or the file that has both splits; None if there is neither.
 
     Args:
-        folder: The folder.
-        name: The data set.
+        folder: Path of the folder.
+        name: Name of the data set.
         split: "train" or "test".
     """
     return _first_file([folder / f"{name}-{split}.npz", folder / f"{name}.npz"])
@@ -698,7 +698,7 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
     channels may be the last axis.
 
     Args:
-        path: The file.
+        path: Path of the file.
         split: The split to read from a file of several; None for a file without splits.
 
     Raises:
@@ -778,7 +778,7 @@ def read_hub(source: str, split: str, *, largest: int | None = None, domains: bo
     """Read one split of a data set ``hub:NAME?config=C``, or of a folder with the same layout.
 
     Args:
-        source: The data set.
+        source: Name of the data set.
         split: The split to read.
         largest: Resize images with longer sides to squares of this size; None keeps them.
         domains: Whether to read the images' domains.

@@ -318,7 +318,7 @@ def _choose_shift(name: str, shift: str | None) -> Shift | None:
     """Return how clusters differ, "rotate" or "labels": as given, else the task's own shift; None if it has none.
 
     Args:
-        name: The task.
+        name: Name of the learning task, such as "cifar10".
         shift: The shift as given; None for the task's own.
 
     Raises:
@@ -391,7 +391,7 @@ def _make_shifted_task(
     """Return one of FLoRAL's image tasks, whose clusters differ by a shift or by their labels.
 
     Args:
-        name: The task.
+        name: Name of the learning task, such as "cifar10".
         path: The folder or hub name of the images; None for ``$COMINGLE_DATA/images``, else the hub.
         clusters: Number of clusters.
         shift: "rotate" or "labels"; None if clusters have different labels.
@@ -407,7 +407,7 @@ def _make_skewed_task(name: str, path: str | Path | None, **options: Any) -> Tas
     """Return one of FedMerge's image tasks, which are skewed: users differ in their labels or in their images' domain.
 
     Args:
-        name: The task.
+        name: Name of the learning task, such as "cifar10".
         path: The folder or hub name of the images; None for ``$COMINGLE_DATA/images``, else the hub.
         **options: Arguments of :func:`~comingle_papers.tasks.image_tasks.make_skewed`; if users differ in their images'
             domain, ``clusters`` is replaced by the number of domains.
@@ -453,7 +453,7 @@ def _read_splits(name: str, setting: Setting, path: str | Path | None) -> dict[s
     """Read and check the images of the splits "train" and "test".
 
     Args:
-        name: The task.
+        name: Name of the learning task, such as "cifar10".
         setting: The task's defaults, such as its numbers of users, clusters and labels.
         path: The folder or hub name of the images; None for ``$COMINGLE_DATA/images``, else the hub.
 
@@ -476,7 +476,7 @@ def _read_from_source(read: Callable[[str | Path], ReadImages], name: str, path:
 
     Args:
         read: Reads the images of a source, a folder or a hub name.
-        name: The task.
+        name: Name of the learning task, such as "cifar10".
         path: The source as given; None for ``$COMINGLE_DATA/images``, else the hub.
 
     Raises:

@@ -368,7 +368,7 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
     of curves near the solution.
 
     Args:
-        axes: The panel.
+        axes: Axes of the panel.
         curves: One curve per random problem.
     """
     curves_with_proved_rate = [curve for curve in curves if set(curve.rates) - {LOCAL_RATE}]
@@ -397,7 +397,7 @@ def _format_panel(axes: Axes, curve: Curve, num_steps: int) -> None:
     """Set limits, labels and title of a panel that shows the residual before every step, relative to the first.
 
     Args:
-        axes: The panel.
+        axes: Axes of the panel.
         curve: The highlighted curve; its scheme is the title.
         num_steps: Number of steps to show.
     """

@@ -638,7 +638,7 @@ def count_conversations(recipe: Recipe, data: ConversationsSection, validates: b
     No base model is loaded. If its tokenizer is not on this machine, no conversation counts as too long.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         data: The recipe's section ``data``.
         validates: Whether the method needs validation data.
 

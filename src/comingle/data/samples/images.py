@@ -149,7 +149,7 @@ def _files_below(folder: Path, parents: frozenset[str] = frozenset()) -> Iterato
     """Yield files at any depth, without hidden and system ones; follow links to folders, but no cycles.
 
     Args:
-        folder: The folder.
+        folder: Path of the folder.
         parents: Real paths of the folders between the first call's folder and this one, to detect cycles of links.
     """
     real_path = os.path.realpath(folder)
@@ -170,7 +170,7 @@ def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
     """Read all images of a folder, class by class; the class is the name of the subfolder.
 
     Args:
-        folder: The folder.
+        folder: Path of the folder.
         image_format: Size and colours.
         key: Recipe key that names the folder, for error messages.
 
@@ -207,7 +207,7 @@ def _check_depth(folder: Path, images_by_subfolder: dict[Path, list[Path]], key:
     """Check that images are directly in the class folders: ``folder/cat/1.png``, not ``folder/train/cat/1.png``.
 
     Args:
-        folder: The folder.
+        folder: Path of the folder.
         images_by_subfolder: Images at any depth below each subfolder.
         key: Recipe key that names the folder.
 

@@ -343,7 +343,7 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
     ``x_test`` and so on.
 
     Args:
-        path: The file.
+        path: Path of the file.
         where: Name of the user, for error messages.
 
     Raises:

@@ -219,7 +219,7 @@ def _check_split(user: UserSamples, split: Split, first_user: UserSamples, class
     """Check that a split has samples (validation may have none) with the shapes of the first user's and finite values.
 
     Args:
-        user: The user.
+        user: The user with its data.
         split: Name of the split to check.
         first_user: First user of the run, whose train samples have the shapes that all samples need.
         classes: Number of classes; None for a regression.

@@ -616,7 +616,7 @@ def require_rows(base: Base, user: Named) -> None:
     """Check that the base model's embedding has a row for each token of a user.
 
     Args:
-        base: The base model.
+        base: The pretrained model, with its tokenizer if it has one.
         user: User with an attribute for each split: a token stream, or an object with padded ``windows``.
 
     Raises:
@@ -786,7 +786,7 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
     machine.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         data: Its section ``data``.
         validates: The method needs validation data.
 
@@ -826,7 +826,7 @@ def _users_with_short_text(
     """Return the names of the users with too little text, which a run would skip.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         data: The recipe's section ``data``.
         texts: Documents of all users, split but not mixed across users (``data.held_out: mixture``).
         tokenizer: Tokenizer of the base model.

@@ -182,7 +182,7 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool, begin
     target). Test must have two tokens, one input and one target.
 
     Args:
-        user: The user.
+        user: The user with its data.
         context: Number of tokens that the model reads at once. A window has one token more, which is only a target.
         needs_validation: The method needs validation data.
         begins: A begin-of-text token is put in front of each window, so that one token less suffices.

@@ -226,7 +226,7 @@ class LimitedLinkState(InMemoryLinkState):
         """Wait until there is a message for a client, or until ``seconds`` have passed.
 
         Args:
-            node_id: The client's node.
+            node_id: Id of the client's connection (Flower's node id).
             seconds: Timeout.
         """
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
@@ -307,7 +307,7 @@ class LimitedLinkState(InMemoryLinkState):
         Each client asks for messages regularly, so expired replies are deleted even if no new ones arrive.
 
         Args:
-            node_id: The client's node.
+            node_id: Id of the client's connection (Flower's node id).
             limit: Maximum number of messages; None for all.
             run_id: The run; None for any.
         """
@@ -477,7 +477,7 @@ class Gate:
         If the client disconnects meanwhile, drop the poll, since the message in the response would be lost.
 
         Args:
-            node_id: The client's node.
+            node_id: Id of the client's connection (Flower's node id).
             scope: The request without its body.
             receive: Returns the next part of the body, and then waits until the client disconnects.
             send: Sends the response.

@@ -60,7 +60,7 @@ def tls_problem(server: str, found: ProbeResult, *, secure: bool) -> str:
     """Return why client and server cannot talk to each other: only one of them uses TLS.
 
     Args:
-        server: The address.
+        server: Address of the server, as host and port.
         found: Result of the probe.
         secure: Whether the client uses TLS.
 
@@ -79,7 +79,7 @@ def certificate_problem(server: str, authority: Path, seconds: float = _SECONDS)
     """Return why the server's certificate is not trusted; an empty string if it is, or if the server does not respond.
 
     Args:
-        server: The address.
+        server: Address of the server, as host and port.
         authority: The authority's certificate.
         seconds: Timeout of each step.
 
@@ -129,7 +129,7 @@ def _first_bytes(server: str, seconds: float) -> bytes:
     """Return the first bytes of the response to an unsigned HTTP request of the Fleet API, sent without TLS.
 
     Args:
-        server: The address.
+        server: Address of the server, as host and port.
         seconds: Timeout of the connection and of each read.
 
     Returns:

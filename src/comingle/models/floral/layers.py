@@ -686,7 +686,7 @@ def precondition(
         convolution   G_A <- G_A / (||B^T B||_F + eps)       G_B <- G_B / (||A A^T||_F + eps)
 
     Args:
-        pairs: The adaptors.
+        pairs: Names of the tensors of each low-rank adaptor.
         tensors: Factors by name, at which the gradients were taken. A user axis before the cluster axis is allowed.
         gradients: Gradients by name. Those of tensors that are not factors are returned unchanged.
         eps: Damping of the Gram matrices ``B^T B`` and ``A A^T``.
@@ -707,7 +707,7 @@ def _precondition_inner(pair: Pair, outer: Tensor, gradient: Tensor, eps: float)
     For a linear ``(B^T B + eps)^-1 G``, for a convolution ``G / (||B^T B||_F + eps)``.
 
     Args:
-        pair: The adaptor.
+        pair: Names of the tensors of the low-rank adaptor.
         outer: Its outer factor B.
         gradient: Gradient G of its inner factor.
         eps: Damping.
@@ -730,7 +730,7 @@ def _precondition_outer(pair: Pair, inner: Tensor, gradient: Tensor, eps: float)
     For a linear ``G (A A^T + eps)^-1``, for a convolution ``G / (||A A^T||_F + eps)``.
 
     Args:
-        pair: The adaptor.
+        pair: Names of the tensors of the low-rank adaptor.
         inner: Its inner factor A.
         gradient: Gradient G of its outer factor.
         eps: Damping.
@@ -779,7 +779,7 @@ def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " 
         bias     <- bias + alpha E_c[bias_c], bias_c <- bias_c - E_c[bias_c]    also gains and shifts of norms
 
     Args:
-        pairs: The adaptors.
+        pairs: Names of the tensors of each low-rank adaptor.
         tensors: Base weights, biases and adaptors by name. A user axis before the cluster axis is allowed if the base's
             tensors have it too.
         shares: Weight p(c) of each cluster in the mean; the weights sum to 1.

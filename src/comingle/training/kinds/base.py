@@ -238,7 +238,7 @@ class Kind(ABC):
         """Return the model that all users of the run train; reads no data.
 
         Args:
-            recipe: The recipe.
+            recipe: Settings of the run.
             run_data: Base model and users of the run.
             plan: Plan of the run.
 
@@ -251,7 +251,7 @@ class Kind(ABC):
         """Return the users on this machine, with the model that they train.
 
         Args:
-            recipe: The recipe.
+            recipe: Settings of the run.
             run_data: Base model and users of the run.
             plan: Plan of the run.
 
@@ -309,7 +309,7 @@ class Kind(ABC):
         """Return the data of a finished run whose folder is opened; the data of users is read on demand.
 
         Args:
-            base: The base model.
+            base: The pretrained model, with its tokenizer if it has one.
             users: The users.
             settings: Result of :meth:`settings`, stored in the run folder.
             net: Function that returns a new net, if the caller passed one instead of a recipe's.
@@ -330,7 +330,7 @@ class Kind(ABC):
         """Return the recipe with another number of users, to count the costs of nets; by default unchanged.
 
         Args:
-            recipe: The recipe.
+            recipe: Settings of the run.
             users: Number of users.
         """
         return recipe
@@ -585,8 +585,8 @@ def language_model(recipe: Recipe, base: Base, method: Method, num_trainers: int
     """Return the base model with the adapters or the mixture that the method trains.
 
     Args:
-        recipe: The recipe.
-        base: The base model.
+        recipe: Settings of the run.
+        base: The pretrained model, with its tokenizer if it has one.
         method: Method of the run.
         num_trainers: Number of trainers.
         num_tokens: Number of training tokens of the run, to decide whether to compile.
@@ -608,7 +608,7 @@ def adapt_base(
 
     Args:
         recipe: The recipe, with the adapters' rank and settings of the runtime, such as compilation and GPU kernels.
-        base: The base model.
+        base: The pretrained model, with its tokenizer if it has one.
         method: Method of the run.
         num_trainers: Number of users that own a model; 1 if the data of all users is pooled.
         num_tokens: Number of training tokens of the run, to decide whether to compile.
@@ -649,8 +649,8 @@ def _should_compile(recipe: Recipe, base: Base, method: Method, num_tokens: int)
     """Return ``runtime.compile``, with "auto" resolved: whether compiling saves more time than it takes.
 
     Args:
-        recipe: The recipe.
-        base: The base model.
+        recipe: Settings of the run.
+        base: The pretrained model, with its tokenizer if it has one.
         method: Method of the run.
         num_tokens: Number of training tokens of the run.
     """
@@ -666,8 +666,8 @@ def mix_base(recipe: Recipe, base: Base, method: Method, num_trainers: int) -> M
     The adaptors have the rank and scale that the recipe sets for LoRA (section ``adapters``).
 
     Args:
-        recipe: The recipe.
-        base: The base model.
+        recipe: Settings of the run.
+        base: The pretrained model, with its tokenizer if it has one.
         method: Method of the run.
         num_trainers: Number of trainers.
 

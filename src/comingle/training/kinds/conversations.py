@@ -419,7 +419,7 @@ class AnswersKind(LanguageKind):
         """Return the model that all users train.
 
         Args:
-            recipe: The recipe.
+            recipe: Settings of the run.
             run_data: Base model and users of the run.
             plan: Plan of the run, with its numbers of rounds and local epochs.
         """
@@ -446,7 +446,7 @@ class AnswersKind(LanguageKind):
         """Return the users on this machine, with their batches of conversations.
 
         Args:
-            recipe: The recipe.
+            recipe: Settings of the run.
             run_data: Base model and users of the run.
             plan: Plan of the run.
         """

@@ -504,7 +504,7 @@ def build_nets(
     """Return the users with their copies of the net, with adaptors if the method mixes adaptors.
 
     Args:
-        recipe: The recipe.
+        recipe: Settings of the run.
         population: Users of the run.
         plan: Plan of the run.
         reads_later: Whether samples are read on first use, and not now.

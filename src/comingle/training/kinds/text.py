@@ -236,7 +236,7 @@ class LanguageKind(Kind):
         """Return the names of the users, from the recipe or from the rows of its dataset.
 
         Args:
-            recipe: The recipe.
+            recipe: Settings of the run.
             source: Dataset of the recipe, if it has one. Its ``users`` are names, or the number of users to read.
             read_owners: Yields the name of the user of each row; called only if nothing else has names.
             unread: What the error's advice calls the data that cannot be read: "text" or "rows".
@@ -294,7 +294,7 @@ class TextKind(LanguageKind):
         """Return the model that all users train; it is compiled only if the run has enough training tokens.
 
         Args:
-            recipe: The recipe.
+            recipe: Settings of the run.
             run_data: Base model and users of the run.
             plan: Plan of the run, with its numbers of rounds and local steps.
         """
@@ -307,7 +307,7 @@ class TextKind(LanguageKind):
         """Return the users on this machine with the model that they train, after checking the length of their text.
 
         Args:
-            recipe: The recipe.
+            recipe: Settings of the run.
             run_data: Base model and users of the run.
             plan: Plan of the run.
 
