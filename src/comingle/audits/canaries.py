@@ -174,7 +174,13 @@ class LastPublished:
         return _select_users(last_tensors, users)
 
     def remember(self, view: str, tensors: Tree) -> None:
-        """Store a copy of what was published to a view; uploads, which only the server sees, are not stored."""
+        """Store a copy of tensors that an attacker has observed, to compare them with those that it observes next.
+
+        Args:
+            view: What they are: "users" for a download of other users, "own" for one of the attacked users, "server" for
+                an upload. An upload is compared with the user's own last download, so it is not stored.
+            tensors: The observed tensors by name.
+        """
         if view != SERVER:
             self.last[view] = {name: t.clone() for name, t in tensors.items()}
 

@@ -475,8 +475,8 @@ class TargetsSection(Section):
 
     @property
     def names(self) -> set[str]:
-        """Names of all linear layers of a decoder layer that get adapters, in attention and MLP."""
-        return {name for _, name in self.named()}
+        """Names of the linear layers that get adapters, in attention and MLP, such as "self_attn.q_proj"."""
+        return {name for _key, name in self.named()}
 
 
 class AdaptersSection(Section):

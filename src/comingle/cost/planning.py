@@ -989,9 +989,10 @@ class _MemoryByPassSize:
         own_indices: Sequence[int] | None,
         process_bytes: int | None,
     ):
-        """Build the models with 1 and 2 decoder layers, from which the memory of all layers is extrapolated.
+        """Build small versions of the model, on which memory is measured without weights.
 
-        A small model is built with all its layers.
+        They have 1 and 2 decoder layers, from which the memory of all layers is extrapolated. A model with few layers
+        is built whole.
 
         Args:
             recipe: Settings of the run.
@@ -1005,12 +1006,13 @@ class _MemoryByPassSize:
         self._num_layers = len(decoder_layers(load().model))
         has_many_layers = self._num_layers > max(_TRACED_LAYERS)
         traced_layers = _TRACED_LAYERS if has_many_layers else (self._num_layers,)
-        # Costs are counted for text, so conversations are replaced with text that costs as much.
+        # Memory is measured for text, so conversations are replaced with text that needs as much.
         (text_recipe,), _too_small, _note = kind_of(recipe).as_text([recipe], len(names))
         text_recipe = with_method(text_recipe, recipe.method.name)
         self._num_users = len(names) if own_indices is None else len(own_indices)
         self._is_client = own_indices is not None
         self._device = resolve_device(runtime.device)
+        # By number of layers: users and server whose training steps run on tensors that have shapes but no values.
         self._rehearsal_by_layers: dict[int, Rehearsal] = {}
         for num_layers in traced_layers:
             base = load(layers=num_layers)
@@ -1270,14 +1272,16 @@ def _plan_with_specialists(
     participants: Sequence[str],
     for_all: Mapping[str, object],
 ) -> Plan:
-    """Return the costs of a recipe with the numbers of specialists that this machine affords, and a note on them.
+    """Return the costs of a recipe with ``method.specialists: auto``, and a note with the numbers that it stands for.
 
-    Arguments and exceptions are those of :func:`plan`.
+    These are the largest numbers of specialist experts for which this machine has the memory and the speed. Arguments
+    and exceptions are those of :func:`plan`.
     """
     names = tuple(participants) or user_names(recipe, users)
     limit = memory_limit(recipe)
     if participants:  # a federation: every client is assumed to have this machine's memory and speed
-        number_of_first = choose_specialists(recipe, limit, names, own_indices=[0], process_bytes=CLIENT_BYTES)
+        first_client = [0]
+        number_of_first = choose_specialists(recipe, limit, names, own_indices=first_client, process_bytes=CLIENT_BYTES)
         numbers = dict.fromkeys(names, number_of_first[names[0]])
     else:
         numbers = choose_specialists(recipe, limit, names)

@@ -374,9 +374,9 @@ def table3_columns(sizes: Sizes, context: int, fedavg: Account, comigs: Account)
 
     Returns:
         Columns in FLOPs and bytes. ``theirs`` is the difference by the paper's way of counting, with 2 bytes per entry
-        (bfloat16); ``true`` is the counted one.
+        (bfloat16); ``true`` is the difference of the counted costs.
     """
-    mlp_lora = 2 * sizes.expert  # of both experts
+    mlp_lora = 2 * sizes.expert  # a generalist and a specialist
     router_share = sizes.router / mlp_lora  # as the paper counts: without the base and the LoRA of attention
     uploaded = _millions(sizes.attention + sizes.expert)
     all_lora = _millions(sizes.attention + mlp_lora)

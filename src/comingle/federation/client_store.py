@@ -725,13 +725,16 @@ def read_fixed_run(folder: Path) -> FixedRun | None:
 
 
 def record_training(folder: Path, user: str) -> None:
-    """Record that a user has trained on its data in a run, which then is not new any more.
+    """Record on how much data a user has trained, so that a continuous federation can tell how much came later.
+
+    Such a federation starts a new run when users have enough new data. Other federations do not have the file
+    ``fixed.json``; for them this does nothing.
 
     Args:
-        folder: Folder of the run; without effect if its federation is not continuous.
+        folder: Folder of the run on the client.
         user: Name of the user.
     """
-    path = folder / FIXED
+    path = folder / FIXED  # "fixed.json"
     if path.exists():
         content = json.loads(path.read_text(encoding="utf-8"))
         amount = sum(read_inputs(folder).users[user].counts.values())

@@ -488,8 +488,11 @@ class TaskQueue:
             client.is_away = True
 
     def _joined_client_needs_task(self) -> bool:
-        """Return whether a connected client has joined during this round, but has not got its task."""
-        if self._sends_only_joins:
+        """Return whether a connected client has joined during this round, but has not been sent the round's task.
+
+        A client that the server does not know yet is first asked to join, and then gets the task.
+        """
+        if self._sends_only_joins:  # before the first round there is no other task
             return False
         for name in self.pending:
             needs_task = self._has_joined(name) and name not in self.tasks

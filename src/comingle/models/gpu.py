@@ -347,14 +347,16 @@ class Recording:
     """A function of tensors and its gradients as CUDA graphs, which read and write tensors at fixed addresses."""
 
     def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], examples: Sequence[Tensor], pool: object):
-        """Capture the forward pass and then its backward pass, after warm-up passes.
+        """Capture a function's forward and backward pass as two CUDA graphs, which are replayed later.
+
+        A replay launches all kernels of a pass at once. Warm-up passes come first, as PyTorch requires.
 
         Args:
-            run: The function; returns hidden states and a penalty.
+            run: The function of tensors, such as a decoder layer; returns hidden states and a load-balancing penalty.
             examples: Inputs of the shapes of later passes; gradients are computed for those that require one.
-            pool: Memory pool of the graphs; None: a new one.
+            pool: Memory pool that the graphs share with others; None: a new one.
         """
-        # Tensors at fixed addresses: a replay reads its inputs from them.
+        # A replay reads and writes at the addresses of the captured tensors, so callers copy their inputs into these.
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in examples]
         self.trained_inputs = [t for t in self.inputs if t.requires_grad]
         self.run = run

@@ -631,7 +631,10 @@ class ExpertCounts:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The role of each index on the expert axis."""
+        """Kind of each expert of an MLP, in their order: all generalists (shared by the users), then specialists.
+
+        Users with fewer specialists than others are padded, so these are as many as the largest number of a user.
+        """
         return (GENERALIST,) * self.generalists + (SPECIALIST,) * max(self.specialists)
 
     def present(self) -> Bool[Tensor, "users experts"]:
@@ -744,7 +747,11 @@ class Adapters:
         return rescaled
 
     def penalties(self) -> Tensor | float:
-        """Return each user's load-balancing penalty of the last pass, averaged over MLPs; 0.0 without a penalty."""
+        """Return each user's load-balancing penalty of the last forward pass, as a mean over the MLPs.
+
+        Routers compute the penalty during the pass, which is added to the loss so that tokens are spread evenly over
+        the experts. The result is 0.0 if there is no such penalty.
+        """
         penalties = [mlp.router.penalty for mlp in self.experts.values() if mlp.router.penalty is not None]
         return torch.stack(penalties).mean(0) if penalties else 0.0
 

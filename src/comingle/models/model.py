@@ -155,7 +155,13 @@ class ClientMixing:
     name: str
 
     def shares(self, tensors: Tree) -> Float[Tensor, "users clusters"]:
-        """Return each user's mixture weights pi; requires a client-level mixture."""
+        """Return the weights with which each user mixes several models or sets of adapters, the same for all inputs.
+
+        Models with such a mixture override this; others cannot be asked.
+
+        Args:
+            tensors: The users' tensors by name, among them the logits of these weights.
+        """
         raise NotImplementedError(f"{self.name}: no client-level mixture")
 
     def component_losses(

@@ -283,7 +283,11 @@ class PrivacyMechanism:
         return frozenset()
 
     def restore(self, state: Tree) -> None:
-        """Restore the state from a checkpoint, which also has tensors of other objects."""
+        """Continue from a checkpoint, when a run is resumed; by default there is nothing to restore.
+
+        Args:
+            state: Tensors of the checkpoint by name: those of :attr:`state`, and others that belong to the server.
+        """
 
     @property
     def metrics(self) -> dict[str, object]:
@@ -323,10 +327,12 @@ def start_references(shared: Tree, clip_norm: float) -> Tree:
 
 
 def keep_references(kept: Tree, shared: Tree, clip_norms: Float[Tensor, " users"] | None) -> None:
-    """Store copies of downloaded tensors in users' state, from which their next change is measured.
+    """Copy downloaded tensors to the users' state, where they stay during local steps.
+
+    Users upload the difference of their trained tensors from these copies (the references), clipped and with noise.
 
     Args:
-        kept: State of the users, changed in place.
+        kept: State of the users: tensors by name, with a row per user, changed in place.
         shared: Downloaded tensors, ``(users, *shape)``.
         clip_norms: New clip norm of each user, to be stored too; None to keep the old ones.
     """

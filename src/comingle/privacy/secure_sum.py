@@ -446,7 +446,12 @@ class Sums:
         return grid.clamp(integers + integer_noise)
 
     def _integer_weights(self, weights: Float[Tensor, " users"], grid: Grid) -> Int[Tensor, " users"]:
-        """Return weights from 0 to 1 as integers from 1 to ``grid.largest``, which stands for the weight 1."""
+        """Return the users' aggregation weights as integers, because secure sums add integers only.
+
+        Args:
+            weights: Weights from 0 to 1.
+            grid: Range of the integers; the largest one stands for the weight 1. No weight is rounded down to 0.
+        """
         return (weights.double() * grid.largest).round().clamp(1, grid.largest).long()
 
     # ---------------------------------------------------------------- on the server

@@ -174,7 +174,7 @@ class Audit(AuditedRun):
 
     @property
     def unit_plural(self) -> str:
-        """The unit of membership inference, in the plural."""
+        """Plural of the kind of text for which an attacker infers whether it was in a user's training data."""
         return "conversations" if self.kind == "conversations" else "windows"
 
     def as_dict(self) -> dict[str, object]:

@@ -416,11 +416,13 @@ def forgetting_lines(metrics: JsonMapping) -> list[str]:
 
 
 def served_lines(metrics: JsonMapping) -> list[str]:
-    """Return which model users are served, and since which run; empty without ``evaluation.guard``.
+    """Return lines that say which of its models each user is served, for runs with ``evaluation.guard``; else none.
 
-    For example ``["served personal since may: ada, ben", "served local since june: cem; validation loss 5.283 (personal
-    5.331, difference -0.048, 95% interval -0.060 to -0.036), test perplexity 190 (personal 197)"]``. At most
-    :data:`MOST_ROWS` users who are not served their personal models have lines of their own.
+    Such a run serves a user the best of several models by validation loss: "personal" is that of the run's method,
+    "local" was trained by the user alone. For example ``["served personal since may: ada, ben", "served local since
+    june: cem; validation loss 5.283 (personal 5.331, difference -0.048, 95% interval -0.060 to -0.036), test perplexity
+    190 (personal 197)"]``, where "may" is the earlier run since which the user is served this model. Up to
+    :data:`MOST_ROWS` users with other models than the personal one have lines of their own.
 
     Args:
         metrics: Metrics of a run, whose entry ``served`` is from :func:`comingle.runs.guard.choose_served`.

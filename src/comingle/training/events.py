@@ -93,7 +93,11 @@ class QuantileTracker:
     """A tracker that records quantiles over users; for runs with more than :data:`MAX_SERIES` users."""
 
     def __init__(self, tracker: Tracker):
-        """Record with ``tracker``, but quantiles over users instead of each user's values."""
+        """Create a tracker that passes quantiles over users to another one, instead of each user's values.
+
+        Args:
+            tracker: Records the quantiles, for example with TensorBoard.
+        """
         self._tracker = tracker
         self.close = tracker.close
 

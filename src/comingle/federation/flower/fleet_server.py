@@ -255,20 +255,23 @@ class LimitedLinkState(InMemoryLinkState):
             wake()
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
-        """Store an object, which is a part of a message's content; delete a client's reply if it is too large.
+        """Store a part of a message's content, unless the client has sent more than its limit of bytes.
+
+        Messages are sent in parts, which Flower calls objects. A client's reply is pending until all of its parts have
+        arrived. If its client exceeds the limit, the whole reply is deleted.
 
         Args:
-            run_id: The run.
-            session_id: The push session in which the message was registered (:meth:`store_message_and_object_tree`).
-            object_id: The object's SHA-256.
-            object_content: Its bytes.
+            run_id: Flower's id of the run.
+            session_id: Id of the upload in which the message was announced (:meth:`store_message_and_object_tree`).
+            object_id: SHA-256 of the part.
+            object_content: Bytes of the part.
 
         Returns:
             Whether it is stored.
         """
         with self.lock:  # prevents a deadlock: Flower's methods acquire its two locks in different orders
             reply_id = self._reply_of_session(session_id)
-            if reply_id is None:
+            if reply_id is None:  # not a reply of a client
                 if not session_id:  # Flower would look for the session, and a client could evade its limit
                     return False
                 return self._store_object_of_server(run_id, session_id, object_id, object_content)
@@ -281,7 +284,7 @@ class LimitedLinkState(InMemoryLinkState):
                 return False
             if not super().store_object(run_id, session_id, object_id, object_content):
                 return False
-            reply.missing.discard(object_id)
+            reply.missing.discard(object_id)  # ids of the parts that have not arrived yet
             reply.deadline_monotonic = time.monotonic() + self._limits.idle_seconds
             return True
 

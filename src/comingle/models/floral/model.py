@@ -310,10 +310,13 @@ class FloralModel(nn.Module):
             self._mixture.value = previous
 
     def _set_mixture(self, mixture: Tensor | None) -> Tensor | None:
-        """Set the mixture of the layers, and return the previous one, which the caller must restore.
+        """Set the weights with which all layers mix their clusters' adapters, and return the previous weights.
+
+        The layers read them in a forward pass. The caller restores the previous ones after it.
 
         Args:
-            mixture: Weights of the clusters; None: those of an enclosing :meth:`mixing`, or else the router's.
+            mixture: Weights of the clusters. None keeps the weights if some are set, and otherwise takes those of the
+                user's router.
 
         Raises:
             RecipeError: The mixture has neither the shape (clusters,) nor that of the router's logits.

@@ -487,7 +487,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     # ---------------------------------------------------------------- messages
 
     def download(self, users: Sequence[int]) -> None:
-        """Send the newest shared tensors to those users that have older ones.
+        """Send the server's newest shared tensors to those users that still have older ones, in several messages.
 
         Args:
             users: Numbers of the users.

@@ -631,7 +631,12 @@ class Table:
 
     @classmethod
     def without_records(cls, groups: Iterable[str], versions: Int[np.ndarray, " rows"]) -> Table:
-        """Return a table in which no row has a record."""
+        """Return the table of a new run, in which no user has tensors on disk yet.
+
+        Args:
+            groups: Groups of a user's tensors that are stored together: the model, and optimiser moments.
+            versions: Version of the server's model that each user last downloaded.
+        """
         record_numbers = {group: np.full(len(versions), -1, dtype=np.int64) for group in groups}
         return cls(record_numbers=record_numbers, versions=versions.copy())
 
