@@ -177,8 +177,8 @@ class LastPublished:
         """Store a copy of tensors that an attacker has observed, to compare them with those that it observes next.
 
         Args:
-            view: What they are: "users" for a download of other users, "own" for one of the attacked users, "server" for
-                an upload. An upload is compared with the user's own last download, so it is not stored.
+            view: What they are: "users" for a download of other users, "own" for one of the attacked users, "server"
+                for an upload. An upload is compared with the user's own last download, so it is not stored.
             tensors: The observed tensors by name.
         """
         if view != SERVER:

@@ -269,14 +269,19 @@ class Shape:
         return forward(self._to_blocks(frozenset()), head_entries(self.adapted))
 
     def training(self, phase: Phase) -> Flops:
-        """Return the FLOPs of one token's forward and backward pass in a phase; 0 if it trains no tensor."""
+        """Return the FLOPs of training on one token: of its forward pass, and of the gradients that are needed.
+
+        Args:
+            phase: The kind of local step: which tensors it trains, and which roles (such as the router) it leaves out
+                of the model. The result is 0 if it trains no tensor of this model.
+        """
         trained_layout = self.clients.model.layout.touching(phase.reached)  # tensors that get gradients in the phase
         trained_slots = frozenset(slot.name for slot in trained_layout.slots)
         shape_in_phase = self
         if phase.without:  # roles that the phase leaves out of the model
             shape_in_phase = replace(self, entries=self._entries_without(phase.without))
-        blocks = shape_in_phase._to_blocks(trained_slots)
-        head = head_entries(self.adapted)
+        blocks = shape_in_phase._to_blocks(trained_slots)  # sizes of the matrices in each decoder layer
+        head = head_entries(self.adapted)  # and outside of them
         backward_flops = backward(blocks, head)
         if not backward_flops.total:
             return backward_flops

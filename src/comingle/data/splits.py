@@ -128,7 +128,12 @@ class StableSplits:
         return min(self._fractions, key=lambda split: self._amounts[split] / self._fractions[split])
 
     def add(self, split: str, amount: int) -> None:
-        """Count a piece."""
+        """Record that a piece of the user's data was put into a split, which determines where later pieces go.
+
+        Args:
+            split: The split of the piece, as :meth:`choose` has returned it.
+            amount: Size of the piece.
+        """
         self._amounts[split] += amount
 
 

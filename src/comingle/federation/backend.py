@@ -300,7 +300,7 @@ class _SecureSum:
     # ---------------------------------------------------------------- messages of a user
 
     def _store_keys(self, name: str, message: Upload | Download) -> None:
-        """Store a user's answer to the step "advertise": its public keys."""
+        """Store the public keys that a user sends in the first step of a secure sum, from which masks are agreed."""
         self.collector.store_keys(name, secure_client.read_keys(message, name, self._round))
 
     def _store_encrypted_shares(self, name: str, message: Upload | Download) -> None:
@@ -329,7 +329,10 @@ class _SecureSum:
         self.collector.add_upload(name, masked)
 
     def _store_revealed_shares(self, name: str, message: Upload | Download) -> None:
-        """Store a user's answer to the step "unmask": decrypted shares of other users' secrets, to remove the masks."""
+        """Store what a user sends in the last step of a secure sum: decrypted shares of other users' secrets.
+
+        From enough shares of a secret the server removes masks from the sum of the uploads.
+        """
         shares = secure_client.read_shares(message, name, self._round, self.collector.sharers, sealed=False)
         self.collector.store_revealed_shares(name, shares)
 

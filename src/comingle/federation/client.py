@@ -213,7 +213,11 @@ SUM_STEPS: dict[str, Callable[[ClientStore, Task, Received], Upload]] = {
 
 
 def _current_session(store: ClientStore, task: Task) -> Session:
-    """Return the user's side of the secure sum to which a task belongs, which the step "advertise" has begun."""
+    """Return the state of the secure sum to which a task belongs, such as the user's keys.
+
+    A secure sum lets the server see only the sum of the uploads. It takes several tasks; the first one ("advertise")
+    creates the state.
+    """
     return store.sessions.current(_terms(store, task))
 
 

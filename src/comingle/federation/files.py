@@ -106,7 +106,18 @@ def change_participants(path: Path, *, add: Sequence[str] = (), remove: Sequence
 
 
 def _parse_plan(content: JsonObject, path: Path, continue_from: str = "") -> Plan:
-    """Return the plan in the content of a server's file, whose keys are removed; see :func:`load_plan`."""
+    """Return the recipe, the participants and the network settings of a federation from the file of its server.
+
+    The file is a recipe without data and with further sections: ``participants``, ``network``, ``rounds``, ``shapes``.
+
+    Args:
+        content: Content of the file, from which the further sections are removed.
+        path: Path of the file, for messages and relative paths.
+        continue_from: Folder of a run to continue, in place of that in the file; empty for that in the file.
+
+    Raises:
+        RecipeError: The file is wrong; the message has its path and the key.
+    """
     names = content.pop("participants", None)
     is_list_of_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not is_list_of_names or not names:

@@ -451,7 +451,10 @@ class ServerRemoval:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the operator: what the others have to do, and what is not deleted."""
+        """Lines for the operator who removes a user: what the other users have to do, and what is not deleted.
+
+        A removal is "exact" (the others train again without the user) or "forward" (the models stay).
+        """
         notes = []
         if self.mode == "exact":
             start = "the beginning" if self.before is None else f"{self.before}"
@@ -663,7 +666,14 @@ def _digest(run: Path) -> str | None:
 
 
 def _record(folder: Path, certificate: JsonObject) -> None:
-    """Add a certificate to a folder; one of the same user, of an interrupted removal, is continued."""
+    """Write the certificate of a user's removal, a record of what was deleted, to ``left.json`` in a folder.
+
+    If the file has a certificate of the same user, from a removal that was interrupted, both become one.
+
+    Args:
+        folder: Folder of the server or of a run.
+        certificate: The certificate.
+    """
     others = [each for each in certificates_of(folder) if each["user"] != certificate["user"]]
     for earlier in certificates_of(folder):
         if earlier["user"] == certificate["user"]:
@@ -673,7 +683,12 @@ def _record(folder: Path, certificate: JsonObject) -> None:
 
 
 def _record_digests(server: Path, removal: ServerRemoval) -> None:
-    """Complete the certificate of a continuous server after ``forward`` with the digest of its last checkpoint."""
+    """Complete the certificate of a user's removal with the digest of the last checkpoint without the user.
+
+    Args:
+        server: Folder of a continuous server, which has several runs.
+        removal: What was removed, in mode "forward", in which the runs were replaced by those without the user.
+    """
     last = [run for run in removal.runs if _server_folder(run) == server][-1]
     certificates = certificates_of(server)
     for certificate in certificates:

@@ -116,7 +116,12 @@ class OuterSteps(Mean):
             theta.sub_(gradient + self.momentum * velocity, alpha=self.rate)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return the global model, without the velocity."""
+        """Return the global model for each user, without the momentum that the server also has in its state.
+
+        Args:
+            kept: State of the server: the model's tensors, and for each of them the velocity of its momentum.
+            users: Numbers of the users who download.
+        """
         without_velocity = {name: t for name, t in kept.items() if not name.endswith(".velocity")}
         return super().download(without_velocity, users)
 

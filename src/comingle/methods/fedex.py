@@ -160,7 +160,10 @@ class Reinitialise(ClientHook):
     """Client hook of FLoRA that reinitialises LoRA each round: A is drawn at random, B is zero, optimisers are new."""
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Return for each user the run's seed and its number of restarts, ``(users, 2)``, from which A is drawn."""
+        """Return the state of each user, ``(users, 2)``: the run's seed, and how often its LoRA was reinitialised.
+
+        The LoRA factor A is drawn from them and the user's name at each reinitialisation.
+        """
         return {RESTARTS: torch.tensor([[seed, 0]]).repeat(len(names), 1)}
 
     def received(self, cohort: Cohort) -> None:

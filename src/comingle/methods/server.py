@@ -164,7 +164,14 @@ class Server:
         return {}
 
     def starts(self, kept: Tree, received: Received) -> Tree:
-        """Return what each participant had before it trained, ``(users, *shape)``; called before :meth:`aggregate`."""
+        """Return the shared tensors that each participant had before its local steps, ``(users, *shape)`` by name.
+
+        These are the tensors that it downloaded, as the server's state is still that of the download.
+
+        Args:
+            kept: State of the server before :meth:`aggregate`.
+            received: The participants' uploads.
+        """
         return {name: t[:, 0] for name, t in self.download(kept, received.users).items()}
 
     def senders(self, kept: Tree) -> Sequence[int]:

@@ -92,7 +92,7 @@ class FakeWeights(Protocol):
     """Replacements of real tensors by fake ones, as in :class:`comingle.cost.memory.Fakes`."""
 
     def of(self, real: Tensor, device: torch.device) -> Tensor:
-        """Return the fake tensor for a real one."""
+        """Return a tensor with the shape and dtype of a real one, but without values, to count costs."""
         ...
 
     def size_of(self, module: nn.Module) -> int:
@@ -100,7 +100,7 @@ class FakeWeights(Protocol):
         ...
 
     def replace(self, module: nn.Module, device: torch.device) -> None:
-        """Replace a module's parameters and buffers by fake tensors."""
+        """Replace a module's parameters and buffers by tensors without values (:meth:`of`), in place."""
         ...
 
 

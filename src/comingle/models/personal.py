@@ -180,7 +180,7 @@ def _layer_number(name: str) -> int:
 
 
 def _equal_shares(experts: int, value: float) -> Float[Tensor, " experts"]:
-    """Return the same share for each expert."""
+    """Return mixture weights of a layer's experts that are all equal to ``value``."""
     return torch.full((experts,), value, dtype=torch.float64)
 
 

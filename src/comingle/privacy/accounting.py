@@ -524,11 +524,25 @@ class UploadAccount(Account):
         return accountant_of(self.privacy, self.release)
 
     def releases_of(self, user: int, count: int) -> Releases:
-        """Return ``count`` noisy uploads, which are the same for all users."""
+        """Return the noise of a user's uploads, with their number, from which its epsilon is computed.
+
+        The noise is the same for all users.
+
+        Args:
+            user: Index of the user; without effect.
+            count: Number of uploads with noise.
+        """
         return ((self.release, count),)
 
     def own_releases(self, count: int, work: Work | None = None) -> Releases:
-        """Return ``count`` noisy uploads of a client's own user, without sampling; ``work`` is not used."""
+        """Return the noise of the uploads of a client's own user, with their number, to compute epsilon on the client.
+
+        Sampling of participants, which would lower epsilon, is not counted: only the server knows that it was random.
+
+        Args:
+            count: Number of uploads with noise.
+            work: Not used; noisy local steps depend on it, uploads do not.
+        """
         return ((self.release_of(self.privacy, participation=1.0, users=1), count),)
 
     def charge(self, users: Sequence[int]) -> None:

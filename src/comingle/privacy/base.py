@@ -250,7 +250,15 @@ class PrivacyMechanism:
         return {}
 
     def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
-        """Return the uploads that the server aggregates instead of those received; None leaves its state unchanged."""
+        """Change the uploads of a round before the server aggregates them, for example add noise to their mean.
+
+        Args:
+            received: The participants' uploads.
+            server_round: Number of the round, the method's server, and its tensors before the round.
+
+        Returns:
+            The uploads to aggregate; None to skip the round, which leaves the server's model as it is.
+        """
         return received
 
     def skip_round(self, received: Sequence[int]) -> None:

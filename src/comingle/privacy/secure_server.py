@@ -202,7 +202,10 @@ class SimulatedSum:
     sent: list[tuple[str, str, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Create the server's side, and each user's side with a random seed."""
+        """Create the parties of the protocol: the server, which collects messages, and a session of each user.
+
+        Users draw their secrets from random seeds.
+        """
         self.server = SumCollector(terms=self.terms)
 
         def do_not_save(record: secure_client.Record) -> None:
@@ -242,7 +245,12 @@ class SimulatedSum:
         return server.total(largest)
 
     def _users_who_answer(self, step: str, names: Iterable[str]) -> list[str]:
-        """Return those of the users ``names`` that answer in a step, and so have not dropped out."""
+        """Return those of some users that answer in a step; the others have dropped out, as clients may.
+
+        Args:
+            step: Name of the step: "advertise", "share", "mask" or "unmask".
+            names: Names of the users who are asked.
+        """
         return [name for name in names if self.answers(step, name)]
 
     def _run_advertise_step(self, name: str, round_number: int) -> None:

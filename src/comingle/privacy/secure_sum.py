@@ -169,7 +169,7 @@ def sent_bytes(terms: Terms, name: str, count: int) -> int:
 
 
 def keys_bytes(terms: Terms, name: str) -> int:
-    """Return the bytes that a user sends for a sum that fails after the first step."""
+    """Return the bytes that a user uploads if a secure sum ends after its first step: only its public keys."""
     return _message_bytes(make_upload(name, terms.round, {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)}))
 
 
@@ -200,7 +200,10 @@ def _message_bytes(message: Upload | Download) -> int:
 
 
 def _meta_bytes(rows: int, width: int) -> Tensor:
-    """Return an int8 tensor ``(1, rows, width)`` on the meta device, to compute its packed length without memory."""
+    """Return a stand-in for ``rows`` byte strings of length ``width``, to compute the size of a message with them.
+
+    It is an int8 tensor ``(1, rows, width)`` on the meta device, which takes no memory.
+    """
     return torch.empty((1, rows, width), dtype=torch.int8, device="meta")
 
 

@@ -146,7 +146,12 @@ def advise_on(
 
 
 def _mean_bytes(runs: Runs, direction: str) -> float:
-    """Return the mean over seeds of the bytes per user and round; ``direction`` is ``upload`` or ``download``."""
+    """Return the bytes that a user uploads or downloads per round, as a mean over the runs.
+
+    Args:
+        runs: Metrics of runs that differ in their seeds, by seed.
+        direction: "upload" or "download".
+    """
     return fmean(metrics[f"{direction}_bytes_per_user_round"] for metrics in runs.values())
 
 

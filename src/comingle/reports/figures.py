@@ -899,7 +899,7 @@ def method_keys(entries: Sequence[Entry]) -> list[Key]:
 
 
 def _shown_curve(entry: Entry, user: str | None, measure: str, *, geometric: bool = False, start: bool) -> Curve:
-    """Return a learning curve as :func:`learning_curve`, without the first evaluation unless ``start``."""
+    """Return a learning curve (:func:`learning_curve`) without its point before training, unless ``start`` is set."""
     curve = learning_curve(entry, user, measure, geometric=geometric)
     return curve if start else _without_start(curve)
 

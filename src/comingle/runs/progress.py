@@ -136,7 +136,12 @@ class RunProgress:
     """
 
     def __init__(self, clients: Clients, title: str | None):
-        """Start at the first round; arguments as in the class."""
+        """Start to count at the first round.
+
+        Args:
+            clients: The users who are trained.
+            title: The name of the run; None for its method and seed.
+        """
         self.title = title or f"{clients.method.name}, seed {clients.plan.seed}"
         self._count_cohort_steps = cohort_steps(clients)  # from a number n of rounds to the steps in the first n
         self.rounds = clients.plan.training.rounds if clients.method.trains else 0

@@ -47,7 +47,7 @@ class Inputs:
 
 
 def write_inputs(folder: Path, inputs: Inputs) -> None:
-    """Write a run's inputs to its folder."""
+    """Write a record of what a run reads (base model, tokenizer and each user's data, as digests) to its folder."""
     write_json(folder / INPUTS, asdict(inputs))
 
 

@@ -59,7 +59,14 @@ _DIGEST_LENGTH = 16
 
 
 def mark_as_finished(folder: Path, cell: Cell) -> None:
-    """Write ``measured.json`` to a run's folder: the settings that determine its result, and how it was made."""
+    """Write ``measured.json`` to the folder of a run that has ended, so that it is not run again.
+
+    The file has the settings that determine the run's result, and its origin: version, commit, date and machine.
+
+    Args:
+        folder: The run folder.
+        cell: The cell of a published table or figure that the run belongs to, with these settings.
+    """
     write_json(folder / MEASURED, {"computed": cell.computed, "made": _provenance()})
 
 

@@ -209,7 +209,13 @@ class ConnectedNodes:
         """Connected nodes that have told their names and are not refused, by name of the user."""
 
     def awaits_name(self, seconds: float) -> bool:
-        """Return whether a node was asked for its name in the last ``seconds`` and has not answered yet."""
+        """Return whether some client has connected, but has not said yet whose client it is.
+
+        The server asks each new connection (a node of Flower) for the name of its user.
+
+        Args:
+            seconds: Age from which a question counts as lost.
+        """
         now = time.monotonic()
         for node, asked_at in self._asked_at.items():
             was_asked_recently = asked_at > now - seconds

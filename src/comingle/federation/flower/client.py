@@ -62,7 +62,11 @@ class CallQueue:
         return future.result()
 
     def serve(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for a requested call, and make it."""
+        """Make the next function call that another thread has requested by :meth:`call`, and pass it the result.
+
+        Args:
+            seconds: Largest time to wait for such a request; after it nothing is called.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._next_call() is not None, timeout=seconds)
             call = self._next_call()

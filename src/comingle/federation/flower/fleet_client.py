@@ -213,7 +213,13 @@ class FleetConnection:
         return message_from_proto(message), tree
 
     def digest_of(self, run_id: int) -> str:
-        """Return the SHA-256 of a run's app bundle, as announced by the server."""
+        """Return the SHA-256 of the program that the server wants its clients to run, to compare it with the own one.
+
+        Flower calls the program an app and distributes it as a file; here it is part of comingle.
+
+        Args:
+            run_id: Flower's id of the run.
+        """
         request = GetRunRequest(node=self._node, run_id=run_id)
         for _attempt in range(2):  # twice, as a wrong digest may have been corrupted on the way
             is_installed_app = self._app_digests.get(run_id) == DIGEST

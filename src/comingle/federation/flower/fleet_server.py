@@ -350,7 +350,14 @@ class LimitedLinkState(InMemoryLinkState):
         return ""
 
     def _registered_children(self, object_id: str, default: list[str]) -> list[str]:
-        """Return the IDs of the children with which an object is registered; ``default`` if it is not registered."""
+        """Return the ids of the parts of which an object consists, as announced before; ``default`` if it was not.
+
+        Flower sends a message as a tree of objects.
+
+        Args:
+            object_id: Id of the object, a SHA-256.
+            default: Result for an object that is not stored.
+        """
         if object_id not in self.object_store:
             return default
         return [child.object_id for child in self.object_store.get_object_tree(object_id).children]

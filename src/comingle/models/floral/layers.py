@@ -458,7 +458,12 @@ class LowRankLayer(AdaptedLayer):
 
     @abstractmethod
     def low_rank(self, x: Tensor, shares: Float[Tensor, " clusters"]) -> Tensor:
-        """Return ``sum_c shares_c b_c a_c x``."""
+        """Return the low-rank part of the layer's output: ``sum_c shares_c b_c a_c x`` over clusters c.
+
+        Args:
+            x: Input of the layer.
+            shares: Weight of each cluster's factors ``b_c`` and ``a_c``.
+        """
 
     @abstractmethod
     def broadcastable(self, bias: Float[Tensor, " d_out"]) -> Tensor:

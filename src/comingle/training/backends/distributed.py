@@ -84,7 +84,14 @@ def weighted_terms(t: Float[Tensor, "users ..."], weights: Float[Tensor, "users 
 
 
 def largest_terms(tensors: Tree, weights: Tree) -> Float[Tensor, " tensors"]:
-    """Return the largest magnitude of the terms of each tensor; 0 without users."""
+    """Return for each tensor the largest magnitude of an entry in any user's weighted tensor; 0 without users.
+
+    From it follows how far the weighted tensors can be scaled before they are rounded to integers and added.
+
+    Args:
+        tensors: Tensors ``(users, *shape)`` by name.
+        weights: Weights of the users in the sum of each tensor.
+    """
     return torch.stack([_largest_term(t, weights[name]) for name, t in tensors.items()])
 
 

@@ -753,7 +753,12 @@ class _WithoutMoments(State):
         return align(self._store._read_rows(list(users), ["params"]), users)
 
     def put(self, users: Sequence[int], taken: State) -> None:
-        """Write the state of some users to disk, where their moments stay as they are; see :meth:`OnDisk.put`."""
+        """Write the models of some users to disk, and leave their optimizer moments there as they are.
+
+        Args:
+            users: Numbers of the users.
+            taken: State of these users, in this order, as :meth:`take` returned it.
+        """
         self._store.put(users, taken)
 
 
