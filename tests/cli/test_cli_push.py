@@ -191,6 +191,26 @@ def test_what_is_no_adapter_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_runs_and_newcomers_start_from_an_adapter_of_the_hub(
+    comingle: Any, hub: Hub, run: Path, tmp_path: Path
+) -> None:
+    """The first has bob's score before its first round; a name that is not there is one line."""
+    comingle("export", run, "--user", "bob", "--push", "bob", "--format", "peft")
+    settings = ("--set", f"adapters.start={OWNER}/bob", "--set", "method=pretrained")
+    assert comingle("run", run.parent / "project" / "tiny.yaml", *settings, "--out", tmp_path / "again").code == 0
+    (again, bob) = (api.load(folder).metrics["users"]["bob"]["test_perplexity"] for folder in (tmp_path / "again", run))
+    assert again == pytest.approx(bob, rel=1e-4)
+    for command in (
+        ("run", run.parent / "project" / "tiny.yaml", "--set", f"adapters.start={OWNER}/absent"),
+        ("join", run, "--name", "dan", "--data", __file__, "--adapter", f"{OWNER}/absent"),
+    ):
+        answer = comingle(*command, "--out", tmp_path / "none")
+        assert (answer.code, answer.err.count("\n")) == (2, 1)
+        assert answer.err.startswith("comingle: adapters.start")
+        assert "the hub answers 404: " in answer.err
+        assert not (tmp_path / "none").exists()
+
+
 def test_a_pushed_model_is_a_base_of_the_next_run(comingle: Any, hub: Hub, run: Path) -> None:
     comingle("export", run, "--user", "bob", "--push", "bob")
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())

@@ -97,6 +97,14 @@ def join(
     local_step: Annotated[
         bool, typer.Option("--local-step", help="Add a round that trains the copied tensors, too.")
     ] = False,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            "--adapter",
+            metavar="ADAPTER",
+            help="Start the user's own LoRAs from this PEFT adapter: a folder, or OWNER/NAME on the hub.",
+        ),
+    ] = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
@@ -116,7 +124,7 @@ def join(
     with status("opening the run"):
         opened = load(run)
     folder = out or Path("runs") / f"{run.resolve().name}-{as_folder(name)}"
-    new_user = prepare_newcomer(opened, name, data, rounds=rounds, local_step=local_step)
+    new_user = prepare_newcomer(opened, name, data, rounds=rounds, local_step=local_step, adapter=adapter)
     with reporting(quiet=quiet) as reporter:
         joined = join_run(opened, new_user, folder, reporter, given=NOTHING, force=force)
     console.print(render_joined(name, joined.measure, joined.rows))

@@ -260,6 +260,11 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
     content["data"].update(keys_with_paths)
     if os.path.exists(folder / recipe.base):
         content["base"] = make_absolute(recipe.base)
+    start = recipe.adapters.start
+    if isinstance(start, dict):
+        content["adapters"]["start"] = {name: make_absolute(adapter) for name, adapter in start.items()}
+    elif start is not None:
+        content["adapters"]["start"] = make_absolute(start)
     if recipe.continue_from is not None:
         content["continue_from"]["run"] = make_absolute(recipe.continue_from.run)
     return Recipe.model_validate(content)

@@ -86,6 +86,7 @@ class FloralSection(Section):
 VALUES_OF_USERS = (
     "method.specialists",
     "adapters.rank",
+    "adapters.start",
     "training.local_steps",
     "training.batch_size",
     "training.max_seconds_per_round",
@@ -363,6 +364,8 @@ def _drop_later_keys(content: dict[str, Any]) -> None:
             del data[key]
     if data.get("split", {}).get("stable") is False:
         del data["split"]["stable"]
+    if content["adapters"]["start"] is None:
+        del content["adapters"]["start"]
     if content["quantise"] == "none":
         del content["quantise"]
     if training["max_seconds_per_round"] is None:

@@ -502,6 +502,10 @@ class AdaptersSection(Section):
     """Load-balancing penalty; ``generalist`` (eq. 10) becomes ``uniform`` unless there is exactly one generalist."""
     targets: TargetsSection | None = None
     """Names of the linear layers in a decoder layer, for a family that comingle does not know."""
+    start: str | list[str | None] | dict[str, str | None] | None = None
+    """PEFT adapter from which all users' LoRAs start: its folder, or its name on the Hugging Face hub. A mapping such
+    as ``{ada: FOLDER, ben: null}`` is for the LoRAs that the method leaves to each user.
+    """
 
 
 WORD_BITS = (32, 64)

@@ -82,6 +82,7 @@ class AssignmentServer(Server):
     by_user = frozenset({ASSIGNED, TOKENS})
     one_rank = True
     first_download = True
+    keeps_adapters = False
 
     def start(self, setup: ServerSetup) -> Tree:
         """Return the initial state: experts with random factors A, assigned to users at random.

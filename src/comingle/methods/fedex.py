@@ -199,6 +199,7 @@ class Stack(Mean):
     kind = "stack"
     clipped_mean = False
     knows_starts = False
+    keeps_adapters = False
 
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Add ``sum_i p_i s_i B_i A_i`` over the participants to each weight's residual.

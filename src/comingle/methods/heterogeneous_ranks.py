@@ -200,8 +200,11 @@ class Redistribute(Server):
     by_user = frozenset({"scales"})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial factors A and B, and each user's LoRA scale."""
+        """Return the initial factors A and B, the latter times the users' LoRA scale, and each user's LoRA scale."""
         factors = {name: t[0].clone() for name, t in setup.models.items()}
+        for name, factor in factors.items():
+            if name.endswith(".b"):  # zeros, unless all users start from an adapter, and then have one scale
+                factor *= setup.scales[0].to(factor)
         return {**factors, SCALES: setup.scales.clone()}
 
     def aggregate(self, kept: Tree, received: Received) -> None:

@@ -125,6 +125,8 @@ class Server:
     """Whether all users must have the same LoRA rank."""
     first_download: ClassVar[bool] = False
     """Whether users download models before the first round."""
+    keeps_adapters: ClassVar[bool] = True
+    """Whether users still have the LoRAs that they start from (``adapters.start``) after their first download."""
 
     @property
     def server_models(self) -> int:

@@ -6,10 +6,11 @@ Users are a batch dimension: one forward pass computes ``(users, batch)`` sequen
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,11 +27,13 @@ from comingle.models.injection import Adapters, ExpertCounts, inject
 from comingle.models.kernels import expert_mlp
 from comingle.models.layouts import decoder_layers
 from comingle.models.loading import Head, backbone, lm_head
+from comingle.models.lora import PeftAdapter, weight_shape
 from comingle.models.loss import cross_entropy
 from comingle.models.model import FakeWeights, Gates, Model, TokenRouting, share_weights
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.quantised import packed_parameters, unpack_in_backward
 from comingle.models.scoring import PAD, hide, inputs_of, prompt_ends
+from comingle.utils.errors import RecipeError
 from comingle.utils.files import cache_folder
 from comingle.utils.trees import ATTENTION, ROUTER, Layout, Tree
 
@@ -133,6 +136,84 @@ class AdaptedModel(AdapterRouting, Model):
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
         """Return True where a user has a parameter, False for padding, on the base's device (:meth:`Adapters.mask`)."""
         return self.adapters.mask(ranks).to(self.base.device)
+
+    def set_adapter(
+        self, rows: Float[Tensor, "rows columns"], adapter: PeftAdapter, users: Sequence[int]
+    ) -> Bool[Tensor, " columns"]:
+        """Set the LoRAs of attention and of each expert to an adapter, in place.
+
+        B is multiplied by the ratio of both LoRA scales. Factors of ranks above the adapter's keep their values, with
+        B = 0, as do linears without an adapter.
+
+        Args:
+            rows: Parameters before the first round.
+            adapter: The adapter.
+            users: Index of the user of each row.
+
+        Returns:
+            True for columns of linears that the adapter changes.
+
+        Raises:
+            RecipeError: The adapter changes other linears than this model, has other shapes, or a higher rank.
+        """
+        linears = self._linears()
+        self._check_adapter(adapter, linears, users)
+        ratios = (adapter.scale / self.scales[list(users)]).to(rows)
+        views = self.layout.views(rows)
+        for name, (name_in_base, _linear) in linears.items():
+            if name_in_base not in adapter.factors:
+                continue
+            a, b = (factor.to(rows) for factor in adapter.factors[name_in_base])
+            ratio_per_row = ratios.view(-1, *[1] * (views[f"{name}.b"].dim() - 1))
+            views[f"{name}.a"][..., : adapter.rank, :] = a
+            views[f"{name}.b"][..., : adapter.rank, :] = ratio_per_row * b.mT
+        is_changed = torch.zeros(self.layout.columns, dtype=torch.bool)
+        for slot in self.layout.slots:
+            linear_name, _dot, factor = slot.name.rpartition(".")
+            if factor in ("a", "b") and linears[linear_name][0] in adapter.factors:
+                start = self.layout.starts[slot.name]
+                is_changed[start : start + slot.size] = True
+        return is_changed
+
+    def _check_adapter(
+        self, adapter: PeftAdapter, linears: Mapping[str, tuple[str, nn.Module]], users: Sequence[int]
+    ) -> None:
+        """Check that an adapter fits the model.
+
+        Args:
+            adapter: The adapter.
+            linears: Result of :meth:`_linears`.
+            users: Indices of the users who start from it.
+
+        Raises:
+            RecipeError: It changes other linears than the model, its factors have other shapes, or its rank is higher.
+        """
+        where = f"adapters.start: {adapter.name}"
+        smallest_rank = int(self.ranks[list(users)].min())
+        if adapter.rank > smallest_rank:
+            raise RecipeError(f"adapters.rank: got {smallest_rank}; allowed: from {adapter.rank}, the rank of {where}")
+        shapes = {name: tuple(weight_shape(linear)) for name, linear in linears.values()}
+        for name, (a, b) in adapter.factors.items():
+            if name not in shapes:
+                raise RecipeError(f"{where}: got a LoRA of {name!r}; allowed: {', '.join(shapes)}")
+            shape = (b.shape[0], a.shape[1])
+            if shape != shapes[name]:
+                raise RecipeError(
+                    f"{where}: {name}: got a weight of shape {shape}; allowed: the base's, {shapes[name]}"
+                )
+
+    def _linears(self) -> dict[str, tuple[str, nn.Module]]:
+        """Return name in the base and module of each adapted linear, by the prefix of its tensors' names."""
+        modules: dict[str, nn.Module] = {name: lora.linear for name, lora in self.adapters.attention.items()}
+        for name, mlp in self.adapters.experts.items():
+            modules |= {f"{name}.{key}": linear for key, linear in (*mlp.first.items(), ("down", mlp.last))}
+        names: dict[int, str] = {}  # by a tensor that both modules share; quantised linears have buffers only
+        for name, module in self.base.model.named_modules():
+            names |= {id(t): name for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+        return {
+            prefix: (names[id(next(chain(module.parameters(), module.buffers())))], module)
+            for prefix, module in modules.items()
+        }
 
     def only(self, users: Sequence[int]) -> AdaptedModel:
         """Return the model restricted to some users; the adapters keep their width."""

@@ -32,6 +32,7 @@ from comingle.models.conversion import convert_gguf
 from comingle.models.folders import check_config, is_complete, one_line, read_folder, require_finite
 from comingle.models.hardware import DTYPES, fast_bf16, resolve_attention, resolve_device, resolve_dtype
 from comingle.models.kernels import cpu
+from comingle.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.quantised import Bits
 from comingle.models.quantised import quantise as quantise_linears
@@ -177,10 +178,6 @@ def _http_status(error: BaseException | None) -> int | None:
             return status
         error = error.__cause__
     return None
-
-
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Files of a PEFT adapter."""
 
 
 def adapter_folder(name: str, where: str) -> Path:

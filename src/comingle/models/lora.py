@@ -9,15 +9,19 @@ Residuals are frozen changes ``O^T I`` that a server adds permanently to adapted
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.models.kernels import expert_mlp
+from comingle.utils.errors import BaseModelError
 from comingle.utils.trees import Context, Slot, Tree
 
 
@@ -198,3 +202,70 @@ def factors_of(
         return a, b
     i, o = tensors[f"{name}.{IN}"], tensors[f"{name}.{OUT}"]
     return torch.cat([a, i / scale], -2), torch.cat([b, o], -2)
+
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a PEFT adapter."""
+
+_PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base's weights
+}
+"""Settings in the configuration of a PEFT adapter that is ``W + s B A`` with one rank and one scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftAdapter:
+    """A LoRA in the format of PEFT: ``W + scale * B A`` for some linears of a base model.
+
+    Args:
+        name: Folder of the adapter, for errors.
+        rank: LoRA rank.
+        scale: LoRA scale.
+        factors: A ``(rank, d_in)`` and B ``(d_out, rank)`` by name of the linear in the base.
+    """
+
+    name: str
+    rank: int
+    scale: float
+    factors: Mapping[str, tuple[Tensor, Tensor]]
+
+
+def read_peft(folder: Path) -> PeftAdapter:
+    """Read a PEFT adapter from its folder.
+
+    Raises:
+        BaseModelError: A file is damaged, or the adapter is not a LoRA with one rank and one scale.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise BaseModelError(f"{folder}: cannot be read as a PEFT adapter: {type(error).__name__}: {error}") from None
+    for key, allowed in _PLAIN_SETTINGS.items():
+        value = config.get(key, allowed[0])
+        if value not in allowed:
+            raise BaseModelError(f"{folder / ADAPTER_CONFIG}: {key}: got {value!r}; allowed: {allowed[0]!r}")
+    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    prefix, a_suffix, b_suffix = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+    for name, a in tensors.items():
+        b = tensors.get(f"{name.removesuffix(a_suffix)}{b_suffix}")
+        is_a = name.startswith(prefix) and name.endswith(a_suffix)
+        if is_a and b is not None and a.shape[:1] == b.shape[1:] == (rank,):
+            factors[name.removeprefix(prefix).removesuffix(a_suffix)] = (a.float(), b.float())
+    strange = [name for name in tensors if name.removeprefix(prefix).rpartition(".lora_")[0] not in factors]
+    if strange or not factors:
+        got = repr(min(strange)) if strange else "no tensors"
+        allowed = f"pairs {prefix}LAYER{a_suffix} and {b_suffix} of rank {rank}"
+        raise BaseModelError(f"{folder / ADAPTER_WEIGHTS}: got {got}; allowed: {allowed}")
+    return PeftAdapter(name=str(folder), rank=rank, scale=scale, factors=factors)

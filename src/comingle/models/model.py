@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from comingle.models.lora import PeftAdapter
 from comingle.models.pretrained import PreTrainedModel
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout, Tree
@@ -249,6 +250,24 @@ class Model(TokenRouting, ClientMixing, ABC):
     @abstractmethod
     def only(self, users: Sequence[int]) -> Model:
         """Return the model of some users, renumbered in this order; layout, scales and weights are unchanged."""
+
+    def set_adapter(
+        self, rows: Float[Tensor, "rows columns"], adapter: PeftAdapter, users: Sequence[int]
+    ) -> Bool[Tensor, " columns"]:
+        """Set the LoRAs in rows of parameters to an adapter, in place; only models with LoRA experts override this.
+
+        Args:
+            rows: Parameters before the first round.
+            adapter: The adapter.
+            users: Index of the user of each row.
+
+        Returns:
+            True for columns of linears that the adapter changes.
+
+        Raises:
+            RecipeError: The adapter does not fit the model.
+        """
+        raise RecipeError(f"adapters.start: got {adapter.name} for {type(self).__name__}; allowed: null")
 
     # ---------------------------------------------------------------- passes
 

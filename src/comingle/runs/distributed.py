@@ -36,7 +36,7 @@ from comingle.runs.given import (
 )
 from comingle.runs.progress import loading, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import method_of, prepare, resolve_users_per_step, run_in, warn_unread
+from comingle.runs.session import method_of, prepare, resolve_users_per_step, run_in, warn_unread, with_start
 from comingle.training.backends.distributed import Sharded
 from comingle.training.backends.launched import Place, find_place
 from comingle.training.backends.ranks import Ranks, joined
@@ -185,7 +185,7 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     """
     recipe = ranks.run_in_all(lambda: resolve_users_per_step(recipe, run_data))
     plan = make_plan(recipe, method, run_data.users.names)
-    plan = plan.updated("runtime", store=recipe.runtime.store)
+    plan = with_start(plan.updated("runtime", store=recipe.runtime.store), recipe, run_data.users.names)
     federation = ranks.run_in_all(lambda: _build_shard(recipe, run_data, plan, ranks))
     clients = federation.clients
     _check_alike(federation)

@@ -114,7 +114,9 @@ class Newcomer:
     """Number of final rounds in which the newcomer fine-tunes the downloaded roles."""
 
 
-def prepare_newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_step: bool) -> Newcomer:
+def prepare_newcomer(
+    run: Run, name: str, data: object, *, rounds: int | None, local_step: bool, adapter: str | None = None
+) -> Newcomer:
     """Check that a new user can join a run, without reading the user's data; return the user's recipe and data.
 
     Args:
@@ -123,6 +125,7 @@ def prepare_newcomer(run: Run, name: str, data: object, *, rounds: int | None, l
         data: A path, or data that a program passes.
         rounds: The number of rounds; None: as many as the run had.
         local_step: Whether to add a last round that trains the downloaded roles too, not only the local ones.
+        adapter: Folder, or name on the hub, of the PEFT adapter from which the newcomer's local LoRAs start.
 
     Raises:
         DataError: The name is taken, or the recipe generates this kind of data.
@@ -143,7 +146,8 @@ def prepare_newcomer(run: Run, name: str, data: object, *, rounds: int | None, l
     recipe = recipe_for_one_user(run.recipe.for_users(run.users), largest)
     fine_tuning_rounds = 1 if local_step else 0
     num_rounds = (rounds or recipe.training.rounds) + fine_tuning_rounds
-    changes = {"training.rounds": num_rounds, "data": _newcomer_section(run, name, data)}
+    changes: dict[str, Any] = {"training.rounds": num_rounds, "data": _newcomer_section(run, name, data)}
+    changes["adapters.start"] = None if adapter is None else {name: adapter}
     return Newcomer(
         name=name,
         recipe=recipe.with_changes(changes, where="--data"),
@@ -400,7 +404,10 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
         The test results by key, and the number of tokens or samples that training used, in ``train_tokens`` or
         ``train_samples``.
     """
-    recipe = new_user.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
+    changes: dict[str, object] = {"method": method, "training.rounds": rounds, "evaluation.first": False}
+    if method == "pretrained":
+        changes["adapters.start"] = None
+    recipe = new_user.recipe.with_changes(changes)
     federation = build(recipe, run_data, store="memory")
     observers = [reporter.watch(federation.clients, f"{new_user.name} · {method}")]
     baseline_run = execute(federation, recipe, None, observers=observers)
@@ -458,6 +465,7 @@ def join(
     out: str | Path | None = None,
     rounds: int | None = None,
     local_step: bool = False,
+    adapter: str | Path | None = None,
     force: bool = False,
     base: AnyBase | None = None,
     loss: Loss | None = None,
@@ -472,6 +480,7 @@ def join(
         out: The run folder of this user, which :func:`load` opens; None writes nothing.
         rounds: The number of the newcomer's rounds. None: as many as the run had.
         local_step: Whether to add a round that trains the downloaded roles too.
+        adapter: A PEFT adapter from which this user's own LoRAs start: its folder, or its name on the hub.
         force: Whether to replace the folder ``out``.
         base: The base that was passed to :func:`run`.
         loss: The loss that was passed to :func:`run`.
@@ -485,6 +494,7 @@ def join(
         run = load(run, base=base, loss=loss)
     folder = Path(out) if out is not None else None
     with reporting(quiet=not progress) as reporter:
-        new_user = prepare_newcomer(run, name, data, rounds=rounds, local_step=local_step)
+        start = None if adapter is None else str(adapter)
+        new_user = prepare_newcomer(run, name, data, rounds=rounds, local_step=local_step, adapter=start)
         given = given_of(users=None, base=base, loss=loss)
         return join_run(run, new_user, folder, reporter, given=given, force=force)

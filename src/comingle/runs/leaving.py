@@ -444,7 +444,7 @@ def _copy_without(folder: Path, target: Path, user: str) -> None:
     inputs = replace(recorded, users={name: of_user for name, of_user in recorded.users.items() if name != user})
     method = check_and_set_up(recipe)
     run_data = reopen_data(folder, recipe, inputs, method)
-    new = build(recipe, run_data, method=method)
+    new = build(recipe.with_changes({"adapters.start": None}), run_data, method=method)
     old, checkpoint = finished.federation, list_checkpoints(folder)[-1]
     trainers = list(old.clients.names)
     copy_users_state(new.clients, old.clients.state.tensors(), trainers, checkpoint, moments=True)

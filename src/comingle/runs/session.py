@@ -30,7 +30,8 @@ from comingle.models.hardware import (
     return_buffers,
     torch_defaults,
 )
-from comingle.models.loading import GIVEN
+from comingle.models.loading import GIVEN, adapter_folder
+from comingle.models.lora import read_peft
 from comingle.models.scoring import CROSS_ENTROPY
 from comingle.privacy.accounting import account_writer
 from comingle.runs.continuation import (
@@ -74,7 +75,7 @@ from comingle.training.events import (
 from comingle.training.kinds.base import DataRequest, RunData, check_recipe, kind_of
 from comingle.training.plan import make_plan
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
-from comingle.training.settings import untrained_entry
+from comingle.training.settings import RunPlan, untrained_entry
 from comingle.utils.errors import DivergenceError, RecipeError, RunError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs
@@ -590,10 +591,43 @@ def build(recipe: Recipe, run_data: RunData, *, method: Method | None = None, st
     if method is None:
         method = make(recipe.method.name, **recipe.method.settings)
     plan = make_plan(recipe, method, run_data.users.names)
-    plan = plan.updated("runtime", store=store or recipe.runtime.store)
+    plan = with_start(plan.updated("runtime", store=store or recipe.runtime.store), recipe, run_data.users.names)
     federation = federate(run_data.kind.clients(recipe, run_data, plan))
     federation.server.check_rounds(plan)
     return federation
+
+
+def with_start(plan: RunPlan, recipe: Recipe, names: Sequence[str]) -> RunPlan:
+    """Return a plan with the adapters of the recipe's ``adapters.start``, which are read; unchanged without any.
+
+    Args:
+        plan: The plan.
+        recipe: The recipe.
+        names: Names of all users, in order.
+
+    Raises:
+        RecipeError: The method does not keep what users start from, users are on disk, or an adapter for all users is
+            given to users of different ranks.
+        BaseModelError: An adapter cannot be read.
+    """
+    adapters = recipe.for_users(names).adapters
+    if adapters.start is None:
+        return plan
+    if not plan.method.server.keeps_adapters:
+        raise RecipeError(
+            f"adapters.start: got it for {plan.method.name}, which makes users' LoRAs anew; allowed: null"
+        )
+    if plan.runtime.store != MEMORY:
+        raise RecipeError(f"adapters.start: got it with runtime.store: {plan.runtime.store}; allowed: {MEMORY}")
+    if isinstance(adapters.start, str):
+        if isinstance(adapters.rank, list) and len(set(adapters.rank)) > 1:
+            raise RecipeError(f"adapters.rank: got {adapters.rank}; allowed with one adapters.start: one for all users")
+        return replace(plan, start=read_peft(adapter_folder(adapters.start, "adapters.start")))
+    start_by_name = {}
+    for name, adapter in zip(names, adapters.start, strict=True):
+        if adapter is not None:
+            start_by_name[name] = read_peft(adapter_folder(adapter, f"adapters.start.{name}"))
+    return replace(plan, start=start_by_name)
 
 
 def run_in(

@@ -26,6 +26,7 @@ from comingle.config.settings import MEMORY, values_in
 from comingle.data.populations import UserNumbers, as_users, draw_users
 from comingle.methods.base import Method
 from comingle.models.hardware import require_bytes
+from comingle.models.lora import PeftAdapter
 from comingle.models.model import Model
 from comingle.privacy.base import (
     PrivacyMechanism,
@@ -54,8 +55,8 @@ from comingle.training.plan import client_mechanisms
 from comingle.training.settings import PassSize, RunPlan, cohorts
 from comingle.training.state import State, draw, initial_state, true_clusters
 from comingle.training.steps import TUNING, Steps, diverged, find_nonfinite_users, private_steps, within_memory
-from comingle.utils.errors import DataError
-from comingle.utils.records import JsonObject
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.records import JsonObject, logger
 from comingle.utils.registry import Registry
 from comingle.utils.trees import CLIENT_ROUTER, Tree, assign, restrict
 
@@ -353,6 +354,7 @@ class Users(UsersAndTrainers):
             # Parameters and moments are float32 also over a bf16 base; a float64 base is for tests.
             dtype=torch.promote_types(self.model.dtype, torch.float32),
         )
+        self._set_adapters(state.rows, owners, trained & ~starts_equal)
         self._start_kept_tensors(state, names)
         if method.server.first_download:  # version -1: all users download before the first round
             state.versions -= 1
@@ -362,6 +364,39 @@ class Users(UsersAndTrainers):
             router_logits = layout.views(state.rows)[CLIENT_ROUTER]
             router_logits.copy_(true_clusters(method.name, clusters, mixture.clusters))
         return state
+
+    def _set_adapters(
+        self, rows: Float[Tensor, "some columns"], owners: Sequence[int], local: Bool[Tensor, " columns"]
+    ) -> None:
+        """Set parameters before the first round to the adapters of ``adapters.start``, in place.
+
+        Args:
+            rows: Parameters of some users.
+            owners: Number of the user of each row.
+            local: True for columns that are never aggregated; adapters of single users are for these.
+
+        Raises:
+            RecipeError: An adapter does not fit the model, or has no linear with local columns.
+        """
+        start = self.plan.start
+        if start is None:
+            return
+        if isinstance(start, PeftAdapter):
+            self.model.set_adapter(rows, start, owners)
+            return
+        for row, owner in zip(rows, owners, strict=True):
+            adapter = start.get(self.names[owner])
+            if adapter is None:
+                continue
+            adapted_row = row.clone()
+            columns = self.model.set_adapter(adapted_row.unsqueeze(0), adapter, [owner]).to(local.device)
+            where = f"adapters.start.{self.names[owner]}: {adapter.name}"
+            if not (columns & local).any():
+                allowed = "one adapter for all users, or a method with local LoRAs of the adapter's linears"
+                raise RecipeError(f"{where}: {self.method.name} shares all of its LoRAs; allowed: {allowed}")
+            if (columns & ~local).any():
+                logger.warning("%s: only for LoRAs that %s leaves to the user", where, self.method.name)
+            row[columns & local] = adapted_row[columns & local]
 
     def _start_kept_tensors(self, state: State, names: Sequence[str]) -> None:
         """Add to ``state.kept`` the tensors that hooks, compressed uploads and privacy keep for each user.

@@ -18,6 +18,7 @@ from comingle.data.populations import MAX_HASHED_NAMES, UserNumbers
 from comingle.methods.base import Method
 from comingle.methods.server import Mean, Received, ServerSetup
 from comingle.models.hardware import require_room
+from comingle.models.lora import PeftAdapter
 from comingle.models.model import Model
 from comingle.privacy.accounting import Account, Work
 from comingle.privacy.base import (
@@ -612,7 +613,7 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
     )
     if method.shared:
         # The method's strategy computes its state from the tensors that users will download.
-        all_tensors = model.layout.views(_initial_models(model, method, plan.seed))
+        all_tensors = model.layout.views(_initial_models(model, plan))
         setup = ServerSetup(
             models=restrict(all_tensors, model.layout, method.received),
             users=server.users,
@@ -656,11 +657,12 @@ def _one_per_user(values: Tensor, users: int) -> Tensor:
     return values.cpu().expand(users).clone()
 
 
-def _initial_models(model: Model, method: Method, seed: int) -> Float[Tensor, "models columns"]:
+def _initial_models(model: Model, plan: RunPlan) -> Float[Tensor, "models columns"]:
     """Return the initial models of the server: one, or several with different weights if the method keeps several.
 
     Users start from the first one.
     """
+    method, seed = plan.method, plan.seed
     num_models, layout = method.server.server_models, model.layout
     first_model = draw(layout, seed, "server").unsqueeze(0)  # (1, columns)
     if model.other_initial_rows is not None:  # those of nets come from the net's own initialisation
@@ -669,4 +671,7 @@ def _initial_models(model: Model, method: Method, seed: int) -> Float[Tensor, "m
         require_room(f"method {method.name}", num_models, layout.columns)  # an error before memory runs out
         other_models = [draw(layout, seed, f"server/{number}").unsqueeze(0) for number in range(1, num_models)]
     dtype = torch.promote_types(model.dtype, torch.float32)
-    return torch.cat([first_model, *other_models]).to(model.device, dtype)
+    models = torch.cat([first_model, *other_models]).to(model.device, dtype)
+    if isinstance(plan.start, PeftAdapter):
+        model.set_adapter(models, plan.start, [0] * len(models))  # all users have the same rank
+    return models

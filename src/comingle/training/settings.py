@@ -25,6 +25,7 @@ from comingle.config.settings import (
 )
 from comingle.data.populations import draw_users
 from comingle.methods.base import ROUTERS, Method, Phase
+from comingle.models.lora import PeftAdapter
 from comingle.privacy.accounting import Work, sample_size
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout
@@ -54,6 +55,8 @@ class RunPlan:
         participation: Fraction of the users drawn each round, or the users of each round by number.
         users: Names of all users, if the noise on single examples depends on the number of rounds of each user.
         sums: Settings of secure sums; None if the server sees single uploads.
+        start: PEFT adapter from which all users start, or by name those from which users' local tensors start; None for
+            random initial values.
         test_limit: Recipe key that limits the test data of a user; empty if the kind of data has none.
     """
 
@@ -68,6 +71,7 @@ class RunPlan:
     participation: float | tuple[tuple[int, ...], ...] = ALL_USERS
     users: tuple[str, ...] = ()
     sums: Sums | None = None
+    start: PeftAdapter | Mapping[str, PeftAdapter] | None = None
     test_limit: str = ""
 
     @property

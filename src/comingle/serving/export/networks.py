@@ -22,8 +22,7 @@ from comingle.models import routing
 from comingle.models.adapted import AdaptedModel
 from comingle.models.kernels.expert_mlp import SHORT
 from comingle.models.layouts import linear_names
-from comingle.models.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from comingle.models.lora import weight_shape
+from comingle.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, weight_shape
 from comingle.models.personal import (
     WIDE,
     Change,
