@@ -353,8 +353,8 @@ def _load(folder: Path, given: Given, method: AnyMethod | None, *, on_demand: bo
         run_data = reopen_data(folder, recipe, inputs, run_method, given)
         with own_errors(run_method):
             stored = on_demand and _can_stay_stored(folder, recipe, run_method, metrics)
-            # All tensors are read from the checkpoint, so an adapter to start from may be gone.
-            initial = recipe.with_changes({"adapters.start": None})
+            # Trained tensors are read from the checkpoint, so an adapter to start from may be gone.
+            initial = recipe.with_changes({"adapters.start": None}) if run_method.trains else recipe
             federation = build(initial, run_data, method=run_method, store="disk" if stored else None)
             local = None
             if stored:

@@ -255,6 +255,19 @@ def test_a_run_opens_without_the_adapter_that_it_started_from(recipe: Any, saved
     torch.testing.assert_close(api.load(tmp_path / "run").user("bob").logits(IDS), trained, rtol=0, atol=0)
 
 
+def test_a_model_that_is_not_trained_is_the_adapters_also_when_it_is_opened(
+    recipe: Any, saved: Any, tmp_path: Path
+) -> None:
+    """Its run has nothing in checkpoints to read."""
+    from comingle.runs import api
+
+    folder, wanted = saved(recipe["base"])
+    start = {**recipe["adapters"], "start": str(folder)}
+    api.run({**recipe, "method": "pretrained", "adapters": start}, out=tmp_path / "run")
+    opened = api.load(tmp_path / "run").user("bob").logits(IDS)
+    torch.testing.assert_close(opened.double(), wanted, rtol=0, atol=1e-4)
+
+
 def test_a_path_is_relative_to_the_recipes_file(recipe: Any, tmp_path: Path) -> None:
     import yaml
 
