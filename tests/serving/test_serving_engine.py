@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Asked:
 
     def ask(self, name: str, text: str, *, logprobs: int | None = None, **options: Any) -> int:
         number = len(self.requests)
-        prompt = encode_prompt(self.engine.tokenizer, text)
+        prompt = encode_prompt(self.engine.tokenizer, text, self.engine.begin)
         sampling, tell = read_sampling(**options), self.pieces[number].append
         request = Request(name=name, prompt=prompt, sampling=sampling, on_piece=tell, logprobs=logprobs, continues=True)
         self.engine.submit(request)
@@ -174,6 +175,208 @@ def test_every_method_speaks_as_alone(people: Any, method: str) -> None:
 def test_every_family_speaks_as_alone(people: Any, family: str) -> None:
     mine = people(base=f"random:{family}")
     come_and_go(mine, Engine(mine, rows=4), lambda i: {})
+
+
+LONG = "a system prompt that many requests of a user begin with, and that is longer than a block or two of tokens"
+
+
+def requests_in_parts_and_with_prefixes(mine: Any, engine: Engine) -> tuple[Asked, list[tuple[str, str, int]]]:
+    """Requests that begin alike and differently, at times of their own, with parts of eight tokens."""
+    asked, settings = Asked(engine), []
+    for i in range(16):
+        name = list(mine)[i % 3 if i < 12 else 0]
+        text = LONG + " " + TEXTS[i % len(TEXTS)] if i % 4 else TEXTS[i % len(TEXTS)]
+        settings.append((name, text, 3 + i))
+        asked.ask(name, text, max_new_tokens=3 + i, logprobs=0, eos_token_id=())
+        for _ in range(i % 5):
+            engine.step()
+    asked.finish()
+    num_hits = sum(piece.cached_tokens for pieces in asked.pieces.values() for piece in pieces)
+    assert num_hits > 4 * rows.BLOCK_TOKENS
+    return asked, settings
+
+
+@pytest.mark.parametrize("method", quick(METHODS, "comigs-1g1s", "stacking"))
+def test_prompts_in_parts_and_with_cached_prefixes_speak_as_alone(people: Any, method: str) -> None:
+    """Their logits are next to uniform, so rounding may choose another of two tokens that are about as likely."""
+    mine = people(method)
+    asked, settings = requests_in_parts_and_with_prefixes(mine, Engine(mine, rows=4, prompt_tokens=8))
+    for number, (name, _text, new) in enumerate(settings):
+        prompt = asked.requests[number].prompt
+        sampled = [piece.sampled for piece in asked.pieces[number] if piece.sampled]
+        tokens = [one.token for one in sampled]
+        assert len(tokens) == new
+        scores = mine[name].logits(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].log_softmax(-1)
+        chosen = scores.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        assert (scores.max(-1).values - chosen).max() < 1e-3
+        assert [one.logprob for one in sampled] == pytest.approx(chosen.tolist(), abs=1e-3)
+
+
+def test_prompts_in_parts_and_with_cached_prefixes_of_a_trained_base_give_the_same_text(
+    people: Any, shared_data: Path
+) -> None:
+    mine = people("fedavg", base=str(shared_data / "models" / "stories260K"))
+    asked, settings = requests_in_parts_and_with_prefixes(mine, Engine(mine, rows=4, prompt_tokens=8))
+    texts = [mine[name].generate(text, max_new_tokens=new, eos_token_id=()) for name, text, new in settings]
+    assert [asked.text(number) for number in range(len(settings))] == texts
+    assert len(set(texts)) > 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "qwen3", "mistral", "gemma3", "opt"])
+def test_every_family_reads_in_parts_and_caches_prefixes(people: Any, family: str) -> None:
+    test_prompts_in_parts_and_with_cached_prefixes_speak_as_alone(
+        lambda method: people(method, base=f"random:{family}"), "fedavg"
+    )
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_logits_after_parts_and_a_cached_prefix_are_those_of_one_pass(people: Any, cached: bool) -> None:
+    mine = people()
+    engine = Engine(mine, rows=2, prompt_tokens=5)
+    asked = Asked(engine)
+    other = asked.ask("bob", "x", max_new_tokens=90, temperature=1.0, eos_token_id=())
+    if cached:
+        asked.ask("ann", LONG, max_new_tokens=1)
+        while len(engine.active) + len(engine.waiting) > 1 or engine.reading is not None:
+            engine.step()
+    number = asked.ask("ann", LONG, max_new_tokens=1, logprobs=5)
+    while not asked.pieces[number]:
+        engine.step()
+    assert not any(piece.finish for piece in asked.pieces[other])  # so the prompt was read in parts
+    (piece,) = asked.pieces[number]
+    assert (piece.cached_tokens > 0) == cached
+    ids = torch.tensor([asked.requests[number].prompt])
+    expected = mine["ann"].logits(ids)[0, -1].log_softmax(-1).topk(5)
+    assert piece.sampled is not None
+    assert [token for token, _ in piece.sampled.top] == expected.indices.tolist()
+    assert [value for _, value in piece.sampled.top] == pytest.approx(expected.values.tolist(), abs=1e-5)
+
+
+def test_a_long_prompt_stalls_neither_texts_nor_short_prompts(people: Any) -> None:
+    engine = Engine(people(), rows=3, prompt_tokens=16)
+    asked = Asked(engine)
+    first = asked.ask("ann", "x", max_new_tokens=90, temperature=1.0, eos_token_id=())
+    engine.step()
+    long = asked.ask("bob", LONG * 3, max_new_tokens=3)
+    engine.step()
+    short = asked.ask("cem", "b c", max_new_tokens=3)
+    assert engine.num_running == 2
+    num_steps = 0
+    while not asked.pieces[long]:
+        before = len(asked.pieces[first])
+        engine.step()
+        num_steps += 1
+        assert len(asked.pieces[first]) == before + 1
+    num_tokens = len(asked.requests[long].prompt)
+    assert num_steps == -(-num_tokens // 16)  # one part was read before, and one step read the short prompt
+    assert any(piece.finish for piece in asked.pieces[short])
+    assert asked.text(short) == people()["cem"].generate("b c", max_new_tokens=3)
+
+
+def test_a_long_prompt_whose_reader_goes_away_frees_its_row(people: Any) -> None:
+    engine = Engine(people(), rows=2, prompt_tokens=4)
+    asked = Asked(engine)
+    asked.ask("ann", "x", max_new_tokens=60, temperature=1.0, eos_token_id=())
+    engine.step()
+    gone = asked.ask("bob", LONG, max_new_tokens=3)
+    engine.step()
+    assert engine.num_free_rows == 0
+    asked.requests[gone].cancelled = True
+    engine.step()
+    assert engine.num_free_rows == 1
+    failed = asked.ask("bob", LONG, max_new_tokens=3)
+    engine.step()
+    engine.fail_all(InterruptedError())
+    assert not engine.busy
+    assert isinstance(asked.pieces[failed][-1].error, InterruptedError)
+
+
+def test_a_prefix_is_of_one_user_and_of_one_version_of_the_model(people: Any) -> None:
+    mine = people()
+    engine = Engine(mine, rows=2)
+
+    def hits(name: str) -> int:
+        asked = Asked(engine)
+        asked.ask(name, LONG, max_new_tokens=5)
+        asked.finish()
+        assert asked.text(0) == engine.models[name].generate(LONG, max_new_tokens=5)
+        return sum(piece.cached_tokens for piece in asked.pieces[0])
+
+    num_tokens = len(encode_prompt(engine.tokenizer, LONG))
+    whole_blocks = (num_tokens - 1) // rows.BLOCK_TOKENS * rows.BLOCK_TOKENS
+    assert [hits("ann"), hits("ann"), hits("bob"), hits("bob")] == [0, whole_blocks, 0, whole_blocks]
+    before = engine.prefixes.num_bytes
+    engine.replace(replace(mine["ann"], tensors=mine["cem"].tensors))
+    assert 0 < engine.prefixes.num_bytes < before
+    assert [hits("ann"), hits("bob")] == [0, whole_blocks]
+
+
+def test_a_prefix_of_a_model_that_is_replaced_while_its_prompt_is_read_is_not_kept(people: Any) -> None:
+    mine = people()
+    engine = Engine(mine, rows=2, prompt_tokens=16)
+    asked = Asked(engine)
+    asked.ask("bob", "x", max_new_tokens=30, temperature=1.0, eos_token_id=())
+    engine.step()
+    number = asked.ask("ann", LONG, max_new_tokens=5)
+    engine.step()
+    assert engine.reading is not None
+    engine.replace(replace(mine["ann"], tensors=mine["cem"].tensors))
+    asked.finish()
+    assert asked.text(number) == mine["ann"].generate(LONG, max_new_tokens=5)
+    assert not engine.prefixes.num_bytes
+
+
+def test_prefixes_are_evicted_by_bytes_least_recently_used_first(people: Any) -> None:
+    cache, size = rows.PrefixCache(0), rows.BLOCK_TOKENS
+    tokens = {letter: [ord(letter)] * 2 * size for letter in "abc"}
+
+    def add(letter: str, cache: Any) -> None:
+        states = torch.zeros(1, 2, 2 * size, 4)
+        cache.add("ann", 0, tokens[letter], [(states, states)])
+
+    add("a", cache)
+    assert not cache.num_bytes
+    block_bytes = 2 * 2 * size * 4 * 4
+    cache = rows.PrefixCache(5 * block_bytes)
+    for letter in "ab":
+        add(letter, cache)
+    assert cache.num_bytes == 4 * block_bytes
+    assert len(cache.find("ann", [*tokens["a"], 1])) == 2
+    assert len(cache.find("ann", tokens["a"])) == 1  # the last token is always read
+    add("c", cache)
+    assert cache.num_bytes == 5 * block_bytes
+    assert [len(cache.find("ann", [*tokens[letter], 1])) for letter in "abc"] == [2, 1, 2]
+    assert not cache.find("bob", tokens["a"])
+
+
+def test_equal_prompts_at_once_are_read_once(people: Any) -> None:
+    engine = Engine(people(), rows=4)
+    asked = Asked(engine)
+    for _ in range(4):
+        asked.ask("ann", LONG, max_new_tokens=6)
+    asked.finish()
+    num_cached = [sum(piece.cached_tokens for piece in asked.pieces[i]) for i in range(4)]
+    assert num_cached[0] == 0
+    assert min(num_cached[1:]) >= 2 * rows.BLOCK_TOKENS
+    assert len({asked.text(i) for i in range(4)}) == 1
+
+
+def test_an_idle_engine_keeps_the_memory_of_its_rows(people: Any) -> None:
+    engine = Engine(people(), rows=16)
+    asked = Asked(engine)
+    addresses = []
+    for _ in range(2):
+        asked.ask("ann", "one two three", max_new_tokens=4)
+        engine.step()
+        assert engine.cache.row_capacity == 1
+        addresses.append(engine.cache.layers[0].stores[0].data_ptr())
+        asked.finish()
+    assert addresses[0] == addresses[1]
+    for _ in range(3):
+        asked.ask("ann", "one two three", max_new_tokens=4)
+    engine.step()
+    assert engine.cache.row_capacity == 4
 
 
 @pytest.mark.parametrize("method", quick(tuple(sorted(REGISTRY)), "fedavg", "fedex-lora", "flora-stacking", "stacking"))

@@ -18,6 +18,7 @@ from tests.serving.test_serving_api import KEYS, serving
 from comingle.serving.access import Keys, Limits, Metrics, TextTimer
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
+from comingle.serving.rows import BLOCK_TOKENS
 
 PROMPT, NUM_PROMPT_TOKENS = "one two", 7
 
@@ -66,6 +67,18 @@ def test_tokens_and_texts_are_counted_as_in_the_answers(address: str) -> None:
         metrics["vllm:e2e_request_latency_seconds_sum"], rel=0.2
     )
     assert (metrics["vllm:num_requests_running"], metrics["vllm:num_requests_waiting"]) == (0, 0)
+
+
+def test_cached_prefixes_are_counted_in_tokens(address: str) -> None:
+    prompt = "a prompt that is longer than one block of tokens, and is sent twice"
+    for _ in range(2):
+        answer = client_of(address).completions.create(model="ann", prompt=prompt, temperature=0, max_tokens=2)
+    assert answer.usage is not None
+    num_tokens = answer.usage.prompt_tokens
+    metrics = read_metrics(address)
+    assert metrics["vllm:prefix_cache_queries_total"] == metrics["vllm:prompt_tokens_total"] == 2 * num_tokens
+    assert metrics["vllm:prefix_cache_hits_total"] == (num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS > 0
+    assert metrics["comingle:prefix_cache_bytes"] > 0
 
 
 def test_gauges_show_what_runs_and_waits_and_an_abort_is_counted(address: str) -> None:

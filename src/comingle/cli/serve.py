@@ -51,6 +51,14 @@ AdapterMemory = Annotated[
         help="Keep this much of users' adapters in memory (default: a quarter).",
     ),
 ]
+PromptTokens = Annotated[
+    int | None,
+    typer.Option("--prompt-tokens", min=1, help="Read up to N tokens of prompts between two tokens of other answers."),
+]
+PrefixMemory = Annotated[
+    int, typer.Option("--prefix-memory", min=0, metavar="MB", help="Keep this much of prompts that were read; 0: none.")
+]
+DEFAULT_PREFIX_MEMORY = Limits.prefix_bytes >> 20
 Method = Annotated[str | None, typer.Option("--method", help="Use this method's run of a comparison.")]
 
 
@@ -72,6 +80,8 @@ def serve(
     tokens_per_day: Annotated[
         int | None, typer.Option("--tokens-per-day", min=1, help="Read and generate N tokens per user and day.")
     ] = None,
+    prompt_tokens: PromptTokens = None,
+    prefix_memory: PrefixMemory = DEFAULT_PREFIX_MEMORY,
 ) -> None:
     """Serve all users' models over one base as an OpenAI-compatible API, with a chat page at /."""
     require_serving_packages("serve")
@@ -93,7 +103,15 @@ def serve(
     )  # raises if other machines could connect without a key
     with listen(host, port) as sock:  # before the models are loaded, so that a port in use is reported at once
         loaded = load_all_models(run, method)
-        limits = Limits(max_tokens=max_tokens, rate=rate, rows=rows, queue=queue, tokens_per_day=tokens_per_day)
+        limits = Limits(
+            max_tokens=max_tokens,
+            rate=rate,
+            rows=rows,
+            queue=queue,
+            tokens_per_day=tokens_per_day,
+            prompt_tokens=prompt_tokens,
+            prefix_bytes=prefix_memory << 20,
+        )
         serve_models(
             loaded.models,
             sock,

@@ -254,6 +254,8 @@ class Limits:
         rate: Requests per user and minute.
         rows: Texts that are generated at the same time.
         queue: Texts that wait for a row.
+        prompt_tokens: Tokens of prompts that are read between two tokens of other texts; None: by device.
+        prefix_bytes: Size of the cache of prompts' prefixes.
         body_bytes: Size of the body of an HTTP request.
         choices: Texts per HTTP request.
         tokens_per_day: Tokens of prompts and answers per user and day; None for no limit.
@@ -263,6 +265,8 @@ class Limits:
     rate: int = 600
     rows: int = 16
     queue: int = 64
+    prompt_tokens: int | None = None
+    prefix_bytes: int = 256 << 20
     body_bytes: int = 1 << 20
     choices: int = 16
     tokens_per_day: int | None = None
@@ -431,6 +435,7 @@ class Metrics:
         *,
         num_running: Callable[[], int],
         num_waiting: Callable[[], int],
+        num_prefix_bytes: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Create metrics that are all zero.
@@ -439,6 +444,7 @@ class Metrics:
             model_name: Value of the label ``model_name``: the base, which all users share.
             num_running: Returns the number of texts that are being generated.
             num_waiting: Returns the number of texts that wait for a row.
+            num_prefix_bytes: Returns the size of the cache of prompts' prefixes.
             clock: Returns a time in seconds.
 
         Raises:
@@ -461,6 +467,11 @@ class Metrics:
 
         gauge("vllm:num_requests_running", "Texts that are being generated.", num_running)
         gauge("vllm:num_requests_waiting", "Texts that wait for a row of the batch.", num_waiting)
+        gauge("comingle:prefix_cache_bytes", "Size of the keys and values of prompts' prefixes.", num_prefix_bytes)
+        self.prefix_queries = counter(
+            "vllm:prefix_cache_queries", "Tokens of prompts that were looked up in the cache."
+        )
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Tokens of prompts that were found in the cache.")
         self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts that were read.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens that were generated.")
         self.first_token_seconds = histogram(
@@ -505,11 +516,17 @@ class TextTimer:
         self._last_token_at: float | None = None  # None before the first token
         self._has_ended = False
 
-    def add_token(self) -> None:
-        """Count a token that was generated."""
+    def add_token(self, cached_tokens: int = 0) -> None:
+        """Count a token that was generated.
+
+        Args:
+            cached_tokens: With the first token, how many tokens of the prompt were cached.
+        """
         metrics, now = self._metrics, self._metrics.clock()
         if self._last_token_at is None:  # the prompt has been read
             metrics.prompt_tokens.inc(self._num_prompt_tokens)
+            metrics.prefix_queries.inc(self._num_prompt_tokens)
+            metrics.prefix_hits.inc(cached_tokens)
             metrics.first_token_seconds.observe(now - self._arrived_at)
         else:
             metrics.token_seconds.observe(now - self._last_token_at)

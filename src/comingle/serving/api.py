@@ -126,8 +126,9 @@ def _metrics_of(worker: Worker, base: str) -> Metrics | None:
     try:
         return Metrics(
             model_name,
-            num_running=lambda: len(worker.engine.active),  # the engine may be replaced
+            num_running=lambda: worker.engine.num_running,  # the engine may be replaced
             num_waiting=lambda: worker.num_waiting,
+            num_prefix_bytes=lambda: worker.engine.prefixes.num_bytes,
         )
     except ImportError:
         return None
@@ -555,7 +556,13 @@ def serve(
         ready: Called once with the server's URL, before the first request is answered.
         cache_bytes: Size of the adapters in memory, if models are read from disk on access; None otherwise.
     """
-    engine = Engine(models, rows=limits.rows, cache_bytes=cache_bytes)
+    engine = Engine(
+        models,
+        rows=limits.rows,
+        cache_bytes=cache_bytes,
+        prompt_tokens=limits.prompt_tokens,
+        prefix_bytes=limits.prefix_bytes,
+    )
     access = Keys(models, None) if keys is None else WatchedKeys(keys, engine.models)
     app = make_app(engine, access, limits, answers=answers)
     server = GracefulServer(uvicorn.Config(app, **UVICORN_OPTIONS), app.state.service)

@@ -1,8 +1,8 @@
 """Continuous batching over all users' models.
 
-A step reads the prompts of waiting requests while rows are free, and then generates a token for every row. The engine
-knows neither threads nor the network: :mod:`comingle.serving.schemas` calls ``step``, and :mod:`comingle.serving.api`
-submits requests.
+A step reads prompts of waiting requests while rows are free, up to a number of tokens, and then generates a token for
+every row. So a long prompt is read in several steps, and does not stall other texts. The engine knows neither threads
+nor the network: :mod:`comingle.serving.schemas` calls ``step``, and :mod:`comingle.serving.api` submits requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,15 @@ from comingle.models.kernels.expert_mlp import MOST_ROWS
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.models.routing import Routing
-from comingle.serving.rows import RowCache, rows_of
+from comingle.serving.rows import (
+    BLOCK_TOKENS,
+    PREFIX_BYTES,
+    PrefixBlock,
+    PrefixCache,
+    RowCache,
+    prefilled_cache,
+    rows_of,
+)
 from comingle.utils.errors import ComingleError, DataError, require_user
 
 
@@ -197,8 +205,12 @@ class Detokenizer:
 
 logger = logging.getLogger("comingle")
 
-PROMPT_TOKENS = 2048
-"""Largest number of prompt tokens, with padding, in one forward pass."""
+PROMPT_TOKENS = {"cpu": 128}
+"""Largest number of prompt tokens, with padding, that a step reads while texts are being generated, by device."""
+PROMPT_TOKENS_ELSEWHERE = 2048
+"""The same for other devices."""
+IDLE_PROMPT_TOKENS = 512
+"""Smallest number of prompt tokens that a step may read while no text is being generated."""
 
 Finish = Literal["stop", "length"]
 
@@ -212,12 +224,14 @@ class Piece:
         sampled: The token; None if there is an error.
         finish: Why the text has ended; None if it has not.
         error: The error that has ended the text.
+        cached_tokens: With a text's first token, how many tokens of its prompt were in the cache of prefixes.
     """
 
     text: str
     sampled: SampledToken | None = None
     finish: Finish | None = None
     error: Exception | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -246,18 +260,43 @@ class Request:
 
 @dataclass(eq=False, kw_only=True)
 class _Row:
-    """A row of the batch: a text that is being generated. ``tokens`` begins with the prompt."""
+    """A row of the batch: a text that is being generated.
+
+    Args:
+        request: The request.
+        sampler: Samples its tokens.
+        detokenizer: Decodes its tokens.
+        prefix: The cached beginning of the prompt.
+        version: Version of the user's model in the cache of prefixes.
+        tokens: The prompt, and the new tokens.
+        cached_tokens: Tokens of the prompt that were not read, since their keys and values were cached.
+        num_read: Tokens of the prompt whose keys and values are in ``prompt_cache``.
+        prompt_cache: Keys and values of a prompt that is read in several steps; else empty.
+    """
 
     request: Request
     sampler: TokenSampler
     detokenizer: Detokenizer
+    prefix: list[PrefixBlock]
+    version: int
     tokens: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    num_read: int = 0
+    prompt_cache: DynamicCache = field(default_factory=DynamicCache)
 
 
 class Engine:
     """Generates texts with the users' models, one text per row of a batch; all models share one base."""
 
-    def __init__(self, models: Mapping[str, PersonalModel], *, rows: int, cache_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, PersonalModel],
+        *,
+        rows: int,
+        cache_bytes: int | None = None,
+        prompt_tokens: int | None = None,
+        prefix_bytes: int = PREFIX_BYTES,
+    ) -> None:
         """Create an engine without requests.
 
         Args:
@@ -265,6 +304,9 @@ class Engine:
             rows: Largest number of texts that are generated at the same time, one per row of a batch.
             cache_bytes: Size of the adapters in memory besides those of rows, if ``models`` are read from disk on
                 access; None if they are in memory.
+            prompt_tokens: Largest number of prompt tokens, with padding, that a step reads while texts are being
+                generated; None for a default by device (:data:`PROMPT_TOKENS`).
+            prefix_bytes: Size of the cache of prompts' prefixes; 0 for none.
         """
         any_model = next(iter(models.values())).model
         base = any_model.base
@@ -279,7 +321,11 @@ class Engine:
         self.row_adapters = rows_of(models, max_rows, cache_bytes)  # a copy of the adapters of each row's user
         self.network = self.row_adapters.network
         self.cache = RowCache(max_rows)  # the keys and values of each row
+        self.prefixes = PrefixCache(prefix_bytes)
+        self.prompt_tokens = prompt_tokens or PROMPT_TOKENS.get(self.device.type, PROMPT_TOKENS_ELSEWHERE)
         self.active: list[_Row] = []
+        self.reading: _Row | None = None  # a text whose prompt is read in several steps, with the adapters' last row
+        self._has_read_part = False  # whether the last forward pass over prompts was over a part of such a prompt
         self.waiting: deque[Request] = deque()
         self.context_length = max_positions(base.model)
         # Not all architectures have these two arguments.
@@ -328,6 +374,7 @@ class Engine:
         """
         self.models[personal.name] = personal
         self.row_adapters.replace(personal)
+        self.prefixes.drop(personal.name)
 
     def ends(self, request: Request) -> tuple[int, ...]:
         """Return the tokens that end the answer to a request."""
@@ -356,78 +403,99 @@ class Engine:
     @property
     def num_free_rows(self) -> int:
         """Number of rows of the batch that have no text."""
-        return self.cache.max_rows - len(self.active)
+        return self.cache.max_rows - self.num_running
+
+    @property
+    def num_running(self) -> int:
+        """Number of texts that have a row, including one whose prompt is being read."""
+        return len(self.active) + (self.reading is not None)
 
     @property
     def busy(self) -> bool:
         """True if any text is being generated or waits for a row."""
-        return bool(self.active or self.waiting)
+        return bool(self.num_running or self.waiting)
 
     @torch.inference_mode()
     def step(self) -> None:
         """Do one step of continuous batching: generate the next token of every text in the batch.
 
-        First, texts of cancelled requests are removed from the batch, and waiting requests take the free rows.
+        First, texts of cancelled requests are removed from the batch, and waiting requests take the free rows as far as
+        their prompts may be read in this step.
         """
         # In reverse order, since freeing a row moves the last row to its index.
         for row_index in reversed(range(len(self.active))):
             if self.active[row_index].request.cancelled:
                 self._free_row(row_index)
+        if self.reading is not None and self.reading.request.cancelled:
+            self.reading = None
         # The cache grows with every token, so compiled code would be compiled again in each step.
         with without_compiling(), padded_attention(self.network):
-            self._start_waiting()
+            self._read_prompts()
             if self.active:
                 self._decode()
 
     def fail_all(self, error: Exception) -> None:
         """End all active and waiting requests with an error, and free all rows."""
-        active_requests = [row.request for row in self.active]
-        for request in [*active_requests, *self.waiting]:
+        rows = self.active if self.reading is None else [*self.active, self.reading]
+        for request in [*(row.request for row in rows), *self.waiting]:
             request.on_piece(Piece(text="", error=error))
-        self.active, self._all_rows_bound = [], False
+        self.active, self.reading, self._all_rows_bound = [], None, False
         self.waiting.clear()
         self.cache = RowCache(self.cache.max_rows)
 
     # ------------------------------------------------------------ a step
 
-    def _start_waiting(self) -> None:
-        """Add waiting requests to the batch, as many as fit, and generate the first token of each.
+    def _read_prompts(self) -> None:
+        """Read the prompts of waiting requests in one forward pass, and generate the first token of each.
 
-        Their prompts are read in a forward pass of their own, with the adapters of their users only; the keys and
-        values of the prompts are then added to the cache of the batch.
+        A prompt that is longer than a step may read is read in parts. Every other step reads shorter prompts meanwhile.
         """
-        requests = self._take_waiting()
-        if not requests:
-            return
-        first_new_row = len(self.active)
-        self.active += [self._make_row(request) for request in requests]
-        for row_index, request in enumerate(requests, start=first_new_row):
-            self.row_adapters.set(row_index, request.name)
-        self.row_adapters.bind(slice(first_new_row, len(self.active)))
-        self._all_rows_bound = False  # the network uses the adapters of the new rows only
-        prompt_cache = DynamicCache()
-        logits = self._read_prompts(requests, prompt_cache)
-        self.cache.join(prompt_cache, [len(request.prompt) for request in requests])
-        self._sample_tokens(first_new_row, logits)
+        most = self.prompt_tokens if self.active else max(self.prompt_tokens, IDLE_PROMPT_TOKENS)
+        rows = []
+        if self.reading is None or self._has_read_part:
+            rows = self._take_waiting(most)
+        if rows:
+            self._has_read_part = False
+            self._read_whole_prompts(rows)
+        elif self.reading is not None:
+            self._has_read_part = True
+            self._read_part(self.reading, most)
 
-    def _take_waiting(self) -> list[Request]:
-        """Remove from the queue the requests whose prompts the next forward pass reads, and return them.
+    def _take_waiting(self, most: int) -> list[_Row]:
+        """Remove from the queue the requests whose prompts the next forward pass reads, and return their rows.
 
-        It takes as many as there are free rows and as fit into :data:`PROMPT_TOKENS` after padding. If a row is free,
-        it takes at least one request, however long the prompt is.
+        It takes as many as there are free rows and as fit into ``most`` after padding. If the first request's prompt is
+        longer and no other one is being read in parts, the request is assigned to ``reading``.
+
+        Args:
+            most: Largest number of tokens, with padding and without cached prefixes.
         """
-        taken: list[Request] = []
-        for candidate in self._next_waiting():
-            if len(self.active) + len(taken) == self.cache.max_rows:
+        taken: list[_Row] = []
+        longest = 0  # tokens of a prompt that must be read
+        for request in self._next_waiting():
+            if len(taken) == self.num_free_rows:
                 break
-            padded_length = max(len(request.prompt) for request in [*taken, candidate])
-            if taken and padded_length * (len(taken) + 1) > PROMPT_TOKENS:
+            is_needed_now = not self.num_running and not taken
+            if not (is_needed_now or self.row_adapters.user_tensors.is_loaded(request.name)):
+                continue
+            prefix = self.prefixes.find(request.name, request.prompt)
+            num_unread = len(request.prompt) - len(prefix) * BLOCK_TOKENS
+            is_long = num_unread > most
+            others = taken if self.reading is None else [*taken, self.reading]
+            if (is_long and others) or self._gains_by_waiting(request, len(prefix), others):
+                continue
+            if taken and max(longest, num_unread) * (len(taken) + 1) > most:
                 break
-            is_needed_now = not self.active and not taken
-            if is_needed_now or self.row_adapters.user_tensors.is_loaded(candidate.name):
-                self.waiting.remove(candidate)
-                if self._load_adapters(candidate):
-                    taken.append(candidate)
+            self.waiting.remove(request)
+            if not self._load_adapters(request):
+                continue
+            longest = max(longest, num_unread)
+            row = self._make_row(request, prefix)
+            if is_long:
+                self.reading = row
+                self.row_adapters.set(self.cache.max_rows - 1, request.name)
+                break
+            taken.append(row)
         return taken
 
     def _next_waiting(self) -> list[Request]:
@@ -453,32 +521,122 @@ class Engine:
             return False
         return True
 
-    def _make_row(self, request: Request) -> _Row:
-        """Return a new row for a request, with a sampler, a detokenizer and the prompt's tokens."""
+    def _gains_by_waiting(self, request: Request, num_blocks: int, others: Sequence[_Row]) -> bool:
+        """Return whether a prompt that is being read begins with more of the request's prompt than the cache has.
+
+        Args:
+            request: The request.
+            num_blocks: Number of cached blocks with which its prompt begins.
+            others: Rows whose prompts are being read.
+        """
+        num_shared = (num_blocks + 1) * BLOCK_TOKENS
+        if not self.prefixes.max_bytes or num_shared >= len(request.prompt):
+            return False
+        beginning = request.prompt[:num_shared]
+        return any(row.request.name == request.name and row.request.prompt[:num_shared] == beginning for row in others)
+
+    def _make_row(self, request: Request, prefix: list[PrefixBlock]) -> _Row:
+        """Return a new row for a request, with a sampler, a detokenizer and the prompt's tokens.
+
+        Args:
+            request: The request.
+            prefix: The cached beginning of its prompt.
+        """
         ends = self.ends(request)
         sampler = TokenSampler(request.sampling, len(request.prompt), ends, self.device, request.logprobs)
         text_before: list[int] = []
         if request.continues:  # then the text may begin with a space, depending on the tokens before it
             text_before = decodable_suffix(self.tokenizer, request.prompt)
         detokenizer = Detokenizer(self.tokenizer, request.sampling.stop, ends=ends, after=text_before)
-        return _Row(request=request, sampler=sampler, detokenizer=detokenizer, tokens=list(request.prompt))
+        return _Row(
+            request=request,
+            sampler=sampler,
+            detokenizer=detokenizer,
+            prefix=prefix,
+            version=self.prefixes.version(request.name),
+            tokens=list(request.prompt),
+        )
 
-    def _read_prompts(self, requests: list[Request], cache: DynamicCache) -> Float[Tensor, "rows vocab"]:
-        """Return the logits after each prompt, from one forward pass over all prompts with padding on the left.
+    def _read_whole_prompts(self, rows: list[_Row]) -> None:
+        """Read prompts in one forward pass, add their texts to the batch, and generate the first token of each.
+
+        The pass uses the adapters of these texts' users only; the keys and values of the prompts are then added to the
+        cache of the batch. Prompts are padded on the left. To avoid padding between the cached and the other tokens of
+        a prompt, cached ones are read again where another prompt has more tokens to read.
 
         Args:
-            requests: The requests.
-            cache: An empty cache, to which the network writes the keys and values of the prompts.
+            rows: The new rows.
         """
-        lengths = [len(request.prompt) for request in requests]
-        padded_length = max(lengths)
+        first_new_row = len(self.active)
+        self.active += rows
+        for row_index, row in enumerate(rows, start=first_new_row):
+            self.row_adapters.set(row_index, row.request.name)
+        self.row_adapters.bind(slice(first_new_row, len(self.active)))
+        self._all_rows_bound = False  # the network uses the adapters of the new rows only
+        prompts = [row.request.prompt for row in rows]
+        lengths = [len(prompt) for prompt in prompts]
+        width = max(len(row.request.prompt) - len(row.prefix) * BLOCK_TOKENS for row in rows)
+        nums_cached = [max(0, length - width) for length in lengths]
+        cache = prefilled_cache([row.prefix for row in rows], nums_cached)
         padding_token = 0  # any token will do, since the mask excludes it
-        ids = torch.tensor(
-            [[padding_token] * (padded_length - len(request.prompt)) + request.prompt for request in requests]
-        )
-        mask = torch.arange(padded_length) >= padded_length - torch.tensor(lengths).unsqueeze(1)
-        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)  # 0, 1, ... from the prompt's first token; 0 for padding
-        return self._forward(ids, mask, position_ids, cache)
+        unread = [prompt[start:] for prompt, start in zip(prompts, nums_cached, strict=True)]
+        ids = torch.tensor([[padding_token] * (width - len(tokens)) + tokens for tokens in unread])
+        total_width = max(nums_cached) + width
+        mask = torch.arange(total_width) >= total_width - torch.tensor(lengths).unsqueeze(1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)  # 0, 1, ... from the prompt's first token; 0 for padding
+        logits = self._forward(ids, mask, positions[:, -width:], cache)
+        self.cache.join(cache, lengths)
+        for index, (row, num_cached) in enumerate(zip(rows, nums_cached, strict=True)):
+            row.cached_tokens = num_cached
+            self._keep_prefix(row, cache, index)
+        self._sample_tokens(first_new_row, logits)
+
+    def _read_part(self, row: _Row, most: int) -> None:
+        """Read the next part of a long prompt; after the last, add the text to the batch and generate its first token.
+
+        Args:
+            row: The row, which is not in the batch yet.
+            most: Largest number of tokens to read.
+        """
+        reading_row = self.cache.max_rows - 1  # of the adapters; it has no other text, as a row is kept free
+        self.row_adapters.bind(slice(reading_row, reading_row + 1))
+        self._all_rows_bound = False
+        if not row.num_read:
+            row.num_read = row.cached_tokens = len(row.prefix) * BLOCK_TOKENS
+            row.prompt_cache = prefilled_cache([row.prefix], [row.num_read])
+        prompt = row.request.prompt
+        stop = min(row.num_read + most, len(prompt))
+        ids = torch.tensor([prompt[row.num_read : stop]])
+        positions = torch.arange(row.num_read, stop).unsqueeze(0)
+        logits = self._forward(ids, torch.ones(1, stop), positions, row.prompt_cache)
+        row.num_read = stop
+        if stop < len(prompt):
+            return
+        self.reading = None
+        new_row = len(self.active)
+        self.row_adapters.move(reading_row, new_row)
+        self.active.append(row)
+        self.cache.join(row.prompt_cache, [len(prompt)])
+        self._keep_prefix(row, row.prompt_cache, 0)
+        row.prompt_cache = DynamicCache()
+        self._sample_tokens(new_row, logits)
+
+    def _keep_prefix(self, row: _Row, cache: DynamicCache, index: int) -> None:
+        """Add the keys and values of a prompt to the cache of prefixes, of which the row needs no part any more.
+
+        Args:
+            row: The row.
+            cache: Keys and values of prompts that are padded on the left.
+            index: Index of the prompt in ``cache``.
+        """
+        row.prefix = []
+        if not self.prefixes.max_bytes:
+            return
+        prompt = row.request.prompt
+        text = slice(index, index + 1), slice(None), slice(-len(prompt), None)
+        cache_layers: list[Any] = cache.layers
+        layers = [(layer.keys[text], layer.values[text]) for layer in cache_layers]
+        self.prefixes.add(row.request.name, row.version, prompt, layers)
 
     def _decode(self) -> None:
         """Generate a token for every row, in one forward pass."""
@@ -550,13 +708,15 @@ class Engine:
         row.tokens.append(sampled.token)
         sampled = replace(sampled, text_offset=len(row.detokenizer.text))  # where the token's text begins
         new_text = row.detokenizer.add(sampled.token)
-        if row.detokenizer.stopped:
-            return Piece(text=new_text, sampled=sampled, finish="stop")
         num_new_tokens = len(row.tokens) - len(row.request.prompt)
-        if num_new_tokens >= row.request.sampling.max_new_tokens:
+        finish: Finish | None = None
+        if row.detokenizer.stopped:
+            finish = "stop"
+        elif num_new_tokens >= row.request.sampling.max_new_tokens:
+            finish = "length"
             new_text += row.detokenizer.finish()
-            return Piece(text=new_text, sampled=sampled, finish="length")
-        return Piece(text=new_text, sampled=sampled)
+        cached_tokens = row.cached_tokens if num_new_tokens == 1 else 0
+        return Piece(text=new_text, sampled=sampled, finish=finish, cached_tokens=cached_tokens)
 
     def _free_row(self, row_index: int) -> None:
         """Remove a text that has ended or was cancelled from the batch, so that its row can generate another.

@@ -947,14 +947,18 @@ def serve_live(
         limits: Limits on requests.
         ready: Called once with the server's URL.
     """
-    engine = Engine(trainer.models, rows=limits.rows)
+
+    def engine_of(models: Mapping[str, PersonalModel]) -> Engine:
+        return Engine(models, rows=limits.rows, prompt_tokens=limits.prompt_tokens, prefix_bytes=limits.prefix_bytes)
+
+    engine = engine_of(trainer.models)
     access = Keys(engine.models, keys=None) if keys is None else WatchedKeys(keys)
     app = make_app(engine, access, limits, answers=answers_messages(trainer.recipe, trainer.base))
     service: Service = app.state.service
     LiveApi(trainer, service, trainer.folder / "files").add_to(app)
 
     def publish(models: Mapping[str, PersonalModel]) -> None:
-        service.replace_engine(Engine(models, rows=limits.rows))
+        service.replace_engine(engine_of(models))
 
     trainer.publish = publish
     trainer.start()

@@ -15,13 +15,13 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from comingle.models.adapted import AdaptedModel
 from comingle.models.ensembles import EnsembleModel, mix_forward
@@ -103,6 +103,7 @@ class RowCache(Cache):
         self.start = 0  # the smallest of them
         self.stop = 0  # position of the next token of every row
         self.capacity = 0  # number of positions that are allocated
+        self.row_capacity = 0  # number of rows that are allocated
 
     def lengths(self) -> Int[Tensor, " rows"]:
         """Return the number of cached tokens of each row."""
@@ -125,7 +126,7 @@ class RowCache(Cache):
         prompt_layers: list[Any] = prompts.layers
         if not self.starts:  # without rows, the next ones may start at position 0
             self.start = self.stop = 0
-        self._reserve(prompt_layers, max(lengths))
+        self._reserve(prompt_layers, max(lengths), num_new_rows=len(lengths))
         first_new_row = len(self.starts)
         new_starts = [self.stop - length for length in lengths]
         for layer, prompt_layer in zip(self.layers, prompt_layers, strict=True):
@@ -141,7 +142,7 @@ class RowCache(Cache):
     def advance(self) -> None:
         """Go to the next position, after a forward pass has cached one more token of every row; make room for it."""
         self.stop += 1
-        self._reserve(self.layers, longest_new_row=0)
+        self._reserve(self.layers, longest_new_row=0, num_new_rows=0)
 
     def leave(self, row: int) -> None:
         """Remove the cached keys and values of a text of the batch, and move the last row to its index.
@@ -158,7 +159,7 @@ class RowCache(Cache):
         self.starts.pop()
         self.start = min(self.starts, default=self.stop)
 
-    def _reserve(self, template_layers: Sequence[Any], longest_new_row: int) -> None:
+    def _reserve(self, template_layers: Sequence[Any], longest_new_row: int, num_new_rows: int) -> None:
         """Move all rows to new tensors if the present ones lack room for one more token or for the new rows.
 
         Rows are right-aligned: the last token of each is at position ``stop - 1``. The next token of every row goes to
@@ -168,8 +169,10 @@ class RowCache(Cache):
         Args:
             template_layers: Layers from which a cache without tensors copies shapes and dtypes.
             longest_new_row: Number of tokens of the longest new row; 0 without new rows.
+            num_new_rows: Number of new rows.
         """
-        new_rows_fit = longest_new_row <= self.stop
+        num_rows = len(self.starts) + num_new_rows
+        new_rows_fit = longest_new_row <= self.stop and num_rows <= self.row_capacity
         next_token_fits = self.stop < self.capacity
         if new_rows_fit and next_token_fits:
             return
@@ -180,15 +183,23 @@ class RowCache(Cache):
         # Leave at least half a step of free positions, and round up to whole steps.
         num_steps = math.ceil((new_stop + CAPACITY_STEP // 2) / CAPACITY_STEP)
         new_capacity = num_steps * CAPACITY_STEP
+        new_row_capacity = min(self.max_rows, 1 << (num_rows - 1).bit_length())  # a power of two
+        fits = num_rows <= self.row_capacity and new_stop < self.capacity
+        is_oversized = self.row_capacity * self.capacity > 4 * new_row_capacity * new_capacity
+        if not self.starts and fits and not is_oversized:  # there is nothing to move
+            self.start = self.stop = new_stop
+            return
+        new_row_capacity = max(new_row_capacity, self.row_capacity) if self.starts else new_row_capacity
         for layer, template in zip(self.layers, template_layers, strict=True):
             old_stores = layer.stores or [template.keys, template.values]
-            layer.stores = [self._enlarged(store, new_stop, new_capacity) for store in old_stores]
+            layer.stores = [self._enlarged(store, new_stop, new_capacity, new_row_capacity) for store in old_stores]
         shift = new_stop - self.stop  # all rows move by as many positions as their common end
         self.starts = [row_start + shift for row_start in self.starts]
         self.start, self.stop, self.capacity = self.start + shift, new_stop, new_capacity
+        self.row_capacity = new_row_capacity
 
-    def _enlarged(self, store: States, new_stop: int, new_capacity: int) -> Stores:
-        """Return a larger tensor with the cached keys or values of all rows, and zeros elsewhere.
+    def _enlarged(self, store: States, new_stop: int, new_capacity: int, new_row_capacity: int) -> Stores:
+        """Return another tensor with the cached keys or values of all rows, and zeros elsewhere.
 
         Rows are texts of one batch. They are right-aligned: the last token of each is at position ``new_stop - 1``.
 
@@ -196,14 +207,160 @@ class RowCache(Cache):
             store: Keys or values of one layer. Without rows, only its shape and dtype are used.
             new_stop: Position in the new tensor after the last token of each row, where the next token goes.
             new_capacity: Number of positions of the new tensor.
+            new_row_capacity: Number of rows of the new tensor.
         """
         _rows, heads, _positions, width = store.shape
-        enlarged = store.new_zeros(self.max_rows, heads, new_capacity, width)
+        enlarged = store.new_zeros(new_row_capacity, heads, new_capacity, width)
         num_rows, longest_row = len(self.starts), self.stop - self.start
         if num_rows:
             used = store[:num_rows, :, self.start : self.stop]
             enlarged[:num_rows, :, new_stop - longest_row : new_stop] = used
         return enlarged
+
+
+BLOCK_TOKENS = 32
+"""Number of tokens of a block of :class:`PrefixCache`."""
+PREFIX_BYTES = 256 << 20
+"""Default size of a :class:`PrefixCache`."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrefixBlock:
+    """Keys and values of ``BLOCK_TOKENS`` consecutive tokens of prompts.
+
+    Args:
+        key: Block before it (user and version of the model for the first one), and its tokens.
+        user: The user whose model has computed it.
+        layers: Keys and values ``(1, heads, BLOCK_TOKENS, width)`` of each layer.
+    """
+
+    key: tuple[object, tuple[int, ...]]
+    user: str
+    layers: list[tuple[States, States]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+
+
+class PrefixCache:
+    """Keys and values of the first tokens of prompts, for later prompts of the same user that begin alike.
+
+    Keys and values depend on the adapters. So no prefix is shared between users, and a prefix is dropped when the
+    user's model is replaced. Prefixes consist of whole blocks, of which the least recently used are evicted.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Create an empty cache.
+
+        Args:
+            max_bytes: Largest size in bytes; 0 to cache nothing.
+        """
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._versions: Counter[str] = Counter()  # how often a user's model was replaced
+        # Least recently used first. A block is used later than those after it, so that it is evicted after them.
+        self._blocks: OrderedDict[tuple[object, tuple[int, ...]], PrefixBlock] = OrderedDict()
+
+    def version(self, user: str) -> int:
+        """Return the version of a user's model, which :meth:`drop` increments."""
+        return self._versions[user]
+
+    def find(self, user: str, prompt: Sequence[int]) -> list[PrefixBlock]:
+        """Return the blocks of the longest cached prefix of a prompt, without the prompt's last token.
+
+        Args:
+            user: The user whose model reads the prompt.
+            prompt: Tokens of the prompt.
+        """
+        blocks: list[PrefixBlock] = []
+        for key in self._keys(user, prompt[:-1], blocks):
+            if key not in self._blocks:
+                break
+            blocks.append(self._blocks[key])
+        self._touch(blocks)
+        return blocks
+
+    def add(self, user: str, version: int, prompt: Sequence[int], layers: Sequence[tuple[States, States]]) -> None:
+        """Keep the keys and values of a prompt's whole blocks, unless the user's model was replaced meanwhile.
+
+        Args:
+            user: The user whose model has read the prompt.
+            version: Version of the model, from :meth:`version`.
+            prompt: Tokens of the prompt.
+            layers: Keys and values ``(1, heads, tokens, width)`` of the prompt, of each layer.
+        """
+        if version != self._versions[user]:
+            return
+        bytes_per_token = sum(keys.nbytes + values.nbytes for keys, values in layers) // len(prompt)
+        blocks: list[PrefixBlock] = []
+        for key in self._keys(user, prompt, blocks):
+            start = len(blocks) * BLOCK_TOKENS
+            tokens = slice(start, start + BLOCK_TOKENS)
+            if tokens.stop * bytes_per_token > self.max_bytes:
+                break
+            block = self._blocks.get(key)
+            if block is None:
+                copies = [(keys[:, :, tokens].clone(), values[:, :, tokens].clone()) for keys, values in layers]
+                block = self._blocks[key] = PrefixBlock(key=key, user=user, layers=copies)
+                self.num_bytes += block.num_bytes
+            blocks.append(block)
+        self._touch(blocks)
+        while self.num_bytes > self.max_bytes:
+            _key, evicted = self._blocks.popitem(last=False)
+            self.num_bytes -= evicted.num_bytes
+
+    def drop(self, user: str) -> None:
+        """Drop all prefixes of a user, whose model is replaced."""
+        self._versions[user] += 1
+        for block in [block for block in self._blocks.values() if block.user == user]:
+            del self._blocks[block.key]
+            self.num_bytes -= block.num_bytes
+
+    def _keys(
+        self, user: str, tokens: Sequence[int], blocks: Sequence[PrefixBlock]
+    ) -> Iterator[tuple[object, tuple[int, ...]]]:
+        """Yield the keys of the whole blocks of tokens, one after the other.
+
+        Args:
+            user: The user.
+            tokens: The tokens.
+            blocks: The blocks of the keys that were yielded; the caller appends each before the next.
+        """
+        for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            before: object = blocks[-1] if blocks else (user, self._versions[user])
+            yield before, tuple(tokens[start : start + BLOCK_TOKENS])
+
+    def _touch(self, blocks: Sequence[PrefixBlock]) -> None:
+        """Mark a prefix as used, its first block as the last."""
+        for block in reversed(blocks):
+            self._blocks.move_to_end(block.key)
+
+
+def prefilled_cache(prefixes: Sequence[Sequence[PrefixBlock]], lengths: Sequence[int]) -> DynamicCache:
+    """Return a cache with the keys and values of the first tokens of several texts, padded with zeros on the left.
+
+    Args:
+        prefixes: Blocks of each text.
+        lengths: How many of the tokens in the blocks of each text are wanted.
+    """
+    longest = max(lengths)
+    cache = DynamicCache()
+    if longest == 0:
+        return cache
+    some_blocks = next(blocks for blocks, length in zip(prefixes, lengths, strict=True) if length)
+    for layer, like in enumerate(some_blocks[0].layers):
+        padded = []
+        for which, template in enumerate(like):  # keys, then values
+            states = template.new_zeros(len(prefixes), template.shape[1], longest, template.shape[3])
+            for row, (blocks, length) in enumerate(zip(prefixes, lengths, strict=True)):
+                if length:
+                    joined = torch.cat([block.layers[layer][which] for block in blocks], 2)
+                    states[row, :, longest - length :] = joined[0, :, :length]
+            padded.append(states)
+        cache.update(padded[0], padded[1], layer)
+    return cache
 
 
 class AdapterCache(MutableMapping[str, Tree]):

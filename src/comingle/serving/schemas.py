@@ -366,7 +366,7 @@ class PieceQueue:
 def _count_piece(timer: TextTimer, piece: Piece) -> None:
     """Count the token of a piece, and the end of its text if it is the last one."""
     if piece.sampled is not None:
-        timer.add_token()
+        timer.add_token(piece.cached_tokens)
     if piece.error is not None:
         timer.end("error")
     elif piece.finish is not None:
