@@ -12,8 +12,6 @@ import pytest
 import torch
 from tests.commands import comingle as comingle
 
-from comingle.config import Recipe
-from comingle.federation.public import check_remote_clients
 from comingle.methods import REGISTRY, make
 from comingle.models.generation import encode_prompt, read_sampling
 from comingle.models.personal import PersonalModel
@@ -243,12 +241,6 @@ def test_users_on_disk_have_no_guard(tmp_path: Path) -> None:
     data = {"kind": "text", "users": {name: {"path": str(tmp_path / f"{name}.txt")} for name in USERS}}
     with pytest.raises(RecipeError, match=r"evaluation\.guard.*runtime\.store"):
         api.run({**OPTIONS, "data": data}, out=tmp_path / "run", **{"runtime.store": "disk"})
-
-
-def test_a_federation_over_a_network_has_no_guard(tmp_path: Path) -> None:
-    data = {"kind": "text", "users": {name: {"path": str(tmp_path / f"{name}.txt")} for name in USERS}}
-    with pytest.raises(RecipeError, match=r"evaluation\.guard: got local"):
-        check_remote_clients(Recipe(**OPTIONS, data=data))
 
 
 def test_show_and_report_say_who_is_served_what(harmed: Run, comingle: Any, tmp_path: Path) -> None:

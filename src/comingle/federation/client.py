@@ -51,6 +51,7 @@ from comingle.federation.client_store import (
     own_account,
     read_fixed_run,
     record_training,
+    rounds_if_early,
     run_folder,
     save_model,
     sources_digest,
@@ -103,6 +104,7 @@ from comingle.runs.continuation import (
     read_earlier_data,
 )
 from comingle.runs.given import Given
+from comingle.runs.guard import ClientGuard, is_guarded, plan_alone
 from comingle.runs.session import (
     check_and_set_up,
     chooses_specialists,
@@ -280,6 +282,10 @@ def open_store(
     starts_now = not list_checkpoints(folder)
     if recipe.continue_from is not None and starts_now:
         _start_from_earlier_run(clients, recipe.continue_from, folder.parent, say)
+    guard = _guard_of(folder, public, recipe, run_data, clients)
+    if guard is not None and recipe.continue_from is not None and starts_now:
+        section = recipe.continue_from
+        guard.continue_from(run_folder(folder.parent, section.run), moments=section.moments)
 
     answers_folder = folder / "answers"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -296,6 +302,7 @@ def open_store(
         clients=clients,
         state_before_first_task=clients.state.copy(compact=True),  # stores a tensor of zeros as a single zero
         earlier=earlier,
+        guard=guard,
     )
     has_answered = any(answers_folder.glob("*.bin"))  # whether this client has answered a task of the run
     inputs = describe(own_data, recipe)
@@ -374,6 +381,22 @@ def _start_from_earlier_run(clients: Clients, section: ContinuationSection, stat
     # The server sends the shared tensors if these are not the newest.
     clients.state.versions.fill_(-1 if lacks_references(clients, users_state) else 0)
     say(f"continues run {section.run}: starts from this user's model at its end")
+
+
+def _guard_of(folder: Path, public: Public, recipe: Recipe, run_data: RunData, clients: Clients) -> ClientGuard | None:
+    """Return the user's local model before the first task; None without ``evaluation.guard``.
+
+    Args:
+        folder: Folder of the run.
+        public: Public part of the federation.
+        recipe: The user's recipe.
+        run_data: The data of the run, of which that of the user is here.
+        clients: The client group of the user.
+    """
+    if not is_guarded(clients.plan.evaluation, clients.method):
+        return None
+    local = run_data.kind.clients(recipe, run_data, plan_alone(clients.plan))
+    return ClientGuard(run=folder, recipe=recipe, clients=clients, local=local, fingerprint=public.digest)
 
 
 def _data_of_run(own: Own, public: Public, recipe: Recipe, own_data: RunData) -> RunData:
@@ -991,7 +1014,7 @@ class Client:
         if task.serial != store.serial + 1:
             raise MessageError(f"task: got task {task.serial} for user {self.own.name!r}; allowed: {store.serial + 1}")
         if needs_conditions(task):
-            self._await_conditions(store.clients, task, deadline)
+            self._await_conditions(store, task, deadline)
         try:
             with own_errors(store.clients.method):  # names file and line of an error in a user's own method
                 answer = TaskRunner(store, self.own, task, self._conditions).run().pack()
@@ -1009,22 +1032,23 @@ class Client:
             self._publish_model(store)
         return answer
 
-    def _await_conditions(self, clients: Clients, task: Task, deadline: float) -> None:
+    def _await_conditions(self, store: ClientStore, task: Task, deadline: float) -> None:
         """Wait until this device's conditions, such as "plugged-in", allow a task.
 
         Args:
-            clients: The client group of the user.
+            store: The user's part of the run.
             task: What the server asks of the client, such as local steps.
             deadline: Time until which the server waits for the answer, in seconds since 1970.
 
         Raises:
             DeclinedError: The conditions do not allow the task in time.
         """
-        only_user = 0  # this client group has a single user
+        clients, only_user = store.clients, 0  # this client group has a single user
         num_steps, upload_bytes = 0, 0
         if "train" in task.todo:
             num_copies = clients.method.placement.copies  # of the model; the method trains each of them
-            num_steps = clients.batch_source.steps(only_user) * num_copies
+            num_models = 1 if store.guard is None else 2  # with the local one
+            num_steps = clients.batch_source.steps(only_user) * num_copies * num_models
         begins_upload = "upload" in task.todo or "advertise" in task.todo  # "advertise" with secure aggregation
         if begins_upload and self.own.max_upload_per_day is not None:
             upload_bytes = clients.upload_bytes()[only_user]
@@ -1060,6 +1084,8 @@ class Client:
             return self._store
         store = open_store(self._folder(run), self.own, public, self._bases, self.say)
         store.clients.clock = self._conditions.training_clock  # stands still while training is paused
+        if store.guard is not None:
+            store.guard.local.clock = self._conditions.training_clock
         self._store, self._run = store, run
         return store
 
@@ -1076,7 +1102,7 @@ class TaskRunner:
             task: What the server asks of the client, such as local steps.
             conditions: Conditions of this device, which are checked between local steps.
         """
-        self.store, self.own, self.task, self.clients = store, own, task, store.clients
+        self.store, self.own, self.task, self.clients, self.guard = store, own, task, store.clients, store.guard
         self.conditions = conditions
         self.reporting_level = store.reporting_level(own)  # "all", "scores", "losses" or "nothing"
         # Whether the client reports test scores, and with them amounts of data and durations.
@@ -1134,6 +1160,8 @@ class TaskRunner:
             rank=int(clients.model.ranks.max()),
         )
         clients.receive(download)
+        if self.guard is not None:
+            self.guard.receive(download)
 
     def _hear(self) -> None:
         """Carry out the step "hear": receive the server's verdict on the last validation.
@@ -1149,12 +1177,18 @@ class TaskRunner:
         """Take the local steps of a round, and report their number, tokens, seconds and loss as far as is allowed.
 
         If the privacy budget is spent or the result is not finite, ``reported["left_out"]`` says so, and the user
-        uploads nothing in this round.
+        uploads nothing in this round. With a guard the local model is trained too.
         """
         why_not_allowed = self.store.charge_steps(self.task.round)  # empty if the privacy budget allows the steps
         if why_not_allowed:
             self.reported["left_out"] = why_not_allowed
             return
+        self._take_local_steps()
+        if self.guard is not None:
+            self.guard.train(self.task.round, self.conditions.end_step)
+
+    def _take_local_steps(self) -> None:
+        """Take the local steps of a round on the model that takes part in it, and report as :meth:`_train` says."""
         only_user = 0  # this client group has a single user
         try:
             result = train(self.clients, [only_user], self.task.round, self.conditions.end_step)
@@ -1256,6 +1290,9 @@ class TaskRunner:
             self.reported["metrics"] = users_metrics(clients, scores)[self.own.name]
         if self.reporting_level == "all":  # also the mean weights of experts or components
             self.reported.update(users_routing(clients, scores)[self.own.name])
+        if self.guard is not None:
+            num_rounds = self.task.round if rounds_done is None else rounds_done
+            self.guard.choose(self.task.serial, num_rounds, done=rounds_done)
 
     def _choose(self) -> None:
         """Restore the user's model of the best round, which the client has stored, after the last round."""
@@ -1263,6 +1300,9 @@ class TaskRunner:
 
     def _end(self) -> None:
         """Evaluate and save the user's final model at the end of the federation."""
+        if self.guard is not None:
+            rounds = self.task.round
+            self.guard.end(self.task.serial, rounds, done=rounds_if_early(self.store, rounds))
         save_model(self.store, self.own, rounds=self.task.round)
         self.store.sessions.end()  # deletes the secrets of the last secure sum
 

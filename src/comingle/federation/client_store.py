@@ -50,6 +50,7 @@ from comingle.protocol.wire import unpack
 from comingle.runs.api import recipe_for_one_user
 from comingle.runs.continuation import EarlierData, forgetting
 from comingle.runs.folders import LEFT, certificates_of
+from comingle.runs.guard import LOCAL, SHARED, ClientGuard, build_local, state_of_download
 from comingle.runs.session import build, describe
 from comingle.training.checkpoints import (
     Clock,
@@ -196,6 +197,7 @@ class ClientStore:
         state_before_first_task: Restored if the first task is reverted.
         serial: Number of the last task that was carried out.
         earlier: Data of the run that this one continues, to measure forgetting.
+        guard: The user's local and shared model; None without ``evaluation.guard``.
     """
 
     folder: Path
@@ -206,6 +208,7 @@ class ClientStore:
     state_before_first_task: State
     serial: int = 0
     earlier: Sequence[EarlierData] = ()
+    guard: ClientGuard | None = None
 
     @property
     def sessions(self) -> Sessions:
@@ -272,8 +275,8 @@ class ClientStore:
             if number > serial:
                 # Renaming is atomic, deleting a folder is not. `prune_checkpoints` deletes renamed folders.
                 folder.rename(folder.with_name(f".{folder.name}.undone"))
-        prune_checkpoints(self.folder, self.num_revertible)
-        self._restore(checkpoints.get(serial))
+        self._prune()
+        self._restore(checkpoints.get(serial), serial)
         self.serial = serial
 
     def commit(self, serial: int, task: bytes, answer: bytes) -> None:
@@ -292,11 +295,9 @@ class ClientStore:
         new_answer_file = self._answer_file(serial, task)
         with convert_disk_errors(self.folder):
             write_bytes(new_answer_file, answer)
-        progress = progress_of(serial, self.public.digest, [trainer.name for trainer in self.clients.trainers])
-        no_server_state = dict[str, Any]()
-        save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, no_server_state, progress)
+        self._save_state(serial)
         self.serial = serial
-        prune_checkpoints(self.folder, self.num_revertible)
+        self._prune()
         for answer_file in self._answer_files():
             number = _task_number_of_answer(answer_file)
             # A killed process may have answered another task with the same number.
@@ -307,9 +308,22 @@ class ClientStore:
 
     def save_start(self) -> None:
         """Store the state before the first task, which cannot be computed again if the earlier run is deleted."""
-        progress = progress_of(0, self.public.digest, [trainer.name for trainer in self.clients.trainers])
         with convert_disk_errors(self.folder):
-            save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, dict[str, Any](), progress)
+            self._save_state(0)
+
+    def _save_state(self, serial: int) -> None:
+        """Store the state after a task, which the last checkpoint completes."""
+        if self.guard is not None:
+            self.guard.save(serial)
+        progress = progress_of(serial, self.public.digest, [trainer.name for trainer in self.clients.trainers])
+        no_server_state = dict[str, Any]()
+        save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, no_server_state, progress)
+
+    def _prune(self) -> None:
+        """Delete states to which the client cannot revert any more, unfinished ones and reverted ones."""
+        prune_checkpoints(self.folder, self.num_revertible)
+        if self.guard is not None:
+            self.guard.prune(self.serial, self.num_revertible)
 
     def remove_drafts(self) -> None:
         """Delete unfinished answers, files and checkpoints of a process that was killed."""
@@ -317,7 +331,7 @@ class ClientStore:
             draft.unlink()
         for draft in self.folder.glob(f".*{DRAFT}"):
             draft.unlink()
-        prune_checkpoints(self.folder, self.num_revertible)  # deletes unfinished and reverted checkpoints too
+        self._prune()
 
     def revert(self) -> None:
         """Restore the state before a task that failed."""
@@ -329,12 +343,8 @@ class ClientStore:
         ``serial``, the number of that task, is 0 before the first.
         """
         folders = list_checkpoints(self.folder)
-        if folders:
-            self._restore(folders[-1])
-            self.serial = _task_number(folders[-1])
-        else:
-            self._restore(None)
-            self.serial = 0
+        self.serial = _task_number(folders[-1]) if folders else 0
+        self._restore(folders[-1] if folders else None, self.serial)
 
     # ---------------------------------------------------------------- privacy
 
@@ -428,8 +438,15 @@ class ClientStore:
         write_ledger(self.folder, replace(ledger, digests=digests, now=now), account)
         return ""
 
-    def _restore(self, folder: Path | None) -> None:
-        """Load the state of a checkpoint; None restores the state before the first task."""
+    def _restore(self, folder: Path | None, serial: int) -> None:
+        """Load the state of a checkpoint.
+
+        Args:
+            folder: Folder of the checkpoint; None restores the state before the first task.
+            serial: Number of the task after which it was stored.
+        """
+        if self.guard is not None:
+            self.guard.restore(serial)
         if folder is None:
             self.clients.state = self.state_before_first_task.copy()
         else:
@@ -585,8 +602,7 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     federation = build(recipe, store.own_data, store="memory")  # a run of this user alone
     clients = federation.clients
     _copy_without_padding(clients, store.clients)
-    ended_early = 0 <= rounds < clients.rounds_done  # `rounds_done` is the planned number until `stopped_after` is set
-    clients.stopped_after = rounds if ended_early else None
+    clients.stopped_after = rounds_if_early(store, rounds)
     with finetuned(clients):  # if the method fine-tunes models for evaluation only
         empty_clock = Clock()  # only the server counts seconds and bytes of a federation
         metrics = summarise(clients, clients.evaluate(), empty_clock).as_dict()
@@ -600,8 +616,28 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     write_text(folder / "recipe.yaml", recipe.as_yaml())
     progress = progress_of(metrics["rounds"], recipe.fingerprint, [own.name])
     save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
+    if store.guard is not None:
+        metrics["served"] = store.guard.final_choice(metrics["users"], done=clients.stopped_after)
+        local = build_local(federation, recipe, store.own_data)
+        assert local is not None
+        _copy_without_padding(local.clients, store.guard.local)
+        save_checkpoint(folder / LOCAL, clients.model.layout, local.clients.state, local.server.state, progress)
+        if store.guard.served_rows is not None:
+            shared = state_of_download(clients)
+            _copy_rows_without_padding(shared.rows, clients, store.guard.served_rows, store.clients)
+            save_checkpoint(folder / SHARED, clients.model.layout, shared, {}, progress)
     write_json(folder / "metrics.json", metrics)
     return folder
+
+
+def rounds_if_early(store: ClientStore, rounds: int) -> int | None:
+    """Return the number of rounds after which a federation ended; None if it ended as planned.
+
+    Args:
+        store: The user's part of the run.
+        rounds: Number of rounds that are done.
+    """
+    return rounds if 0 <= rounds < store.clients.rounds_done else None
 
 
 def _of_one_user(store: ClientStore, own: Own) -> Recipe:
@@ -611,7 +647,10 @@ def _of_one_user(store: ClientStore, own: Own) -> Recipe:
     def value_of_user(values: Sequence[Any]) -> Any:
         return values[user_index]
 
-    return recipe_for_one_user(store.recipe, value_of_user)
+    recipe = recipe_for_one_user(store.recipe, value_of_user)
+    if store.guard is None:
+        return recipe
+    return recipe.with_changes({"evaluation.guard": store.recipe.evaluation.guard})
 
 
 def _copy_without_padding(target: Clients, source: Clients) -> None:
@@ -624,14 +663,10 @@ def _copy_without_padding(target: Clients, source: Clients) -> None:
         target: Its tensors have the user's own rank and number of experts; its state is overwritten.
         source: Its tensors have the largest rank and number of experts of all users.
     """
-    padded_layout, own_layout = source.model.layout, target.model.layout
     for own_matrix, padded_matrix in zip(_matrices(target.state), _matrices(source.state), strict=True):
         is_empty = own_matrix.shape[1] == 0  # an optimiser such as SGD has no moments
-        if is_empty:
-            continue
-        padded_tensors = padded_layout.views(padded_matrix)  # by name, (users, *shape)
-        own_tensors = [_cut(padded_tensors[slot.name], slot.shape) for slot in own_layout.slots]
-        own_matrix.copy_(torch.cat([tensor.flatten(1) for tensor in own_tensors], 1))
+        if not is_empty:
+            _copy_rows_without_padding(own_matrix, target, padded_matrix, source)
     for name in ("iterations", "router_steps", "ranks", "versions"):  # a number for each user
         getattr(target.state, name).copy_(getattr(source.state, name))
     # `kept` has tensors of the method's client hooks, and the matrix of gradients, which was copied above.
@@ -639,6 +674,20 @@ def _copy_without_padding(target: Clients, source: Clients) -> None:
         if name != GRADIENTS:
             target.state.kept[name] = source.state.kept[name].clone()
     target.update_masks()
+
+
+def _copy_rows_without_padding(own_matrix: Tensor, target: Clients, padded_matrix: Tensor, source: Clients) -> None:
+    """Copy parameters or moments ``(users, columns)`` to a matrix without padding.
+
+    Args:
+        own_matrix: Is overwritten; its columns are those of ``target``.
+        target: See :func:`_copy_without_padding`.
+        padded_matrix: Its columns are those of ``source``.
+        source: See :func:`_copy_without_padding`.
+    """
+    padded_tensors = source.model.layout.views(padded_matrix)  # by name, (users, *shape)
+    own_tensors = [_cut(padded_tensors[slot.name], slot.shape) for slot in target.model.layout.slots]
+    own_matrix.copy_(torch.cat([tensor.flatten(1) for tensor in own_tensors], 1))
 
 
 def _matrices(state: State) -> tuple[Tensor, ...]:

@@ -259,27 +259,27 @@ def model_of_all_users(store: ClientStore) -> Model:
 def personal_model(store: ClientStore, model: Model, name: str) -> PersonalModel:
     """Return the current model of a user, with a copy of its tensors, to serve it while training goes on.
 
+    With ``evaluation.guard`` it is of the kind that was the best at the last validation.
+
     Args:
         store: The user's data, model and progress in its federation.
         model: Model of all users of the run, from :func:`model_of_all_users`.
         name: Name of the user.
     """
     from comingle.training.checkpoints import personal_tensors
-    from comingle.training.client import finetuned, settle
+    from comingle.training.client import finetuned, settled
     from comingle.training.kinds.base import kind_of
 
-    clients, original_state = store.clients, store.clients.state
-    settle_changes_state = bool(clients.method.client.settling)
-    if settle_changes_state:  # the original state must stay equal to that on disk
-        clients.state = original_state.copy()
-    try:
-        settle(clients)  # computes tensors that depend on trained ones, such as the weights of an ensemble
-        only_user = 0  # this client group has a single user
+    clients = store.clients if store.guard is None else store.guard.served_clients
+    shared = None if store.guard is None else store.guard.served_rows
+    only_user = 0  # this client group has a single user
+    if shared is not None:
+        tensors = clients.model.layout.views(shared[[only_user]])
+    else:
         row = clients.row_of[only_user]  # in the matrix of tensors; if a method trains two copies, of the last one
-        with finetuned(clients):  # for methods whose personal models are fine-tuned
+        # Compute tensors that depend on trained ones, such as the weights of an ensemble; fine-tune if the method does.
+        with settled(clients), finetuned(clients):
             tensors = personal_tensors(clients.model.layout, clients.state, row)
-            tensors = {slot: tensor.to(model.dtype, copy=True) for slot, tensor in tensors.items()}
-    finally:
-        clients.state = original_state
+    tensors = {slot: tensor.to(model.dtype, copy=True) for slot, tensor in tensors.items()}
     user_index = store.public.users.index(name)
     return cast("PersonalModel", kind_of(store.recipe).personal(name, model, tensors, user_index))

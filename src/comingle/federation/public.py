@@ -212,8 +212,6 @@ def check_remote_clients(recipe: Recipe) -> None:
         raise RecipeError(f"method {method.name}: needs users' true clusters, which clients do not report")
     if recipe.adapters.start is not None:
         raise RecipeError(f"adapters.start: got {recipe.adapters.start!r}; allowed in a federation: null")
-    if recipe.evaluation.guard is not None:
-        raise RecipeError(f"evaluation.guard: got {recipe.evaluation.guard}; allowed in a federation: null")
     held_out = getattr(recipe.data, "held_out", None)  # some kinds of data do not have this option
     if held_out == "mixture":
         raise RecipeError("data.held_out: got mixture, which gives users' text to others; allowed: own")

@@ -31,7 +31,7 @@ from comingle.runs.given import (
     recipe_with,
     registered_methods,
 )
-from comingle.runs.guard import LOCAL, build_local
+from comingle.runs.guard import LOCAL, build_local, saved_shared_models
 from comingle.runs.progress import loading, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import (
@@ -371,8 +371,17 @@ def _load(folder: Path, given: Given, method: AnyMethod | None, *, on_demand: bo
                 local = build_local(federation, recipe, run_data)
             if local is not None:
                 local.restore(folder / LOCAL, recipe.fingerprint)
+            shared = saved_shared_models(federation.clients, folder)
     settings = run_data.kind.settings(run_data)  # for samples their shapes, classes, loss and net
-    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, local=local, settings=settings)
+    return Run(
+        folder=folder,
+        recipe=recipe,
+        metrics=metrics,
+        federation=federation,
+        local=local,
+        shared=shared,
+        settings=settings,
+    )
 
 
 def _can_stay_stored(folder: Path, recipe: Recipe, method: Method, metrics: JsonMapping) -> bool:

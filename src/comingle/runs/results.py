@@ -18,6 +18,7 @@ from comingle.training.backends.local import InProcess
 from comingle.training.batch_sources import AnyScore
 from comingle.training.checkpoints import personal_tensors
 from comingle.training.client import finetuned
+from comingle.training.cohort import Models
 from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import DataError, RunError, require_user
 from comingle.utils.records import JsonMapping, JsonObject, describe_metrics, read_events
@@ -40,6 +41,8 @@ class Run:
     federation: InProcess
     local: InProcess | None = field(default=None, repr=False)
     """The users as they have trained alone; None without ``evaluation.guard``."""
+    shared: Models | None = field(default=None, repr=False)
+    """The models that users are served as "shared", if a client has saved them; None if the server has them."""
     events_in_memory: tuple[JsonObject, ...] = field(default=(), repr=False)
     """The events of a run without a folder."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -105,7 +108,8 @@ class Run:
         row = clients.row_of[number]  # the index of the user's model in the stacked tensors of all models
         (trainer,) = clients.trainers_of([row])  # who trains this model: the user's number, or 0 if all users share one
         if served == SHARED:
-            stored_tensors = model.layout.views(shared_models(self.federation).parameters_of([number]))
+            shared = shared_models(self.federation) if self.shared is None else self.shared
+            stored_tensors = model.layout.views(shared.parameters_of([number]))
         else:
             # Methods that fine-tune at the end do so here, for this user only and while its tensors are copied.
             with finetuned(clients, trainers=[trainer]):

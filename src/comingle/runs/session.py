@@ -972,7 +972,9 @@ def execute(
         if scores is None:
             scores = []
         if local is not None:
-            continue_local(local, recipe)
+            if recipe.continue_from is not None:
+                section = recipe.continue_from
+                continue_local(local.clients, Path(section.run), moments=section.moments)
             train_local(local, federation, recipe, folder, observe, resume=resume)
         metrics = _metrics_of_run(federation, recipe, scores, clock, evaluations, num_classes)
         if forgotten := forgetting(federation, earlier):

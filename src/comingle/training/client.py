@@ -1130,6 +1130,19 @@ def settle(clients: Clients, *, all_users: bool = True) -> None:
         clients.state.put(rows, cohort.state)
 
 
+@contextmanager
+def settled(clients: Clients) -> Iterator[None]:
+    """Settle the models of all users in the block, in which they are scored or copied; restore them on exit."""
+    original_state = clients.state
+    if clients.method.client.settling:
+        clients.state = original_state.copy()
+    try:
+        settle(clients)
+        yield
+    finally:
+        clients.state = original_state
+
+
 def finish(clients: Clients) -> None:
     """Run the ``finish`` hooks of the method after the last round, and store the final models that they return.
 
