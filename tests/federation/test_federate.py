@@ -24,7 +24,7 @@ from comingle.federation.launch import federate
 from comingle.runs import api
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
-from comingle.utils.records import read_events
+from comingle.utils.records import read_events, read_metrics
 from federation.tiny import method, text_recipe
 
 pytestmark = pytest.mark.slow
@@ -149,6 +149,34 @@ def test_what_is_killed_comes_back_and_nothing_is_lost(what: str, tmp_path: Path
     thread.join()
     assert killed
     assert_equal(tmp_path / "together", tmp_path / "apart")
+
+
+def test_a_client_that_is_killed_serves_what_one_process_does(tmp_path: Path) -> None:
+    """With ``evaluation.guard``, whose models and choices are in the client's folder."""
+    recipe = recipe_of(tmp_path, "fedavg").with_changes({"evaluation.guard": "local"})
+    together = api.run(recipe, out=tmp_path / "together")
+    assert together.local is not None
+    killed: list[int] = []
+
+    def kill() -> None:
+        for process in of_folder(tmp_path, *KILLED["a client"])[:1]:
+            os.kill(process.pid, signal.SIGKILL)
+            killed.append(process.pid)
+
+    thread = after_first_round(tmp_path / "apart", kill)
+    federate(recipe, tmp_path / "apart", say=print)
+    thread.join()
+    assert killed
+    assert_equal(tmp_path / "together", tmp_path / "apart")
+    assert not any("served" in path.read_text() for path in (tmp_path / "apart").glob("*.json*"))
+    for number, name in enumerate(together.users):
+        (model,) = (tmp_path / "apart" / "users" / name).glob("run-*/model")
+        served = read_metrics(model)["served"][name]
+        expected = together.metrics["served"][name]
+        assert {**served, "since": expected["since"], "since_round": None} == {**expected, "since_round": None}
+        local = api.load(model).local
+        assert local is not None
+        assert torch.equal(local.clients.state.rows, together.local.clients.state.rows[number :: len(together.users)])
 
 
 def of_names(words: tuple[str, ...]) -> list[psutil.Process]:

@@ -303,15 +303,18 @@ def status(
     from rich.live import Live
 
     from comingle.utils.files import is_locked
-    from comingle.utils.records import PARTICIPANTS, numbered_runs
+    from comingle.utils.records import PARTICIPANTS, client_runs, numbered_runs
 
     has_run = any((run / name).exists() for name in ("events.jsonl", "recipe.yaml", PARTICIPANTS))
-    if not has_run and not numbered_runs(run):
-        raise RunError(f"status: got {run}; allowed: the folder of a run, or of a federation's server (its --out)")
+    if not has_run and not numbered_runs(run) and not client_runs(run):
+        raise RunError(
+            f"status: got {run}; allowed: the folder of a run, of a federation's server (its --out) or of its user"
+        )
 
     def is_running() -> bool:
         # A federation's server locks a folder inside the run folder before it has begun, and while it restarts.
-        return is_locked(run) or is_locked(run / "flower")
+        # A client locks its state folder, which is above that of a run.
+        return any(is_locked(folder) for folder in (run, run / "flower", *(each.parent for each in client_runs(run))))
 
     runs = is_running()
     if not watch or not console.is_terminal:
@@ -339,9 +342,11 @@ def _render_status(folder: Path, *, is_running: bool, all_users: bool) -> Render
     """
     from rich.console import Group
 
-    from comingle.reports.tables import render_progress, render_runs
-    from comingle.utils.records import numbered_runs
+    from comingle.reports.tables import render_client, render_progress, render_runs
+    from comingle.utils.records import client_runs, numbered_runs
 
+    if client_runs(folder):
+        return render_client(folder, is_running=is_running)
     runs = numbered_runs(folder)
     if not runs:
         return render_progress(folder, is_running=is_running, all_users=all_users)

@@ -139,9 +139,9 @@ def show(
     force: Replace = False,
 ) -> None:
     """Print the results of a run or of a comparison, or write each user's results to a file."""
-    from comingle.reports.tables import render_runs
-    from comingle.utils.files import check_target
-    from comingle.utils.records import numbered_runs, plural
+    from comingle.reports.tables import render_client, render_runs
+    from comingle.utils.files import check_target, is_locked
+    from comingle.utils.records import client_models, client_runs, numbered_runs, plural
 
     target_by_option = {"--csv": csv, "--parquet": parquet, "--latex": latex}
     given_options = [option for option, path in target_by_option.items() if path is not None]
@@ -155,6 +155,13 @@ def show(
             "the printed tables, or --latex"
         )
     if not given_options:
+        if runs := client_runs(run):
+            console.print(render_client(run, is_running=is_locked(runs[-1].parent)))
+            models = client_models(run)
+            if not models:
+                return
+            run = models[-1]
+            console.print(Text(f"\n{run}"), soft_wrap=True)
         runs = numbered_runs(run)
         if runs:  # of a continuous federation or of `comingle live`
             console.print(render_runs(runs, title=f"{run}: {plural(len(runs), 'run')}"))

@@ -133,7 +133,7 @@ from comingle.utils.errors import (
 )
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import DATE, INPUTS, SPLITS, Inputs, read_inputs, write_inputs
-from comingle.utils.records import PUBLIC, convert_disk_errors, expand_home, write_json
+from comingle.utils.records import PUBLIC, client_runs, convert_disk_errors, expand_home, write_json
 
 Received = Download | Upload | None
 """The server's message for a step of a secure sum; None for the first step, which needs none."""
@@ -827,16 +827,11 @@ class Client:
         """
         if self._publish is None:
             return
-        folders = [path.parent for path in self.folder.glob(f"run-*/{PUBLIC}")]
+        folders = client_runs(self.folder)
         if not folders:
             return
-
-        def time_of_joining(run_folder: Path) -> float:
-            return (run_folder / PUBLIC).stat().st_mtime
-
-        newest_folder = max(folders, key=time_of_joining)
         try:
-            store = self._open(newest_folder.name.removeprefix("run-"))
+            store = self._open(folders[-1].name.removeprefix("run-"))
         except ComingleError as error:
             self.say(str(error))
             return
@@ -1015,11 +1010,14 @@ class Client:
             raise MessageError(f"task: got task {task.serial} for user {self.own.name!r}; allowed: {store.serial + 1}")
         if needs_conditions(task):
             self._await_conditions(store, task, deadline)
+        served_before = None if store.guard is None else store.guard.model
         try:
             with own_errors(store.clients.method):  # names file and line of an error in a user's own method
                 answer = TaskRunner(store, self.own, task, self._conditions).run().pack()
             store.commit(task.serial, data, answer)
             self.say(_describe_answer(store, task, answer))
+            if store.guard is not None and store.guard.model != served_before:
+                self.say(f"serves the {store.guard.model} model from now on: it has the lowest validation loss")
             if "train" in task.todo:
                 record_training(store.folder, self.own.name)
             if "end" in task.todo and not task.arguments.get("continuous"):

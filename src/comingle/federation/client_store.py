@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import ACCOUNT, Terms
+from comingle.config.settings import ACCOUNT, MEMORY, Terms
 from comingle.federation.messages import unpack_answer
 from comingle.federation.participant import Own, Tells, map_sources
 from comingle.federation.public import Public
@@ -52,8 +52,11 @@ from comingle.runs.continuation import EarlierData, forgetting
 from comingle.runs.folders import LEFT, certificates_of
 from comingle.runs.guard import LOCAL, SHARED, ClientGuard, build_local, state_of_download
 from comingle.runs.session import build, describe
+from comingle.training.backends.local import InProcess
+from comingle.training.batch_sources import AnyScore
 from comingle.training.checkpoints import (
     Clock,
+    Progress,
     digest_of_checkpoint,
     load_checkpoint,
     progress_of,
@@ -61,7 +64,8 @@ from comingle.training.checkpoints import (
     save_checkpoint,
 )
 from comingle.training.client import Clients, finetuned
-from comingle.training.evaluation import summarise
+from comingle.training.evaluation import amounts, end_event, evaluation_event, start_event, summarise, users_report
+from comingle.training.events import EventLog
 from comingle.training.kinds.base import RunData
 from comingle.training.state import GRADIENTS, State
 from comingle.utils.errors import DataError, MessageError, RunError
@@ -69,6 +73,7 @@ from comingle.utils.files import list_checkpoints, locked
 from comingle.utils.inputs import INPUTS, read_inputs, write_inputs
 from comingle.utils.names import is_named
 from comingle.utils.records import (
+    CLIENT_MODEL,
     DRAFT,
     JsonObject,
     convert_disk_errors,
@@ -581,7 +586,7 @@ def _is_complete(answer: bytes) -> bool:
     return True
 
 
-MODEL = "model"
+MODEL = CLIENT_MODEL
 
 
 def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
@@ -605,7 +610,8 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     clients.stopped_after = rounds_if_early(store, rounds)
     with finetuned(clients):  # if the method fine-tunes models for evaluation only
         empty_clock = Clock()  # only the server counts seconds and bytes of a federation
-        metrics = summarise(clients, clients.evaluate(), empty_clock).as_dict()
+        scores = clients.evaluate()
+        metrics = summarise(clients, scores, empty_clock).as_dict()
     metrics.update(clients.left_out)  # number of rows of data that were skipped, if any
     if forgotten := forgetting(federation, store.earlier):
         metrics["earlier"] = forgotten
@@ -617,17 +623,69 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     progress = progress_of(metrics["rounds"], recipe.fingerprint, [own.name])
     save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
     if store.guard is not None:
-        metrics["served"] = store.guard.final_choice(metrics["users"], done=clients.stopped_after)
-        local = build_local(federation, recipe, store.own_data)
-        assert local is not None
-        _copy_without_padding(local.clients, store.guard.local)
-        save_checkpoint(folder / LOCAL, clients.model.layout, local.clients.state, local.server.state, progress)
-        if store.guard.served_rows is not None:
-            shared = state_of_download(clients)
-            _copy_rows_without_padding(shared.rows, clients, store.guard.served_rows, store.clients)
-            save_checkpoint(folder / SHARED, clients.model.layout, shared, {}, progress)
+        _save_guard(store, store.guard, federation, recipe, folder, metrics, progress)
+        _write_events(folder, federation.clients, scores, metrics)
     write_json(folder / "metrics.json", metrics)
     return folder
+
+
+def _save_guard(
+    store: ClientStore,
+    guard: ClientGuard,
+    federation: InProcess,
+    recipe: Recipe,
+    folder: Path,
+    metrics: JsonObject,
+    progress: Progress,
+) -> None:
+    """Write the user's final local model and, if it is served, the shared one; add the choice to the metrics.
+
+    Args:
+        store: The user's part of the run.
+        guard: The user's models.
+        federation: The run of this user alone, with the personal model.
+        recipe: Its recipe.
+        folder: Its folder.
+        metrics: Its metrics, changed in place.
+        progress: Its progress.
+    """
+    clients = federation.clients
+    metrics["served"] = guard.final_choice(metrics["users"], done=clients.stopped_after)
+    local = build_local(federation, recipe, store.own_data)
+    assert local is not None
+    _copy_without_padding(local.clients, guard.local)
+    save_checkpoint(folder / LOCAL, clients.model.layout, local.clients.state, local.server.state, progress)
+    if guard.served_rows is not None:
+        shared = state_of_download(clients)
+        _copy_rows_without_padding(shared.rows, clients, guard.served_rows, store.clients)
+        save_checkpoint(folder / SHARED, clients.model.layout, shared, {}, progress)
+
+
+def _write_events(folder: Path, clients: Clients, scores: Sequence[AnyScore], metrics: JsonObject) -> None:
+    """Write the events that a report needs: start, final evaluation, what is served, and end.
+
+    Args:
+        folder: Folder of the user's final model.
+        clients: The user with this model.
+        scores: Its test scores.
+        metrics: Its metrics.
+    """
+    done = metrics["rounds"]
+    users = {user.name: amounts(user, clients.batch_source.unit) for user in clients.users}
+    evaluation = evaluation_event(
+        users_report(clients, scores)["users"],
+        metrics["measure"],
+        done=done,
+        iterations=done * clients.steps.local_steps,
+    )
+    log = EventLog(folder / "events.jsonl")
+    try:
+        log(start_event(clients.plan, clients.model.name, users))
+        log(evaluation)
+        log({"event": "served", "round": done, "users": metrics["served"]})
+        log(end_event(metrics))
+    finally:
+        log.close()
 
 
 def rounds_if_early(store: ClientStore, rounds: int) -> int | None:
@@ -650,7 +708,7 @@ def _of_one_user(store: ClientStore, own: Own) -> Recipe:
     recipe = recipe_for_one_user(store.recipe, value_of_user)
     if store.guard is None:
         return recipe
-    return recipe.with_changes({"evaluation.guard": store.recipe.evaluation.guard})
+    return recipe.with_changes({"evaluation.guard": store.recipe.evaluation.guard, "runtime.store": MEMORY})
 
 
 def _copy_without_padding(target: Clients, source: Clients) -> None:

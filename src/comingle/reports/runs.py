@@ -39,6 +39,7 @@ from comingle.utils.records import (
     MEASURES,
     JsonMapping,
     JsonObject,
+    client_models,
     geometric_mean,
     measure_of,
     number,
@@ -218,7 +219,7 @@ class Entry:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Return the given run folders and those inside folders of comparisons, each once.
+    """Return the given run folders, those inside folders of comparisons, and a client's newest model, each once.
 
     Raises:
         RunError: A path is neither.
@@ -228,7 +229,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             raise RunError(f"{path}: no such run folder")
         is_run = (path / "events.jsonl").is_file()
-        folders = [path] if is_run else _runs_of_comparison(path)
+        folders = [path] if is_run else client_models(path)[-1:] or _runs_of_comparison(path)
         if not folders:
             raise RunError(_no_runs_message(path))
         for folder in folders:
@@ -431,6 +432,8 @@ def served_lines(metrics: JsonMapping) -> list[str]:
     lines: list[str] = []
     for name, entry in metrics.get("served", {}).items():
         heading = f"served {entry['model']}" + (f" since {entry['since']}" if entry["since"] else "")
+        if "since_round" in entry:  # of a client
+            heading += f", round {entry['since_round']}"
         if entry["model"] == "personal" or len(lines) == MOST_ROWS:
             users_by_model.setdefault(heading, []).append(name)
         else:

@@ -43,7 +43,7 @@ from comingle.reports.formatting import (
     unit_and_direction,
     user_at_quantile,
 )
-from comingle.reports.runs import Cost, Entry, Spread
+from comingle.reports.runs import Cost, Entry, Spread, served_lines
 from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.records import (
     GEOMETRIC,
@@ -51,11 +51,14 @@ from comingle.utils.records import (
     JsonMapping,
     JsonObject,
     RunSummary,
+    client_models,
+    client_runs,
     describe_privacy,
     describe_sample,
     geometric,
     measure_of,
     number,
+    read_choices,
     read_events,
     summarize_run,
     write_json,
@@ -586,6 +589,26 @@ def render_progress(folder: Path, *, is_running: bool, all_users: bool = False) 
     else:
         table = _progress_of_users(events, all_users=all_users)
     return Group(literal_text(title), table)
+
+
+def render_client(folder: Path, *, is_running: bool) -> Group:
+    """Return the state of a client's newest run: its rounds, and which model the user is served.
+
+    Args:
+        folder: The client's state folder, or the folder of one of its runs.
+        is_running: Whether the client runs.
+    """
+    newest = client_runs(folder)[-1]
+    state = "running" if is_running else "stopped"
+    if client_models(newest):
+        state = "ended"
+    choices = read_choices(newest)
+    title = f"{newest}: {state}"
+    lines: list[str] = []
+    if choices:
+        title += f" · last validation after round {choices[-1]['round']}"
+        lines = served_lines({"served": choices[-1]["served"], "users": {}})
+    return Group(*(literal_text(line) for line in (title, *lines)))
 
 
 def render_runs(folders: Sequence[Path], *, title: str) -> Group:

@@ -12,7 +12,6 @@ In a federation over the network each client has all three (:class:`ClientGuard`
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +48,7 @@ from comingle.training.settings import RunPlan, participants
 from comingle.training.state import State
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import list_checkpoints
-from comingle.utils.records import JsonMapping, JsonObject, read_metrics, write_json
+from comingle.utils.records import SERVED, JsonMapping, JsonObject, read_choices, read_metrics, write_json
 from comingle.utils.trees import CLIENT_ROUTER
 
 PERSONAL, LOCAL, SHARED = "personal", "local", "shared"
@@ -57,9 +56,6 @@ PERSONAL, LOCAL, SHARED = "personal", "local", "shared"
 
 ``SHARED`` is one too on a client's machine.
 """
-
-SERVED = "served.json"
-"""File in a run's folder on a client's machine: which of the models the user is served."""
 
 
 def is_guarded(evaluation: EvaluationSection, method: Method) -> bool:
@@ -340,7 +336,7 @@ def compare_candidates(candidates: dict[str, Candidate], recipe: Recipe) -> Json
 
 
 def add_test_scores(served: JsonObject, candidates: dict[str, Candidate], users: JsonMapping) -> None:
-    """Add the test measures of the served model to each user whom the run scores.
+    """Add the test measures of the served model to each user that the run scores.
 
     Args:
         served: Result of :func:`compare_candidates`, changed in place.
@@ -443,27 +439,6 @@ def _score_tests(candidate: Candidate, numbers: Sequence[int]) -> list[dict[str,
 # -------------------------------------------------------------------- a client of a federation
 
 
-def read_choices(run: Path) -> list[JsonObject]:
-    """Return the choices of a client with ``evaluation.guard`` in a run, the oldest first; empty without any.
-
-    Each has the number of the ``task`` after which it was made, and :func:`choose_served`'s result under ``served``.
-
-    Args:
-        run: Folder of the run on the user's machine.
-
-    Raises:
-        RunError: The file is damaged.
-    """
-    path = run / SERVED
-    if not path.exists():
-        return []
-    try:
-        choices = json.loads(path.read_text(encoding="utf-8"))["choices"]
-        return [{"task": int(choice["task"]), "served": dict(choice["served"])} for choice in choices]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path}: damaged ({error}); delete it, and the next validation writes it again") from None
-
-
 def saved_shared_models(clients: Clients, folder: Path) -> Models | None:
     """Return the shared model that a client has saved as the one to serve; None without one.
 
@@ -491,7 +466,7 @@ class ClientGuard:
     """The models of a client's user beside the personal one, and which of them is served; nothing of it is sent.
 
     The state after each of the last tasks is in the folder of the run: the local model in :data:`LOCAL`, the newest
-    download in :data:`SHARED`, and the choices in :data:`SERVED`.
+    download in :data:`SHARED`, and the choices in :data:`comingle.utils.records.SERVED`.
 
     Args:
         run: Folder of the run on the user's machine.
@@ -570,7 +545,7 @@ class ClientGuard:
                 entry["since"], entry["since_round"] = before["since"], before["since_round"]
             else:
                 entry["since"], entry["since_round"] = self.run.name, rounds
-        self.choices.append({"task": task, "served": served})
+        self.choices.append({"task": task, "round": rounds, "served": served})
 
     def _candidates(self, done: int | None) -> AbstractContextManager[dict[str, Candidate]]:
         """Return the context of :func:`candidates_of`."""
@@ -619,7 +594,7 @@ class ClientGuard:
         """
         continue_local(self.local, earlier, moments=moments)
         self._start = self.local.state.copy(compact=True)
-        self.choices = [{**choice, "task": 0} for choice in read_choices(earlier)[-1:]]
+        self.choices = [{**choice, "task": 0, "round": 0} for choice in read_choices(earlier)[-1:]]
 
     def save(self, task: int) -> None:
         """Store the state after a task; call it before the checkpoint is written that completes the task.

@@ -369,6 +369,51 @@ def resume_command(run: Path) -> str:
     return f"`comingle run --resume {shlex.quote(str(run))}`"
 
 
+CLIENT_MODEL = "model"
+"""Folder, in a run's folder on a client's machine, of the user's final model: a run folder with one user."""
+
+SERVED = "served.json"
+"""File in a run's folder on a client's machine, with ``evaluation.guard``: which of its models the user is served."""
+
+
+def client_runs(folder: Path) -> list[Path]:
+    """Return the folders of the runs in a client's state folder, in the order in which the user has joined them.
+
+    For the folder of one of these runs it is only that one; for any other folder the list is empty.
+    """
+    files = [folder / PUBLIC] if (folder / PUBLIC).exists() else folder.glob(f"run-*/{PUBLIC}")
+    return [file.parent for file in sorted(files, key=lambda file: file.stat().st_mtime)]
+
+
+def client_models(folder: Path) -> list[Path]:
+    """Return the user's final models in a client's state folder, as run folders; empty for any other folder."""
+    models = [run / CLIENT_MODEL for run in client_runs(folder)]
+    return [model for model in models if (model / "metrics.json").exists()]
+
+
+def read_choices(run: Path) -> list[JsonObject]:
+    """Return the choices of a client with ``evaluation.guard`` in a run, the oldest first; empty without any.
+
+    Each has the number of the ``task`` in which it was made, the number of rounds that were done (``round``), and under
+    ``served`` the result of :func:`comingle.runs.guard.choose_served`.
+
+    Args:
+        run: Folder of the run on the user's machine.
+
+    Raises:
+        RunError: The file is damaged.
+    """
+    path = run / SERVED
+    if not path.exists():
+        return []
+    try:
+        choices = json.loads(path.read_text(encoding="utf-8"))["choices"]
+        keys = {"task": int, "round": int, "served": dict}
+        return [{key: kind(choice[key]) for key, kind in keys.items()} for choice in choices]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: damaged ({error}); delete it, and the next validation writes it again") from None
+
+
 def numbered_runs(folder: Path) -> list[Path]:
     """Return the run folders 0001, 0002, ... in a folder of runs that follow one another, the oldest first.
 
