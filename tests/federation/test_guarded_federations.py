@@ -254,13 +254,16 @@ def test_a_crash_between_two_files_of_a_task(after: str, tmp_path: Path, monkeyp
     assert_same_guard(together, tmp_path / "apart")
 
 
-def test_a_client_has_its_user_in_memory(tmp_path: Path) -> None:
-    """Whatever the recipe says of a run of one process."""
-    federated(guarded(tmp_path / "texts", runtime__store="disk"), tmp_path / "apart")
-    for name in (ANN, BOB):
+@pytest.mark.parametrize("guard", ["local", None])
+def test_a_client_has_its_user_in_memory(guard: str | None, tmp_path: Path) -> None:
+    """Whatever the recipe says of runs of one process: a restarted client and programs read what it has saved."""
+    content = guarded(tmp_path / "texts", runtime__store="disk", evaluation__guard=guard)
+    plan, nodes = nodes_of(parse_recipe(content), tmp_path / "apart")
+    run_federation(plan, Forgetful(nodes), tmp_path / "apart" / "server")
+    for name in nodes:
         opened = api.load(run_of(tmp_path / "apart", name) / "model")
-        assert opened.local is not None
-        assert opened.user(name).tensors
+        assert (opened.local is None) == (guard is None)
+        assert dict(opened.user(name).tensors)
 
 
 def test_a_lost_state_is_one_line(tmp_path: Path) -> None:

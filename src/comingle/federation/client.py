@@ -39,7 +39,7 @@ import torch
 
 from comingle.config import Recipe, parse_recipe
 from comingle.config.sections import ContinuationSection, with_older_defaults
-from comingle.config.settings import Terms
+from comingle.config.settings import MEMORY, Terms
 from comingle.data.populations import as_users
 from comingle.federation.client_store import (
     COUNTED,
@@ -507,6 +507,7 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
         _refuse_local_path(public.whole_recipe().base)
     runtime = own.runtime_section(content.get("runtime", {}))
     runtime.setdefault("users_per_step", 1)  # this client trains a single user
+    runtime["store"] = MEMORY  # which fits into memory, whatever the federation's recipe says
     content["runtime"] = runtime
     recipe = parse_recipe(content, where=f"user {own.name!r}")
     return recipe.with_changes(_lighter_runtime(recipe), where=f"user {own.name!r}")

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import ACCOUNT, MEMORY, Terms
+from comingle.config.settings import ACCOUNT, Terms
 from comingle.federation.messages import unpack_answer
 from comingle.federation.participant import Own, Tells, map_sources
 from comingle.federation.public import Public
@@ -708,7 +708,7 @@ def _of_one_user(store: ClientStore, own: Own) -> Recipe:
     recipe = recipe_for_one_user(store.recipe, value_of_user)
     if store.guard is None:
         return recipe
-    return recipe.with_changes({"evaluation.guard": store.recipe.evaluation.guard, "runtime.store": MEMORY})
+    return recipe.with_changes({"evaluation.guard": store.recipe.evaluation.guard})
 
 
 def _copy_without_padding(target: Clients, source: Clients) -> None:
