@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import shutil
@@ -24,12 +25,15 @@ from comingle.federation.files import change_participants, load_plan
 from comingle.federation.messages import unpack_task
 from comingle.federation.run_folder import run_federation
 from comingle.federation.server_app import (
+    complete_certificates,
     finish_removals,
     plan_server_removal,
     remove_from_server,
     without_users_who_left,
 )
+from comingle.runs.folders import certificates_of
 from comingle.runs.leaving import STATEMENTS
+from comingle.training.checkpoints import digest_of_checkpoint, digest_of_tensors
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import list_checkpoints, locked
 from comingle.utils.records import read_events, read_metrics
@@ -94,13 +98,21 @@ def test_exact_is_bit_for_bit_a_federation_without_the_user(name: str, tmp_path:
     assert sorted(path.name for path in federation.out.glob("[0-9]*")) == ["0001", "0001.yaml"]
     assert certificate["statement"] == STATEMENTS["exact"]
     assert certificate["checkpoint_after"] != certificate["checkpoint_before"]
+    assert certificate["rounds_trained_again"] is None
     assert_no_traces(federation.out, CEM)
+    complete_certificates(federation.out)
+    assert certificates_of(federation.out) == [certificate]  # nothing is trained again yet
 
     assert CEM in yaml.safe_load(federation.file.read_text())["participants"]  # nevertheless refused
     for each in (federation, never):
         assert each.run_due()
         assert each.trained(2) == {ANN, BOB}
     assert_same_server(federation.out / "0002", never.out / "0002")
+    (completed,) = certificates_of(federation.out)
+    assert completed["rounds_trained_again"] == certificate["rounds_to_train_again"]
+    assert completed["tensors_after"] == digest_of_tensors(list_checkpoints(never.out / "0002")[-1])
+    assert completed["checkpoint_after"] == digest_of_checkpoint(list_checkpoints(federation.out / "0002")[-1])
+    assert completed["date_trained_again"] >= completed["date"]
     mine, theirs = states_of(federation.channel), states_of(never.channel)
     for user in (ANN, BOB):
         assert all(torch.equal(t, theirs[user][key]) for key, t in mine[user].items())
@@ -109,6 +121,7 @@ def test_exact_is_bit_for_bit_a_federation_without_the_user(name: str, tmp_path:
     federation.write(BOB)
     assert federation.run_due()
     assert federation.trained(3) == {BOB}
+    assert certificates_of(federation.out) == [completed]
     with pytest.raises(RunError, match="has left"):
         plan_server_removal(federation.out, CEM, "exact")
 
@@ -269,8 +282,11 @@ def test_a_single_run_is_trained_again_from_the_same_file(tmp_path: Path) -> Non
         mine, theirs = states_of(channel)[user], states_of(never)[user]
         assert all(torch.equal(t, theirs[key]) for key, t in mine.items())
         assert len(list((tmp_path / "with" / user).glob("run-*"))) == 1  # the old one is deleted
-    (certificate,) = json.loads((server / "left.json").read_text())["left"]
+    complete_certificates(server)
+    (certificate,) = certificates_of(server)
     assert certificate["user"] == users[1]
+    assert certificate["rounds_trained_again"] == content["training"]["rounds"]
+    assert certificate["tensors_after"] == digest_of_tensors(list_checkpoints(tmp_path / "never" / "server")[-1])
 
 
 def test_a_single_run_is_continued_after_forward(tmp_path: Path) -> None:
@@ -319,6 +335,50 @@ def test_removals_that_are_refused(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- the command
+
+
+def test_the_key_of_a_user_who_leaves_is_deleted(comingle: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    federation, keys = Federation(tmp_path, ANN, BOB), tmp_path / "keys"
+    assert federation.run_due()
+    assert comingle("server", federation.file, "--make-certificates", keys).code == 0
+    with_bob = sorted(path.name for path in (keys / "users").iterdir())
+    assert with_bob == ["ann.key", "ann.pub", "bob.key", "bob.pub"]
+    wrong = comingle("leave", federation.out, "--user", BOB, "--certificates", tmp_path / "texts")
+    assert (wrong.code, "--make-certificates" in wrong.err) == (2, True)
+    wrong = comingle("leave", tmp_path / BOB, "--user", BOB, "--certificates", keys)
+    assert (wrong.code, "folder of a server" in wrong.err) == (2, True)
+    shown = comingle("leave", federation.out, "--user", BOB, "--certificates", keys)
+    assert "bob.pub" in shown.out
+    assert sorted(path.name for path in (keys / "users").iterdir()) == with_bob
+    command = shown.out.rpartition("to do it: comingle ")[2].strip()
+    done = comingle(*shlex.split(command))
+    assert done.code == 0, done.err
+    assert sorted(path.name for path in (keys / "users").iterdir()) == ["ann.key", "ann.pub"]
+    (certificate,) = certificates_of(federation.out)
+    assert certificate["deleted"][-2:] == [str(keys / "users" / name) for name in ("bob.pub", "bob.key")]
+
+
+def test_files_that_have_replaced_copies_of_text_are_named_and_kept(
+    comingle: Callable[..., Any], tmp_path: Path
+) -> None:
+    federation, state = Federation(tmp_path, ANN, BOB), tmp_path / BOB
+    assert federation.run_due()
+    copy = next(path for path in state.glob("run-*/data/*/*") if path.is_file())
+    digest = hashlib.sha256(copy.read_bytes()).hexdigest()
+    copy.write_text("something else")
+    beside = copy.with_name("new.txt")
+    beside.write_text("also something else")
+    for _ in range(2):  # the second time from the certificate alone
+        done = comingle("leave", state, "--user", BOB, "--yes")
+        left = [path for path in state.glob("run-*/**/*") if path.is_file()]
+        assert sorted(left) == sorted([copy, beside])
+    assert done.code == 2  # there are only these files
+    (certificate,) = certificates_of(state)
+    assert certificate["copies"] == {str(copy.relative_to(state)): digest}
+    names = [str(path.relative_to(state)) for path in sorted([copy, beside])]
+    assert certificate["not_deleted"] == names
+    assert not set(names) & set(certificate["deleted"])
 
 
 def test_the_command_on_both_machines(comingle: Callable[..., Any], tmp_path: Path) -> None:

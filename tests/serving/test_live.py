@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from tests.serving.test_serving_api import serving
 from comingle.config import Recipe, parse_recipe
 from comingle.privacy.accounting import Release, epsilon
 from comingle.runs import api
+from comingle.runs.folders import certificates_of
 from comingle.runs.leaving import plan_removal, remove_user
 from comingle.serving import live
 from comingle.serving.access import Keys, Limits, WatchedKeys
@@ -380,6 +383,8 @@ def test_a_user_leaves_a_live_folder_with_all_documents(start: Open, tmp_path: P
     trainer.store.add("ada", NEW_TEXT)
     wait_for(lambda: trainer.is_served(2))
     trainer.store.add("ada", ["some words that wait"])
+    unrelated = live / "texts" / "ada" / "0003.jsonl"
+    unrelated.write_text('{"text": "a poem of somebody else"}\n')
     with pytest.raises(RunError, match="name that folder"):
         plan_removal(live / "runs" / "0002", "ada", "exact")
     trainer.store.add("eve", ["words of somebody without a model"])
@@ -391,7 +396,16 @@ def test_a_user_leaves_a_live_folder_with_all_documents(start: Open, tmp_path: P
     with locked(live), pytest.raises(RunError, match="in use"):
         remove_user(removal)
     assert removal.documents
-    remove_user(removal)
+    waiting = live / "incoming" / "ada.jsonl"
+    digests = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in removal.documents}
+    said: list[str] = []
+    remove_user(removal, said.append)
+    assert unrelated.exists()
+    assert any(str(unrelated) in line and "not deleted" in line for line in said)
+    shutil.rmtree(unrelated.parent)
+    assert not waiting.exists()
+    (certificate,) = certificates_of(live / "runs" / "0001")
+    assert certificate["copies"] == digests
     remove_user(of_eve)
     assert not (live / "incoming" / "eve.jsonl").exists()
     for path in live.rglob("*"):

@@ -153,6 +153,10 @@ def leave(
     yes: Annotated[
         bool, typer.Option("--yes", help="Do it; without this option only show what would be done.")
     ] = False,
+    certificates: Annotated[
+        Path | None,
+        typer.Option("--certificates", metavar="FOLDER", help="Delete the user's key in this folder of a server, too."),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Remove a user from a run and from the runs that it continues; their folders are replaced.
@@ -160,7 +164,12 @@ def leave(
     Without --yes nothing is changed: the command lists the files that would be deleted and the rounds to train again.
     In a federation the server's folder is named there, and the user's state folder on the user's machine.
     """
-    from comingle.federation.client_store import STATEMENT_OF_CLIENT, delete_runs_of_user, files_of_user
+    from comingle.federation.client_store import (
+        STATEMENT_OF_CLIENT,
+        delete_runs_of_user,
+        files_of_user,
+        replaced_copies,
+    )
     from comingle.runs.folders import is_server_folder
     from comingle.runs.leaving import NOT_SEARCHED, STATEMENTS, plan_removal, remove_user
     from comingle.utils.terminal import literal_text
@@ -169,14 +178,18 @@ def leave(
         raise RecipeError(f"--mode: got {mode}; allowed: {', '.join(STATEMENTS)}")
     say, notes, statement = line_printer(quiet=quiet), list[str](), f"{mode}: {STATEMENTS[mode]}"
     branches: list[Path] = []
+    is_of_server = is_server_folder(run)
+    if certificates is not None and not is_of_server:
+        raise RecipeError(f"--certificates: got {certificates} with {run}; allowed: with the folder of a server")
     if files := files_of_user(run, user):
         carry_out: Callable[[], object] = partial(delete_runs_of_user, run, user)
-        statement = STATEMENT_OF_CLIENT
-    elif is_server_folder(run):
+        statement, kept = STATEMENT_OF_CLIENT, replaced_copies(run)
+        notes = [f"not deleted: {path} is no copy of {user}'s text" for path in kept]
+    elif is_of_server:
         require_flower()
         from comingle.federation.server_app import plan_server_removal, remove_from_server
 
-        server_removal = plan_server_removal(run, user, mode)
+        server_removal = plan_server_removal(run, user, mode, certificates)
         files, notes, branches = server_removal.files, server_removal.notes, server_removal.branches
         carry_out = partial(remove_from_server, server_removal, say)
     else:
@@ -186,6 +199,7 @@ def leave(
         if removal.rounds:
             minutes = removal.seconds / 60
             notes = [f"train again: {removal.rounds} rounds; with {user} they took {minutes:.1f} min"]
+        notes += [f"not deleted: {path} has no documents of {user}" for path in removal.unrelated]
     if yes:
         carry_out()
     else:
@@ -196,7 +210,8 @@ def leave(
     if yes:
         lines.append(f"{user} has left {run}: {len(files)} files deleted; left.json in the folder is the certificate")
     else:
-        command = shlex.join(["comingle", "leave", str(run), "--user", user, "--mode", mode, "--yes"])
+        with_key = [] if certificates is None else ["--certificates", str(certificates)]
+        command = shlex.join(["comingle", "leave", str(run), "--user", user, "--mode", mode, *with_key, "--yes"])
         lines.append(f"nothing is changed; to do it: {command}")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

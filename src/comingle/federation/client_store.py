@@ -69,7 +69,7 @@ from comingle.training.events import EventLog
 from comingle.training.kinds.base import RunData
 from comingle.training.state import GRADIENTS, State
 from comingle.utils.errors import DataError, MessageError, RunError
-from comingle.utils.files import list_checkpoints, locked
+from comingle.utils.files import file_digest, list_checkpoints, locked
 from comingle.utils.inputs import INPUTS, read_inputs, write_inputs
 from comingle.utils.names import is_named
 from comingle.utils.records import (
@@ -886,8 +886,19 @@ def fix_data(state: Path, run: str, own: Own, earlier: Sequence[str]) -> None:
     except OSError as error:  # also shutil.Error, of files that vanish meanwhile
         raise DataError(f"data: cannot be copied to {folder} ({' '.join(str(error).split())})") from None
     draft.rename(folder / DATA)
-    content = {"data": data, "continues": continues, "ledger": ledger, "trained": last.trained if last else 0}
+    content = {
+        "data": data,
+        "continues": continues,
+        "ledger": ledger,
+        "trained": last.trained if last else 0,
+        "digests": {str(path.relative_to(folder)): file_digest(path) for path in _files_in(folder / DATA)},
+    }
     write_text(folder / FIXED, json.dumps(content), private=True)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return all files below a folder, sorted."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _copy_source(target: Path, state: Path, source: str) -> str:
@@ -1004,14 +1015,53 @@ def files_of_user(state: Path, user: str) -> list[Path]:
         owners = list(read_inputs(folder).users)
         if user not in owners:
             raise RunError(f"{state}: got user {user!r}; allowed: {', '.join(owners)}, whose state folder it is")
-    found = [path for folder in sorted(state.glob("run-*")) for path in sorted(folder.rglob("*")) if path.is_file()]
+    kept = replaced_copies(state)
+    found = [path for folder in sorted(state.glob("run-*")) for path in _files_in(folder) if path not in kept]
     return [*found, *(state / name for name in (COUNTED,) if (state / name).is_file())]
+
+
+def replaced_copies(state: Path) -> list[Path]:
+    """Return files in the place of copies of a user's text that are not these copies, by their recorded digests.
+
+    They are not deleted. A run of an earlier version has no digests of its copies; all its files are deleted.
+
+    Args:
+        state: The user's state folder.
+    """
+    digests = _digests_of_copies(state)
+    runs_with_digests = {path.parts[0] for path in map(Path, digests)}
+    return [
+        path
+        for run in sorted(state.glob("run-*"))
+        if run.name in runs_with_digests
+        for path in _files_in(run / DATA)
+        if digests.get(str(path.relative_to(state))) != file_digest(path)
+    ]
+
+
+def _digests_of_copies(state: Path) -> dict[str, str]:
+    """Return the recorded SHA-256 of each copy of a user's text, by path relative to the state folder.
+
+    They are recorded in the run, and in the certificate of a removal that was interrupted.
+
+    Args:
+        state: The user's state folder.
+    """
+    digests: dict[str, str] = {}
+    for certificate in certificates_of(state):
+        digests |= certificate.get("copies", {})
+    for path in sorted(state.glob(f"run-*/{FIXED}")):
+        recorded = json.loads(path.read_text(encoding="utf-8")).get("digests", {})
+        digests |= {f"{path.parent.name}/{name}": digest for name, digest in recorded.items()}
+    return digests
 
 
 def delete_runs_of_user(state: Path, user: str) -> JsonObject:
     """Delete all runs of a user who leaves the federation, and return a certificate: a record of what was deleted.
 
     The certificate is written to ``left.json`` in the state folder before anything is deleted.
+
+    Copies of text are compared with their recorded digests; a file that has replaced a copy is named and not deleted.
 
     Args:
         state: The user's state folder, in which the client keeps a folder ``run-NAME`` for each run.
@@ -1021,7 +1071,7 @@ def delete_runs_of_user(state: Path, user: str) -> JsonObject:
         RunError: The user's client is running, or the folder is another user's.
     """
     with locked(state), convert_disk_errors(state):
-        files = files_of_user(state, user)
+        files, kept, copies = files_of_user(state, user), replaced_copies(state), _digests_of_copies(state)
         run_folders = sorted(state.glob("run-*"))
         digests_of_last_checkpoints: dict[str, str] = {}
         for folder in run_folders:
@@ -1034,10 +1084,29 @@ def delete_runs_of_user(state: Path, user: str) -> JsonObject:
             "statement": STATEMENT_OF_CLIENT,
             "checkpoints_before": digests_of_last_checkpoints,
             "deleted": [str(path.relative_to(state)) for path in files],
+            "copies": copies,
+            "not_deleted": [str(path.relative_to(state)) for path in kept],
         }
         earlier_certificates = certificates_of(state)
         write_json(state / LEFT, {"left": [*earlier_certificates, certificate]})  # LEFT is "left.json"
         for folder in run_folders:
-            shutil.rmtree(folder)
+            _delete_all_but(folder, kept)
         (state / COUNTED).unlink(missing_ok=True)  # the file with the size of the user's data
     return certificate
+
+
+def _delete_all_but(folder: Path, kept: Sequence[Path]) -> None:
+    """Delete a folder with all files but some, and its folders without any of these.
+
+    Args:
+        folder: The folder.
+        kept: Files to keep.
+    """
+    if not any(path.is_relative_to(folder) for path in kept):
+        shutil.rmtree(folder)
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            _delete_all_but(path, kept)
+        elif path not in kept:
+            path.unlink()

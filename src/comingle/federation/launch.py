@@ -62,9 +62,10 @@ def serve(
     Raises:
         ComingleError: The file, the folder or the certificates cannot be used, or too few clients take part.
     """
-    from comingle.federation.server_app import finish_removals, without_users_who_left
+    from comingle.federation.server_app import complete_certificates, finish_removals, without_users_who_left
 
     finish_removals(folder)
+    complete_certificates(folder)  # if a process was killed between the end of a run and this
     plan = without_users_who_left(plan, folder)
     if has_ended(folder):
         raise RunError(f"{folder}: this federation has ended; use another --out")

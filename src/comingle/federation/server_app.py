@@ -38,7 +38,7 @@ from comingle.runs.leaving import (
     recipe_without,
     temporary_folder,
 )
-from comingle.training.checkpoints import digest_of_checkpoint
+from comingle.training.checkpoints import digest_of_checkpoint, digest_of_tensors
 from comingle.training.events import AN_EVENT, Observer
 from comingle.utils.errors import ComingleError, MessageError, RecipeError, RunError
 from comingle.utils.files import HOLDER, LOCK, list_checkpoints, locked
@@ -87,6 +87,7 @@ def run_federation_app(channel: Channel, config: Mapping[str, Any], folder: Path
             ContinuousServer(load, channel, folder, say=say, observers=[show]).run_forever()
         has_begun = (folder / "recipe.yaml").exists()
         run_federation(load(), channel, folder, resume=has_begun, observers=[show])
+        complete_certificates(folder)
 
 
 COUNT_SECONDS = 20.0
@@ -198,6 +199,7 @@ class ContinuousServer:
         who = ", ".join(participation[0] if isinstance(participation, list) else plan.users)
         self._say(f"run {number:04d}: {'resumed' if has_begun else 'started'} with {who}")
         run_federation(plan, self._channel, folder, resume=has_begun, observers=self._observers)
+        complete_certificates(self._folder)
         self._say(f"run {number:04d}: ended; waiting for new data")
 
     def plan_next(self) -> bool:
@@ -427,6 +429,7 @@ class ServerRemoval:
         runs: Run folders to delete or to replace, the earliest first.
         before: The last run before these; None if the user was there from the start.
         rounds: Largest number of rounds that the others train again; 0 for ``forward``.
+        keys: Files of the user's key, which are deleted.
     """
 
     folder: Path
@@ -435,6 +438,7 @@ class ServerRemoval:
     runs: tuple[Path, ...]
     before: Path | None
     rounds: int
+    keys: tuple[Path, ...] = ()
 
     @property
     def files(self) -> list[Path]:
@@ -442,7 +446,7 @@ class ServerRemoval:
         folders = [*self.runs, *(_server_folder(run) / FLOWER for run in self.runs)]
         found = {path for folder in folders for path in folder.rglob("*") if path.is_file()}
         found.update(plan for plan in map(_plan_of, self.runs) if plan.exists())
-        return sorted(path for path in found if path.name not in (LOCK, HOLDER))
+        return [*sorted(path for path in found if path.name not in (LOCK, HOLDER)), *self.keys]
 
     @property
     def branches(self) -> list[Path]:
@@ -460,7 +464,8 @@ class ServerRemoval:
             start = "the beginning" if self.before is None else f"{self.before}"
             notes.append(
                 f"train again: up to {self.rounds} rounds from {start}, when the server is started again as before; "
-                "the clients of the others have to be connected, and train on their text as it is then"
+                "the clients of the others have to be connected, and train on their text as it is then; at the end the "
+                f"server adds the rounds and the digest of the result to {LEFT}"
             )
         is_forgotten = self.before is not None and len(self.runs) >= KEPT_RUNS and is_continuous_server(self.folder)
         if self.mode == "exact" and is_forgotten:
@@ -468,25 +473,28 @@ class ServerRemoval:
                 f"{len(self.runs)} runs are replaced; clients keep {KEPT_RUNS}: those without a state of {self.before} "
                 "start as new users"
             )
+        key = "" if self.keys else f"{self.user}'s key, if there is one (--certificates FOLDER), "
         notes.append(
-            f"not deleted here: {self.user}'s key in the folder of certificates (users/*.pub, users/*.key), the name "
-            f"in the server's file (--remove-user), and {self.user}'s state folder (`comingle leave STATE_FOLDER`)"
+            f"not deleted here: {key}the name in the server's file (--remove-user), and {self.user}'s state folder "
+            "(`comingle leave STATE_FOLDER`)"
         )
         return notes
 
 
-def plan_server_removal(folder: Path, user: str, mode: Mode) -> ServerRemoval:
+def plan_server_removal(folder: Path, user: str, mode: Mode, certificates: Path | None = None) -> ServerRemoval:
     """Return what the removal of a user from a federation's server deletes and costs.
 
     Args:
         folder: Folder of the server.
         user: Name of the user.
         mode: How the user is to be removed.
+        certificates: Folder of certificates and keys, from which the user's key is deleted; None to keep it.
 
     Raises:
         RunError: The server has no such user, an earlier run that is needed is gone, or a run has not ended.
-        RecipeError: The user cannot be removed in this way.
+        RecipeError: The user cannot be removed in this way, or there is no such folder of certificates.
     """
+    keys = () if certificates is None else _files_of_key(certificates, user)
     folder = folder.resolve()
     if _server_folder(folder) != folder:
         raise RunError(f"{folder}: belongs to {folder.parent} of `comingle server --continuous`; name that folder")
@@ -502,7 +510,9 @@ def plan_server_removal(folder: Path, user: str, mode: Mode) -> ServerRemoval:
         affected = [runs[number] for number in with_user]
         for run in affected:
             _check_forward(run, user, is_last=run == runs[-1])
-        return ServerRemoval(folder=folder, user=user, mode=mode, runs=tuple(affected), before=None, rounds=0)
+        return ServerRemoval(
+            folder=folder, user=user, mode=mode, runs=tuple(affected), before=None, rounds=0, keys=keys
+        )
     gone = [run for run in runs if not run.exists() and not _plan_of(run).exists()]
     if gone:
         raise RunError(f"{gone[0]}: {folder} continues this run, which is gone; allowed: --mode forward")
@@ -521,8 +531,29 @@ def plan_server_removal(folder: Path, user: str, mode: Mode) -> ServerRemoval:
                 "users' budgets twice; allowed: forward"
             )
         rounds_by_server[_server_folder(run)] = recipe.training.rounds
-    rounds, before = sum(rounds_by_server.values()), runs[first - 1] if first else None
-    return ServerRemoval(folder=folder, user=user, mode=mode, runs=tuple(affected), before=before, rounds=rounds)
+    return ServerRemoval(
+        folder=folder,
+        user=user,
+        mode=mode,
+        runs=tuple(affected),
+        before=runs[first - 1] if first else None,
+        rounds=sum(rounds_by_server.values()),
+        keys=keys,
+    )
+
+
+def _files_of_key(certificates: Path, user: str) -> tuple[Path, ...]:
+    """Return the files of a user's key that exist in a folder of certificates.
+
+    Raises:
+        RecipeError: The folder has no keys of users.
+    """
+    from comingle.federation.flower.certificates import USERS, quote_name
+
+    if not (certificates / USERS).is_dir():
+        raise RecipeError(f"--certificates: got {certificates}; allowed: a folder that --make-certificates has written")
+    files = [certificates.resolve() / USERS / f"{quote_name(user)}{suffix}" for suffix in (".pub", ".key")]
+    return tuple(path for path in files if path.exists())
 
 
 def _check_forward(run: Path, user: str, *, is_last: bool) -> None:
@@ -541,8 +572,9 @@ def _check_forward(run: Path, user: str, *, is_last: bool) -> None:
 def remove_from_server(removal: ServerRemoval, say: Callable[[str], None] = lambda line: None) -> JsonObject:
     """Carry out the removal of a user from a federation's server, and return the certificate.
 
-    The certificate is written first, so the user is refused from then on, and :func:`finish_removals` continues after
-    an interruption. With ``exact`` the runs are deleted; the server trains again when it is started.
+    The user's key is deleted first. Then the certificate is written, so the user is refused from then on, and
+    :func:`finish_removals` continues after an interruption. With ``exact`` the runs are deleted; when the server is
+    started it trains again, and completes the certificate.
 
     Args:
         removal: What has to be deleted or trained again.
@@ -557,6 +589,8 @@ def remove_from_server(removal: ServerRemoval, say: Callable[[str], None] = lamb
         for server in servers:
             stack.enter_context(convert_disk_errors(server))
             stack.enter_context(locked(_lock_folder(server)))
+        for path in removal.keys:
+            path.unlink(missing_ok=True)
         for server in servers:
             _delete_logs(server)
             of_server = [run for run in removal.runs if _server_folder(run) == server]
@@ -656,7 +690,35 @@ def _certificate(removal: ServerRemoval, runs: Sequence[Path]) -> JsonObject:
     }
     if removal.mode == "exact":
         certificate["deleted_runs"] = [run_name(run) for run in runs if is_server(run)]
+        certificate["trained_again_in"] = runs[0].name
+        certificate["rounds_trained_again"] = None  # until it is complete
     return certificate
+
+
+def complete_certificates(folder: Path) -> None:
+    """Complete the certificates of ``exact`` when the others have trained again: with rounds, digests and a date.
+
+    The digest ``tensors_after`` is that of the shared model in a federation in which the user never took part. Without
+    such certificates the function does nothing.
+
+    Args:
+        folder: Folder of the server, or of its only run.
+    """
+    certificates, deleted = certificates_of(folder), deleted_runs(folder)
+    completed = False
+    for certificate in certificates:
+        is_complete = certificate.get("rounds_trained_again", 0) is not None  # or of an earlier version
+        if is_complete:
+            continue
+        run = folder if is_server(folder) else folder / certificate["trained_again_in"]
+        if is_server(run) and has_ended(run) and run_name(run) not in deleted:
+            certificate["rounds_trained_again"] = read_metrics(run)["rounds"]
+            certificate["checkpoint_after"] = _digest(run)
+            certificate["tensors_after"] = digest_of_tensors(list_checkpoints(run)[-1])
+            certificate["date_trained_again"] = datetime.now().isoformat(timespec="seconds")
+            completed = True
+    if completed:
+        write_json(folder / LEFT, {"left": certificates})
 
 
 def _digest(run: Path) -> str | None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -33,10 +33,11 @@ from comingle.training.checkpoints import Clock, digest_of_checkpoint, progress_
 from comingle.training.evaluation import metrics_of
 from comingle.training.kinds.base import RunData
 from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError, list_names
-from comingle.utils.files import list_checkpoints, locked
+from comingle.utils.files import delete_unchanged, file_digest, list_checkpoints, locked
 from comingle.utils.inputs import SPLITS, read_inputs, recorded_date, write_inputs
 from comingle.utils.names import as_folder
 from comingle.utils.records import (
+    DRAFT,
     JsonObject,
     convert_disk_errors,
     is_server,
@@ -95,10 +96,22 @@ class Removal:
         """Files with documents of the user that a live run has received."""
         if self.live is None:
             return []
-        texts = sorted((self.live / "texts" / as_folder(self.user)).glob("*"))
-        incoming = [self.live / "incoming" / f"{as_folder(self.user)}.jsonl"]
         uploads = [path for path in sorted((self.live / "files").glob("*.json")) if _uploaders(path) == [self.user]]
-        return [path for path in [*texts, *incoming, *uploads] if path.is_file()]
+        return [*(path for path in self._places if _has_documents(path, self.user)), *uploads]
+
+    @property
+    def unrelated(self) -> list[Path]:
+        """Files in the places of the user's documents that have none, and are not deleted."""
+        return [path for path in self._places if not _has_documents(path, self.user)]
+
+    @property
+    def _places(self) -> list[Path]:
+        """Files with the names under which a live run stores documents of the user."""
+        if self.live is None:
+            return []
+        texts = sorted((self.live / "texts" / as_folder(self.user)).glob("*"))
+        incoming = self.live / "incoming" / f"{as_folder(self.user)}.jsonl"
+        return [path for path in [*texts, incoming] if path.is_file()]
 
 
 def plan_removal(folder: Path, user: str, mode: Mode) -> Removal:
@@ -225,9 +238,24 @@ def _last_run(live: Path) -> Path:
     return plans[-1].with_suffix("")
 
 
-def _uploaders(record: Path) -> list[str]:
-    """Return the users who have uploaded a file to ``comingle live``, from the file's JSON record."""
-    return list(json.loads(record.read_text(encoding="utf-8"))["owners"])
+def _uploaders(upload: Path) -> list[str]:
+    """Return the users whose keys have uploaded a file; empty for a file that is no upload."""
+    try:
+        return list(json.loads(upload.read_text(encoding="utf-8"))["owners"])
+    except (ValueError, TypeError, LookupError):
+        return []
+
+
+def _has_documents(path: Path, user: str) -> bool:
+    """Return whether a file has documents of a user that a live run has received, or is a draft of such a file."""
+    if path.name.endswith(DRAFT):  # left by a process that was killed
+        return True
+    lines = [line for line in path.read_bytes().split(b"\n") if line]
+    owners = set[str]()
+    for line in lines:
+        with suppress(ValueError, TypeError, LookupError):  # such as the incomplete last line of a killed process
+            owners.add(json.loads(line)["user"])
+    return user in owners or not lines
 
 
 def remove_user(
@@ -238,6 +266,7 @@ def remove_user(
     Mode ``exact`` trains every run again without the user, the earliest first, as each continues from the one before.
     Mode ``forward`` copies only the last run without the user, and deletes the earlier ones. Each folder is replaced as
     soon as its new run is complete. After an interruption the same removal continues with the folders that are left.
+    The certificates have a digest of each file with documents; a file that has changed since is named and not deleted.
 
     Args:
         removal: The plan.
@@ -248,11 +277,13 @@ def remove_user(
         ComingleError: The data of other users has changed or cannot be read, or the disk is full.
     """
     with locked(removal.live) if removal.live is not None else nullcontext():  # while it is served it is in use
-        certificate = _replace_runs(removal, say, progress=progress)
-        for path in removal.documents:
-            path.unlink()
+        copies = {path: file_digest(path) for path in removal.documents}
+        certificate = _replace_runs(removal, copies, say, progress=progress)
+        for path in [*delete_unchanged(copies), *removal.unrelated]:
+            say(f"{path}: not deleted, as it is no copy of {removal.user}'s documents")
         if removal.live is not None:
-            shutil.rmtree(removal.live / "texts" / as_folder(removal.user), ignore_errors=True)
+            with suppress(OSError):  # it has other files
+                (removal.live / "texts" / as_folder(removal.user)).rmdir()
             for plan in sorted((removal.live / "runs").glob("*.yaml")):
                 recipe = load_recipe(plan)
                 if removal.user in recipe.data.names:
@@ -260,11 +291,14 @@ def remove_user(
     return certificate
 
 
-def _replace_runs(removal: Removal, say: Callable[[str], None], *, progress: bool) -> JsonObject:
+def _replace_runs(
+    removal: Removal, copies: Mapping[Path, str], say: Callable[[str], None], *, progress: bool
+) -> JsonObject:
     """Replace the runs with a user by runs without it, and return the certificate of the last one.
 
     Args:
         removal: The plan.
+        copies: SHA-256 of each file with documents of the user.
         say: Called with a line for each run.
         progress: Whether to print the progress of training.
     """
@@ -286,7 +320,7 @@ def _replace_runs(removal: Removal, say: Callable[[str], None], *, progress: boo
         with convert_disk_errors(folder), locked(folder):
             before = digest_of_checkpoint(list_checkpoints(folder)[-1])
             files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-            files += [str(path) for path in removal.documents]
+            files += map(str, copies)
             if removal.mode == "exact":
                 dropped = [each for each in removal.runs if each not in replaced]
                 _train_again(folder, temporary, removal.user, dropped, progress)
@@ -301,6 +335,7 @@ def _replace_runs(removal: Removal, say: Callable[[str], None], *, progress: boo
                 "checkpoint_after": digest_of_checkpoint(list_checkpoints(temporary)[-1]),
                 "rounds_trained_again": read_metrics(temporary)["rounds"] if removal.mode == "exact" else 0,
                 "deleted": files,
+                "copies": {str(path): digest for path, digest in copies.items()},
                 "searched": sorted({str(path) for run in removal.runs for path in (run, run.parent)}),
                 "not_searched": NOT_SEARCHED,
                 "not_changed": branches,

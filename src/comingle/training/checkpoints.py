@@ -672,6 +672,13 @@ def digest_of_checkpoint(folder: Path) -> str:
     return hashlib.sha256((folder / SUMS).read_bytes()).hexdigest()[:16]
 
 
+def digest_of_tensors(folder: Path) -> str:
+    """Return a short hash of the checksums of a checkpoint's tensors, equal for equal models whenever they trained."""
+    lines = (folder / SUMS).read_bytes().splitlines(keepends=True)
+    of_tensors = b"".join(line for line in lines if line.rstrip().endswith(b".safetensors"))
+    return hashlib.sha256(of_tensors).hexdigest()[:16]
+
+
 def _trainers_by_file(progress: Progress) -> list[tuple[str, list[str]]]:
     """Return the name of each file with users, and the names of the trainers whose rows it has, in order.
 

@@ -14,7 +14,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -317,11 +317,29 @@ def _checkpoint_files(folder: Path) -> list[str]:
 
 def checksum_line(path: Path) -> bytes:
     """Return the line of a file in ``SHA256SUMS``: digest, two spaces, name."""
+    return f"{file_digest(path)}  {path.name}\n".encode()
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal."""
     import hashlib  # slow to import, and most commands check no checkpoint
 
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return f"{digest}  {path.name}\n".encode()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def delete_unchanged(digests: Mapping[Path, str]) -> list[Path]:
+    """Delete files with a recorded digest, and return those that are not deleted as other files have replaced them.
+
+    Args:
+        digests: SHA-256 by file, as of :func:`file_digest`. A file that does not exist is skipped.
+    """
+    existing = {path: digest for path, digest in digests.items() if path.is_file()}
+    replaced = [path for path, digest in existing.items() if file_digest(path) != digest]
+    for path in existing:
+        if path not in replaced:
+            path.unlink()
+    return replaced
 
 
 def require_packages(verb: str) -> None:
