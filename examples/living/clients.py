@@ -1,13 +1,16 @@
 """The month of ``month.py`` over real processes: a continuous server, and a client for each user that serves its model.
 
     python examples/living/clients.py
-    python examples/living/clients.py --base stories260K --texts posts.jsonl.xz
+    python examples/living/clients.py --base smollm2-135m --texts posts.jsonl.xz
 
 All processes run on this machine and talk over TLS, each client with a key of its own. Text arrives as new files in the
 clients' folders. Each client serves its user's model (``comingle client --serve``), which is asked for short answers
-all the time. The fourth user joins with ``comingle server --add-user``. The one who leaves is removed with
-``--remove-user``, so its past contributions remain in what the others share. At the end the same table as that of
-``month.py`` is printed.
+all the time. The fourth user joins with ``comingle server --add-user``.
+
+For the one who leaves, the operator stops the server, runs ``comingle leave --mode exact`` and starts the server again.
+The others then train again without this user, in as many rounds as before, and go on with the last part. Their models
+answer all the while. The leaver's client is refused, and ``comingle leave`` deletes its copies of text. At the end the
+same table as that of ``month.py`` is printed.
 """
 
 import http.client
@@ -33,7 +36,6 @@ from month import (
     Files,
     Scores,
     argument_parser,
-    leaver_of,
     print_results,
     recipe_of,
     score,
@@ -50,7 +52,7 @@ HOST = "127.0.0.1"
 PROGRAM = (sys.executable, "-m", "comingle")
 WAIT_SECONDS = 600
 """Longest wait for a run or a client."""
-PAUSE_SECONDS = 0.2
+PAUSE_SECONDS = 0.5
 """Time between an answer and the next request to the same model."""
 
 
@@ -112,7 +114,7 @@ class Month:
             recipe: The recipe without data.
             files: Files by user and part.
         """
-        self.folder, self.files, self.port = folder, files, free_port()
+        self.folder, self.files, self.port, self._began = folder, files, free_port(), time.monotonic()
         self.runs = folder / "runs"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.requesters: dict[str, Requester] = {}
@@ -128,6 +130,14 @@ class Month:
         """Run ``comingle server FILE`` with options that change files, and wait for its end."""
         subprocess.run([*PROGRAM, "server", str(self._plan), *map(str, options)], check=True, stdout=subprocess.DEVNULL)
 
+    def set_rounds(self, rounds: int) -> None:
+        """Change the number of rounds of the next runs in the server's file."""
+        content = yaml.safe_load(self._plan.read_text(encoding="utf-8"))
+        content["training"]["rounds"] = rounds
+        draft = self.folder / "draft"  # so that the server reads a whole file
+        draft.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        draft.replace(self._plan)
+
     def start(self, name: str, *arguments: object) -> None:
         """Start a process, whose lines are written to a file.
 
@@ -137,11 +147,11 @@ class Month:
         """
         command = [*PROGRAM, *map(str, arguments)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with self.log(name).open("w", encoding="utf-8") as log:
+        with self.log(name).open("a", encoding="utf-8") as log:
             self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def start_server(self) -> None:
-        """Start the continuous server."""
+        """Start the continuous server, or start it again."""
         options = [
             "--out",
             self.runs,
@@ -176,10 +186,26 @@ class Month:
         """Let a user join the running federation."""
         self.command("--add-user", name, "--certificates", self._keys)
 
-    def remove_user(self, name: str) -> None:
-        """Let a user leave the running federation: the next run begins without it."""
+    def let_leave(self, name: str) -> None:
+        """Let a user leave exactly: its runs and its key are deleted, and the server starts again without it."""
         self.requesters[name].stop()
+        server = self.processes["server"]
+        server.terminate()
+        server.wait(60)
+        self.leave(self.runs, name, "--mode", "exact", "--certificates", self._keys)
         self.command("--remove-user", name)
+        self.start_server()
+
+    def leave(self, folder: Path, name: str, *options: object) -> None:
+        """Run ``comingle leave``, and print its last lines."""
+        command = [*PROGRAM, "leave", folder, "--user", name, *options, "--yes"]
+        done = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
+        print(done.stdout.strip(), flush=True)
+
+    def certificate(self) -> dict:
+        """Return the server's certificate of the user who has left."""
+        (certificate,) = json.loads((self.runs / "left.json").read_text(encoding="utf-8"))["left"]
+        return certificate
 
     def add_text(self, name: str, part: int) -> None:
         """Add a part of a user's text to the folders that its client reads."""
@@ -190,17 +216,15 @@ class Month:
             draft.write_text(Path(path).read_text(encoding="utf-8"), encoding="utf-8")
             draft.replace(arrived)
 
-    def wait_for_run(self, number: int, names: list[str]) -> Scores:
-        """Wait until a run has ended, and return the scores of its users on the text that is new in it.
+    def wait_for_run(self, number: int, names: list[str]) -> None:
+        """Wait until a run has ended.
 
         Args:
             number: Number of the run, from 1.
             names: Its users.
         """
         self.wait_until(lambda: self.has_ended(number), f"run {number}", ["server", *names])
-        scores = self.scores(number, names, [number - 1])
-        print(f"run {number}: {', '.join(names)}", flush=True)
-        return scores
+        print(f"run {number}: {', '.join(names)} ({time.monotonic() - self._began:.0f} s)", flush=True)
 
     def has_ended(self, number: int) -> bool:
         """Return whether a run has ended and the clients have saved their models."""
@@ -240,9 +264,10 @@ class Month:
             time.sleep(0.5)
 
     def wait_for_refusal(self, name: str) -> None:
-        """Wait until the client of a user who was removed has ended, and print its last line."""
+        """Wait until the client of a user who has left has ended, print why, and delete its copies of text."""
         self.wait_until(lambda: self.processes[name].poll() is not None, f"refusal of {name}", ["server"])
         print(f"{name} left; its client ended: {self.log(name).read_text(encoding='utf-8').strip().splitlines()[-1]}")
+        self.leave(self.state_folder(name), name)
 
     def end(self) -> None:
         """Stop the requests, then all processes."""
@@ -266,20 +291,27 @@ class Month:
         return self.folder / "clients" / file_name(name) / split
 
 
-def run_month(month: Month, present: list[list[str]]) -> tuple[Scores, Scores]:
+def run_month(month: Month, present: list[list[str]], rounds: int) -> tuple[Scores, Scores]:
     """Run the month of all processes; return the scores of the last models, and those of each part when it was new.
 
     Args:
         month: The month, before its first process.
         present: Users of each part.
+        rounds: Rounds for each part.
     """
     when_new: Scores = {}
     earlier: list[str] = []
+    runs = 0  # that have ended
     for part, names in enumerate(present):
         newcomers = [name for name in names if name not in earlier]
         for name in earlier:
             if name not in names:
-                month.remove_user(name)
+                month.set_rounds(part * rounds)  # as many as the deleted runs had
+                month.let_leave(name)
+                month.wait_for_run(1, names)
+                month.wait_for_refusal(name)
+                month.set_rounds(rounds)
+                runs = 1
         for name in newcomers:
             month.add_text(name, part)
         if part == 0:
@@ -291,9 +323,11 @@ def run_month(month: Month, present: list[list[str]]) -> tuple[Scores, Scores]:
         for name in earlier:
             if name in names:
                 month.add_text(name, part)
-        when_new |= month.wait_for_run(part + 1, names)
+        runs += 1
+        month.wait_for_run(runs, names)
+        when_new |= month.scores(runs, names, [part])
         earlier = names
-    return month.scores(PARTS, earlier, list(range(PARTS))), when_new
+    return month.scores(runs, earlier, list(range(PARTS))), when_new
 
 
 def print_answers(month: Month) -> int:
@@ -323,10 +357,11 @@ def main() -> None:
         present, recipe = users_by_part(files), recipe_of(arguments)
         month = Month(folder, recipe, files)
         try:
-            together, when_new = run_month(month, present)
-            month.wait_for_refusal(leaver_of(files))
+            together, when_new = run_month(month, present, arguments.rounds)
         finally:
             month.end()
+        certificate = month.certificate()
+        print(f"certificate: {certificate['rounds_trained_again']} rounds, model {certificate['tensors_after']}")
         num_failed = print_answers(month)
         print(f"everyone was served throughout: {'no' if num_failed else 'yes'} ({time.monotonic() - began:.0f} s)")
         ways = {"together": together, **train_references(recipe, files, folder, present)}

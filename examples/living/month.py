@@ -60,7 +60,7 @@ def write_parts(texts: dict[str, list[str]], folder: Path, documents: int) -> Fi
     Args:
         texts: Documents by user, in the order in which they arrive.
         folder: Folder of the files.
-        documents: Most documents of a user in a part; a tenth of them is for testing, and another for validation.
+        documents: Most documents of a user in a part; a fifth of them is for testing, and a tenth for validation.
     """
     files: Files = {}
     for name, all_documents in texts.items():
@@ -68,8 +68,8 @@ def write_parts(texts: dict[str, list[str]], folder: Path, documents: int) -> Fi
         count = min(documents, len(all_documents) // PARTS)
         for part in range(PARTS):
             chosen = all_documents[part * count : (part + 1) * count]
-            tenth = max(1, count // 10)
-            splits = {"test": chosen[:tenth], "valid": chosen[tenth : 2 * tenth], "train": chosen[2 * tenth :]}
+            fifth, tenth = max(1, count // 5), max(1, count // 10)
+            splits = {"test": chosen[:fifth], "valid": chosen[fifth : fifth + tenth], "train": chosen[fifth + tenth :]}
             of_part = {split: folder / f"{name.replace('/', '-')}-{part + 1}-{split}.txt" for split in splits}
             for split, path in of_part.items():
                 path.write_text("\n\n".join(splits[split]), encoding="utf-8")

@@ -14,6 +14,7 @@ import pytest
 
 import comingle
 from comingle.methods.clustered import ChooseModel
+from comingle.runs.folders import certificates_of
 from comingle.utils.records import read_events, read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -157,30 +158,37 @@ def assert_month_is_scored(told: str) -> None:
 
 @pytest.mark.slow
 def test_a_month_of_client_processes(tmp_path: Path) -> None:
-    """Everyone is served throughout, all parts are trained, the fourth user joins, and the leaver is refused."""
+    """Everyone is served throughout, all parts are trained, the fourth user joins, and one leaves without a trace."""
     pytest.importorskip("flwr")
     folder, month = tmp_path / "empty", tmp_path / "month"
     folder.mkdir()
     options = ("--documents", "30", "--rounds", "2", "--steps", "3", "--keep", str(month))
-    told = printed("living/clients.py", folder, *options, seconds=600)
+    told = printed("living/clients.py", folder, *options, seconds=900)
     assert_month_is_scored(told)
-    starting = {"unittest", "asyncio", "email"}
-    present = [starting, starting, starting | {"multiprocessing"}, {"unittest", "email", "multiprocessing"}]
-    for number, names in enumerate(present, start=1):
-        run = month / "runs" / f"{number:04d}"
-        assert set(read_metrics(run)["users"]) == names
+    starting, staying = ["unittest", "asyncio", "email"], ["unittest", "email", "multiprocessing"]
+    trained = [(1, starting), (2, starting), (3, [*starting, "multiprocessing"]), (1, staying), (2, staying)]
+    assert re.findall(r"^run (\d): ([\w, ]+) \(", told, re.MULTILINE) == [(str(n), ", ".join(u)) for n, u in trained]
+    runs = sorted(path for path in (month / "runs").glob("[0-9]*") if path.is_dir())
+    for run, num_rounds in zip(runs, (6, 2), strict=True):  # 6 in place of the three runs that were deleted
+        assert set(read_metrics(run)["users"]) == set(staying)
         rounds = [event for event in read_events(run) if event["event"] == "round"]
-        assert len(rounds) == 2
-        assert all(set(event["train_loss_nats"]) == names for event in rounds)
-    assert len(list((month / "runs").glob("*.yaml"))) == 4
+        assert len(rounds) == num_rounds
+        assert all(set(event["train_loss_nats"]) == set(staying) for event in rounds)
     answers = dict(re.findall(r"^(\w+): (\d+) answers, 0 failed", told, re.MULTILINE))
-    assert set(answers) == starting | {"multiprocessing"}
+    assert set(answers) == {*starting, "multiprocessing"}
     assert all(int(number) > 10 for number in answers.values())
     assert "everyone was served throughout: yes" in told
-    assert re.search("^asyncio left; .*asyncio: not a user of this federation", told, re.MULTILINE)
-    newest = month / "runs" / "0004"
-    naming = [path for path in newest.rglob("*") if path.is_file() and b"asyncio" in path.read_bytes()]
-    assert naming == [newest / "events.jsonl"]
-    naming_events = [event for event in read_events(newest) if "asyncio" in str(event)]
-    assert [event["continues"]["dropped"] for event in naming_events] == [["asyncio"]]
+    assert re.search("^asyncio left; its client ended: .*asyncio", told, re.MULTILINE)
+    (certificate,) = certificates_of(month / "runs")
+    assert (certificate["user"], certificate["mode"], certificate["rounds_trained_again"]) == ("asyncio", "exact", 6)
+    assert f"certificate: 6 rounds, model {certificate['tensors_after']}" in told
+    on_server = [month / "federation.yaml", *(month / "runs").rglob("*"), *(month / "keys").rglob("*")]
+    naming = [path for path in on_server if path.is_file() and b"asyncio" in path.read_bytes()]
+    assert naming == [month / "runs" / "left.json"]
+    assert not list((month / "keys").rglob("asyncio*"))
+    state = month / "clients" / "asyncio" / "state"
+    assert not list(state.glob("run-*"))
+    (of_user,) = certificates_of(state)
+    assert len(of_user["copies"]) > 3
+    assert of_user["not_deleted"] == []
     assert not [path.name for path in month.glob("*.log") if "Traceback" in path.read_text()]
