@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -399,11 +398,17 @@ def test_a_user_leaves_a_live_folder_with_all_documents(start: Open, tmp_path: P
     waiting = live / "incoming" / "ada.jsonl"
     digests = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in removal.documents}
     said: list[str] = []
-    remove_user(removal, said.append)
-    assert unrelated.exists()
-    assert any(str(unrelated) in line and "not deleted" in line for line in said)
-    shutil.rmtree(unrelated.parent)
-    assert not waiting.exists()
+
+    def say(line: str) -> None:
+        said.append(line)
+        waiting.write_text('{"user": "ada", "text": "written meanwhile"}\n')
+
+    remove_user(removal, say)
+    for path in (unrelated, waiting):
+        assert any(str(path) in line and "not deleted" in line for line in said), said
+        path.unlink()
+    assert not (live / "texts" / "ada" / "0002.jsonl").exists()
+    unrelated.parent.rmdir()
     (certificate,) = certificates_of(live / "runs" / "0001")
     assert certificate["copies"] == digests
     remove_user(of_eve)

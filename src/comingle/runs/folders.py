@@ -69,7 +69,8 @@ def is_continuous_server(folder: Path) -> bool:
 
 def is_server_folder(folder: Path) -> bool:
     """Return whether a folder is that of a federation's server, with one run or with those of ``--continuous``."""
-    is_emptied = (folder / LEFT).exists() and not (folder / "recipe.yaml").exists()  # its run is to be trained again
+    has_left_server = any("mode" in certificate for certificate in certificates_of(folder))  # not only a client
+    is_emptied = has_left_server and not (folder / "recipe.yaml").exists()  # its run is to be trained again
     return is_server(folder) or is_continuous_server(folder) or is_emptied
 
 
