@@ -399,15 +399,61 @@ def test_a_chat_template_without_fixed_turns_has_none_of_ollama(source: str) -> 
     assert chat_template_for_ollama(renderer(source)) is None
 
 
+def commands_of(modelfile: str) -> list[tuple[str, str]]:
+    """The commands that Ollama reads from a Modelfile, by the rules of its parser (ollama/ollama, parser/parser.go).
+
+    A command is a word of letters, after ``parameter`` a second one, and a value up to the end of the line. A value
+    that begins with one or three quotes goes on until a line ends with as many; there are no escapes. Characters that
+    Go does not print are dropped from values, but for those between lines and words.
+    """
+    found: list[tuple[str, str]] = []
+    lines = re.split(r"(?<=[\r\n])", modelfile)
+    while lines:
+        line = lines.pop(0)
+        if not line.strip() or line.lstrip(" \t").startswith("#"):
+            continue
+        words = re.fullmatch(r"[ \t]*(parameter[ \t]([A-Za-z0-9_]+)|[A-Za-z]+)[ \t](.*)", line, re.I | re.DOTALL)
+        assert words, f"not a command: {line!r}"
+        name, value = (words[2] or words[1]).lower(), words[3]
+        assert words[2] or name in ("from", "adapter", "template", "system", "license"), name
+        quotes = next((quotes for quotes in ('"""', '"') if value.lstrip().startswith(quotes)), "")
+        while quotes and not (len(value.strip()) >= 2 * len(quotes) and value.strip().endswith(quotes)):
+            assert lines, f"no end of {value!r}"
+            value += lines.pop(0)
+        value = "".join(c for c in value.strip() if c.isprintable() or c in " \t\r\n")
+        found.append((name, value[len(quotes) : len(value) - len(quotes)]))
+    assert "from" in dict(found)
+    return found
+
+
+ENDS = ["<|im_end|>", '"', 'say "no"', "<｜end▁of▁sentence｜>", "\n\n", " # ", '"\n', "\\n", "'", "é\n"]
+
+
+def test_ollama_reads_the_template_and_the_ends_as_they_are(tmp_path: Path) -> None:
+    """Its parser has no escapes."""
+    source = CHATML.replace("Be kind.", '\t# Be "kind",\n\nplease\r\n')
+    write_modelfile(tmp_path / "Modelfile", "bob", "./model.gguf", "./adapter.gguf", renderer(source), ENDS)
+    (model, adapter, template, *stops) = commands_of((tmp_path / "Modelfile").read_bytes().decode())
+    assert (model, adapter) == (("from", "./model.gguf"), ("adapter", "./adapter.gguf"))
+    assert template == ("template", chat_template_for_ollama(renderer(source)))
+    assert stops == [("stop", end) for end in ENDS]
+
+
+def test_what_no_modelfile_can_say_is_left_out(tmp_path: Path) -> None:
+    """Control characters, and three quotes; a template with them is that of the GGUF file."""
+    write_modelfile(tmp_path / "Modelfile", "bob", "./m.gguf", "", renderer(CHATML.replace("Be", "\a")), ["\a", '"""'])
+    assert commands_of((tmp_path / "Modelfile").read_text()) == [("from", "./m.gguf")]
+
+
 def test_a_modelfile_has_the_template_and_the_ends(tmp_path: Path) -> None:
     write_modelfile(tmp_path / "Modelfile", "bob", "./model.gguf", "", renderer(CHATML), ["<|im_end|>", '"'])
     text = (tmp_path / "Modelfile").read_text()
     assert "\nFROM ./model.gguf\n" in text
-    template = re.search(r'\nTEMPLATE """(.*)"""\n', text, re.DOTALL)
+    template = re.search(r'\nTEMPLATE """(.*?)"""\n', text, re.DOTALL)
     assert template is not None
     hello = [{"role": "user", "content": "Hello"}]
     assert go(template[1], hello) == renderer(CHATML)(hello, add_prompt=True)
-    assert text.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER stop "\\""\n')
+    assert text.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER stop """""""\n')
     write_modelfile(tmp_path / "Modelfile", "bob", "./model.gguf", "", None, [])
     assert 'TEMPLATE """{{ .Prompt }}"""' in (tmp_path / "Modelfile").read_text()
 

@@ -444,8 +444,19 @@ def write_modelfile(
         lines.append("# The chat template is in the model file: it is not one of turns with a fixed beginning and end.")
     else:
         lines.append(f'TEMPLATE """{template}"""')
-    lines += [f"PARAMETER stop {json.dumps(end)}" for end in ends]
-    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    for end in ends:
+        if _fits_modelfile(end):
+            quotes = '"""' if '"' in end else '"'
+            lines.append(f"PARAMETER stop {quotes}{end}{quotes}")
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8", newline="")
+
+
+def _fits_modelfile(text: str) -> bool:
+    """Return whether Ollama reads a text between quotes in a Modelfile as it is.
+
+    Its parser has no escapes, and drops characters that cannot be printed.
+    """
+    return '"""' not in text and all(character.isprintable() or character in "\t\r\n" for character in text)
 
 
 def chat_template_for_ollama(render: Render) -> str | None:
@@ -530,7 +541,7 @@ def _template_pieces(render: Render) -> _TemplatePieces | None:
         return None
     is_regular = prompt_start == start and rest == last and first.startswith(last) and prompt_end.startswith(last)
     text = "".join((start, first, second, last, prompt_end, before_system, after_system))
-    if not is_regular or "{{" in text or '"""' in text:
+    if not is_regular or "{{" in text or not _fits_modelfile(text):
         return None
     before_user = _common_end(_common_end(start, second), after_system)
     return _TemplatePieces(
