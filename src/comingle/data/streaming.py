@@ -306,7 +306,11 @@ class StoredRows(Rows):
                 yield name, contents_by_split
 
     def new_document_lists(self, name: str) -> DocumentLists:
-        """Create an empty sequence of document lists in files."""
+        """Return empty lists for users' documents, which are stored in files beside the rows, not in memory.
+
+        Args:
+            name: Name of the files.
+        """
         return StoredDocuments(self.folder / name)
 
     def remove(self) -> None:

@@ -106,7 +106,7 @@ class CohortState(ABC):
     @property
     @abstractmethod
     def tensors(self) -> Tree:
-        """All trained tensors, shared and local; may be changed in place."""
+        """Trained tensors of the users, ``(users, *shape)`` by name; a hook may change them in place."""
 
     @property
     @abstractmethod
@@ -141,7 +141,10 @@ class CohortState(ABC):
 
     @abstractmethod
     def copies(self) -> Float[Tensor, "copies users columns"]:
-        """Return all copies of the users' tensors, flattened, with the shared copy first."""
+        """Return the parameters of all copies of each user's model, as flat vectors; the first copy is the shared one.
+
+        With ``Placement.copies`` above 1 a user trains several copies of its model.
+        """
 
 
 class Cohort(CohortState):
@@ -154,7 +157,11 @@ class Cohort(CohortState):
 
     @abstractmethod
     def reset(self, roles: frozenset[str]) -> None:
-        """Restore the tensors of ``roles`` to their values before any training."""
+        """Set tensors of the users back to their values before any training.
+
+        Args:
+            roles: Roles of the tensors, such as "specialist".
+        """
 
     @abstractmethod
     def reset_moments(self, roles: frozenset[str]) -> None:
@@ -277,7 +284,17 @@ class ClientHook:
             cls.only_resets_moments = own_attributes["forgets"]
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Return the hook's state for each user, ``(users, ...)``, kept in :attr:`Cohort.kept` and never sent."""
+        """Return the initial state that the hook keeps for each user between rounds; by default none.
+
+        The state stays on the client. Other hooks of the method find it in :attr:`Cohort.kept`.
+
+        Args:
+            names: Names of the users.
+            seed: Seed of the run.
+
+        Returns:
+            Tensors ``(users, ...)`` by a name that the hook chooses.
+        """
         return {}
 
     def start_like(self, tensors: Tree) -> Tree:
@@ -303,10 +320,18 @@ class ClientHook:
         """
 
     def received(self, cohort: Cohort) -> None:
-        """Run after users have stored what they downloaded."""
+        """Do nothing by default; called after users have copied a download into their models.
+
+        Args:
+            cohort: The users who have downloaded, with their tensors and state, which may be changed.
+        """
 
     def begin(self, cohort: Cohort) -> None:
-        """Run on the client before the local steps of a round; may take steps itself."""
+        """Do nothing by default; called before the local steps of a round, and may take optimiser steps itself.
+
+        Args:
+            cohort: Users who are trained in one batch, with their tensors and state, which may be changed.
+        """
 
     @property
     def before(self) -> tuple[Phase, ...]:
@@ -314,7 +339,7 @@ class ClientHook:
         return ()
 
     def penalty(self, tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"] | float:
-        """Return the term to add to each user's objective.
+        """Return a penalty that is added to the loss of each user in a local step; by default there is none.
 
         Args:
             tensors: Trained tensors, ``(users, *shape)``.
@@ -326,10 +351,15 @@ class ClientHook:
         return 0.0
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Change the gradients ``(users, *shape)`` in the tree, by tensor; runs after each backward pass."""
+        """Do nothing by default; called after each backward pass, to change the gradients in place.
+
+        Args:
+            cohort: Users who are trained in one batch, with their tensors and state.
+            gradients: Gradients ``(users, *shape)`` by tensor name.
+        """
 
     def stepped(self, cohort: Cohort, trained: Tree, rate: float) -> None:
-        """Run after an optimiser step.
+        """Do nothing by default; called after each optimiser step.
 
         Args:
             cohort: Users who are trained in one batch, with their tensors and state.
@@ -338,10 +368,21 @@ class ClientHook:
         """
 
     def end(self, cohort: Cohort) -> None:
-        """Run after the local steps of a round."""
+        """Do nothing by default; called after the local steps of a round.
+
+        Args:
+            cohort: Users who are trained in one batch, with their tensors and state, which may be changed.
+        """
 
     def report(self, cohort: Cohort) -> Tree:
-        """Return numbers ``(users, ...)``, by name, to send with each upload."""
+        """Return numbers that each user sends to the server with its upload; by default none.
+
+        Args:
+            cohort: The users who upload, with their tensors and state.
+
+        Returns:
+            Numbers ``(users, ...)`` by name.
+        """
         return {}
 
     @property

@@ -236,7 +236,7 @@ class Model(TokenRouting, ClientMixing, ABC):
     @property
     @abstractmethod
     def scales(self) -> Float[Tensor, " users"]:
-        """Each user's LoRA scale."""
+        """Factor of each user's LoRA in the forward pass, ``alpha / sqrt(rank)``."""
 
     @abstractmethod
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
@@ -272,7 +272,11 @@ class Model(TokenRouting, ClientMixing, ABC):
     # ---------------------------------------------------------------- passes
 
     def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
-        """Return the named tensors that rows hold, in the dtype of the model's computations."""
+        """Return the users' tensors by name, in the dtype of the model's computations.
+
+        Args:
+            rows: All parameters of each user as one row, in the order of the layout.
+        """
         return {name: t.to(self.dtype) for name, t in self.layout.views(rows).items()}
 
     def randomness(self, *key: object) -> AbstractContextManager[None]:

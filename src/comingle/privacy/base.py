@@ -179,14 +179,18 @@ class PrivacyMechanism:
     # ---------------------------------------------------------------- before a run
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that the mechanism covers a method and the settings of a recipe.
+        """Check that the mechanism can protect runs of a method with these settings; by default it can.
+
+        Args:
+            method: The federated method of the run.
+            recipe: Settings of the run.
 
         Raises:
             RecipeError: The mechanism does not cover them; the message gives the reason.
         """
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
-        """Check that the mechanism covers the tensors and the number of users of a run.
+        """Check that the mechanism can protect the shared tensors of this many users; by default it can.
 
         Args:
             method: The federated method of the run.
@@ -198,7 +202,7 @@ class PrivacyMechanism:
         """
 
     def check_rounds(self, sizes: Collection[int], *, same_ranks: bool) -> None:
-        """Check that rounds have enough users for the mechanism, and that it allows different LoRA ranks.
+        """Check that rounds have enough users for the mechanism, and that it allows their LoRA ranks.
 
         Args:
             sizes: All numbers of users that a round may have.
@@ -212,7 +216,10 @@ class PrivacyMechanism:
 
     @property
     def needs_key(self) -> bool:
-        """True if the run's folder stores the key, so that a resumed run repeats a round with the same noise."""
+        """True if the mechanism draws noise from :attr:`key`, which the run folder then stores.
+
+        A resumed run so repeats a round with the same noise.
+        """
         return False
 
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
@@ -230,7 +237,11 @@ class PrivacyMechanism:
         raise NotImplementedError
 
     def client_update(self, update: Update) -> Update:
-        """Return the uploads as they are sent: clipped, with noise or masked, as the mechanism requires."""
+        """Protect the uploads of some users before they are sent, for example clip them and add noise.
+
+        Args:
+            update: The users' uploads; by default they are sent unchanged.
+        """
         return update
 
     # ---------------------------------------------------------------- on the server
@@ -262,7 +273,7 @@ class PrivacyMechanism:
         return received
 
     def skip_round(self, received: Sequence[int]) -> None:
-        """End a round without aggregation.
+        """End a round on the server without aggregation, as too few users have uploaded.
 
         Args:
             received: Indices of the users whose uploads have arrived.

@@ -219,7 +219,11 @@ def negligible_change(measure: str) -> float:
 
 
 def negligible_change_text(measure: str) -> str:
-    """Return :func:`negligible_change` in words."""
+    """Return the largest change that counts as none, such as "1%", for sentences (:func:`negligible_change`).
+
+    Args:
+        measure: Name of the measure that changes, such as "perplexity" or "accuracy".
+    """
     if measure == "loss":
         return "a factor of 1.01"
     return "1 point" if measure in _POINTS else "1%"

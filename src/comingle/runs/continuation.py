@@ -518,10 +518,10 @@ def check_private_continuation(recipe: Recipe, earlier: Recipe, run: Path) -> No
 
 
 def check_open_ended(recipe: Recipe, where: str = "") -> None:
-    """Check settings of differential privacy for runs that others follow or precede.
+    """Check that a private run may be one of several runs that continue each other, whose privacy losses add up.
 
     Args:
-        recipe: The recipe of one of the runs.
+        recipe: Settings of one of the runs.
         where: Beginning of the error, such as the path of a file.
 
     Raises:

@@ -123,7 +123,7 @@ class Batches(ABC):
         """
 
     def move(self, drawn: Int[Tensor, "users batch ..."], device: torch.device) -> Int[Tensor, "users batch ..."]:
-        """Return a drawn batch on the device that computes."""
+        """Copy a batch, as :meth:`draw` returned it, to the device that computes."""
         return drawn.to(device)
 
     def prefetch(self) -> None:  # noqa: B027 (optional)

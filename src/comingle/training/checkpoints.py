@@ -190,14 +190,14 @@ def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress]:
 
 
 def save_checkpoint(run: Path, layout: Layout, state: State, server_state: Tree, progress: Progress) -> Path:
-    """Write the checkpoint of a round and return its folder.
+    """Write what a run needs to resume after a round to a checkpoint, and return the folder of the checkpoint.
 
     Args:
         run: Run folder.
-        layout: Layout of the columns.
-        state: State of the users.
-        server_state: State of the server.
-        progress: Progress of the run.
+        layout: Names and shapes of the tensors in a row of the users' state.
+        state: Trained tensors and optimiser moments of the users, a row for each.
+        server_state: Tensors of the server by name.
+        progress: Number of the round, and other numbers to continue from.
 
     Raises:
         RunError: The disk cannot be written to; older checkpoints stay.
@@ -211,7 +211,7 @@ def save_checkpoint(run: Path, layout: Layout, state: State, server_state: Tree,
             write_tensors(draft / STATE, named_tensors(layout, state, server_state))
             return [STATE]
 
-        # A state in memory calls the function. A store on disk writes files of its own instead, with users only.
+        # If users are in memory, `state` calls the function. If they are on disk, it writes files of users only.
         written_files = state.save(draft, list_checkpoints(run), write_users_and_server)
         if STATE not in written_files:
             write_tensors(draft / SERVER, {OF_SERVER + name: t for name, t in server_state.items()})

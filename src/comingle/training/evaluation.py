@@ -130,7 +130,12 @@ def _plan_evaluations(plan: RunPlan, amounts: Sequence[int], users: int) -> tupl
 
 @cache
 def _warn_once(percent: float, advice: str) -> None:
-    """Log the share of evaluation; once per process and share, even if several methods are compared."""
+    """Warn that evaluation takes much of the time; only once per process, even if several methods are compared.
+
+    Args:
+        percent: Time of evaluation in per cent of that of training. Another share is logged again.
+        advice: What the user may change.
+    """
     logger.warning("evaluation will take about %.0f%% of training time; %s", percent, advice)
 
 

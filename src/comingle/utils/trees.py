@@ -104,7 +104,7 @@ class Layout:
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        """First column of each slot, by name."""
+        """Position of each tensor's first entry in the row that holds all tensors of a user, by the tensor's name."""
         starts: dict[str, int] = {}
         next_start = 0
         for slot in self.slots:
@@ -114,12 +114,12 @@ class Layout:
 
     @cached_property
     def _only_cache(self) -> dict[frozenset[str], Layout]:
-        """Results of :meth:`only`, the layouts of the slots that have no other roles, by set of roles."""
+        """Cached results of :meth:`only`: layouts of the tensors that have only certain roles, by the set of roles."""
         return {}
 
     @cached_property
     def _touching_cache(self) -> dict[frozenset[str], Layout]:
-        """Results of :meth:`touching`, the layouts of the slots with at least one of the roles, by set of roles."""
+        """Cached results of :meth:`touching`: layouts of the tensors with any of certain roles, by the set of roles."""
         return {}
 
     @cached_property
@@ -132,12 +132,12 @@ class Layout:
 
     @cached_property
     def columns(self) -> int:
-        """Number of columns: trainable parameters of a user who has all experts."""
+        """Number of entries of all trainable tensors of a user, which are the columns of the users' matrix."""
         return sum(slot.size for slot in self.slots)
 
     @cached_property
     def roles(self) -> frozenset[str]:
-        """All roles that occur."""
+        """Roles of all tensors, such as "attention" and "router"."""
         return frozenset(role for slot in self.slots for role in slot.roles)
 
     def views(self, rows: Float[Tensor, "users columns"]) -> Tree:
@@ -153,7 +153,7 @@ class Layout:
         return views
 
     def mask(self, roles: Iterable[str]) -> Bool[Tensor, " columns"]:
-        """Return a mask that is True on the columns whose role is in ``roles``."""
+        """Return for each column (an entry of a user's tensors) whether its tensor or expert has one of the roles."""
         wanted = set(roles)
         masks = []
         for slot in self.slots:
@@ -162,39 +162,40 @@ class Layout:
         return torch.cat(masks)
 
     def count(self, roles: Iterable[str]) -> int:
-        """Return the number of columns whose role is in ``roles``."""
+        """Return how many parameters of a user have one of the roles."""
         return int(self.mask(roles).sum())
 
     def named_roles(self, roles: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Return for each tensor all names of those of its roles that are in ``roles``; leave out tensors without any.
+        """Return for each tensor the names of its roles, by which servers select tensors.
 
-        A role has up to three names: "attention", "attention.a" for one factor of a LoRA, and "attention.body" for one
-        part of the model. Server strategies select tensors by any of these names. For example,
-        ``{"layer.0.a": {"attention", "attention.a", "attention.body"}}``.
+        A role, such as "attention", says to which part of a model a tensor belongs. It has up to three names:
+        "attention", "attention.a" for one factor of a LoRA, and "attention.body" for one part of the model. For
+        example, ``{"layer.0.a": {"attention", "attention.a", "attention.body"}}``.
 
         Args:
-            roles: The wanted roles, by any of their names.
+            roles: The wanted roles, by any of their names; tensors without any of them are left out.
         """
         wanted = frozenset(roles)
-        names_by_slot: dict[str, frozenset[str]] = {}
-        for slot in self.slots:
+        names_by_tensor: dict[str, frozenset[str]] = {}
+        for tensor in self.slots:
             names: set[str] = set()
-            for role, is_wanted in zip(slot.roles, slot.role_mask(wanted), strict=True):
+            # A tensor has several roles if it holds experts of different kinds.
+            for role, is_wanted in zip(tensor.roles, tensor.role_mask(wanted), strict=True):
                 if not is_wanted:
                     continue
                 names.add(role)
-                if slot.factor:
-                    names.add(f"{role}.{slot.factor}")
-                if slot.part:
-                    names.add(f"{role}.{slot.part}")
+                if tensor.factor:
+                    names.add(f"{role}.{tensor.factor}")
+                if tensor.part:
+                    names.add(f"{role}.{tensor.part}")
             if names:
-                names_by_slot[slot.name] = frozenset(names)
-        return names_by_slot
+                names_by_tensor[tensor.name] = frozenset(names)
+        return names_by_tensor
 
     def only(self, roles: Iterable[str]) -> Layout:
-        """Return a layout of the slots whose roles are all in ``roles``, in the same order.
+        """Return the layout of the tensors that have no other roles than these, in the same order.
 
-        A slot is one tensor; it has several roles if its leading axis holds experts of different roles.
+        A tensor has several roles if its leading axis holds experts of different kinds.
         """
         wanted = frozenset(roles)
         if wanted not in self._only_cache:  # called in every step
@@ -203,9 +204,9 @@ class Layout:
         return self._only_cache[wanted]
 
     def touching(self, roles: Iterable[str]) -> Layout:
-        """Return a layout of the slots with at least one role in ``roles``, in the same order.
+        """Return the layout of the tensors that have at least one of these roles, in the same order.
 
-        A slot is one tensor; it has several roles if its leading axis holds experts of different roles.
+        A tensor has several roles if its leading axis holds experts of different kinds.
         """
         wanted = frozenset(roles)
         if wanted not in self._touching_cache:
@@ -231,10 +232,10 @@ class Layout:
         return self._other_roles_cache[wanted]
 
     def span(self, part: Layout) -> slice | Int64[Tensor, " columns"]:
-        """Return the columns of ``part`` in this layout: a slice if they are contiguous, otherwise their indices.
+        """Return where the tensors of another layout are in a row of this one, as a slice or as indices of columns.
 
         Args:
-            part: A layout of some of these slots.
+            part: A layout of some of these tensors. Those that are next to each other give a slice.
         """
         if not part.slots:
             return slice(0, 0)

@@ -517,10 +517,11 @@ def _select_names(
 
 
 def _column_settings(study: Study, experiment: Experiment, name: str) -> tuple[Column, Column]:
-    """Return a column of the experiment, and the study's column on which it builds.
+    """Return the settings of a column of a published table, and the settings that the paper's tables share for it.
 
-    The study's column is named by the key ``of``, or has the same name. If the experiment only lists the names of its
-    columns, its column is empty.
+    A study describes columns (data sets, mostly) that several tables and figures of a paper have. A table may change
+    such a column, and names it by the key ``of`` if its own column has another name. If the table only lists the names
+    of its columns, its settings are empty.
 
     Args:
         study: The settings that all tables and figures of the paper share.

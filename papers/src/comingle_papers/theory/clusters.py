@@ -56,7 +56,7 @@ class SharedBaseProblem:
 
     @property
     def client_given_cluster(self) -> Joint:
-        """Distribution ``p(k|c)`` of the clients in each cluster; each column (cluster) sums to 1."""
+        """Matrix (clients, clusters) of the probability ``p(k|c)`` of client k in cluster c; columns sum to 1."""
         return self.joint / self.joint.sum(0)
 
 

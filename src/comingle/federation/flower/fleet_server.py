@@ -191,9 +191,17 @@ class LimitedLinkState(InMemoryLinkState):
     def _store_message_of_server(
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
-        """Store a message of the server, and wake its receiver if there are no objects to upload.
+        """Store a message from the server to a client, and wake the client's waiting request if it is complete.
 
-        Arguments and result are those of :meth:`store_message_and_object_tree`.
+        A message whose content has parts (objects of Flower) is complete when these have been uploaded too.
+
+        Args:
+            message: The message.
+            object_tree: Ids of the parts of its content.
+            session_id: Id of the upload in which the parts follow.
+
+        Returns:
+            Whether the message is stored, and the ids of the parts that the server does not have yet.
         """
         receiver = message.metadata.dst_node_id
         with self.lock:

@@ -377,9 +377,10 @@ class OnDisk(State):
             self._worker.wait(most)
 
     def _file_to_write(self, group: str) -> tuple[int, RecordFile]:
-        """Return the file to which new tensors of users are written, with its index in ``self._files[group]``.
+        """Return the file to which the next trained tensors of users are written, and its index among the files.
 
-        If there is none, as in a copy of a store or without a run folder, make a temporary file.
+        Tensors are never overwritten in place, so there are files of earlier checkpoints too. A store that has no file
+        to write to, such as a copy of a store, gets a temporary one.
 
         Args:
             group: Group of tensors, "params" or "moments".
