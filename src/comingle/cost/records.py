@@ -35,7 +35,12 @@ class LinearFlops:
     per_item: float = 0.0
 
     def flops(self, num_calls: float, num_items: float) -> float:
-        """Return the FLOPs of several calls with ``num_items`` items in total."""
+        """Return the FLOPs of several forward or training passes of a model.
+
+        Args:
+            num_calls: Number of passes; each costs ``per_call``, whatever its size.
+            num_items: Number of samples or sequences in all passes together; each costs ``per_item``.
+        """
         return self.per_call * num_calls + self.per_item * num_items
 
     def times(self, count: int) -> LinearFlops:

@@ -1001,23 +1001,32 @@ STATEMENT_OF_CLIENT = (
 
 
 def files_of_user(state: Path, user: str) -> list[Path]:
-    """Return the files of all runs in a user's state folder; empty if the folder is no such folder.
+    """Return the files that a client has written about its user: those of its runs, and the size of the data.
+
+    Files that have replaced a copy of the user's text are left out (:func:`replaced_copies`).
 
     Args:
-        state: The folder.
+        state: The user's state folder, with a folder ``run-NAME`` for each run. Another folder has no such files.
         user: Name of the user.
 
     Raises:
         RunError: The folder is another user's.
     """
-    folders = [path.parent for path in sorted(state.glob(f"run-*/{INPUTS}"))]
-    for folder in folders:
+    run_folders = sorted(state.glob("run-*"))
+    for folder in run_folders:
+        if not (folder / INPUTS).exists():  # the record of what the run reads
+            continue
         owners = list(read_inputs(folder).users)
         if user not in owners:
             raise RunError(f"{state}: got user {user!r}; allowed: {', '.join(owners)}, whose state folder it is")
     kept = replaced_copies(state)
-    found = [path for folder in sorted(state.glob("run-*")) for path in _files_in(folder) if path not in kept]
-    return [*found, *(state / name for name in (COUNTED,) if (state / name).is_file())]
+    files: list[Path] = []
+    for folder in run_folders:
+        files += [path for path in _files_in(folder) if path not in kept]
+    size_of_data = state / COUNTED
+    if size_of_data.is_file():
+        files.append(size_of_data)
+    return files
 
 
 def replaced_copies(state: Path) -> list[Path]:

@@ -203,17 +203,20 @@ class ContinuousServer:
         self._say(f"run {number:04d}: ended; waiting for new data")
 
     def plan_next(self) -> bool:
-        """Write the plan of the next run if it is due, and return whether it is.
+        """Write the plan of the next run (its recipe and participants) if one is due, and return whether it is.
+
+        A run is due if enough users have enough new data since the last one. If the server's file is wrong, the
+        operator is shown why, once, and no run is planned.
 
         Raises:
-            RecipeError: The plan of the first run cannot be used.
+            RecipeError: The server's file is wrong before the first run.
         """
         number = self.last_planned + 1
         try:
             plan = without_users_who_left(self._load(), self._folder)
-            changes = self._changes(plan, number)
+            changes = self._changes(plan, number)  # of the recipe, for this run
             if changes is None:
-                return False
+                return False  # not due
             plan = replace(plan, recipe=plan.recipe.with_changes(changes))
         except RecipeError as error:
             if number == 1:

@@ -304,11 +304,14 @@ class Similarity(ClientHook):
     language_only = True
 
     def settle(self, cohort: Cohort) -> None:
-        """Set each router's only row, which is for the local LoRA, to ``scaling / S sum_s x_s / |x_s|``.
+        """Compute the users' routers from their training prompts, before models are scored; no optimiser trains them.
 
-        Runs after training and before models are scored, because no optimiser trains these routers.
-        x_s are the router's inputs at the ends of S training prompts. The product of the row with ``x / |x|`` is the
-        local LoRA's weight for a token with the input x.
+        A router mixes a global and a local LoRA. It has a single row, ``scaling / S sum_s x_s / |x_s|`` with its inputs
+        x_s at the ends of S prompts. For a token with the input x the weight of the local LoRA is the product of the
+        row with ``x / |x|``: large if the token is similar to the prompts.
+
+        Args:
+            cohort: The users, with their tensors, which are changed in place.
         """
         for name, mean_direction in cohort.router_directions(self.instances).items():
             router = cohort.tensors[name]  # (users, 1, width)

@@ -391,7 +391,7 @@ class Personal:
     ) -> list[str]: ...  # several prompts: a text for each
 
     def generate(self, prompt: object, generation_config: GenerationConfig | None = None, **options: Any) -> object:
-        """Continue ``prompt``, or respond to it; only :class:`PersonalModel` overrides this.
+        """Refuse to generate text: only language models can, which override this.
 
         Args:
             prompt: A text, a list of texts, or messages.
@@ -404,23 +404,23 @@ class Personal:
         raise self._unsupported("generate")
 
     def perplexity(self, text: str, *, context: int = 128) -> float:
-        """Return the perplexity of a text; language models only."""
+        """Refuse to compute the perplexity of a text: only language models can, which override this."""
         raise self._unsupported("perplexity")
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each next token; language models only."""
+        """Refuse to compute logits of next tokens: only language models can, which override this."""
         raise self._unsupported("logits")
 
     def score(self, tokens: Tensor, *, context: int) -> Score:
-        """Return the loss on a stream of tokens; language models only."""
+        """Refuse to compute the loss on tokens: only language models can, which override this."""
         raise self._unsupported("score")
 
     def route(self, text: str | Tensor, *, context: int = 128) -> Routing:
-        """Return the gates of each token; language models with routers only."""
+        """Refuse to show how a router weighs experts for each token: only language models can, which override this."""
         raise self._unsupported("route")
 
     def merge(self) -> PreTrainedModel:
-        """Return a plain transformers model; language models only."""
+        """Refuse to return a plain transformers model: only language models can, which override this."""
         raise self._unsupported("merge")
 
     def export(
@@ -432,7 +432,7 @@ class Personal:
         force: bool = False,
         repository: str = "",
     ) -> Exported:
-        """Write the model for other programs; only :class:`PersonalModel` overrides this.
+        """Refuse to write the model for other programs: only language models can be exported, which override this.
 
         Args:
             folder: A new folder.
@@ -447,11 +447,11 @@ class Personal:
         raise self._unsupported("export")
 
     def predict(self, inputs: Tensor | str | Path | Sequence[str | Path]) -> Tensor:
-        """Return the outputs for inputs; nets only."""
+        """Refuse to compute outputs for inputs such as images: only nets can, which override this."""
         raise self._unsupported("predict")
 
     def evaluate(self, samples: object = None) -> SampleScore:
-        """Return the mean loss and the accuracy; nets only."""
+        """Refuse to compute loss and accuracy on samples: only nets can, which override this."""
         raise self._unsupported("evaluate")
 
     def _unsupported(self, method: str) -> DataError:

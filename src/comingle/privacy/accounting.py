@@ -371,7 +371,7 @@ class Account(ABC):
         """
 
     def epsilon_of(self, user: int, count: int) -> float:
-        """Return the epsilon of ``count`` releases of a user, after those of earlier runs.
+        """Return the epsilon that a user has spent in this run, and in the runs that this one continues.
 
         Args:
             user: Index of the user.

@@ -79,7 +79,7 @@ from comingle.training.settings import RunPlan, untrained_entry
 from comingle.utils.errors import DivergenceError, RecipeError, RunError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs
-from comingle.utils.records import JsonObject, finite, read_evaluations, read_metrics, write_text
+from comingle.utils.records import JsonMapping, JsonObject, finite, read_evaluations, read_metrics, write_text
 from comingle.utils.registry import load_object
 
 _CHOOSE_WITHIN_MEMORY = "comingle.cost.planning:choose_within"
@@ -663,21 +663,21 @@ def run_in(
         method = make(recipe.method.name, **recipe.method.settings)
     with ExitStack() as contexts:
         contexts.enter_context(own_errors(method))  # names the file of a plug-in in errors that its code raises
+
+        # A run that continues an earlier one may train again on a share of the earlier data (data.replay).
         earlier: Sequence[EarlierData] = ()
         if recipe.continue_from is not None:
             earlier = read_earlier_data(recipe, run_data, partial(prepare_earlier, run_data.base))
-        train_data, replayed_here = add_replay(recipe, run_data, earlier)
+        train_data, replayed_here = add_replay(recipe, run_data, earlier)  # amounts, of this process's users
+
         federation = build_federation(recipe, train_data, method=method)
-        local = build_local(federation, recipe, train_data)
+        local = build_local(federation, recipe, train_data)  # the users as they train alone; None without a guard
         replayed = federation.merge_users(lambda: replayed_here)
         digests = federation.merge_users(lambda: replayed_digests(earlier, replayed_here))
         run_observers: Sequence[Observer] = ()
         if federation.is_first_process:
             run_observers = observers(federation.clients)
-        settings = run_data.kind.settings(run_data)
-        num_classes = None  # of nets trained with cross-entropy, for a warning if their results are at chance
-        if settings.get("loss") == CROSS_ENTROPY.name:
-            num_classes = settings["classes"]
+
         has_checkpoint = folder is not None and resume and bool(list_checkpoints(folder))
         continues: JsonObject | None = None
         # A resumed run has already started from the earlier run, so its checkpoint is restored instead.
@@ -686,37 +686,38 @@ def run_in(
             continues["replayed"] = replayed
             if digests:
                 continues["replayed_digests"] = digests
-        if folder is None:
-            finished = execute(
-                federation,
-                recipe,
-                None,
-                observers=run_observers,
-                num_classes=num_classes,
-                continues=continues,
-                earlier=earlier,
-                local=local,
-            )
-            return replace(finished, settings=settings)
-        if has_checkpoint:
-            restore_account(federation.server, folder)
-        inputs = _merged_inputs(federation, run_data, recipe)  # digests of base and data, of all processes
-        opened_folder = open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=method.placement.pooled)
-        # Only the first process enters it, which has the numbers of all users; its errors end all processes.
-        check = partial(check_replay, folder, replayed, digests)
-        enter_folder(contexts, _with_check(opened_folder, check, is_needed=has_checkpoint))
+
+        if folder is not None:
+            if has_checkpoint:
+                restore_account(federation.server, folder)  # the privacy budget that is spent
+            inputs = _merged_inputs(federation, run_data, recipe)  # digests of base and data, of all processes
+            is_pooled = method.placement.pooled
+            opened_folder = open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=is_pooled)
+            # Only the first process enters it, which has the numbers of all users; its errors end all processes.
+            check = partial(check_replay, folder, replayed, digests)
+            enter_folder(contexts, _with_check(opened_folder, check, is_needed=has_checkpoint))
+        settings = run_data.kind.settings(run_data)
         finished = execute(
             federation,
             recipe,
             folder,
-            resume=resume,
+            resume=resume and folder is not None,
             observers=run_observers,
-            num_classes=num_classes,
+            num_classes=_num_classes(settings),
             continues=continues,
             earlier=earlier,
             local=local,
         )
     return replace(finished, settings=settings)
+
+
+def _num_classes(settings: JsonMapping) -> int | None:
+    """Return the number of classes of nets trained with cross-entropy, to warn of results at chance; else None.
+
+    Args:
+        settings: Facts about the data that the run folder stores, such as the loss and the number of classes.
+    """
+    return settings["classes"] if settings.get("loss") == CROSS_ENTROPY.name else None
 
 
 @contextmanager

@@ -220,10 +220,11 @@ class PrivateSteps:
     plan: RunPlan
 
     def applies(self, phase: Phase, layout: Layout) -> bool:
-        """Return whether gradients of a phase need noise: it trains shared tensors, and its results are uploaded.
+        """Return whether noise must be added to the gradients of some local steps, because users upload the results.
 
         Args:
-            phase: The kind of local step: which tensors it trains, and on which split of the data.
+            phase: The kind of local step: which tensors it trains, and on which split of the data. The result is False
+                if it trains no shared tensor, or fine-tunes a model that is not uploaded.
             layout: Layout of the model's trainable tensors.
         """
         is_uploaded = phase.label != TUNING  # fine-tuned models stay local

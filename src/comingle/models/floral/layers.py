@@ -491,13 +491,12 @@ class LowRankLayer(AdaptedLayer):
         return by_name
 
     def pairs(self, prefix: str) -> Pairs:
-        """Return the names of the layer's factors and bias adaptor, each with the base's tensor that it adapts.
+        """Return which tensors of this layer are adaptors, and to which tensor of the base layer each is added.
+
+        A layer has a low-rank adaptor of the weight (two factors, "a" and "b"), an adaptor of the bias, or both.
 
         Args:
-            prefix: Prefix of the names, such as "model.layers.0.".
-
-        Returns:
-            The names; without those of factors or of a bias adaptor that the layer does not have.
+            prefix: Prefix of the tensors' names, such as "model.layers.0.".
         """
         factors: tuple[Pair, ...] = ()
         if self.geometry is not None:

@@ -770,13 +770,16 @@ class DiskStore(Store):
     """
 
     def begin(self, clients: Users) -> OnDisk:
-        """Return the state of all users before the first round; nothing is written to disk yet.
+        """Return an object that reads and writes the users' tensors on disk, before the first round.
+
+        Nothing is written yet, as initial tensors follow from the seed.
 
         Args:
             clients: The users, and the method and plan of the run.
 
         Raises:
-            RecipeError: The method trains one pooled model, or there are no moments to round.
+            RecipeError: The method trains a single model for all users; or the store is to round the moments of
+                optimizers to bfloat16, but no optimizer of the run has moments.
             DataError: The best round is selected and no user has validation data.
         """
         check_storable(clients)
