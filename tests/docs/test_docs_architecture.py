@@ -111,3 +111,17 @@ def test_the_functions_in_the_picture_of_a_round_exist(drawing: Any) -> None:
     named = re.findall(r">(?:\d  )?(\w+)\.(download|receive|train|upload|aggregate)<", drawing.message())
     assert len(named) == 5
     assert all(hasattr(homes[home], function) for home, function in named)
+
+
+def test_no_class_has_more_than_fifteen_fields_or_public_methods() -> None:
+    too_large = []
+    for root in (SOURCE, DOCS.parent / "papers" / "src"):
+        for path in root.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+                    functions = [part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+                    public = [function for function in functions if not function.name.startswith("_")]
+                    if len(fields) > 15 or len(public) > 15:
+                        too_large.append(f"{path.name}: {node.name}")
+    assert too_large == []
