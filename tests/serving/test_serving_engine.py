@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from tests.quick import quick
+from transformers.cache_utils import DynamicCache
 
 from comingle.methods import REGISTRY
 from comingle.models import decoding
-from comingle.models.generation import added_text, encode_prompt, read_sampling
+from comingle.models.generation import added_text, encode_prompt, padded_attention, read_sampling
 from comingle.models.kernels import expert_mlp
 from comingle.models.loading import load_base
 from comingle.serving import rows
@@ -124,35 +125,35 @@ def test_compiled_code_says_the_same(
         assert {name: person.generate(text, max_new_tokens=24) for name, person in mine.items()} == plain
 
 
+NATIVE = [
+    ("comigs-1g1s", "random:llama"),
+    ("pfedmoe", "random:llama"),
+    ("comigs-1g1s", "random:mistral"),
+    ("fedavg", "random:qwen2"),
+    ("floral", "random:llama"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("method", "base"),
-    [
-        ("comigs-1g1s", "random:llama"),
-        ("pfedmoe", "random:llama"),
-        ("comigs-1g1s", "random:mistral"),
-        ("fedavg", "random:qwen2"),
-        ("floral", "random:llama"),
-    ],
-)
+@pytest.mark.parametrize(("method", "base"), NATIVE)
 def test_a_native_step_has_the_logits_of_pytorch(
     people: Any, method: str, base: str, dtype: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = people(method, base=base, dtype=dtype)
     request.getfixturevalue("native")  # training decides for itself whether native code is in use
     asked, errors = Asked(engine := Engine(mine, rows=5)), list[float]()
-    native_call = decoding.DecodingStep.__call__
+    native_decode = decoding.NativeNetwork.decode
 
     def compare(step: Any, ids: Any, positions: Any, cache: Any) -> torch.Tensor:
-        logits = native_call(step, ids, positions, cache)
+        logits = native_decode(step, ids, positions, cache)
         with monkeypatch.context() as plain:
             plain.setattr(expert_mlp, "_library", None)
             expected = engine._forward(ids, cache.mask(), positions, cache)  # overwrites what was cached with its own
         errors.append(float((logits - expected).double().norm() / expected.double().norm()))
         return logits
 
-    monkeypatch.setattr(decoding.DecodingStep, "__call__", compare)
+    monkeypatch.setattr(decoding.NativeNetwork, "decode", compare)
     for i, name in enumerate([*mine, *mine]):
         asked.ask(name, TEXTS[i % len(TEXTS)], max_new_tokens=12)
     asked.finish()
@@ -161,6 +162,38 @@ def test_a_native_step_has_the_logits_of_pytorch(
         assert max(errors) < 1e-5
     else:  # PyTorch rounds each activation, native code only weights and what is cached
         assert statistics.median(errors) < 5e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "base"), NATIVE)
+def test_a_native_pass_reads_prompts_as_pytorch_does(
+    people: Any, method: str, base: str, request: pytest.FixtureRequest
+) -> None:
+    """Padded prompts that need several native calls, and then what follows them."""
+    mine = people(method, base=base)
+    request.getfixturevalue("native")
+    engine = Engine(mine, rows=3)
+    for row, name in enumerate(mine):
+        engine.row_adapters.set(row, name)
+    engine.row_adapters.bind(slice(0, 3))
+    num_padding, total = torch.tensor([0, 7, 31]), 46
+    ids = torch.randint(3, 60, (3, total), generator=torch.Generator().manual_seed(4))
+    mask = torch.arange(total) >= num_padding.unsqueeze(1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    caches = DynamicCache(), DynamicCache()
+    with torch.inference_mode(), padded_attention(engine.network):
+        native = engine._make_native(3)
+        assert native is not None
+        for start, stop in ((0, 40), (40, total)):
+            part = slice(start, stop)
+            expected = engine._forward(ids[:, part], mask[:, :stop], positions[:, part], caches[0])
+            got = native.read(ids[:, part], positions[:, part], num_padding.tolist(), caches[1])
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    assert caches[1].get_seq_length() == total
+    for old, new in zip(caches[0].layers, caches[1].layers, strict=True):
+        for text, padding in enumerate(num_padding.tolist()):
+            for first, second in ((old.keys, new.keys), (old.values, new.values)):
+                torch.testing.assert_close(second[text, :, padding:], first[text, :, padding:], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("method", quick((*METHODS, "feddpa"), *QUICK))
@@ -388,7 +421,7 @@ def test_pretrained_is_the_base_whatever_the_method(people: Any, method: str) ->
     ids, base = torch.arange(3, 40)[None], ann.model.base.model
     with torch.no_grad():
         expected = base(input_ids=ids).logits.log_softmax(-1)
-    torch.testing.assert_close(without_adapters(ann).logits(ids).log_softmax(-1), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(without_adapters(ann).logits(ids).log_softmax(-1), expected, rtol=1e-3, atol=1e-3)
     if method != "pretrained":
         assert (ann.logits(ids).log_softmax(-1) - expected).abs().max() > 1e-2
 

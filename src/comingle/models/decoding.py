@@ -1,7 +1,7 @@
-"""A whole decoding step of language models of the Llama family, in C++ for CPUs.
+"""Forward passes of whole language models of the Llama family without gradients, in C++ for CPUs.
 
-A step computes one token for each of a few rows. The layers of PyTorch need a thousand small operations for it, and
-each wakes the threads of a pool. The native step, ``mixture_decode.h``, needs a single call.
+A pass computes a few tokens: the next one of each text, or a part of a prompt. The layers of PyTorch need a thousand
+small operations for it, and each wakes the threads of a pool. The native pass, ``mixture_decode.h``, is a single call.
 """
 
 from __future__ import annotations
@@ -13,31 +13,30 @@ from typing import Any, Protocol
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from comingle.models.injection import RoutedMLP
 from comingle.models.kernels import expert_mlp
-from comingle.models.kernels.expert_mlp import Factors, LinearStruct, Weights
+from comingle.models.kernels.expert_mlp import MOST_ROWS, Factors, LinearStruct, Weights
 from comingle.models.lora import LoraLinear, base_weight
 from comingle.models.pretrained import PreTrainedModel
 
 MODEL_TYPES = ("llama", "mistral", "qwen2")
-"""Model types of transformers whose layers the native step computes."""
+"""Model types of transformers whose layers native passes compute."""
 
 Linear = tuple[Weights, Factors | None]
-"""Weight and bias of a linear, and its LoRA of each row, of shapes ``(rows, [experts,] rank, width)``."""
+"""Weight and bias of a linear, and its LoRA of each text, of shapes ``(texts, [experts,] rank, width)``."""
 
 
 class KeyValueStores(Protocol):
-    """Cache of the keys and values of rows that all end at the same position."""
+    """Cache of the keys and values of texts that all end at the same position."""
 
     starts: list[int]
-    """Position of each row's first token."""
+    """Position of each text's first token."""
     stop: int
     """Position of the next token."""
-    capacity: int
-    """Number of positions that are allocated."""
     layers: list[Any]
-    """Layers, whose ``stores`` are the keys and the values ``(max_rows, heads, capacity, width)``."""
+    """Layers, whose ``stores`` are the keys and the values ``(texts or more, heads, capacity, width)``."""
 
 
 class _Layer(ctypes.Structure):
@@ -54,8 +53,8 @@ class _Decode(ctypes.Structure):
     """``struct Decode`` of mixture_decode.h."""
 
     _fields_ = (
-        *[(n, ctypes.c_int64) for n in ("rows", "layers", "width", "heads", "groups", "head", "hidden", "experts")],
-        *[(n, ctypes.c_int64) for n in ("top_k", "act", "capacity", "stop", "bf16", "threads")],
+        *[(n, ctypes.c_int64) for n in ("rows", "share", "layers", "width", "heads", "groups", "head")],
+        *[(n, ctypes.c_int64) for n in ("hidden", "experts", "top_k", "act", "capacity", "stop", "bf16", "threads")],
         *[(n, ctypes.c_float) for n in ("epsilon", "attention_scale", "scale")],
         ("layer", ctypes.POINTER(_Layer)),
         ("norm", ctypes.c_void_p),
@@ -64,18 +63,18 @@ class _Decode(ctypes.Structure):
     )
 
 
-class DecodingStep:
-    """The native decoding step of a network with the adapters that are bound to its modules at present.
+class NativeNetwork:
+    """Native passes of a network with the adapters that are bound to its modules at present.
 
     Make a new one whenever other adapters are bound.
     """
 
-    def __init__(self, network: PreTrainedModel, rows: int) -> None:
+    def __init__(self, network: PreTrainedModel, texts: int) -> None:
         """Collect the addresses of all weights and adapters.
 
         Args:
             network: A network that :func:`supports` accepts.
-            rows: Number of rows, each with adapters of its own.
+            texts: Number of texts, each with adapters of its own.
         """
         model: Any = network.model
         config: Any = network.config
@@ -88,7 +87,6 @@ class DecodingStep:
         dtype = self._head.dtype
         self._layers = (_Layer * len(model.layers))()
         self._call = _Decode(
-            rows=rows,
             layers=len(model.layers),
             width=config.hidden_size,
             heads=config.num_attention_heads,
@@ -106,7 +104,7 @@ class DecodingStep:
             norm=model.norm.weight.data_ptr(),
         )
         self._fill(self._call.head_layer, (base_weight(network.lm_head), None))
-        self._call.present = self._address(_present(first_mlp, rows).to(torch.uint8))
+        self._call.present = self._address(_present(first_mlp, texts).to(torch.uint8))
         for struct, layer in zip(self._layers, model.layers, strict=True):
             mlp = _mlp(layer)
             struct.attention_norm = layer.input_layernorm.weight.data_ptr()
@@ -133,27 +131,96 @@ class DecodingStep:
         self._kept_alive.append(t)
         return t.data_ptr()
 
-    def __call__(
-        self, ids: Int[Tensor, "rows 1"], positions: Int[Tensor, "rows 1"], cache: KeyValueStores
-    ) -> Float[Tensor, "rows vocab"]:
-        """Return the logits after each row's new token, whose keys and values are written to the cache.
+    def decode(
+        self, ids: Int[Tensor, "texts 1"], positions: Int[Tensor, "texts 1"], cache: KeyValueStores
+    ) -> Float[Tensor, "texts vocab"]:
+        """Return the logits after each text's new token, whose keys and values are written to the cache.
 
         Args:
             ids: The new tokens.
-            positions: Position of each in its row.
+            positions: Position of each in its text.
             cache: Keys and values of the earlier tokens.
         """
+        stores = [layer.stores for layer in cache.layers]
+        logits = self._run(ids, positions, stores, cache.starts, cache.stop)
+        assert logits is not None
+        return logits
+
+    def read(
+        self,
+        ids: Int[Tensor, "texts n"],
+        positions: Int[Tensor, "texts n"],
+        starts: Sequence[int],
+        cache: DynamicCache,
+    ) -> Float[Tensor, "texts vocab"]:
+        """Return the logits after each text's last token, and append keys and values of all tokens to the cache.
+
+        Args:
+            ids: Tokens of the texts, padded on the left.
+            positions: Position of each token in its text; any for padding.
+            starts: Index of each text's first token in the cache, after the padding.
+            cache: Keys and values of the tokens before ``ids``.
+        """
+        texts, n = ids.shape
+        cached = cache.get_seq_length()
+        stores = [self._with_room(cache, i, texts, n) for i in range(len(self._layers))]
+        logits: Tensor | None = None
+        most = max(1, MOST_ROWS // texts)
+        for start in range(0, n, most):
+            part = slice(start, min(start + most, n))
+            is_last = part.stop == n
+            logits = self._run(ids[:, part], positions[:, part], stores, starts, cached + start, predicts=is_last)
+        for i, (keys, values) in enumerate(stores):
+            cache.update(keys[:, :, cached:], values[:, :, cached:], i)
+        assert logits is not None
+        return logits
+
+    def _with_room(self, cache: DynamicCache, layer: int, texts: int, n: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of a layer, ``(texts, groups, cached + n, head)``, with room for new ones."""
         call = self._call
+        cached = cache.get_seq_length()
+        shape = (texts, call.groups, cached + n, call.head)
+        keys, values = (torch.empty(shape, dtype=self._head.dtype) for _ in range(2))
+        if cached:
+            layers: list[Any] = cache.layers
+            keys[:, :, :cached], values[:, :, :cached] = layers[layer].keys, layers[layer].values
+        return keys, values
+
+    def _run(
+        self,
+        ids: Int[Tensor, "texts n"],
+        positions: Int[Tensor, "texts n"],
+        stores: Sequence[Sequence[Tensor]],
+        starts: Sequence[int],
+        stop: int,
+        *,
+        predicts: bool = True,
+    ) -> Float[Tensor, "texts vocab"] | None:
+        """Run the native pass for ``n`` consecutive tokens of each text.
+
+        Args:
+            ids: The tokens.
+            positions: Position of each token in its text.
+            stores: Keys and values of each layer, ``(texts or more, groups, capacity, head)``; those of the tokens are
+                written from ``stop``.
+            starts: Position in the stores of each text's first token.
+            stop: Position in the stores of the first of the tokens.
+            predicts: Compute logits.
+
+        Returns:
+            The logits after each text's last token; None unless ``predicts``.
+        """
+        call, (texts, n) = self._call, ids.shape
         x = self._embed(ids).float().contiguous()
-        cos, sin = (t.contiguous() for t in self._rotary(x, positions))  # (rows, 1, head width)
-        starts = torch.tensor(cache.starts)
-        logits = x.new_empty(len(ids), len(self._head))
-        for struct, layer in zip(self._layers, cache.layers, strict=True):
-            keys, values = layer.stores
+        cos, sin = (t.contiguous() for t in self._rotary(x, positions))  # (texts, n, head)
+        first_positions = torch.tensor(starts)
+        logits = x.new_empty(texts, len(self._head)) if predicts else None
+        for struct, (keys, values) in zip(self._layers, stores, strict=True):
             struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
         call.x, call.cos, call.sin = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
-        call.starts, call.stop, call.capacity = starts.data_ptr(), cache.stop, cache.capacity
-        call.logits, call.threads = logits.data_ptr(), torch.get_num_threads()
+        call.starts, call.stop, call.capacity = first_positions.data_ptr(), stop, stores[0][0].shape[2]
+        call.rows, call.share, call.threads = texts * n, n, torch.get_num_threads()
+        call.logits = None if logits is None else logits.data_ptr()
         native = expert_mlp.library()
         assert native is not None
         native.decode_step(ctypes.byref(call))
@@ -161,14 +228,14 @@ class DecodingStep:
 
 
 class _Mlp:
-    """The MLP of a layer as the native step computes it: a mixture of experts, or one with a single expert.
+    """The MLP of a layer as native passes compute it: a mixture of experts, or one with a single expert.
 
     Attributes:
         linears: The linears "gate", "up" and "down".
         num_experts: Number of experts.
         top_k: Largest number of experts that a token uses.
-        present: Which experts each row has; None for all.
-        router: Weights of the router, ``(rows, experts, width)``; None without a router.
+        present: Which experts each text has; None for all.
+        router: Weights of the router, ``(texts, experts, width)``; None without a router.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -193,13 +260,13 @@ def _mlp(layer: nn.Module) -> _Mlp:
     return _Mlp(layer.get_submodule("mlp"))
 
 
-def _present(mlp: _Mlp, rows: int) -> Tensor:
-    """Return which experts each row has, ``(rows, experts)``."""
-    return torch.ones(rows, 1) if mlp.present is None else mlp.present
+def _present(mlp: _Mlp, texts: int) -> Tensor:
+    """Return which experts each text has, ``(texts, experts)``."""
+    return torch.ones(texts, 1) if mlp.present is None else mlp.present
 
 
 def _linear(module: nn.Module) -> Linear:
-    """Return weight and bias of a linear, and the LoRAs of the rows if it has any."""
+    """Return weight and bias of a linear, and the LoRAs of the texts if it has any."""
     if isinstance(module, LoraLinear):
         return base_weight(module.linear), module.factors
     return base_weight(module), None
@@ -212,9 +279,9 @@ def _scales(network: nn.Module) -> set[float]:
 
 
 def supports(network: PreTrainedModel) -> bool:
-    """Return whether the native step is in use and supports a network and the adapters that are bound to it.
+    """Return whether native passes are in use and support a network and the adapters that are bound to it.
 
-    It supports float32 and bfloat16 on a CPU, full attention, and mixtures of experts with softmax gates. PyTorch
+    They support float32 and bfloat16 on a CPU, full attention, and mixtures of experts with softmax gates. PyTorch
     computes other networks.
     """
     config: Any = network.config
@@ -242,7 +309,7 @@ _ACTIVATIONS = {name for name, act in expert_mlp.ACTIVATIONS.items() if act in e
 
 
 def _supports_mlp(module: nn.Module) -> bool:
-    """Return whether the native step supports an MLP: its gates are a softmax over all or the largest logits."""
+    """Return whether native passes support an MLP: its gates are a softmax over all or the largest logits."""
     if not isinstance(module, RoutedMLP):
         return True
     router = module.router

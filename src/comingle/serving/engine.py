@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -212,6 +212,9 @@ PROMPT_TOKENS_ELSEWHERE = 2048
 IDLE_PROMPT_TOKENS = 512
 """Smallest number of prompt tokens that a step may read while no text is being generated."""
 
+NATIVE_PROMPT_TOKENS = 256
+"""Largest number of prompt tokens, with padding, of a native pass; PyTorch is faster with more."""
+
 Finish = Literal["stop", "length"]
 
 
@@ -333,7 +336,7 @@ class Engine:
         self._takes_logits_to_keep = "logits_to_keep" in forward_arguments
         self._takes_position_ids = "position_ids" in forward_arguments
         self._all_rows_bound = False  # whether the network uses the adapters of all active rows
-        self._native_step: decoding.DecodingStep | None = None  # None if native code does not support the network
+        self._native: decoding.NativeNetwork | None = None  # None if native code does not support the network
 
     # ------------------------------------------------------------ asked from outside
 
@@ -584,7 +587,7 @@ class Engine:
         total_width = max(nums_cached) + width
         mask = torch.arange(total_width) >= total_width - torch.tensor(lengths).unsqueeze(1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)  # 0, 1, ... from the prompt's first token; 0 for padding
-        logits = self._forward(ids, mask, positions[:, -width:], cache)
+        logits = self._read(ids, mask, positions[:, -width:], cache)
         self.cache.join(cache, lengths)
         for index, (row, num_cached) in enumerate(zip(rows, nums_cached, strict=True)):
             row.cached_tokens = num_cached
@@ -608,7 +611,7 @@ class Engine:
         stop = min(row.num_read + most, len(prompt))
         ids = torch.tensor([prompt[row.num_read : stop]])
         positions = torch.arange(row.num_read, stop).unsqueeze(0)
-        logits = self._forward(ids, torch.ones(1, stop), positions, row.prompt_cache)
+        logits = self._read(ids, torch.ones(1, stop, dtype=torch.bool), positions, row.prompt_cache)
         row.num_read = stop
         if stop < len(prompt):
             return
@@ -643,22 +646,46 @@ class Engine:
         if not self._all_rows_bound:  # rows were added or freed since the adapters were bound
             self.row_adapters.bind(slice(0, len(self.active)))
             self._all_rows_bound = True
-            self._native_step = self._make_native_step()
+            self._native = self._make_native(len(self.active))
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
         position_ids = self.cache.lengths().unsqueeze(1)  # (rows, 1): one new token per row
-        if self._native_step is not None:
-            logits = self._native_step(ids, position_ids, self.cache)
+        if self._native is not None:
+            logits = self._native.decode(ids, position_ids, self.cache)
         else:
             logits = self._forward(ids, self.cache.mask(), position_ids, self.cache)
         self.cache.advance()
         self._sample_tokens(0, logits)
 
-    def _make_native_step(self) -> decoding.DecodingStep | None:
-        """Return the native step of the network for the rows that are bound; None if it does not support them."""
-        num_rows = len(self.active)
-        if num_rows > MOST_ROWS or self.row_adapters.mixes_predictions or not decoding.supports(self.network):
+    def _read(
+        self,
+        ids: Int[Tensor, "texts n"],
+        mask: Bool[Tensor, "texts total"],
+        positions: Int[Tensor, "texts n"],
+        cache: DynamicCache,
+    ) -> Float[Tensor, "texts vocab"]:
+        """Return the logits after the last token of some prompts, or of a part of them.
+
+        Args:
+            ids: Tokens of the prompts, padded on the left.
+            mask: False for padding, which comes before the first token of a prompt, cached tokens included.
+            positions: Positions of ``ids`` in their prompts.
+            cache: Keys and values of earlier tokens, to which those of ``ids`` are appended.
+        """
+        native = self._make_native(len(ids)) if ids.numel() <= NATIVE_PROMPT_TOKENS else None
+        if native is None:
+            return self._forward(ids, mask, positions, cache)
+        num_padding = (~mask).sum(1)
+        return native.read(ids, positions, num_padding.tolist(), cache)
+
+    def _make_native(self, texts: int) -> decoding.NativeNetwork | None:
+        """Return the native network for the adapters that are bound; None if native code does not support it.
+
+        Args:
+            texts: Number of texts, whose adapters are bound.
+        """
+        if texts > MOST_ROWS or self.row_adapters.mixes_predictions or not decoding.supports(self.network):
             return None
-        return decoding.DecodingStep(self.network, num_rows)
+        return decoding.NativeNetwork(self.network, texts)
 
     def _forward(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
         """Return the logits after each row's last token; the network appends keys and values to the cache.

@@ -1,4 +1,5 @@
-// One decoding step of a whole language model of the Llama family: one token for each of a few rows.
+// A forward pass of a whole language model of the Llama family for a few rows: a token of each text, or `share`
+// consecutive tokens of each text, such as a part of its prompt. Texts have adapters of their own.
 //
 //     x = embedding                                                     (rows, width), from the caller
 //     per layer    n = norm(x)     q, k, v = W n + b + B (s A n)        then rotate q and k; cache k and v
@@ -6,7 +7,7 @@
 //                  n = norm(x)     p = gates(router n)                  x += experts(n) as in mixture_rows.h
 //     logits = head(norm(x))
 //
-// A step is a single parallel region. Its phases are separated by barriers that spin, since a phase takes only some
+// A pass is a single parallel region. Its phases are separated by barriers that spin, since a phase takes only some
 // microseconds, and threads that sleep in between would take longer to wake up. Activations are float32; weights,
 // factors and the cache have the model's number format.
 #pragma once
@@ -20,8 +21,8 @@
 #include "mixture_rows.h"
 
 extern "C" {
-// Weights of the norms have `width` entries; `router` is (rows, experts, width) or null for equal gates; keys and values
-// are (rows, groups, capacity, head), of which positions before `stop` are cached.
+// Weights of the norms have `width` entries; `router` is (texts, experts, width) or null for equal gates; keys and values
+// are (texts, groups, capacity, head), of which positions before `stop` are cached.
 struct DecodeLayer {
     const void *attention_norm, *mlp_norm;
     RowsLinear q, k, v, o, gate, up, down;
@@ -29,10 +30,11 @@ struct DecodeLayer {
     void *keys, *values;
 };
 
-// `present` is (rows, experts): whether a row has an expert. `cos` and `sin` are (rows, head). `starts` has the position
-// of each row's first token. `head_layer` maps to the vocabulary.
+// `present` is (texts, experts): whether a text has an expert. `cos` and `sin` are (rows, head). `starts` has the position
+// of each text's first token; earlier ones are padding. `head_layer` maps to the vocabulary; `logits` (texts, vocabulary)
+// are those after each text's last token, or null.
 struct Decode {
-    int64_t rows, layers, width, heads, groups, head, hidden, experts, top_k, act, capacity, stop, bf16, threads;
+    int64_t rows, share, layers, width, heads, groups, head, hidden, experts, top_k, act, capacity, stop, bf16, threads;
     float epsilon, attention_scale, scale;
     const DecodeLayer* layer;
     const void* norm;
@@ -89,17 +91,22 @@ class Team {
 template <class S>
 struct DecodeStep {
     const Decode& m;
-    const Rows shape;        // only `rows` and `share`, which the functions of Step read
-    const Step<S> rows;
+    const int64_t texts;
+    const Rows shape, last_shape;  // only `rows` and `share`, which the functions of Step read
+    const Step<S> rows, last_rows;
     Buffer<float> x, qkv, attended, z, logits, gates, h, mixed;
     mutable Team team;
 
     explicit DecodeStep(const Decode& m)
-        : m(m), shape{m.rows, 1, m.experts, 2, m.act, m.bf16, m.threads, m.scale, {}, {}, nullptr, nullptr, nullptr},
-          rows{shape}, x(m.rows * m.width), qkv(m.rows * (m.heads + 2 * m.groups) * m.head),
+        : m(m), texts(m.rows / m.share), shape(shape_of(m.rows, m.share)), last_shape(shape_of(texts, 1)), rows{shape},
+          last_rows{last_shape}, x(m.rows * m.width), qkv(m.rows * (m.heads + 2 * m.groups) * m.head),
           attended(m.rows * m.heads * m.head), z(m.rows * most_ranks()), logits(m.rows * m.experts),
           gates(m.rows * m.experts), h(m.rows * m.experts * m.hidden), mixed(m.rows * m.hidden) {
         std::copy_n(m.x, m.rows * m.width, x + 0);
+    }
+
+    Rows shape_of(int64_t rows, int64_t share) const {
+        return {rows, share, m.experts, 2, m.act, m.bf16, m.threads, m.scale, {}, {}, nullptr, nullptr, nullptr};
     }
 
     // The ranks of the factors A that read the same input, added up.
@@ -143,7 +150,7 @@ struct DecodeStep {
             const RowsLinear& l = *layers[i];
             const int64_t r = (task - from[i]) / l.ranks, k = (task - from[i]) % l.ranks;
             const float* input = in + (r * sets + k / (l.ranks / sets)) * l.d_in;
-            dots<1, 1>(input, (const S*)l.a + (r * l.ranks + k) * l.d_in, l.d_in, z + task);
+            dots<1, 1>(input, (const S*)l.a + (r / m.share * l.ranks + k) * l.d_in, l.d_in, z + task);
             *(z + task) *= m.scale;
         });
     }
@@ -209,7 +216,7 @@ struct DecodeStep {
             const float* v = k + m.groups * m.head;
             for (int64_t i = 0; i < per_group; ++i) rotate(q + i * m.head, r);
             rotate(k, r);
-            const int64_t at = (task * m.capacity + m.stop) * m.head;
+            const int64_t at = ((r / m.share * m.groups + g) * m.capacity + m.stop + r % m.share) * m.head;
             for (int64_t c = 0; c < m.head; ++c) {
                 put((S*)l.keys + at + c, k[c]);
                 put((S*)l.values + at + c, v[c]);
@@ -220,9 +227,11 @@ struct DecodeStep {
     void attend(const DecodeLayer& l, float* scores) const {
         const int64_t per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head;
         team.each(m.rows * m.heads, [&](int64_t task) {
-            const int64_t r = task / m.heads, head = task % m.heads, from = m.starts[r], count = m.stop + 1 - from;
-            const int64_t at = ((r * m.groups + head / per_group) * m.capacity + from) * m.head;
+            const int64_t r = task / m.heads, head = task % m.heads, text = r / m.share, from = m.starts[text];
+            const int64_t count = m.stop + r % m.share + 1 - from;
+            const int64_t at = ((text * m.groups + head / per_group) * m.capacity + from) * m.head;
             const float* q = qkv + r * width + head * m.head;
+            if (count <= 0) return (void)std::fill_n(attended + (r * m.heads + head) * m.head, m.head, 0.f);  // padding
             const S *keys = (const S*)l.keys + at, *values = (const S*)l.values + at;
             int64_t t = 0;
             for (; t + ALONE <= count; t += ALONE) dots<1, ALONE>(q, keys + t * m.head, m.head, scores + t);
@@ -249,10 +258,11 @@ struct DecodeStep {
     void choose_gates(const DecodeLayer& l, const float* in, float* p) const {
         if (l.router)
             team.each(m.rows * m.experts, [&](int64_t task) {
-                dots<1, 1>(in + task / m.experts * m.width, l.router + task * m.width, m.width, logits + task);
+                const int64_t r = task / m.experts, weight = r / m.share * m.experts + task % m.experts;
+                dots<1, 1>(in + r * m.width, l.router + weight * m.width, m.width, logits + task);
             });
         for (int64_t r = 0; r < m.rows; ++r) {
-            const uint8_t* present = m.present + r * m.experts;
+            const uint8_t* present = m.present + r / m.share * m.experts;
             float* row = p + r * m.experts;
             const float* logit = logits + r * m.experts;
             float total = 0;
@@ -307,12 +317,24 @@ struct DecodeStep {
         add_output(l.down, mixed + 0, base);
     }
 
+    // The logits after each text's last token.
+    void predict(float* in, float* base) const {
+        const RowsLinear& l = m.head_layer;
+        norm(m.norm, in);
+        for (int64_t t = 0; t < texts; ++t) std::copy_n(in + ((t + 1) * m.share - 1) * m.width, m.width, in + t * m.width);
+        team.each(chunks(l), [&](int64_t number) {
+            const int64_t column = number * CHUNK, columns = std::min(CHUNK, l.d_out - column);
+            last_rows.chunk(l, (const float*)in, column, columns, base);
+            for (int64_t t = 0; t < texts; ++t) std::copy_n(base + t * CHUNK, columns, m.logits + t * l.d_out + column);
+        });
+    }
+
     template <class Act>
     void run() const {
 #pragma omp parallel num_threads(m.threads)
         {
             team.meet();
-            Buffer<float> in(m.rows * m.width), base(2 * m.rows * CHUNK), scores(m.stop + 1 + CHUNK), p(m.rows * m.experts);
+            Buffer<float> in(m.rows * m.width), base(2 * m.rows * CHUNK), scores(m.stop + m.share + CHUNK), p(m.rows * m.experts);
             for (int64_t i = 0; i < m.layers; ++i) {
                 const DecodeLayer& l = m.layer[i];
                 norm(l.attention_norm, in + 0);
@@ -325,12 +347,7 @@ struct DecodeStep {
                 norm(l.mlp_norm, in + 0);
                 experts<Act>(l, in + 0, base + 0, p + 0);
             }
-            norm(m.norm, in + 0);
-            team.each(chunks(m.head_layer), [&](int64_t number) {
-                chunk(m.head_layer, in + 0, nullptr, number, base + 0, [&](int64_t r, int64_t column, int64_t count, V v) {
-                    store_upto(m.logits + r * m.head_layer.d_out + column, v, count);
-                });
-            });
+            if (m.logits) predict(in + 0, base + 0);
         }
     }
 

@@ -34,7 +34,7 @@ namespace {
 
 constexpr int64_t CHUNK = 64;
 // Rows and outputs whose sums fit into registers; outputs of a single row, enough to hide the latency of additions.
-constexpr int BLOCK = 4, OUTPUTS = SUMS_AT_ONCE / BLOCK, ALONE = 8;
+constexpr int BLOCK = REGISTERS == 32 ? 3 : 4, OUTPUTS = REGISTERS == 32 ? 8 : 2, ALONE = 8;
 
 template <int N>
 struct Floats {
@@ -76,6 +76,7 @@ template <int O, class X, class S>
 void dots_of_rows(const X* x, int64_t rows, const S* w, int64_t width, float* out) {
     int64_t r = 0;
     for (; r + BLOCK <= rows; r += BLOCK) dots<BLOCK, O>(x + r * width, w, width, out + r * CHUNK);
+    for (; r + 2 <= rows; r += 2) dots<2, O>(x + r * width, w, width, out + r * CHUNK);
     for (; r < rows; ++r) dots<1, O>(x + r * width, w, width, out + r * CHUNK);
 }
 
