@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from io import TextIOWrapper
@@ -30,7 +30,7 @@ from comingle.utils.errors import ComingleError, RecipeError, list_names, requir
 if TYPE_CHECKING:
     from comingle.serving.answers import Chat
     from comingle.serving.engine import Engine
-    from comingle.serving.models import UserModels
+    from comingle.serving.models import EnginePool, Source, UserModels
 
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or with --method a comparison's.")]
@@ -63,7 +63,10 @@ Method = Annotated[str | None, typer.Option("--method", help="Use this method's 
 
 
 def serve(
-    run: RunPath,
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Runs, users' state folders, PEFT adapters on one base; or NAME=PATH."),
+    ],
     method: Method = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -82,15 +85,22 @@ def serve(
     ] = None,
     prompt_tokens: PromptTokens = None,
     prefix_memory: PrefixMemory = DEFAULT_PREFIX_MEMORY,
+    operator_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--operator-key", metavar="FILE", help="Load and unload models over HTTP with this key; made if missing."
+        ),
+    ] = None,
 ) -> None:
     """Serve all users' models over one base as an OpenAI-compatible API, with a chat page at /."""
     require_serving_packages("serve")
-    from comingle.serving.access import listen
+    from comingle.serving.access import listen, read_operator_key
     from comingle.serving.access import make_keys as write_keys
     from comingle.serving.api import serve as serve_models
-    from comingle.serving.models import find_run, users_in
+    from comingle.serving.models import Source, names_of
 
-    names = users_in(find_run(run, method))
+    sources = [Source.of(run, method) for run in runs]
+    names = names_of(sources)
     hide_names(names)
     if make_keys is not None:
         from comingle.utils.terminal import literal_text
@@ -98,11 +108,9 @@ def serve(
         write_keys(make_keys, names)
         console.print(literal_text(f"{make_keys}  keys of {list_names(names)}; --keys {make_keys} uses them"))
         return
-    check_host(
-        host, None if keys is None else read_keys(keys, names)
-    )  # raises if other machines could connect without a key
+    check_host(host, None if keys is None else read_keys(keys, names))  # raises if others could connect without a key
+    secret = None if operator_key is None else read_operator_key(operator_key, "--operator-key")
     with listen(host, port) as sock:  # before the models are loaded, so that a port in use is reported at once
-        loaded = load_all_models(run, method)
         limits = Limits(
             max_tokens=max_tokens,
             rate=rate,
@@ -112,15 +120,23 @@ def serve(
             prompt_tokens=prompt_tokens,
             prefix_bytes=prefix_memory << 20,
         )
-        serve_models(
-            loaded.models,
-            sock,
-            keys=keys,
-            limits=limits,
-            answers=loaded.answers,
-            ready=print_addresses,
-            cache_bytes=loaded.cache_bytes(adapter_memory),
-        )
+        pool = _load_pool(sources, limits, megabytes=adapter_memory)
+        serve_models(pool, sock, keys=keys, limits=limits, ready=print_addresses, operator_key=secret)
+
+
+def _load_pool(sources: Sequence[Source], limits: Limits, *, megabytes: int | None = None) -> EnginePool:
+    """Load the base and all models of several sources, and show that they are being loaded.
+
+    Args:
+        sources: The sources.
+        limits: Limits of the server.
+        megabytes: Size of the adapters in memory in MB; None for the default.
+    """
+    from comingle.cli.options import status
+    from comingle.serving.models import open_pool
+
+    with status("loading the base model and all adapters"):
+        return open_pool(sources, limits, megabytes=megabytes)
 
 
 def live(
@@ -534,20 +550,13 @@ def _show_page(run: Path, method: str | None) -> None:
 
     from comingle.serving.access import Limits, listen
     from comingle.serving.api import serve as serve_models
+    from comingle.serving.models import Source
 
     def open_page(url: str) -> None:
         print_addresses(url)
         webbrowser.open(url)
 
     with listen("127.0.0.1", 0) as sock:  # port 0: the system selects a free one
-        loaded = load_all_models(run, method)
-        # No keys, as only programs on this machine can connect.
-        serve_models(
-            loaded.models,
-            sock,
-            keys=None,
-            limits=Limits(),
-            answers=loaded.answers,
-            ready=open_page,
-            cache_bytes=loaded.cache_bytes(),
-        )
+        limits = Limits()
+        pool = _load_pool([Source(path=run, method=method)], limits)
+        serve_models(pool, sock, keys=None, limits=limits, ready=open_page)  # only programs here can connect

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,7 @@ from rich.table import Table
 from comingle.federation.flower.processes import FOLDER, LOOPBACK
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import read_participants, render_participants, runs_table
-from comingle.serving.access import METRICS_EXTRA, hostname, is_loopback, listen, url_of
-from comingle.utils.errors import RunError
+from comingle.serving.access import METRICS_EXTRA, hostname, is_loopback, listen, read_operator_key, url_of
 from comingle.utils.records import (
     MEASURES,
     JsonObject,
@@ -36,7 +34,6 @@ from comingle.utils.records import (
     numbered_runs,
     parse_event,
     summarize_run,
-    write_text,
 )
 from comingle.utils.terminal import literal_text, printable
 
@@ -428,7 +425,7 @@ def serving_status(folder: Path, port: int | None, say: Callable[[str], None]) -
         yield
         return
     path = folder / FOLDER / KEY_FILE
-    server = _StatusServer(port, Status(folder), _operator_key(path))
+    server = _StatusServer(port, Status(folder), read_operator_key(path, "--status-port"))
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name="status page", daemon=True)
     thread.start()
     say(f"status page at {url_of(server.socket)}; its key is in {path}")
@@ -437,21 +434,3 @@ def serving_status(folder: Path, port: int | None, say: Callable[[str], None]) -
     finally:
         server.shutdown()
         server.server_close()
-
-
-def _operator_key(path: Path) -> str:
-    """Return the operator's key, which is written to a file of the operator only if there is none.
-
-    Raises:
-        RunError: The file cannot be read, or has no key.
-    """
-    try:
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_text(path, secrets.token_urlsafe(24) + "\n", private=True)
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"--status-port: {path}: cannot be read: {error}") from None
-    if len(key) < 16:
-        raise RunError(f"--status-port: {path}: has no key of at least 16 characters; delete the file for a new one")
-    return key

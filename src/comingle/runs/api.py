@@ -27,6 +27,7 @@ from comingle.runs.given import (
     AnyRecipe,
     Given,
     Loss,
+    base_key,
     given_of,
     recipe_with,
     registered_methods,
@@ -310,23 +311,31 @@ def load(
     return _load(Path(folder), given_of(users, base, method, loss), method)
 
 
-def load_on_demand(folder: Path, loaded_bases: dict[Any, Base]) -> tuple[Run, bool]:
+def load_on_demand(folder: Path, base: Base | None = None) -> tuple[Run, bool]:
     """Open a finished run for serving; if possible, each user's tensors are read when its model is accessed.
 
     They are read at once if the method fine-tunes at the end or if ``evaluation.guard`` has chosen other models.
 
     Args:
         folder: The run folder.
-        loaded_bases: Bases that this process has loaded; the run's is added.
+        base: A base in memory, which must be that of the run; None to load it.
 
     Returns:
         The run, and whether it has left the tensors on disk.
 
     Raises:
-        ComingleError: As :func:`load`.
+        ComingleError: As :func:`load`, or the run has another base.
     """
-    run = _load(folder, replace(NOTHING, loaded_bases=loaded_bases), None, on_demand=True)
-    return run, not run.federation.clients.state.in_memory and not run.federation.clients.method.client.finetunes
+    given = NOTHING
+    if base is not None and not is_server(folder):
+        recipe, inputs = load_recipe(folder), read_inputs(folder)
+        is_same = inputs.base == base.digest and (recipe.quantise == "none") == (not base.quantised)
+        if not is_same:
+            raise RunError(f"{folder}: got a run on the base {recipe.base!r}; allowed here: runs on {base.name!r}")
+        given = replace(NOTHING, loaded_bases={base_key(recipe): base})
+    run = _load(folder, given, None, on_demand=True)
+    clients = run.federation.clients
+    return run, not clients.state.in_memory and not clients.method.client.finetunes
 
 
 @torch_defaults()
@@ -361,7 +370,8 @@ def _load(folder: Path, given: Given, method: AnyMethod | None, *, on_demand: bo
                 clients = federation.clients
                 newest, progress = newest_checkpoint(folder, recipe.fingerprint)
                 check_names(newest, progress.trainers, clients.population_names)
-                _check_round(folder, metrics, progress)
+                if progress.round < metrics["rounds"]:  # else it may be newer, of a run that goes on
+                    _check_round(folder, metrics, progress)
                 clients.state = StoredRows(newest, progress, clients.model.layout, clients.state, clients.names)
             elif federation.clients.method.trains:
                 progress = federation.restore(folder, recipe.fingerprint)

@@ -131,8 +131,7 @@ class Given:
             RecipeError: The base's context is shorter than the recipe's windows, or a passed base is to be quantised.
         """
         self.check_base(recipe)
-        runtime = recipe.runtime
-        settings: dict[str, Any] = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
+        settings = _base_settings(recipe)
         if self.language_model is not None:
             if recipe.quantise != "none":
                 raise RecipeError(f"quantise: got {recipe.quantise!r} for a base that a program passed; allowed: none")
@@ -153,10 +152,21 @@ class Given:
         """
         if self.loaded_bases is None:
             return load_base(recipe.base, quantise=recipe.quantise, **settings)
-        key = (recipe.base, recipe.quantise, *settings.values())
+        key = base_key(recipe)
         if key not in self.loaded_bases:
             self.loaded_bases[key] = load_base(recipe.base, quantise=recipe.quantise, **settings)
         return self.loaded_bases[key]
+
+
+def _base_settings(recipe: Recipe) -> dict[str, str]:
+    """Return the options of :func:`load_base` that a recipe sets for any base."""
+    runtime = recipe.runtime
+    return {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
+
+
+def base_key(recipe: Recipe) -> tuple[str, ...]:
+    """Return the key of a recipe's base in :attr:`Given.loaded_bases`."""
+    return (recipe.base, recipe.quantise, *_base_settings(recipe).values())
 
 
 NOTHING = Given()

@@ -189,6 +189,32 @@ def make_keys(path: Path, names: Iterable[str]) -> None:
         raise RunError(f"--make-keys {path}: cannot be written: {error.strerror}") from None
 
 
+def read_operator_key(path: Path, where: str) -> str:
+    """Return the operator's key, which is written to a file of the operator only if there is none.
+
+    Args:
+        path: The file.
+        where: The option that needs the key, for errors.
+
+    Raises:
+        RunError: The file cannot be read, or has no key.
+    """
+    import secrets
+
+    from comingle.utils.records import write_text
+
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_text(path, secrets.token_urlsafe(24) + "\n", private=True)
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{where}: {path}: cannot be read: {error}") from None
+    if len(key) < MIN_KEY_LENGTH:
+        raise RunError(f"{where}: {path}: has no key of at least {MIN_KEY_LENGTH} characters; delete it for a new one")
+    return key
+
+
 def is_loopback(host: str) -> bool:
     """Return whether a host is reachable from this machine only: "localhost", 127.0.0.1 or [::1], for example."""
     try:

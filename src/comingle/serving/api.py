@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from comingle.models.personal import PersonalModel
 from comingle.serving import engine as engines
 from comingle.serving.access import (
     DAY,
@@ -42,6 +41,7 @@ from comingle.serving.access import (
 )
 from comingle.serving.answers import Answer, Prompts
 from comingle.serving.engine import Engine
+from comingle.serving.models import EnginePool, Source
 from comingle.serving.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -55,7 +55,8 @@ from comingle.serving.schemas import (
     result_while_connected,
     stream,
 )
-from comingle.utils.errors import ComingleError
+from comingle.utils.errors import ComingleError, DataError, RunError
+from comingle.utils.records import logger
 
 PAGE = Path(__file__).parent / "page" / "index.html"
 CONTENT_SECURITY_POLICY = (
@@ -68,11 +69,11 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def make_app(
-    engine: Engine,
+    engine: Engine | EnginePool,
     keys: Keys,
     limits: Limits,
     *,
-    answers: bool = True,
+    answers: bool | Callable[[str], bool] = True,
     when_idle: Callable[[], object] = lambda: None,
 ) -> FastAPI:
     """Return the server as an ASGI application, which runs the engine until it shuts down.
@@ -81,7 +82,8 @@ def make_app(
         engine: The users' models.
         keys: Which keys open which models.
         limits: Limits on requests.
-        answers: Whether the models answer messages rather than continue a text; decides what the chat page shows first.
+        answers: Whether the models answer messages rather than continue a text, or a function that says so of a user's;
+            decides what the chat page shows first.
         when_idle: Called by the engine's thread when all requests have been answered.
     """
     service = Service(engine, keys, limits, answers=answers, when_idle=when_idle)
@@ -128,7 +130,7 @@ def _metrics_of(worker: Worker, base: str) -> Metrics | None:
             model_name,
             num_running=lambda: worker.engine.num_running,  # the engine may be replaced
             num_waiting=lambda: worker.num_waiting,
-            num_prefix_bytes=lambda: worker.engine.prefixes.num_bytes,
+            num_prefix_bytes=lambda: worker.engine.num_prefix_bytes,
         )
     except ImportError:
         return None
@@ -138,16 +140,21 @@ class Service:
     """Handlers of the API's requests, for the models of one run's users."""
 
     def __init__(
-        self, engine: Engine, keys: Keys, limits: Limits, *, answers: bool, when_idle: Callable[[], object]
+        self,
+        engine: Engine | EnginePool,
+        keys: Keys,
+        limits: Limits,
+        *,
+        answers: bool | Callable[[str], bool],
+        when_idle: Callable[[], object],
     ) -> None:
         """Start a worker for the engine; arguments as in :func:`make_app`."""
         self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
         self.rates = Rates(limits.rate)
         self.quotas = None if limits.tokens_per_day is None else Buckets(limits.tokens_per_day, DAY)
         self.worker = Worker(engine, max_waiting=limits.queue, when_idle=when_idle)
-        any_model = next(iter(engine.models.values())).model  # the base is the same for all users
-        self.prompts = Prompts(any_model.base)
-        self.metrics = _metrics_of(self.worker, any_model.base.name)
+        base = engine.base  # the same for all users
+        self.metrics = _metrics_of(self.worker, "" if base is None else base.name)
         self.started = int(time.time())
         self.health_details: Callable[[], Mapping[str, object]] = dict
         """Returns what ``/health`` says besides its status; nothing by default."""
@@ -246,7 +253,7 @@ class Service:
         except ValidationError as error:
             raise invalid_request(error) from None
 
-    def replace_engine(self, engine: Engine) -> None:
+    def replace_engine(self, engine: Engine | EnginePool) -> None:
         """Answer requests that arrive from now on with the models of another engine.
 
         Answers in progress are completed by the old engine. Not to be called by the engine's thread, for whose current
@@ -305,6 +312,21 @@ class Service:
             raise model_not_found(name)
         return self._describe(name)
 
+    def _engine_of(self, name: str) -> Engine:
+        """Return the engine of a user's model.
+
+        Raises:
+            ApiError: The model was unloaded meanwhile.
+        """
+        try:
+            return self.engine.engine_of(name)
+        except DataError:
+            raise model_not_found(name) from None
+
+    def _prompts_of(self, name: str) -> Prompts:
+        """Return what encodes prompts for a user's model; runs may differ in the begin-of-text token."""
+        return Prompts(self._engine_of(name).base)
+
     def _describe(self, name: str) -> dict[str, object]:
         """Return a model's entry in the OpenAI format, with two more fields for the chat page."""
         return {
@@ -312,8 +334,10 @@ class Service:
             "object": "model",
             "created": self.started,
             "owned_by": "comingle",
-            "answers": self.answers,  # whether it answers messages rather than continues a text
-            "routed": self.engine.routed,  # whether it has routers, whose gates the page can show
+            "answers": self.answers(name)
+            if callable(self.answers)
+            else self.answers,  # whether it answers messages rather than continues a text
+            "routed": self._engine_of(name).routed,  # whether it has routers, whose gates the page can show
         }
 
     # ------------------------------------------------------------ answers
@@ -324,8 +348,9 @@ class Service:
         parsed = await self.read_body(request, ChatRequest)
         self._admit(request, parsed.model)
         messages = [message.plain() for message in parsed.messages]
-        prompt = self._call_or_refuse(lambda: self.prompts.of_messages(messages), "messages")
-        ends = self._call_or_refuse(self.prompts.chat_ends, "messages")
+        prompts = self._prompts_of(parsed.model)
+        prompt = self._call_or_refuse(lambda: prompts.of_messages(messages), "messages")
+        ends = self._call_or_refuse(prompts.chat_ends, "messages")
         return await self._respond(request, parsed, [prompt], ends=ends)
 
     async def complete(self, request: Request) -> Response:
@@ -334,7 +359,7 @@ class Service:
         parsed = await self.read_body(request, CompletionRequest)
         self._admit(request, parsed.model)
         prompt = "" if parsed.prompt is None else parsed.prompt  # null begins a new document
-        prompts = self._call_or_refuse(lambda: self.prompts.of_texts(prompt))
+        prompts = self._call_or_refuse(lambda: self._prompts_of(parsed.model).of_texts(prompt))
         return await self._respond(request, parsed, prompts, ends=None)  # None: the base's own end tokens
 
     async def route(self, request: Request) -> Response:
@@ -346,23 +371,25 @@ class Service:
             raise ApiError(400, "prompt: got messages too; allowed: one of the two", param="prompt")
         messages = [message.plain() for message in parsed.messages or ()]
 
+        engine, prompts = self._engine_of(parsed.model), self._prompts_of(parsed.model)
+
         def encode_prompt() -> list[int]:
             """Return the tokens before the text: the messages, the prompt, or only the begin-of-text token."""
             if messages:
-                return self.prompts.of_messages(messages)
-            (tokens,) = self.prompts.of_texts(parsed.prompt or "")
+                return prompts.of_messages(messages)
+            (tokens,) = prompts.of_texts(parsed.prompt or "")
             return tokens
 
         prompt = self._call_or_refuse(encode_prompt)
         # `split_special_tokens`: "<|im_end|>" in the text is read as characters, not as the special token.
-        text: Any = self.engine.tokenizer(parsed.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        text: Any = engine.tokenizer(parsed.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
         def check_tokens() -> None:
             """Raise an error if the base's embedding has no row for a token of the text."""
-            self.prompts.base.require_rows(text, "the text")
+            engine.base.require_rows(text, "the text")
 
         self._call_or_refuse(check_tokens, "text")
-        self._refuse_too_long(len(prompt) + len(text), num_new_tokens=0, param="text")
+        self._refuse_too_long(engine, len(prompt) + len(text), num_new_tokens=0, param="text")
         self._take_tokens(parsed.model, len(prompt) + len(text))
         try:
             routing_future = self.worker.call(lambda: self.engine.route(parsed.model, prompt, list(text)))
@@ -388,10 +415,11 @@ class Service:
         except ComingleError as error:
             raise ApiError(400, str(error), param=param) from None
 
-    def _refuse_too_long(self, num_prompt_tokens: int, *, num_new_tokens: int, param: str) -> None:
+    def _refuse_too_long(self, engine: Engine, num_prompt_tokens: int, *, num_new_tokens: int, param: str) -> None:
         """Raise an error if prompt and new tokens together are longer than the model's context.
 
         Args:
+            engine: The engine of the model.
             num_prompt_tokens: Number of tokens in the prompt.
             num_new_tokens: Number of tokens to generate; may be 0.
             param: The key of the request that the error names.
@@ -399,7 +427,7 @@ class Service:
         Raises:
             ApiError: They are longer.
         """
-        context_length = self.engine.context_length
+        context_length = engine.context_length
         if context_length is None or num_prompt_tokens + num_new_tokens <= context_length:
             return
         message = f"the context length of this model is {context_length:,} tokens; the prompt has {num_prompt_tokens:,}"
@@ -407,10 +435,11 @@ class Service:
             message += f", and {num_new_tokens:,} new ones are requested"
         raise ApiError(400, message, code="context_length_exceeded", param=param)
 
-    def _num_new_tokens(self, num_prompt_tokens: int, requested: int | None, param: str) -> int:
+    def _num_new_tokens(self, engine: Engine, num_prompt_tokens: int, requested: int | None, param: str) -> int:
         """Return the largest number of tokens to generate: the requested number, or else as many as are allowed.
 
         Args:
+            engine: The engine of the model.
             num_prompt_tokens: Number of tokens in the prompt.
             requested: The requested number; None if the request has none.
             param: The key of the prompt in the request, for the error.
@@ -424,10 +453,10 @@ class Service:
                 raise ApiError(400, f"max_tokens: got {requested:,}; allowed: up to {limit:,}", param="max_tokens")
             num_new_tokens = requested
         else:
-            context_length = self.engine.context_length
+            context_length = engine.context_length
             room = limit if context_length is None else context_length - num_prompt_tokens
             num_new_tokens = max(1, min(limit, room))  # at least 1, which is refused below if there is no room
-        self._refuse_too_long(num_prompt_tokens, num_new_tokens=num_new_tokens, param=param)
+        self._refuse_too_long(engine, num_prompt_tokens, num_new_tokens=num_new_tokens, param=param)
         return num_new_tokens
 
     async def _respond(
@@ -449,7 +478,7 @@ class Service:
         answer = Answer(
             chat=isinstance(parsed, ChatRequest),
             model=parsed.model,
-            tokenizer=self.engine.tokenizer,
+            tokenizer=self._engine_of(parsed.model).tokenizer,
             wants_logprobs=parsed.num_top_logprobs is not None,
             prompt_tokens=sum(len(prompt) for prompt in prompts),
         )
@@ -503,8 +532,9 @@ class Service:
         first_seed = secrets.randbits(48) if parsed.seed is None else parsed.seed % 2**63
         param = "messages" if isinstance(parsed, ChatRequest) else "prompt"
         requests: list[engines.Request] = []
+        engine = self._engine_of(parsed.model)
         for prompt in prompts:
-            num_new_tokens = self._num_new_tokens(len(prompt), parsed.max_new_tokens, param)
+            num_new_tokens = self._num_new_tokens(engine, len(prompt), parsed.max_new_tokens, param)
             for i in range(texts_per_prompt):
                 seed = (first_seed + i) % 2**63
                 sampling = replace(parsed.sampling(num_new_tokens, seed), eos_token_id=ends)
@@ -535,36 +565,170 @@ class GracefulServer(uvicorn.Server):
         timer.start()
 
 
+class LoadAdapter(BaseModel):
+    """Body of ``POST /v1/load_lora_adapter``, as in vLLM."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: str = ""
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapter(BaseModel):
+    """Body of ``POST /v1/unload_lora_adapter``, as in vLLM."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: str
+
+
+class ModelLoader:
+    """Loads and unloads models while the server runs, and takes up newer checkpoints."""
+
+    def __init__(self, pool: EnginePool, service: Service, operator_key: str | None) -> None:
+        """Start without checking for newer checkpoints, which :meth:`watch` does.
+
+        Args:
+            pool: The models; only the service's worker changes it.
+            service: The service.
+            operator_key: Key for loading and unloading over HTTP; None to refuse it.
+        """
+        self.pool, self.service, self._operator_key = pool, service, operator_key
+        self._lock = threading.Lock()  # one source is opened at a time
+        self._versions = {source: source.version for source in pool.sources}
+        self._stopped = threading.Event()
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the operator's requests to a server."""
+        app.post("/v1/load_lora_adapter")(self.load)
+        app.post("/v1/unload_lora_adapter")(self.unload)
+
+    def _check_operator(self, request: Request) -> None:
+        """Raise an error unless a request has the operator's key."""
+        if self._operator_key is None:
+            raise ApiError(403, "models are loaded only by servers that were started with --operator-key FILE")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secrets.compare_digest(key.strip().encode(), self._operator_key.encode()):
+            raise ApiError(401, "the operator's key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+    async def load(self, request: Request) -> Response:
+        """Handle ``POST /v1/load_lora_adapter``: load a run, a user's state folder or a PEFT adapter."""
+        self._check_operator(request)
+        body = await self.service.read_body(request, LoadAdapter)
+        source = Source(path=Path(body.lora_path), name=body.lora_name or None)
+        try:
+            names = await asyncio.to_thread(self._load, source, replaces=body.load_inplace)
+        except ComingleError as error:
+            raise ApiError(400, str(error), param="lora_path") from None
+        return PlainTextResponse(f"Success: LoRA adapter {', '.join(map(repr, names))} added successfully.\n")
+
+    async def unload(self, request: Request) -> Response:
+        """Handle ``POST /v1/unload_lora_adapter``: unload one source of models by its name or a user's name."""
+        self._check_operator(request)
+        name = (await self.service.read_body(request, UnloadAdapter)).lora_name
+        source = self.pool.source_of(name)
+        if source is None:
+            raise ApiError(404, f"no model {name!r}", code="model_not_found", param="lora_name")
+        await asyncio.to_thread(self._unload, source)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.\n")
+
+    def _load(self, source: Source, *, replaces: bool) -> list[str]:
+        """Open a source and add its models; return their names.
+
+        Args:
+            source: The source.
+            replaces: Whether it may be loaded already.
+
+        Raises:
+            ComingleError: It cannot be opened, or a name is taken.
+        """
+        with self._lock:
+            if source in self.pool.sources and not replaces:
+                raise RunError(f"{source.path}: is loaded already; reload it with load_inplace: true")
+            version = source.version
+            opened = source.open(self.pool.base)
+            self.service.worker.call(lambda: self.pool.add(source, opened)).result()
+            self._versions[source] = version
+            return list(opened.models)
+
+    def _unload(self, source: Source) -> None:
+        """Remove a source's models."""
+        with self._lock:
+            self.service.worker.call(lambda: self.pool.remove(source)).result()
+            self._versions.pop(source, None)
+
+    def reload_changed(self) -> int:
+        """Load the newer checkpoints and adapters of all sources; return how many sources had one.
+
+        A source that cannot be opened, such as a run that is being written, keeps its models, and is tried again when
+        it has changed again.
+        """
+        num_reloaded = 0
+        for source, version in list(self._versions.items()):
+            try:
+                newest = source.version
+                if newest == version:
+                    continue
+                self._versions[source] = newest
+                names = self._load(source, replaces=True)
+                logger.info("%s: newer models answer now", source.path)
+                num_reloaded += 1
+                if self.service.metrics is not None:
+                    self.service.metrics.model_updates.inc(len(names))
+            except (ComingleError, OSError, Overloaded) as error:
+                logger.warning("%s: the models stay as they were: %s", source.path, error)
+        return num_reloaded
+
+    def watch(self, seconds: float) -> None:
+        """Look for newer checkpoints in a thread, until :meth:`stop`.
+
+        Args:
+            seconds: Time between two looks.
+        """
+
+        def look() -> None:
+            while not self._stopped.wait(seconds):
+                self.reload_changed()
+
+        threading.Thread(target=look, name="comingle-reload", daemon=True).start()
+
+    def stop(self) -> None:
+        """End :meth:`watch`."""
+        self._stopped.set()
+
+
+RELOAD_SECONDS = 5.0
+"""Time between two looks for newer checkpoints."""
+
+
 def serve(
-    models: Mapping[str, PersonalModel],
+    pool: EnginePool,
     sock: socket.socket,
     *,
     keys: Path | None,
     limits: Limits,
-    answers: bool,
     ready: Callable[[str], None],
-    cache_bytes: int | None = None,
+    operator_key: str | None = None,
 ) -> None:
     """Answer requests until the process receives a signal to stop.
 
     Args:
-        models: Model by user.
+        pool: The models.
         sock: The socket to listen on.
         keys: File with users' keys, which is read again when it changes; None if requests need no key.
         limits: Limits on requests.
-        answers: Whether the models answer messages rather than continue a text.
         ready: Called once with the server's URL, before the first request is answered.
-        cache_bytes: Size of the adapters in memory, if models are read from disk on access; None otherwise.
+        operator_key: Key with which models are loaded and unloaded over HTTP; None to refuse that.
     """
-    engine = Engine(
-        models,
-        rows=limits.rows,
-        cache_bytes=cache_bytes,
-        prompt_tokens=limits.prompt_tokens,
-        prefix_bytes=limits.prefix_bytes,
-    )
-    access = Keys(models, None) if keys is None else WatchedKeys(keys, engine.models)
-    app = make_app(engine, access, limits, answers=answers)
+    access = Keys(pool.models, None) if keys is None else WatchedKeys(keys, pool.models)
+    app = make_app(pool, access, limits, answers=pool.answers)
+    loader = ModelLoader(pool, app.state.service, operator_key)
+    loader.add_to(app)
     server = GracefulServer(uvicorn.Config(app, **UVICORN_OPTIONS), app.state.service)
     ready(url_of(sock))
-    server.run(sockets=[sock])
+    loader.watch(RELOAD_SECONDS)
+    try:
+        server.run(sockets=[sock])
+    finally:
+        loader.stop()

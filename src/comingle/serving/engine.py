@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import ChainMap, deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Literal, cast
@@ -315,13 +315,13 @@ class Engine:
         base = any_model.base
         assert base.tokenizer is not None
         # Models that are read from disk stay there; those of `replace` are in memory.
-        self.models: MutableMapping[str, PersonalModel] = ChainMap({}, cast(Any, models))
+        self.models: ChainMap[str, PersonalModel] = ChainMap({}, cast(Any, models))
         self.tokenizer, self.device = base.tokenizer, base.device
-        self.routed = any_model.routed  # whether the models have routers
+        self.base, self.routed = base, any_model.routed  # whether the models have routers
         self.begin = base.begin  # the begin-of-text token; None if texts have none
         # Rows of different lengths need padding, which not all architectures support.
         max_rows = rows if can_pad(base.model) else 1
-        self.row_adapters = rows_of(models, max_rows, cache_bytes)  # a copy of the adapters of each row's user
+        self.row_adapters = rows_of(self.models, max_rows, cache_bytes)  # a copy of the adapters of each row's user
         self.network = self.row_adapters.network
         self.cache = RowCache(max_rows)  # the keys and values of each row
         self.prefixes = PrefixCache(prefix_bytes)
@@ -339,6 +339,10 @@ class Engine:
         self._native: decoding.NativeNetwork | None = None  # None if native code does not support the network
 
     # ------------------------------------------------------------ asked from outside
+
+    def engine_of(self, name: str) -> Engine:
+        """Return the engine of a user's model, this one; see :class:`comingle.serving.models.EnginePool`."""
+        return self
 
     def raise_unless_valid(self, request: Request) -> None:
         """Raise an error if a request cannot be answered.
@@ -444,6 +448,20 @@ class Engine:
             request.on_piece(Piece(text="", error=error))
         self.active, self.reading, self._all_rows_bound = [], None, False
         self.waiting.clear()
+        self.cache = RowCache(self.cache.max_rows)
+
+    def forget(self, name: str) -> None:
+        """Drop what is in memory of a user's model, which was replaced or removed; texts go on with their rows."""
+        self.row_adapters.forget(name)
+        self.prefixes.drop(name)
+
+    @property
+    def num_prefix_bytes(self) -> int:
+        """Size of the cache of prompts' prefixes."""
+        return self.prefixes.num_bytes
+
+    def release(self) -> None:
+        """Free the memory of keys and values; only without active texts."""
         self.cache = RowCache(self.cache.max_rows)
 
     # ------------------------------------------------------------ a step

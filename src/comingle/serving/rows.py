@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from comingle.models.adapted import AdaptedModel
+from comingle.models.base import Base
 from comingle.models.ensembles import EnsembleModel, mix_forward
 from comingle.models.floral.model import FloralModel
 from comingle.models.kernels import expert_mlp
@@ -521,6 +522,11 @@ class Rows(ABC):
             self.stacked[key][row] = tensor.squeeze(0)  # without the axis of users
         self.names[row], self.copied[row] = name, wanted
 
+    def forget(self, name: str) -> None:
+        """Drop a user's adapters from memory; rows that have a copy keep it."""
+        del self.user_tensors[name]
+        self._versions[name] += 1
+
     def move(self, source: int, target: int) -> None:
         """Copy the adapters of a row of the batch to another row, when its text moves there.
 
@@ -588,8 +594,8 @@ class AdaptedRows(Rows):
         self.model.adapters.bind(tensors, [self.user_indices[name] for name in names])
 
 
-class MixedRows(Rows):
-    """Rows of models that mix the LoRAs of several clusters, with shares that each user learns."""
+class LoraRows(Rows):
+    """Rows of models with one LoRA per linear layer, of scale 1 and with names relative to the base without head."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int, cache_bytes: int | None = None) -> None:
         """Add to each adapted linear layer a LoRA that may differ between the rows of a batch.
@@ -607,9 +613,19 @@ class MixedRows(Rows):
         without_head = self.network.base_model  # names of LoRAs are relative to it
         self.linears: dict[str, LoraLinear] = {}
         for name, _a, _b in lora_pairs(self.stacked):  # `_bind` sets the factors A and B
-            # Scale 1, since `_adapters_of` multiplies the factors B by the LoRA's scale.
             self.linears[name] = LoraLinear(without_head.get_submodule(name), scale=1.0)
             without_head.set_submodule(name, self.linears[name])
+
+    def _adapters_of(self, personal: PersonalModel) -> Tree:
+        return personal.tensors
+
+    def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
+        for name, linear in self.linears.items():
+            linear.factors = (tensors[f"{name}.a"], tensors[f"{name}.b"])
+
+
+class MixedRows(LoraRows):
+    """Rows of models that mix the LoRAs of several clusters, with shares that each user learns."""
 
     def _adapters_of(self, personal: PersonalModel) -> Tree:
         """Return the user's mixture as one LoRA per layer.
@@ -632,10 +648,6 @@ class MixedRows(Rows):
             # Transpose each factor to (rank, d_out), then stack the clusters: (1, clusters rank, d_out).
             tree[f"{name}.b"] = scaled_b.mT.flatten(0, 1).unsqueeze(0)
         return tree
-
-    def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
-        for name, linear in self.linears.items():
-            linear.factors = (tensors[f"{name}.a"], tensors[f"{name}.b"])
 
 
 class EnsembleRows(Rows):
@@ -667,7 +679,26 @@ class EnsembleRows(Rows):
         self.mixing = self.model.mixing(tensors)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoraModel:
+    """A base with one LoRA per user, in files of PEFT; see :class:`LoraRows` for its tensors."""
+
+    base: Base
+    routed: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the base."""
+        return self.base.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the base."""
+        return self.base.dtype
+
+
 ROWS_BY_MODEL: dict[type, type[Rows]] = {
+    LoraModel: LoraRows,
     AdaptedModel: AdaptedRows,
     EnsembleModel: EnsembleRows,
     MixedLanguageModel: MixedRows,

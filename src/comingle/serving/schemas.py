@@ -20,6 +20,7 @@ from comingle.models.generation import Sampling
 from comingle.serving.access import ApiError, Metrics, TextTimer
 from comingle.serving.answers import DONE, Answer, Choice, event
 from comingle.serving.engine import Engine, Piece, Request
+from comingle.serving.models import EnginePool
 
 Result = TypeVar("Result")
 
@@ -448,7 +449,9 @@ class Worker:
     Other threads submit requests for text, and functions to call between two generated tokens.
     """
 
-    def __init__(self, engine: Engine, *, max_waiting: int, when_idle: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, engine: Engine | EnginePool, *, max_waiting: int, when_idle: Callable[[], object] = lambda: None
+    ) -> None:
         """Start the thread, which generates text for requests until the worker is closed.
 
         Args:
@@ -508,7 +511,7 @@ class Worker:
             self._changed.notify()
         return future
 
-    def replace_engine(self, engine: Engine) -> None:
+    def replace_engine(self, engine: Engine | EnginePool) -> None:
         """Use another engine from now on; return when the old one has completed the answers in progress.
 
         Requests that wait for a row are answered by the new engine. Not to be called by the worker's own thread.
