@@ -357,7 +357,7 @@ class Source:
 
     @property
     def version(self) -> tuple[object, ...]:
-        """What changes when there is a newer checkpoint or adapter."""
+        """Times and numbers of files, which change when there is a newer checkpoint or adapter."""
         if self.is_adapter:
             files = [self.path / ADAPTER_CONFIG, self.path / ADAPTER_WEIGHTS]
         else:
@@ -570,7 +570,13 @@ class EnginePool:
         return self.engine_of(request.name).ends(request)
 
     def route(self, name: str, prompt: list[int], text: list[int]) -> Routing:
-        """Return how a user's model routes each token of a text; see :meth:`Engine.route`."""
+        """Return how a user's model routes each token of a text; see :meth:`Engine.route`.
+
+        Args:
+            name: The user.
+            prompt: Tokens before the text.
+            text: Tokens of the text.
+        """
         return self.engine_of(name).route(name, prompt, text)
 
     @property
