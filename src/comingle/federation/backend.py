@@ -714,7 +714,7 @@ def warn_of_small_sums(plan: RunPlan, min_participants: int, rounds: int) -> Non
     """Warn if a secure sum without noise may have two uploads: each of the two users can compute the other's.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         min_participants: The setting ``network.min_participants``, below which no sum is published.
         rounds: Number of rounds.
     """

@@ -143,7 +143,7 @@ def advertise(store: ClientStore, task: Task, message: Received) -> Upload:
     """Begin a secure sum with new secrets of this user, and return the message with the user's public keys.
 
     Args:
-        store: The user's part of the run.
+        store: What the client has of the run: the user's data, model and progress.
         task: The server's task that asks for this first step of secure aggregation.
         message: Unused: in this first step the server sends nothing.
     """
@@ -156,7 +156,7 @@ def share(store: ClientStore, task: Task, message: Received) -> Upload:
     """Split this user's secrets into shares, one for each other user, and return them encrypted for their receivers.
 
     Args:
-        store: The user's part of the run.
+        store: What the client has of the run: the user's data, model and progress.
         task: The server's task that asks for this second step of secure aggregation.
         message: The other users' public keys.
     """
@@ -171,7 +171,7 @@ def mask(store: ClientStore, task: Task, message: Received) -> Upload:
     """Return this user's upload with masks added, which the server can remove only from the sum over users.
 
     Args:
-        store: The user's part of the run.
+        store: What the client has of the run: the user's data, model and progress.
         task: The server's task that asks for this third step of secure aggregation.
         message: Shares of the other users' secrets, which they encrypted for this user.
     """
@@ -251,7 +251,7 @@ def open_store(
     Args:
         folder: Folder of the run; created if it is new.
         own: The user's own settings, such as the paths of its data.
-        public: Public part of the federation.
+        public: What all users may know of the federation, such as its recipe and their names.
         bases: Base models that the clients of this process share; a base that is loaded here is added. None to share
             none.
         say: Called with each line to show to the user.
@@ -388,7 +388,7 @@ def _guard_of(folder: Path, public: Public, recipe: Recipe, run_data: RunData, c
 
     Args:
         folder: Folder of the run.
-        public: Public part of the federation.
+        public: What all users may know of the federation, such as its recipe and their names.
         recipe: The user's recipe.
         run_data: The data of the run, of which that of the user is here.
         clients: The client group of the user.
@@ -968,7 +968,7 @@ class Client:
         """Return the number of tokens or conversations that a run would read now; 0 if it could not use the data.
 
         Args:
-            public: Public part of the federation.
+            public: What all users may know of the federation, such as its recipe and their names.
         """
         public.check()
         recipe = _own_recipe(self.own, public)
@@ -1035,7 +1035,7 @@ class Client:
         """Wait until this device's conditions, such as "plugged-in", allow a task.
 
         Args:
-            store: The user's part of the run.
+            store: What the client has of the run: the user's data, model and progress.
             task: What the server asks of the client, such as local steps.
             deadline: Time until which the server waits for the answer, in seconds since 1970.
 
@@ -1096,7 +1096,7 @@ class TaskRunner:
         """Create the runner of a task; :meth:`run` carries the task out.
 
         Args:
-            store: The user's part of the run.
+            store: What the client has of the run: the user's data, model and progress.
             own: The user's own settings, which say what the server may see.
             task: What the server asks of the client, such as local steps.
             conditions: Conditions of this device, which are checked between local steps.
@@ -1362,7 +1362,7 @@ def report_notice(store: ClientStore, own: Own, *, reports_specialists: bool, re
     """Return one line for the user: which numbers leave this machine beside the tensors, and how to change that.
 
     Args:
-        store: The user's part of the run.
+        store: What the client has of the run: the user's data, model and progress.
         own: The user's settings; ``tells`` decides which optional numbers leave.
         reports_specialists: Whether the number of specialists leaves, which this device has chosen.
         reports_new_data: Whether the amount of new data leaves, since the federation is continuous.
@@ -1405,7 +1405,7 @@ def _describe_answer(store: ClientStore, task: Task, answer: bytes) -> str:
     After the last task of a federation, the line says where the user's model is.
 
     Args:
-        store: The user's part of the run.
+        store: What the client has of the run: the user's data, model and progress.
         task: The task that was carried out.
         answer: The bytes of the answer.
     """

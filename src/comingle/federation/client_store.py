@@ -195,7 +195,7 @@ class ClientStore:
 
     Args:
         folder: Folder of the run.
-        public: Public part of the federation.
+        public: What all users may know of the federation, such as its recipe and their names.
         recipe: The user's own recipe.
         own_data: The user's own data, and the base model.
         clients: The client group that trains the user.
@@ -593,7 +593,7 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     """Evaluate the user's model at the end of a federation, and write it as the run folder of a run with one user.
 
     Args:
-        store: The user's part of the run.
+        store: What the client has of the run: the user's data, model and progress.
         own: The user's own settings, such as the paths of its data.
         rounds: Number of rounds after which the federation ended; fewer than planned if the privacy budget was spent.
 
@@ -641,7 +641,7 @@ def _save_guard(
     """Write the user's final local model and, if it is served, the shared one; add the choice to the metrics.
 
     Args:
-        store: The user's part of the run.
+        store: What the client has of the run: the user's data, model and progress.
         guard: The user's models.
         federation: The run of this user alone, with the personal model.
         recipe: Its recipe.
@@ -692,7 +692,7 @@ def rounds_if_early(store: ClientStore, rounds: int) -> int | None:
     """Return the number of rounds after which a federation ended; None if it ended as planned.
 
     Args:
-        store: The user's part of the run.
+        store: What the client has of the run: the user's data, model and progress.
         rounds: Number of rounds that are done.
     """
     return rounds if 0 <= rounds < store.clients.rounds_done else None

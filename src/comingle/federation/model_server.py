@@ -79,7 +79,7 @@ class ModelServer:
         served one, the models of both answer without a pause between them.
 
         Args:
-            store: The user's data, model and progress in its federation.
+            store: What the client has of the run: the user's data, model and progress.
             name: Name of the user.
         """
         from comingle.training.kinds.base import kind_of
@@ -167,7 +167,7 @@ class ModelServer:
         """Return the API, which serves any program on this machine, with its first model.
 
         Args:
-            store: The user's data, model and progress in its federation.
+            store: What the client has of the run: the user's data, model and progress.
             personal: The user's model, to which :meth:`publish` adds or which it replaces later.
         """
         from comingle.models.hardware import return_freed_memory
@@ -262,7 +262,7 @@ def personal_model(store: ClientStore, model: Model, name: str) -> PersonalModel
     With ``evaluation.guard`` it is of the kind that was the best at the last validation.
 
     Args:
-        store: The user's data, model and progress in its federation.
+        store: What the client has of the run: the user's data, model and progress.
         model: Model of all users of the run, from :func:`model_of_all_users`.
         name: Name of the user.
     """

@@ -284,7 +284,7 @@ class ServerContext:
         """Return the context of a federation, whose users' data is all on other machines.
 
         Args:
-            public: Public part of the federation.
+            public: What all users may know of the federation, such as its recipe and their names.
             base: The base model; None if users train networks from scratch.
         """
         recipe = public.whole_recipe()

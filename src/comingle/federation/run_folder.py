@@ -331,7 +331,7 @@ def _run_rounds(
     If all rounds were done before, the clients are only notified of the end.
 
     Args:
-        public: Public part of the federation.
+        public: What all users may know of the federation, such as its recipe and their names.
         context: Recipe, method and settings.
         plan: The federation.
         channel: Transport of messages to clients.
@@ -562,7 +562,7 @@ def _write_identity(folder: Path, run: str, public: Public, *, ending: bool) -> 
     Args:
         folder: The run folder.
         run: Name of the run.
-        public: Public part of the federation.
+        public: What all users may know of the federation, such as its recipe and their names.
         ending: Whether the clients are being notified of the end.
     """
     content: JsonObject = {"run": run, "public": public.as_dict()}

@@ -98,7 +98,7 @@ class ServerSession:
 
     Args:
         run: Name of the run in messages to clients.
-        public: Public part of the federation.
+        public: What all users may know of the federation, such as its recipe and their names.
         context: Recipe, method and settings.
         model: The model of all users.
         server: Holds and aggregates the shared state.
@@ -811,7 +811,7 @@ def start_session(
 
     Args:
         run: Name of the run in messages to clients.
-        public: Public part of the federation.
+        public: What all users may know of the federation, such as its recipe and their names.
         context: Recipe, method and settings.
         channel: Transport of messages to clients.
         observe: Receives events.

@@ -320,7 +320,7 @@ class Session:
 
     Args:
         terms: Public terms of the sum, such as its round, users and threshold.
-        name: The user.
+        name: Name of the user.
         seed: 32 random bytes from which all secrets are derived.
         save: Called with the record before an answer is sent.
         public_keys: Public keys of all users who advertised, in the server's order.

@@ -115,7 +115,7 @@ class Batches(ABC):
         draws the same batches.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             phase: Phase that the batches are for.
             round_number: The round, counted from 0.
             step: Local step within the round; -1 for batches that are used before the first step.
@@ -172,7 +172,7 @@ class BatchSource(Batches, BatchShapes):
         """Yield batches that represent the whole training data of each trainer, to compare models on them.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             round_number: The round, counted from 0; sources with random batches draw others in each round.
         """
 
@@ -188,7 +188,7 @@ class BatchSource(Batches, BatchShapes):
         An example must not depend on which other examples are drawn, so that its clipped gradient does not either.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             indices: Indices of the examples of each trainer; ``PAD`` for none.
             round_number: The round, counted from 0; sources that augment samples draw other augmentations in each.
         """
@@ -199,7 +199,7 @@ class BatchSource(Batches, BatchShapes):
         """Yield batches of the whole validation data of each trainer, each token or sample once, padded with ``PAD``.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
         """
 
     def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch ..."]) -> Any:
@@ -305,7 +305,7 @@ class PassBatchSource(BatchSource):
 
         Args:
             trainers: Owners of the samples: the users, or one trainer with the samples of all users (pooled data).
-            plan: Plan of the run.
+            plan: Settings of the run, in the form that training uses.
             batch_size: Largest number of samples of a trainer in one batch.
             smallest_batch: Smallest batch that is trained on; the last batch of an epoch is dropped if it is smaller.
         """
@@ -375,7 +375,7 @@ class PassBatchSource(BatchSource):
         ``self.batch_size``.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             phase: Phase that the batches are for.
             round_number: The round, counted from 0.
             step: Local step within the round; -1 for batches that are used before the first step.
@@ -408,7 +408,7 @@ class PassBatchSource(BatchSource):
         The samples of an epoch are shuffled when its first batch is needed.
 
         Args:
-            trainer: Number of the trainer.
+            trainer: Number of the user who trains (0 if one model is trained on all users' data).
             stream: Split to draw from, "train" or "valid".
             purpose: Name of the random stream for shuffling, such as "experts" or "router"; see ``Phase.purpose``.
             round_number: The round, counted from 0.
@@ -432,7 +432,7 @@ class PassBatchSource(BatchSource):
         """Yield the numbers of all samples of each trainer, in order and in batches, padded with ``PAD``.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             stream: Split of the samples, "train" or "valid".
         """
         counts = torch.tensor([self.count(trainer, stream) for trainer in trainers]).unsqueeze(1)  # (users, 1)
@@ -478,7 +478,7 @@ class Prefetcher(Batches):
         The batch is on the CPU; :meth:`move`, which must be called next, returns its prefetched copy on the GPU.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             phase: Phase that the batches are for.
             round_number: The round, counted from 0.
             step: Local step within the round; -1 for batches that are used before the first step.

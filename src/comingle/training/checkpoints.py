@@ -336,7 +336,7 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, like_server: Tree
 
     Args:
         folder: Folder of the checkpoint.
-        layout: Layout of the columns.
+        layout: Names and shapes of a user's tensors, in the order in which a row holds them.
         like: State of the users in a new run of the same recipe; the checkpoint must have the same tensors.
         like_server: State of the server in a new run of the same recipe.
 
@@ -427,7 +427,7 @@ def named_tensors(layout: Layout, state: State, server: Tree) -> dict[str, Tenso
     For example "user/mlp.a" (a parameter, of all users), "iterations", "server/version" and "best/rows".
 
     Args:
-        layout: Layout of the columns.
+        layout: Names and shapes of a user's tensors, in the order in which a row holds them.
         state: State of the users.
         server: State of the server.
     """
@@ -448,7 +448,7 @@ def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor
     """Return the trained parameters of one user by name, ``(1, *shape)`` each.
 
     Args:
-        layout: Layout of the columns.
+        layout: Names and shapes of a user's tensors, in the order in which a row holds them.
         state: State of all users.
         row: Row of the user.
     """
@@ -469,7 +469,7 @@ class StoredRows(State):
         Args:
             folder: Folder of the checkpoint, written by one process.
             progress: Progress of the training at that checkpoint.
-            layout: Layout of the columns.
+            layout: Names and shapes of a user's tensors, in the order in which a row holds them.
             like: State of any users in a new run of the same recipe.
             names: Names of the users of the run, in its order.
 
@@ -513,7 +513,7 @@ class StoredRows(State):
             row: Number of the row.
             start: Offset of the tensor in the file.
             columns: Number of entries of a row.
-            dtype: Its dtype.
+            dtype: Dtype of the tensor.
         """
         values = torch.empty(columns, dtype=dtype)
         buffer: Any = values.view(torch.uint8).numpy().data
@@ -545,7 +545,7 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
     Args:
         folder: Folder of the checkpoint.
         progress: Its progress, with the trainers of each file.
-        layout: Layout of the columns.
+        layout: Names and shapes of a user's tensors, in the order in which a row holds them.
         like: State of these users in a new run of the same recipe; the checkpoint must have the same tensors.
         names: Names of these users.
 
@@ -606,7 +606,7 @@ def read_state(folder: Path, progress: Progress, layout: Layout) -> tuple[dict[s
     Args:
         folder: Folder of the checkpoint.
         progress: Its progress; its users are in files, not in a store on disk.
-        layout: Layout of the columns.
+        layout: Names and shapes of a user's tensors, in the order in which a row holds them.
 
     Returns:
         Tensors of the users under the names of :meth:`State.tensors`, with rows in the order of ``progress.trainers``,

@@ -123,7 +123,7 @@ def batch_size(plan: RunPlan, users: int) -> int:
     """Return the largest number of sequences or samples of a trainer in one local step.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         users: Number of users. If data is pooled, the single trainer takes as many samples as all users together.
     """
     largest_of_user = plan.training.largest_batch_size
@@ -139,7 +139,7 @@ class UsersAndTrainers:
     """Users, who are evaluated, and trainers, who own models: the same, or one trainer with the data of all users.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         trainers: Owners of the rows of the state: the users, or the one trainer of pooled data. If a method keeps
             several copies of a model, row ``copy * len(trainers) + i`` is a copy of trainer i.
         users: The users.
@@ -253,7 +253,7 @@ class Users(UsersAndTrainers):
 
     Args:
         model: The model that all users train.
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         trainers: See :class:`UsersAndTrainers`.
         users: See :class:`UsersAndTrainers`.
         batch_source: Batch source of the trainers, or a function that makes it on first use.
@@ -278,7 +278,7 @@ class Users(UsersAndTrainers):
 
         Args:
             model: The model that all users train.
-            plan: Plan of the run.
+            plan: Settings of the run, in the form that training uses.
             trainers: Owners of the models: the users, or one trainer with the data of all users.
             users: The users, who are evaluated with these models.
             batch_source: Batch source of the trainers, or a function that makes it on first use.
@@ -840,7 +840,7 @@ def train(clients: Clients, participants: Sequence[int], round_number: int, tick
     """Take the local steps of all participants of a round, cohort by cohort.
 
     Args:
-        clients: All clients.
+        clients: All users, with their data, models and local steps.
         participants: Numbers of the participants.
         round_number: The round, counted from 0.
         tick: Called after each local step of a cohort.
@@ -862,7 +862,7 @@ def _train_cohorts(clients: Clients, participants: Sequence[int], round_number: 
     If a participant has several copies of its model, all are trained; the result has the loss of the last copy.
 
     Args:
-        clients: All clients.
+        clients: All users, with their data, models and local steps.
         participants: Numbers of the participants.
         round_number: The round, counted from 0.
         tick: Called after each local step of a cohort.
@@ -914,7 +914,7 @@ def _split_into_cohorts(clients: Clients, participants: Sequence[int]) -> list[l
     The users of a cohort have equal batch sizes: no batch is padded, so that they train exactly as they would alone.
 
     Args:
-        clients: All clients.
+        clients: All users, with their data, models and local steps.
         participants: Numbers of the participants.
 
     Returns:
@@ -942,7 +942,7 @@ def _plan_local_steps(
     take equally many steps: the time limit of the round stops the first one, and the others repeat its number.
 
     Args:
-        clients: All clients.
+        clients: All users, with their data, models and local steps.
         owners: For each model of the cohort, the number of the trainer that owns it.
         steps_taken: For trainers with a copy in an earlier cohort of this round, the number of steps it took.
         num_cohorts_of: Number of cohorts that have copies of a trainer's model, among which its time is divided.
@@ -962,7 +962,7 @@ def _amount_of_round(clients: Clients, participants: Sequence[int], steps_taken:
     """Return the number of tokens or samples that participants have trained on, once for each copy of their models.
 
     Args:
-        clients: All clients.
+        clients: All users, with their data, models and local steps.
         participants: Numbers of the participants.
         steps_taken: Number of local steps of each participant.
     """
@@ -980,7 +980,7 @@ def _amount_of_steps(batch_source: BatchSource, trainer: int, steps: int) -> int
 
     Args:
         batch_source: Batch source of the trainers.
-        trainer: Number of the trainer.
+        trainer: Number of the user who trains (0 if one model is trained on all users' data).
         steps: Number of steps that it took.
     """
     planned_amount = batch_source.trained_amount(trainer)
@@ -1000,7 +1000,7 @@ def _take_local_steps(
     """Take the local steps of a cohort.
 
     Args:
-        clients: All clients.
+        clients: All users, with their data, models and local steps.
         cohort: The cohort, updated in place.
         most_steps: Largest number of local steps of each user.
         time_limits: Seconds after which each user takes no further step; it takes at least one.
@@ -1032,7 +1032,7 @@ def _end_local_steps(clients: Clients, cohort: Cohort, losses: Float[Tensor, "st
     """Drop users who diverged, run the ``end`` hooks of the method, and store the tensors of the cohort.
 
     Args:
-        clients: All clients.
+        clients: All users, with their data, models and local steps.
         cohort: The cohort after its local steps.
         losses: Training losses in nats.
 
@@ -1055,7 +1055,7 @@ def _drop_diverged(clients: Clients, cohort: Cohort, reason_by_position: dict[in
     """Undo the round of users whose losses or tensors are not finite; raise if the method does not drop such users.
 
     Args:
-        clients: All clients.
+        clients: All users, with their data, models and local steps.
         cohort: The cohort; dropped users get their parameters of the start of the round, and their moments become 0.
         reason_by_position: For each user whose values are not finite, the reason, by position in the cohort.
 
@@ -1079,7 +1079,7 @@ def finetuned(clients: Clients, done: int | None = None, trainers: Sequence[int]
     Users take the local steps of one more round. Does nothing for methods that do not fine-tune, and in a nested block.
 
     Args:
-        clients: All clients.
+        clients: All users, with their data, models and local steps.
         done: Number of rounds that are done; None for the round that the final models come from. Learning rates are
             those of the next round, or of the last one if all are done.
         trainers: Numbers of the trainers to fine-tune; those that are evaluated if None.
@@ -1113,7 +1113,7 @@ def settle(clients: Clients, *, all_users: bool = True) -> None:
     For example, a method may fit the weights of an ensemble to the models as they are after the round.
 
     Args:
-        clients: All clients.
+        clients: All users, with their data, models and local steps.
         all_users: Whether to update all users, as at the end of a run; otherwise only those that are evaluated.
     """
     hooks = clients.method.client.settling

@@ -49,7 +49,7 @@ class CohortTensors(base.Cohort):
     """Users of a cohort and their tensors.
 
     Attributes:
-        layout: Layout of the columns.
+        layout: Names and shapes of a user's tensors, in the order in which a row holds them.
         rows: Numbers of the rows in the state of all users.
         owners: Numbers of the trainers that own the rows.
         names: Names of the owners.
@@ -401,7 +401,7 @@ def keep_statistics(layout: Layout, rows: Float[Tensor, "users columns"], tensor
     """Copy the running statistics of batch norm, which a forward pass has updated, back to the rows.
 
     Args:
-        layout: Layout of the columns.
+        layout: Names and shapes of a user's tensors, in the order in which a row holds them.
         rows: Tensors of the users.
         tensors: Tensors of the forward pass.
     """

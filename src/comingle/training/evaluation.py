@@ -64,7 +64,7 @@ def evaluation_interval(plan: RunPlan, amounts: Sequence[int], users: int) -> in
     """Return the number of rounds between evaluations: 5, or more so that they take at most 10% of training time.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         amounts: Number of evaluated trainers, tokens or samples that they train on per round, and tokens or samples
             that one evaluation scores, from :func:`data_amounts`.
         users: Number of all users.
@@ -83,7 +83,7 @@ def warn_of_share(plan: RunPlan, amounts: Sequence[int], users: int, *, seconds:
     There is none if they are known to take less than :data:`LEAST_WARNED_SECONDS` together.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         amounts: Amounts of data from :func:`data_amounts`, from which the time of training and evaluation is estimated.
         users: Number of all users.
         seconds: Time of one evaluation; infinite if it is unknown.
@@ -103,7 +103,7 @@ def _plan_evaluations(plan: RunPlan, amounts: Sequence[int], users: int) -> tupl
     """Return the interval between evaluations, their number, and the largest number that takes at most 10% of the time.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         amounts: Number of trainers that represent all users, tokens or samples that they train on per round, and tokens
             or samples that one evaluation scores.
         users: Number of all users.
@@ -448,7 +448,7 @@ def start_event(plan: RunPlan, base: str, users: Mapping[str, JsonMapping]) -> J
     """Return the first event of a run.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         base: Name of the base model.
         users: Amounts of data by user name, from :func:`amounts`.
     """
@@ -567,7 +567,7 @@ def metrics_of(
     Args:
         users: Metrics by user name.
         model: The model.
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         clock: Time, tokens and bytes of the run.
         rounds: Number of rounds that are done.
         selected: Round that the final models come from.

@@ -222,7 +222,7 @@ def server_mechanisms(plan: RunPlan, users: Sequence[str]) -> tuple[PrivacyMecha
     """Return the mechanisms that the server applies to uploads: privacy noise, secure sums, robust aggregation.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         users: Names of all users.
     """
     return make_mechanisms(
@@ -239,7 +239,7 @@ def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
     """Return the public parameters of the secure sum of a round, on which users and server agree before it begins.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         run: Identifier of the run.
         done: Number of the round, counted from 1.
         size: Number of entries of the sum, which is the number of parameters that each user shares.

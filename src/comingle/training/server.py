@@ -310,7 +310,7 @@ class ServerHalf(ServerState):
         If users are sampled independently of each other, the list may be empty.
 
         Args:
-            plan: Plan of the run.
+            plan: Settings of the run, in the form that training uses.
             number: The round, counted from 0.
             releases: Whether users upload in this round. A round without uploads costs no privacy budget.
         """
@@ -586,7 +586,7 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
     Args:
         model: The model that all users train.
         users: Names of all users.
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
 
     Raises:
         RecipeError: The server merges or sends whole models and ranks differ between users, or it forwards uploads
@@ -633,7 +633,7 @@ def _check_uploads_and_ranks(model: Model, plan: RunPlan) -> None:
 
     Args:
         model: The model that all users train.
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
 
     Raises:
         RecipeError: See :func:`start_server`.

@@ -194,7 +194,7 @@ def participants(plan: RunPlan, round_number: int, users: Sequence[str]) -> list
     """Return the participants of a round by number, in ascending order.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         round_number: The round, counted from 0.
         users: Names of all users.
     """
@@ -231,7 +231,7 @@ def work_of(plan: RunPlan, name: str, *, examples: int, local_steps: int) -> Wor
     """Return a user's numbers of examples, noisy steps and rounds in a run, from which its privacy loss follows.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         name: Name of the user.
         examples: Number of its training examples.
         local_steps: Number of its local steps in a round.
@@ -249,7 +249,7 @@ def warn_of_untrained(plan: RunPlan, local_steps: int) -> None:
     """Warn, once per process, of each phase that no user reaches in the whole run (:func:`untrained_phases`).
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         local_steps: Largest number of local steps of a user in one round.
     """
     for phase in untrained_phases(plan, local_steps):
@@ -260,7 +260,7 @@ def untrained_entry(plan: RunPlan, local_steps: int) -> dict[str, list[str]]:
     """Return the roles that no phase of the run reaches, to merge into its metrics.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         local_steps: Largest number of local steps of a user in one round.
 
     Returns:
@@ -283,7 +283,7 @@ def untrained_phases(plan: RunPlan, local_steps: int) -> list[Phase]:
     For example, a phase in every 100th local step is not reached in 5 rounds of 10 local steps.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         local_steps: Largest number of local steps of a user in one round.
     """
     steps_of_run = plan.training.rounds * local_steps
@@ -337,7 +337,7 @@ def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
     Privacy mechanisms check with it that every round has enough participants.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         users: Names of all users.
     """
     participation = plan.participation
@@ -365,7 +365,7 @@ def exchanged_after(plan: RunPlan, shares: bool, done: int) -> bool:
     if local models are evaluated.
 
     Args:
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         shares: Whether users share any tensors.
         done: Number of rounds that are done.
     """

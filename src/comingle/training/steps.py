@@ -102,7 +102,7 @@ def find_suspects(
     a tenth of it. NaN counts as infinite.
 
     Args:
-        layout: Layout of the columns.
+        layout: Names and shapes of a user's tensors, in the order in which a row holds them.
         row: Tensors of the user.
         roles_by_optimizer: Roles that each optimizer trains, by its name.
     """
@@ -255,7 +255,7 @@ class PrivateSteps:
         Args:
             phase: The phase. It computes gradients for the roles ``phase.reached``: those that it trains, and some that
                 a later phase trains.
-            layout: Layout of the columns.
+            layout: Names and shapes of a user's tensors, in the order in which a row holds them.
             everything: Whether to return all tensors for which the phase computes gradients. This is needed if a user
                 has a second copy of its model in the cohort, none of whose tensors are uploaded.
         """
@@ -284,7 +284,7 @@ class PrivateSteps:
 
         Args:
             batch_source: Batch source of the trainers.
-            trainer: Number of the trainer.
+            trainer: Number of the user who trains (0 if one model is trained on all users' data).
 
         Raises:
             RecipeError: The ``delta`` of (epsilon, delta) privacy is too large for the trainer's number of examples: it
@@ -481,7 +481,7 @@ class PrivateSteps:
         Of a tensor of which users share only a part, such as some experts, the view has that part.
 
         Args:
-            layout: Layout of the columns.
+            layout: Names and shapes of a user's tensors, in the order in which a row holds them.
             rows: Parameters of the users.
         """
         return restrict(layout.views(rows), layout, self.plan.method.shared)
@@ -492,7 +492,7 @@ class PrivateSteps:
         """Return plain gradients in which noised ones replace the shared entries of some users.
 
         Args:
-            layout: Layout of the columns.
+            layout: Names and shapes of a user's tensors, in the order in which a row holds them.
             phase: Phase of the step.
             plain: Gradients ``(users, *shape)`` without noise, of tensors with local entries.
             noised: Gradients of the shared entries of each tensor, such as those of the generalists
@@ -526,7 +526,7 @@ def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: Ru
     Args:
         mechanisms: Privacy mechanisms of a client.
         model: The model.
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
 
     Raises:
         RecipeError: The model has batch norm, which mixes the examples of a batch, or its forward pass needs a tensor

@@ -449,7 +449,7 @@ def routed_descent_bound(
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         local_steps: Steps between two averages, H.
-        num_clusters: C.
+        num_clusters: Number of clusters C.
     """
     mu, smoothness = cluster.moduli  # smallest and largest curvature of f_c; L is the largest
     eta = run.step_sizes
@@ -542,7 +542,7 @@ def routed_rate_bound(
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         schedule: Step sizes with shift s, and number of local steps H.
-        num_clusters: C.
+        num_clusters: Number of clusters C.
     """
     sigma_squared = run.variance  # of a drawn gradient
     noise = 4 * sigma_squared * _squared_norms(cluster.weights) + _router_noise(run, cluster, num_clusters)  # A
@@ -625,7 +625,7 @@ def printed_routed_rate(
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         schedule: Step sizes with shift s, and number of local steps H.
-        num_clusters: C.
+        num_clusters: Number of clusters C.
     """
     mu, smoothness = cluster.moduli  # smallest and largest curvature of the loss; L is the largest
     s = schedule.shift
@@ -742,7 +742,7 @@ def mismatch_bound(
         gap: By how much the cluster's mean loss exceeds its lowest loss.
         lowest_loss: f_c* of the cluster.
         num_users: K.
-        num_clusters: C.
+        num_clusters: Number of clusters C.
         drift: The term ``10 L eta^3 H^2 G^2``; 0 right after averaging.
     """
     return 4 * eta * gap + true_eta * lowest_loss + 4 * float(np.log(num_users * num_clusters)) + drift

@@ -238,7 +238,7 @@ class ClientProcess:
     """A supervised child process with a user's client.
 
     Args:
-        name: The user.
+        name: Name of the user.
         state: The user's state folder; its log is in it.
         command: The command.
         say: Called with each line to show to the user.

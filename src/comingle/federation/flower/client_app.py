@@ -104,7 +104,7 @@ class Hello:
     """A node's answer to :data:`HELLO`.
 
     Args:
-        name: The user.
+        name: Name of the user.
         instance: Random text that differs for each state folder.
         format: Version of its records.
     """

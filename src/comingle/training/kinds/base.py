@@ -240,7 +240,7 @@ class Kind(ABC):
         Args:
             recipe: Settings of the run.
             run_data: Base model and users of the run.
-            plan: Plan of the run.
+            plan: Settings of the run, in the form that training uses.
 
         Raises:
             ComingleError: Settings and base model do not fit each other.
@@ -253,7 +253,7 @@ class Kind(ABC):
         Args:
             recipe: Settings of the run.
             run_data: Base model and users of the run.
-            plan: Plan of the run.
+            plan: Settings of the run, in the form that training uses.
 
         Raises:
             ComingleError: Settings, data and base model do not fit each other.

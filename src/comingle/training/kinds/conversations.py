@@ -71,7 +71,7 @@ class AnswerBatchSource(PassBatchSource):
 
         Args:
             trainers: Owners of the conversations: each user, or a single one if the method pools the data of all users.
-            plan: Plan of the run.
+            plan: Settings of the run, in the form that training uses.
             batch_size: Number of conversations in a batch.
             tokenizer: Decodes generated responses.
             fixed_shape: Pad all batches to ``context`` tokens, not to their longest conversation, so that a user's
@@ -123,7 +123,7 @@ class AnswerBatchSource(PassBatchSource):
         clipped gradient of an example does not depend on which others are drawn.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             indices: Indices of the conversations of each trainer; ``PAD`` gives a window of ``PAD``.
             round_number: Not used, as conversations are not augmented.
         """
@@ -150,7 +150,7 @@ class AnswerBatchSource(PassBatchSource):
         """Return some conversations of each trainer as windows of tokens, padded to the longest of all with ``PAD``.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             stream: Split to read, "train" or "valid".
             numbers: Index of each conversation in the split of its trainer; ``PAD`` gives a window of ``PAD``.
             full_width: Whether to pad to ``training.context`` tokens instead.
@@ -432,7 +432,7 @@ class AnswersKind(LanguageKind):
 
         Args:
             run_data: Users of the run.
-            plan: Plan of the run.
+            plan: Settings of the run, in the form that training uses.
         """
         if not run_data.users.in_memory:
             tokens_per_epoch = run_data.users.about.get("tokens", 0)  # counted when the users were stored on disk
@@ -448,7 +448,7 @@ class AnswersKind(LanguageKind):
         Args:
             recipe: Settings of the run.
             run_data: Base model and users of the run.
-            plan: Plan of the run.
+            plan: Settings of the run, in the form that training uses.
         """
         plan = with_full_participation(plan)  # a single trainer with the data of all users takes part in every round
         assert run_data.base is not None

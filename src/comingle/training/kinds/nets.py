@@ -62,7 +62,7 @@ class SampleBatchSource(PassBatchSource):
 
         Args:
             trainers: Owners of the samples: each user, or a single one if the method pools the data of all users.
-            plan: Plan of the run.
+            plan: Settings of the run, in the form that training uses.
             batch_size: Largest number of samples per trainer.
             device: Device of inputs.
             dtype: Data type of inputs.
@@ -145,7 +145,7 @@ class SampleBatchSource(PassBatchSource):
 
         Args:
             stream: Split of the samples.
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             drawn: Sample numbers of each trainer.
         """
         if self.banks:  # the samples of all trainers are on the device
@@ -167,7 +167,7 @@ class SampleBatchSource(PassBatchSource):
         The random stream depends on the round and the samples, so a batch that is read twice in a round is the same.
 
         Args:
-            trainer: Number of the trainer.
+            trainer: Number of the user who trains (0 if one model is trained on all users' data).
             inputs: Inputs ``(batch, ...)``.
             numbers: Sample numbers of the batch.
         """
@@ -506,7 +506,7 @@ def build_nets(
     Args:
         recipe: Settings of the run.
         population: Users of the run.
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         reads_later: Whether samples are read on first use, and not now.
         local_numbers: Numbers of the users whose samples are on this machine; None for all.
         checks_validation_data: Whether to check that users have validation data, if the run needs it.
@@ -722,7 +722,7 @@ def _smallest_batch(model: StackedModel, plan: RunPlan, largest_batch: int) -> i
 
     Args:
         model: The net.
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         largest_batch: Largest batch size of the run.
 
     Raises:

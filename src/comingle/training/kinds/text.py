@@ -47,7 +47,7 @@ class TextBatchSource(BatchSource):
 
     Args:
         trainers: Trainers with token streams: each user, or a single one if the method pools the data of all users.
-        plan: Plan of the run.
+        plan: Settings of the run, in the form that training uses.
         batch_size: Largest number of windows per trainer.
         begin: Token that begins each window; None without one.
     """
@@ -106,7 +106,7 @@ class TextBatchSource(BatchSource):
         Batches of trainers with a smaller batch size are padded with windows of ``PAD``.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             phase: Phase that the batches are for; decides whether windows come from training or validation text.
             round_number: The round, counted from 0.
             step: Local step within the round; -1 before the first one.
@@ -146,7 +146,7 @@ class TextBatchSource(BatchSource):
         """Return the windows at some indices of each trainer's text, which is cut into disjoint windows.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             indices: Indices of windows; ``PAD`` gives a window of ``PAD``.
             round_number: Not used, as text is not augmented.
         """
@@ -163,7 +163,7 @@ class TextBatchSource(BatchSource):
         A trainer that takes fewer local steps than others gets windows of ``PAD`` after its last step.
 
         Args:
-            trainers: Numbers of the trainers.
+            trainers: Numbers of the users who train (a single number if one model is trained on all users' data).
             round_number: The round, counted from 0.
         """
         num_steps = torch.tensor([self.steps(trainer) for trainer in trainers])
@@ -309,7 +309,7 @@ class TextKind(LanguageKind):
         Args:
             recipe: Settings of the run.
             run_data: Base model and users of the run.
-            plan: Plan of the run.
+            plan: Settings of the run, in the form that training uses.
 
         Raises:
             ComingleError: A split is too short for one window, or settings, data and base model do not fit each other.
