@@ -366,16 +366,17 @@ def read_wheel(path: Path) -> Wheel:
 
 
 def collect_wheels(folder: Path, plan: BundlePlan, extras: Sequence[str], target: Target) -> list[Wheel]:
-    """Build comingle's wheel and download those of all packages that it needs; return them sorted by name.
+    """Collect the Python packages (wheels) with which comingle runs on a machine without internet, sorted by name.
 
-    pip evaluates markers such as ``platform_machine == "x86_64"`` for this machine. For another one PyTorch, whose
-    markers ask for GPU libraries, is downloaded alone, and the requirements of all wheels are followed here.
+    comingle's own wheel is built, those of all packages that it needs are downloaded. pip evaluates markers such as
+    ``platform_machine == "x86_64"`` for this machine. For another one PyTorch, whose markers ask for GPU libraries, is
+    downloaded alone, and the requirements of all wheels are followed here.
 
     Args:
-        folder: Folder for the wheels.
-        plan: The recipe or federation.
-        extras: Extras of comingle.
-        target: The machine that they are for.
+        folder: New folder for the wheels.
+        plan: The recipe or federation that is to run.
+        extras: Extras of comingle, such as "flower".
+        target: The machine on which it is to run.
 
     Raises:
         ComingleError: comingle has no such extra, or pip fails.

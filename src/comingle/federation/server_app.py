@@ -251,11 +251,14 @@ class ContinuousServer:
                 self._say(f"rounds.keep: {run}: cannot be deleted ({error.strerror}); restart the server to try again")
 
     def _changes(self, plan: Plan, number: int) -> JsonObject | None:
-        """Return how the recipe of the next run differs from the server's file; None if no run is due.
+        """Return the recipe keys that the next run sets, beyond the server's file; None if no run is due.
+
+        A run is due if enough connected users have enough new data, and the last run began long enough ago. It
+        continues the last run, and only the users with new data take part; the others keep their models.
 
         Args:
             plan: Content of the server's file.
-            number: Number of the run.
+            number: Number of the run, from 1. The first run is always due.
         """
         recipe = plan.recipe
         changes: dict[str, Any] = {"seed": recipe.seed + number - 1, "data.seed": recipe.data_seed}
@@ -268,13 +271,13 @@ class ContinuousServer:
         seconds_since_start = time.time() - self._plan_file(number - 1).stat().st_mtime
         if seconds_since_start < when.at_most_every:
             return None
-        new = self._count_new(plan, number)
+        new = self._count_new(plan, number)  # amount of new data of each connected user
         ready = [name for name in plan.users if new.get(name, 0) >= when.new_tokens]
-        refused = users_without_budget(self._run_folder(number - 1), recipe) & set(plan.users)
+        refused = users_without_budget(self._run_folder(number - 1), recipe) & set(plan.users)  # privacy budget
         self._show_refused(refused & set(ready))
         ready = [name for name in ready if name not in refused]
-        num_users = min(when.users, len(plan.users) - len(refused))
-        if not ready or len(ready) < num_users or len(new) < plan.network.min_participants:
+        num_needed = min(when.users, len(plan.users) - len(refused))
+        if not ready or len(ready) < num_needed or len(new) < plan.network.min_participants:
             return None
         moments = recipe.continue_from is not None and recipe.continue_from.moments
         changes["continue_from"] = {"run": self._run_folder(number - 1).name, "moments": moments}

@@ -279,7 +279,10 @@ class EnsembleModel(Model):
                 setattr(network, "forward", earlier_replacement)  # noqa: B010 (a method, not a Tensor)
 
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
-        """Bind each user's components to the adapters as if they were users; rows are ordered by user and component.
+        """Put the tensors of some users into the network, for passes that mix the predictions of several models.
+
+        A user's model is a mixture of components. The network, whose adapters have a row for each user, gets a row for
+        each user and component instead: those of the first user, then those of the second, and so on.
 
         Args:
             tensors: The users' trainable tensors, ``(users, clusters, ...)``.

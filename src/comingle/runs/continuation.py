@@ -284,9 +284,10 @@ def keeps_earlier_best(recipe: Recipe) -> bool:
 
 
 def start_from_run(federation: InProcess, recipe: Recipe, inputs: Inputs) -> JsonObject:
-    """Copy the final state of the run in ``continue_from`` to a federation before its first round.
+    """Start a run from the final models of an earlier run (``continue_from``), before its first round.
 
-    Moments and step counts are copied only with ``continue_from.moments``.
+    Users who are in both runs, and the server, get the tensors of the earlier run's last checkpoint; new users keep
+    their initial ones. Optimiser moments and step counts are copied only with ``continue_from.moments``.
 
     Args:
         federation: The federation, changed in place. In a run of several processes, the shard of this process.

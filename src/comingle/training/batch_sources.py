@@ -214,12 +214,12 @@ class BatchSource(Batches, BatchShapes):
 
     @abstractmethod
     def loss_counts(self, drawn: Int[Tensor, "users batch ..."]) -> Int[Tensor, " users"]:
-        """Return the number of losses in the batch of each user, by which summed losses are divided.
+        """Return how many predicted tokens or samples each user's batch has, without padding.
 
-        A loss belongs to a predicted token or a sample; padding has none.
+        The mean loss of a batch is the sum of its losses divided by this number.
 
         Args:
-            drawn: Batches, as :meth:`draw` returns them.
+            drawn: Batches, as :meth:`draw` returns them: windows of tokens, or numbers of samples.
         """
 
     @abstractmethod

@@ -336,7 +336,11 @@ class AdaptedLayer(nn.Module, ABC):
         return self.alpha * self.mixture_of_layer(mixture).to(like.dtype)
 
     def mixture_of_layer(self, mixture: Float[Tensor, "*layers clusters"]) -> Float[Tensor, " clusters"]:
-        """Return this layer's row of a mixture per layer, or the mixture itself if all layers share one vector."""
+        """Return the weights with which this layer mixes the adaptors of the clusters.
+
+        Args:
+            mixture: Weights of the clusters, the same for all adapted layers, or a row of weights for each layer.
+        """
         is_shared = mixture.ndim == 1
         return mixture if is_shared else mixture[self.layer_index]
 

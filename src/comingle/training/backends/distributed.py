@@ -485,9 +485,9 @@ class Sharded(InProcess):
         """
         if not self.clients.shares:
             return
-        stale = self.clients.stale(self.server.version, users)
+        stale = self.clients.stale(self.server.version, users)  # those that have older tensors
         stale_names_by_process = self.ranks.gather(lambda: [self.clients.names[user] for user in stale])
-        common: Tree = {}  # filled in the first process
+        common: Tree = {}  # tensors that are equal for all users; filled in the first process
         header, own_tensors = self.ranks.scatter(lambda: self._split_download(stale_names_by_process, common))
         if not header["any_stale"]:
             return
