@@ -437,7 +437,11 @@ class LocalWork:
         return sum(self.batch_sizes) * self.epochs
 
     def items_of_first(self, num_batches: int) -> int:
-        """Return the number of sequences or samples in the first batches; after the last batch they start anew."""
+        """Return the number of sequences or samples in the first batches that a user trains on in a round.
+
+        Args:
+            num_batches: Number of these batches. After the last batch of an epoch the first one follows again.
+        """
         return sum(self.batch_sizes[i % len(self.batch_sizes)] for i in range(num_batches))
 
 

@@ -482,7 +482,11 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
 
     @abstractmethod
     def encode(self, unencoded: Read) -> User:
-        """Return the encoded user."""
+        """Return a user as a run uses it, for example with tokens instead of documents.
+
+        Args:
+            unencoded: The user as it was read.
+        """
 
     def refuse(self, small_users: FirstUsers) -> DataError:
         """Return the error for users with too little data; subclasses that check the amount of data override this."""

@@ -1080,7 +1080,9 @@ def delete_runs_of_user(state: Path, user: str) -> JsonObject:
         RunError: The user's client is running, or the folder is another user's.
     """
     with locked(state), convert_disk_errors(state):
-        files, kept, copies = files_of_user(state, user), replaced_copies(state), _digests_of_copies(state)
+        files = files_of_user(state, user)
+        kept = replaced_copies(state)  # files that the client did not write
+        copies = _digests_of_copies(state)
         run_folders = sorted(state.glob("run-*"))
         digests_of_last_checkpoints: dict[str, str] = {}
         for folder in run_folders:

@@ -62,10 +62,14 @@ def load_plan(path: Path, *, continue_from: str = "", continuous: bool | None = 
 
 
 def _check_continuous(path: Path, recipe: Recipe) -> None:
-    """Check that a federation can be continuous.
+    """Check that a federation can be continuous: that runs follow one another as users get new data.
+
+    Args:
+        path: Path of the server's file, for messages.
+        recipe: The recipe in the file.
 
     Raises:
-        RecipeError: A value in the file does not allow it.
+        RecipeError: A value in the file does not allow it, such as another kind of data than text or conversations.
     """
     if recipe.data.kind not in _CONTINUOUS_KINDS:
         allowed = ", ".join(_CONTINUOUS_KINDS)

@@ -177,7 +177,11 @@ class Cohort(CohortState):
 
     @abstractmethod
     def take_steps(self, phase: Phase) -> None:
-        """Take the optimiser steps of a phase in addition to the round's own, such as a warm-up of the router."""
+        """Train the users by further optimiser steps, in addition to those of the round, such as a router's warm-up.
+
+        Args:
+            phase: The kind of step: which tensors it trains, on which split of the data, and how many steps it takes.
+        """
 
     @abstractmethod
     def component_losses(self) -> Float[Tensor, "users clusters"]:

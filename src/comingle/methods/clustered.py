@@ -182,5 +182,9 @@ class DivideSamples(ClientHook):
     sweeps = True
 
     def begin(self, cohort: Cohort) -> None:
-        """Compute each sample's weights from its losses under the downloaded models."""
+        """Weigh the downloaded models for each training sample by its losses under them, before local steps (FedEM).
+
+        Args:
+            cohort: Users who are trained in one batch, with their tensors and state.
+        """
         cohort.divide_samples()

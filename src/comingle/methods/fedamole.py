@@ -85,10 +85,14 @@ class AssignmentServer(Server):
     keeps_adapters = False
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial state: experts with random factors A, assigned to users at random.
+        """Return the initial state of the server: a pool of experts, and which of them each user has.
 
-        The server assigns experts by the products of their ``embeddings`` (means of A_e x) and the users' ``tokens``
-        (means of T x). Both are random until users report them.
+        In each MLP experts are assigned to the users that they fit best, by the product of two vectors: the expert's
+        ``embeddings`` (mean of A_e x over tokens x, with its LoRA factor A_e) and the user's ``tokens`` (mean of T x
+        with a projection T). Users report them after each round; before the first round both are random.
+
+        Args:
+            setup: Initial shared tensors, and the users' names.
 
         Raises:
             RecipeError: The mean number of experts per user is above ``most`` or below 1. A single user is exempt: it

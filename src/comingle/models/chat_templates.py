@@ -652,7 +652,7 @@ class ChatTemplate:
 
     @cached_property
     def _omitted_by_roles(self) -> dict[tuple[tuple[str, bool], ...], frozenset[int]]:
-        """Cache of :meth:`_omitted_by_role` by the messages' roles and whether they have text."""
+        """Cache of the messages that the template leaves out, by all messages' roles and whether they have text."""
         return {}
 
     def _format_calls(self, messages: list[Message]) -> tuple[list[Message], frozenset[int]]:

@@ -381,12 +381,12 @@ class Account(ABC):
         return composed_epsilon(releases, self.privacy.delta, self.accountant)
 
     def own_epsilon(self, count: int, work: Work | None = None, earlier: Releases = ()) -> float:
-        """Return the epsilon that a client computes for its own user.
+        """Return the epsilon that a client's own user has spent, as the client computes it without the server.
 
         Args:
-            count: Number of noisy uploads, or of rounds with noisy local steps.
-            work: Amount of the user's work, for noisy local steps.
-            earlier: Releases of the user in earlier runs.
+            count: Number of uploads with noise in this run, or of rounds with noisy local steps.
+            work: The user's numbers of examples and steps, for noisy local steps.
+            earlier: Noise and number of the user's uploads or steps in earlier runs, whose epsilon adds up.
         """
         return composed_epsilon((*earlier, *self.own_releases(count, work)), self.privacy.delta, self.accountant)
 
@@ -663,7 +663,7 @@ class StepAccount(UploadAccount):
         return self.recorded.get(name, ()) if work is None else self.own_releases(count, work)
 
     def own_releases(self, count: int, work: Work | None = None) -> Releases:
-        """Return the noisy steps of rounds of a client's own user.
+        """Return the noise of a client's own user's local steps, with their number, from which epsilon is computed.
 
         Args:
             count: Number of rounds.

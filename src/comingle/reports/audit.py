@@ -174,7 +174,7 @@ class Audit(AuditedRun):
 
     @property
     def unit_plural(self) -> str:
-        """Plural of the kind of text for which an attacker infers whether it was in a user's training data."""
+        """Name of the pieces of text that an attacker tries to recognise as training data: conversations or windows."""
         return "conversations" if self.kind == "conversations" else "windows"
 
     def as_dict(self) -> dict[str, object]:

@@ -502,11 +502,13 @@ class Cohort(CohortTensors):
         )
 
     def _loss_function(self, rows: Float[Tensor, "users columns"], owners: Sequence[int]) -> Losses:
-        """Return a function that maps a batch of each user to the losses of its model, ``(users, 1, ...)``.
+        """Return a function that computes the losses of a model of each user on a batch of the user's data.
+
+        The losses are ``(users, 1, batch, ...)``; the axis of size 1 is that of several models of a user elsewhere.
 
         Args:
             rows: Parameters of the model of each user.
-            owners: Numbers of the users' trainers.
+            owners: Numbers of the users, whose data and LoRA ranks belong to the models.
         """
         tensors, model = self.steps.tensors(rows), self.steps.model
 

@@ -718,7 +718,7 @@ class Steps:
         """
         private = self.private
         assert private is not None
-        # Row ``copy * trainers + i`` is a copy of trainer i.
+        # In the state of all users the first copies of all models come first, so their rows have the smallest numbers.
         positions_of_first_copies = [position for position, row in enumerate(cohort.rows) if row < self.trainers]
         has_further_copies = len(positions_of_first_copies) < len(cohort.rows)  # all their gradients are plain
         plain_names = private.plain_names(phase, self.model.layout, everything=has_further_copies)

@@ -164,7 +164,7 @@ def epoch(count: int, batch_size: int, generator: torch.Generator) -> Int64[Tens
 
 
 def join(parts: Sequence[Samples]) -> Samples:
-    """Concatenate samples."""
+    """Return all samples of several sets as one set, in order."""
     return Samples(
         inputs=torch.cat([part.inputs for part in parts]), targets=torch.cat([part.targets for part in parts])
     )

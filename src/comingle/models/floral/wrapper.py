@@ -107,7 +107,10 @@ class _Plan:
         return rank_one.with_rank(rank, form=self.conv)
 
     def layers_over_budget(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the names of the layers in which even rank 1 exceeds the budget, for a warning; none without a budget.
+        """Return the layers in which even an adaptor of rank 1 has more parameters than the budget allows.
+
+        The budget (``floral.budget``) bounds a layer's adaptors as a share of its own parameters. A warning names these
+        layers; without a budget there are none.
 
         Args:
             layers: Layers of the model by name.
