@@ -606,25 +606,18 @@ def with_start(plan: RunPlan, recipe: Recipe, names: Sequence[str]) -> RunPlan:
         names: Names of all users, in order.
 
     Raises:
-        RecipeError: The method does not keep what users start from, users are on disk, or an adapter for all users is
-            given to users of different ranks.
+        RecipeError: A list of adapters has another length than there are users.
         BaseModelError: An adapter cannot be read.
     """
-    adapters = recipe.for_users(names).adapters
-    if adapters.start is None:
+    start = recipe.for_users(names).adapters.start
+    if start is None:
         return plan
-    if not plan.method.server.keeps_adapters:
-        raise RecipeError(
-            f"adapters.start: got it for {plan.method.name}, which makes users' LoRAs anew; allowed: null"
-        )
-    if plan.runtime.store != MEMORY:
-        raise RecipeError(f"adapters.start: got it with runtime.store: {plan.runtime.store}; allowed: {MEMORY}")
-    if isinstance(adapters.start, str):
-        if isinstance(adapters.rank, list) and len(set(adapters.rank)) > 1:
-            raise RecipeError(f"adapters.rank: got {adapters.rank}; allowed with one adapters.start: one for all users")
-        return replace(plan, start=read_peft(adapter_folder(adapters.start, "adapters.start")))
+    if isinstance(start, str):
+        return replace(plan, start=read_peft(adapter_folder(start, "adapters.start")))
+    if len(start) != len(names):
+        raise RecipeError(f"adapters.start: {len(start)} adapters for {len(names)} users; give one, or one per user")
     start_by_name = {}
-    for name, adapter in zip(names, adapters.start, strict=True):
+    for name, adapter in zip(names, start, strict=True):
         if adapter is not None:
             start_by_name[name] = read_peft(adapter_folder(adapter, f"adapters.start.{name}"))
     return replace(plan, start=start_by_name)

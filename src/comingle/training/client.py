@@ -394,9 +394,26 @@ class Users(UsersAndTrainers):
             if not (columns & local).any():
                 allowed = "one adapter for all users, or a method with local LoRAs of the adapter's linears"
                 raise RecipeError(f"{where}: {self.method.name} shares all of its LoRAs; allowed: {allowed}")
-            if (columns & ~local).any():
-                logger.warning("%s: only for LoRAs that %s leaves to the user", where, self.method.name)
+            shared_roles = self._roles_without(local, columns)
+            if shared_roles:
+                roles = ", ".join(shared_roles)
+                logger.warning("%s: its LoRAs of %s are not used, as %s shares these", where, roles, self.method.name)
             row[columns & local] = adapted_row[columns & local]
+
+    def _roles_without(self, local: Bool[Tensor, " columns"], columns: Bool[Tensor, " columns"]) -> list[str]:
+        """Return the roles of tensors that have some of the columns, but no local ones.
+
+        Args:
+            local: True for columns that are never aggregated.
+            columns: True for the columns in question.
+        """
+        roles = set[str]()
+        for slot in self.model.layout.slots:
+            start = self.model.layout.starts[slot.name]
+            of_slot = slice(start, start + slot.size)
+            if columns[of_slot].any() and not (columns & local)[of_slot].any():
+                roles |= set(slot.roles)
+        return sorted(roles)
 
     def _start_kept_tensors(self, state: State, names: Sequence[str]) -> None:
         """Add to ``state.kept`` the tensors that hooks, compressed uploads and privacy keep for each user.

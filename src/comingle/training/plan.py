@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from comingle.config import Recipe
-from comingle.config.settings import KEY, AggregationSection, Terms, TrainingSection, largest
+from comingle.config.settings import KEY, MEMORY, AggregationSection, Terms, TrainingSection, largest, values_in
 from comingle.methods.base import Method
 from comingle.privacy.accounting import most_releases
 from comingle.privacy.base import PrivacyMechanism
@@ -127,6 +127,34 @@ def check_normalisation(recipe: Recipe, method: Method) -> None:
         raise RecipeError(
             f"{setting} for {method.name}, whose server uses more of uploads than their change; allowed: false"
         )
+
+
+def check_start(recipe: Recipe, method: Method) -> None:
+    """Check that users of a method can start from the adapters of ``adapters.start``, which are not read.
+
+    Args:
+        recipe: The recipe.
+        method: Method of the recipe.
+
+    Raises:
+        RecipeError: The method has LoRAs of clusters, or does not keep what users start from; users are on disk; one
+            adapter is for users of different ranks; or adapters are for single users of a method without local LoRAs.
+    """
+    start, rank = recipe.adapters.start, recipe.adapters.rank
+    if start is None:
+        return
+    if method.placement.mixture is not None:
+        raise RecipeError(f"adapters.start: got it for {method.name}, whose LoRAs belong to clusters; allowed: null")
+    if not method.server.keeps_adapters:
+        raise RecipeError(f"adapters.start: got it for {method.name}, which makes users' LoRAs anew; allowed: null")
+    if recipe.runtime.store != MEMORY:
+        raise RecipeError(f"adapters.start: got it with runtime.store: {recipe.runtime.store}; allowed: {MEMORY}")
+    if isinstance(start, str):
+        if not isinstance(rank, int) and len(set(values_in(rank))) > 1:
+            raise RecipeError(f"adapters.rank: got {rank}; allowed with one adapters.start: one for all users")
+    elif method.client.trained <= method.starts_equal:
+        allowed = "one adapter for all users, or a method with local LoRAs"
+        raise RecipeError(f"adapters.start: got adapters by user; {method.name} shares all LoRAs; allowed: {allowed}")
 
 
 def test_limit_of(recipe: Recipe) -> str:

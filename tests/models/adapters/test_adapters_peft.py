@@ -13,16 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from comingle.config import parse_recipe
 from comingle.methods import make
 from comingle.models.loading import load_base
 from comingle.models.lora import read_peft
 from comingle.runs.join import join
 from comingle.runs.results import Run
+from comingle.training.kinds.base import check_recipe
 from comingle.utils.errors import BaseModelError, ComingleError, RecipeError
 from comingle.utils.trees import GENERALIST, SPECIALIST
 from exporting import of_text
 
 # PEFT asks transformers by an older name.
+RECIPE = {"data": {"users": {"ann": "unused", "bob": "unused", "cem": "unused"}}}
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 IDS = torch.arange(3, 27).unsqueeze(0) * 11 % 256
@@ -49,6 +52,12 @@ def saved(tmp_path: Path) -> Callable[..., tuple[Path, torch.Tensor]]:
             return tmp_path / "adapter", model(input_ids=IDS).logits
 
     return save
+
+
+def checked(federate: Any, method: Any, changes: dict[str, Any]) -> Any:
+    """A federation whose recipe is checked first, as commands do."""
+    check_recipe(parse_recipe({**RECIPE, "method": method}).with_changes(changes))
+    return federate(method, changes=changes)
 
 
 def logits(federation: Any, row: int, model: Any = None) -> torch.Tensor:
@@ -96,7 +105,7 @@ def test_every_method_starts_as_pefts_own_model_or_refuses(federate: Any, saved:
     refused = not make(method).server.keeps_adapters or make(method).placement.mixture is not None
     if refused or method in ("fedmerge", "fedmerge-fixed", "ifca"):
         with pytest.raises(RecipeError, match=r"^adapters\.start: got |models are identical"):
-            federate(method, changes={"adapters.start": str(folder)})
+            checked(federate, method, {"adapters.start": str(folder)})
         return
     federation = federate(method, changes={"adapters.start": str(folder)})
     for _ in range(2):
@@ -153,7 +162,11 @@ def test_a_local_model_starts_from_its_users_adapter_whatever_its_rank(federate:
 def test_what_is_shared_is_said(federate: Any, saved: Any, caplog: pytest.LogCaptureFixture) -> None:
     folder, _ = saved()
     federate("comigs-1g1s", changes={"adapters.start": [None, str(folder), None]})
-    assert "only for LoRAs that comigs-1g1s leaves to the user" in caplog.text
+    assert "its LoRAs of attention are not used, as comigs-1g1s shares these" in caplog.text
+    caplog.clear()
+    folder, _ = saved(target_modules=MLP)
+    federate("comigs-1g1s", changes={"adapters.start": [None, str(folder), None]})
+    assert caplog.text == ""
     with pytest.raises(RecipeError, match=r"adapters.start.bob: .* fedit shares all of its LoRAs; allowed: "):
         federate("fedit", changes={"adapters.start": [None, str(folder), None]})
 
@@ -172,16 +185,24 @@ def test_what_is_shared_is_said(federate: Any, saved: Any, caplog: pytest.LogCap
             {},
             r"^adapters\.start: got it for flora-stacking, which makes users' LoRAs anew; allowed: ",
         ),
-        ({"name": "floral", "clusters": 2}, {}, r"^adapters\.start: got .*adapter for MixedLanguageModel; allowed: "),
+        ({"name": "floral", "clusters": 2}, {}, r"^adapters\.start: got it for floral, whose LoRAs belong to clusters"),
+        (
+            "fedit",
+            {"adapters.start": {"ann": None, "bob": "x", "cem": None}},
+            r"^adapters\.start: got adapters by user; ",
+        ),
+        ("local", {"adapters.start": [None]}, r"^adapters\.start: 1 adapters for 3 users; give one, or one per user"),
         ("fedit", {"runtime.store": "disk"}, r"^adapters\.start: got it with runtime\.store: disk; allowed: memory"),
     ],
 )
 def test_settings_that_do_not_fit_are_one_line(
     federate: Any, saved: Any, method: Any, changes: dict[str, Any], said: str
 ) -> None:
+    """Most before anything is read."""
     folder, _ = saved()
+    start = {"adapters.start": str(folder)}
     with pytest.raises(ComingleError, match=said) as caught:
-        federate(method, changes={"adapters.start": str(folder), **changes})
+        checked(federate, method, {**start, **changes})
     assert "\n" not in str(caught.value)
 
 

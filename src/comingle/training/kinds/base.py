@@ -40,7 +40,7 @@ from comingle.privacy.mechanisms import check_supported
 from comingle.training.batch_sources import AnyUser
 from comingle.training.client import Clients
 from comingle.training.events import check_trackers
-from comingle.training.plan import check_normalisation
+from comingle.training.plan import check_normalisation, check_start
 from comingle.training.settings import RunPlan
 from comingle.training.state import NEEDS_CLUSTERS
 from comingle.utils.errors import DataError, PluginError, RecipeError, run_checks
@@ -727,6 +727,7 @@ def check_recipe(recipe: Recipe) -> Method:
             partial(kind_of(recipe).check, recipe, method),
             partial(check_supported, method, recipe),
             partial(check_normalisation, recipe, method),
+            partial(check_start, recipe, method),
             partial(check_used, recipe),
             partial(check_trackers, recipe.runtime.track),
         )
