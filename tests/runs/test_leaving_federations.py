@@ -21,7 +21,7 @@ from tests.federation.test_continuous_federations import ANN, BOB, CEM, Federati
 
 from comingle.config import parse_recipe
 from comingle.federation import server_app
-from comingle.federation.files import change_participants, load_plan
+from comingle.federation.files import change_participants, load_plan, save_plan
 from comingle.federation.messages import unpack_task
 from comingle.federation.run_folder import run_federation
 from comingle.federation.server_app import (
@@ -29,7 +29,7 @@ from comingle.federation.server_app import (
     finish_removals,
     plan_server_removal,
     remove_from_server,
-    without_users_who_left,
+    run_federation_app,
 )
 from comingle.runs.folders import certificates_of
 from comingle.runs.leaving import STATEMENTS
@@ -276,13 +276,13 @@ def test_a_single_run_is_trained_again_from_the_same_file(tmp_path: Path) -> Non
     remove_from_server(removal)
     assert [path.name for path in server.iterdir() if not path.name.startswith(".")] == ["left.json"]
     plan, _nodes = nodes_of(parse_recipe(content), tmp_path / "with")
-    run_federation(without_users_who_left(plan, server), channel, server)
+    save_plan(tmp_path / "federation.yaml", plan)
+    run_federation_app(channel, {"federation": str(tmp_path / "federation.yaml")}, server, lambda line: None)
     assert_same_server(server, tmp_path / "never" / "server")
     for user in (users[0], users[2]):
         mine, theirs = states_of(channel)[user], states_of(never)[user]
         assert all(torch.equal(t, theirs[key]) for key, t in mine.items())
         assert len(list((tmp_path / "with" / user).glob("run-*"))) == 1  # the old one is deleted
-    complete_certificates(server)
     (certificate,) = certificates_of(server)
     assert certificate["user"] == users[1]
     assert certificate["rounds_trained_again"] == content["training"]["rounds"]
