@@ -163,7 +163,7 @@ def test_a_month_of_client_processes(tmp_path: Path) -> None:
     folder, month = tmp_path / "empty", tmp_path / "month"
     folder.mkdir()
     options = ("--documents", "30", "--rounds", "2", "--steps", "3", "--keep", str(month))
-    told = printed("living/clients.py", folder, *options, seconds=900)
+    told = printed("living/clients.py", folder, *options, seconds=1800)
     assert_month_is_scored(told)
     starting, staying = ["unittest", "asyncio", "email"], ["unittest", "email", "multiprocessing"]
     trained = [(1, starting), (2, starting), (3, [*starting, "multiprocessing"]), (1, staying), (2, staying)]
