@@ -114,6 +114,7 @@ class StableSplits:
     """
 
     def __init__(self, valid: float, test: float) -> None:
+        """Start with empty splits; a fraction of 0 leaves a split out."""
         fractions = {"train": 1 - valid - test, "valid": valid, "test": test}
         self._fractions = {split: fraction for split, fraction in fractions.items() if fraction > 0}
         self._amounts = dict.fromkeys(self._fractions, 0)

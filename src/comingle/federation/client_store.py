@@ -224,9 +224,10 @@ class ClientStore:
 
     @property
     def num_revertible(self) -> int:
-        """Number of last tasks that the client can revert, which a restarted server may send again.
+        """Number of tasks, the last ones, that the client can undo.
 
-        A round with a secure sum has more tasks, so the number is larger.
+        A server that is restarted repeats the round since its last checkpoint, so clients must return to the state
+        before it. A round with a secure sum has more tasks, so the number is larger.
         """
         return KEPT_TASKS if self.clients.plan.sums is None else KEPT_TASKS_WITH_SUMS
 

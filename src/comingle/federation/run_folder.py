@@ -226,6 +226,7 @@ class WhenSection(Section):
     @field_validator("at_most_every", mode="before")
     @classmethod
     def _in_seconds(cls, duration: object) -> object:
+        """Convert a text such as "10m" to seconds; pydantic then checks numbers."""
         if not isinstance(duration, str):
             return duration
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", duration)

@@ -143,7 +143,14 @@ class ServerSession:
         return int(ranks[self.public.users.index(name)])
 
     def most_steps(self, name: str) -> int:
-        """Return the largest number of local steps that a user may report with an upload; 0 if users report none."""
+        """Return the largest number of local steps per round that a client can report without being refused.
+
+        Users report the number if it differs between them, as their uploads may be weighted by it. It is 0 if they do
+        not report it.
+
+        Args:
+            name: Name of the user.
+        """
         if not self.context.plan.reports_steps:
             return 0
         return self.context.most_steps(self.network.max_samples, name)

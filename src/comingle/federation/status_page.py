@@ -400,6 +400,13 @@ class _StatusServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, status: Status, key: str) -> None:
+        """Listen on the loopback interface.
+
+        Args:
+            port: Port; 0 for any free one.
+            status: Reads the runs that the page shows.
+            key: Key of the operator, without which the page is not shown.
+        """
         super().__init__((LOOPBACK, port), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listen(LOOPBACK, port)

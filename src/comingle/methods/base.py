@@ -124,9 +124,10 @@ class CohortState(ABC):
     @property
     @abstractmethod
     def copy(self) -> Int[Tensor, " users"]:
-        """Index of the copy that each row of :attr:`tensors` holds: 0 for the shared copy.
+        """Number of the copy of a user's model that each row of :attr:`tensors` is: 0 for the one that is shared.
 
-        With ``Placement.copies`` above 1 a user has one row for each of its copies, and all copies are trained.
+        In some methods (``Placement.copies`` above 1) a user trains several copies of its model, each in a row of its
+        own.
         """
 
     @property
@@ -399,10 +400,17 @@ class ClientHook:
         return None
 
     def settle(self, cohort: Cohort) -> None:
-        """Compute tensors that follow from the trained ones; runs before models are scored and before a run ends."""
+        """Do nothing by default; called before models are scored, to compute tensors that follow from trained ones."""
 
     def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
-        """Return the users' final tensors, flattened; runs once, after the run's last exchange."""
+        """Make the users' final models once, after the last exchange of a run; not called unless it is overridden.
+
+        Args:
+            cohort: The users, with their tensors and state.
+
+        Returns:
+            All parameters of each user's final model, as one row.
+        """
         raise NotImplementedError
 
 

@@ -94,6 +94,7 @@ class _LazyIndexing:
     """``TransformGetItemToIndex`` of torch's compiler, which is imported when the context is entered."""
 
     def __enter__(self) -> None:
+        """Import the context of torch's compiler, and enter it."""
         self._context = importlib.import_module(_INDEXING).TransformGetItemToIndex()
         self._context.__enter__()
 

@@ -459,7 +459,11 @@ class Chained:
         return chain
 
     def _step_of_module(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Return a module as a step, which accepts samples in the plain layout and in that of native code."""
+        """Return a module as a step of a chain, whose input may be in PyTorch's memory layout or in native code's.
+
+        Args:
+            module: The module. Unless it accepts both layouts, its input is converted to PyTorch's first.
+        """
         if isinstance(module, (Chain, Sum, *_POINTWISE_MODULES)):  # accepts both layouts
             return module
 

@@ -804,7 +804,11 @@ def read_account(folder: Path) -> AccountRecord | None:
 
 
 def releases_as_json(releases: Releases) -> list[JsonObject]:
-    """Return releases as a list for JSON, each as its fields and its ``count``."""
+    """Return a user's uploads or steps with noise (releases) for JSON: kinds of noise, each with its number.
+
+    Args:
+        releases: Pairs of noise and sampling, and the number of uploads or steps with them.
+    """
     return [{**asdict(release), "count": count} for release, count in releases]
 
 

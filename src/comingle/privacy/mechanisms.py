@@ -87,6 +87,7 @@ class DifferentialPrivacy(PrivacyMechanism):
     """Class of the account, which computes the epsilon that a round costs its users."""
 
     def __post_init__(self) -> None:
+        """Set the clip norm of the first round, and open the users' account of epsilon if noise is added."""
         # A new run begins with the recipe's clip norm; `restore` sets a later one of an adaptive clip norm.
         self.bound = self.bound or self.privacy.first_bound
         if self.privacy.noisy:

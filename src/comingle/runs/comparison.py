@@ -47,6 +47,7 @@ class Comparison:
     """The ``against`` of :func:`comingle.compare`: the method, or several, with which tables compare the others."""
 
     def __repr__(self) -> str:
+        """Return the number of runs and a line with the mean results of each method."""
         folder_text = "" if self.folder is None else f", in {self.folder}"
         lines = [f"Comparison({len(self.metrics)} runs{folder_text})"]
         for record in self.means():

@@ -294,7 +294,7 @@ def mismatch(
 
 
 def users_report(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
-    """Return what an evaluation event needs of the users of this process; the reports of all processes are merged.
+    """Return results of this process's users for the evaluation event, which is made of those of all processes.
 
     Args:
         clients: Clients of this process.

@@ -46,7 +46,11 @@ class Evaluations:
     """Observer that keeps the first and the last evaluation event of a run, and the validation losses of all."""
 
     def __init__(self, earlier: Iterable[Event] = ()) -> None:
-        """Record the events that a resumed run logged before, ``earlier``."""
+        """Start without evaluations, or with those that a resumed run has logged before.
+
+        Args:
+            earlier: Events of the run from before it was interrupted.
+        """
         self.first: JsonMapping | None = None
         self.last: Event | None = None
         self.valid_losses: dict[int, dict[str, float]] = {}

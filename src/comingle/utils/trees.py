@@ -232,10 +232,13 @@ class Layout:
         return self._other_roles_cache[wanted]
 
     def span(self, part: Layout) -> slice | Int64[Tensor, " columns"]:
-        """Return where the tensors of another layout are in a row of this one, as a slice or as indices of columns.
+        """Return the positions of some tensors in the row that holds all tensors of a user.
 
         Args:
-            part: A layout of some of these tensors. Those that are next to each other give a slice.
+            part: The layout of these tensors.
+
+        Returns:
+            A slice if the tensors are next to each other in the row, else the indices of their entries.
         """
         if not part.slots:
             return slice(0, 0)

@@ -150,17 +150,17 @@ class LimitedLinkState(InMemoryLinkState):
     def store_message_and_object_tree(
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
-        """Store a message without its content; the objects that make up the content are uploaded later.
+        """Store a message without its content, whose parts (objects of Flower) are uploaded afterwards.
 
-        A client's reply is refused if it exceeds the limits.
+        A client's reply is refused if it exceeds the limits. Until all of its parts have arrived it is pending.
 
         Args:
             message: The message, of the server or of a client.
-            object_tree: IDs of its objects.
-            session_id: Flower's push session, through which the objects are uploaded.
+            object_tree: Ids of the parts of its content.
+            session_id: Id of the upload in which the parts follow.
 
         Returns:
-            Whether it is stored, and the IDs of the objects to upload.
+            Whether it is stored, and the ids of the parts that the server does not have yet.
         """
         sender = message.metadata.src_node_id
         if sender == SUPERLINK_NODE_ID:
