@@ -379,8 +379,8 @@ class OnDisk(State):
     def _file_to_write(self, group: str) -> tuple[int, RecordFile]:
         """Return the file to which the next trained tensors of users are written, and its index among the files.
 
-        Tensors are never overwritten in place, so there are files of earlier checkpoints too. A store that has no file
-        to write to, such as a copy of a store, gets a temporary one.
+        It is this process's file in the run folder; other files are only read. A store without a run folder, or a copy
+        of a store, gets a temporary file.
 
         Args:
             group: Group of tensors, "params" or "moments".
