@@ -707,6 +707,7 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
 
 
 NOTE = "Questions are not read: each counts as long as the context, an upper bound of its cost."
+"""Note of cost estimates for questions."""
 
 
 class QuestionsKind(AnswersKind):

@@ -327,6 +327,7 @@ def _parquet(records: Sequence[Mapping[str, object]]) -> bytes:
 Figures = Iterator[tuple[str, "Figure", "Sheet"]]
 """For each figure a name for its files, the figure, and its numbers as a table (a header and rows)."""
 KINDS = ("curves", "scores", "users", "bytes", "mixtures", "tokens")
+"""Kinds of figures that ``comingle plot`` draws."""
 
 
 def plot(

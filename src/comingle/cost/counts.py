@@ -126,6 +126,7 @@ def count_exchanges(federation: InProcess) -> int:
 
 
 ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)
+"""Roles of the tensors that users of a language model train."""
 
 
 def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]:

@@ -43,8 +43,10 @@ from comingle.training.settings import RunPlan
 from comingle.utils.errors import RecipeError
 
 NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
+"""Default for settings that all methods get: none."""
 
 POPULATIONS = (10**4, 10**6, 10**8)
+"""Numbers of users for which times are planned by default."""
 
 MAX_STEPS = 10
 """Most local steps that are measured per user. The time of a round with more steps is extrapolated linearly."""

@@ -89,6 +89,8 @@ Participation = float | Sequence[Sequence[str]]
 """Fraction of the users in each round, or the names of each round's participants."""
 
 NONE_FITS = "no smaller pass fits; use a smaller base, fewer users or a smaller adapters.rank"
+"""Advice if even passes of one user with one sequence need more memory than there is."""
+
 _USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"
 
 

@@ -24,6 +24,8 @@ from comingle.data.files import join_paragraphs, split_paragraphs
 from comingle.utils.errors import DataError, did_you_mean
 
 DEMO_PREFIX = "demo:"
+"""Prefix of the names of texts that come with installed packages, such as licences."""
+
 _USER_CHARACTERS = 400_000
 _DOCUMENT_CHARACTERS = 20_000
 # Shorter docstrings are mostly signatures or references to other docstrings.

@@ -229,7 +229,11 @@ class ListedRows(Rows):
             self.users.setdefault(user, {}).setdefault(split, []).append(content)
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-        """Yield each of these users with its rows by split."""
+        """Yield users with the contents of their rows by split, such as ``("ada", {"train": [...]})``.
+
+        Args:
+            names: Names of the users.
+        """
         for name in names:
             yield name, self.users[name]
 

@@ -322,7 +322,9 @@ REPLAYED = "data.replay"
 
 
 def _earlier_folder(folder: Path, recipe: Recipe, fixed: FixedRun | None) -> Path | None:
-    """Return the folder of the latest run before one in which the user has taken part, whose ledger counts; else None.
+    """Return the folder of the user's previous run, whose privacy losses add to those of a new run; None without one.
+
+    Its ledger records every upload or step with noise of this user, in it and in the runs before it.
 
     Args:
         folder: Folder of the run.

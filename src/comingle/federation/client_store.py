@@ -588,6 +588,7 @@ def _is_complete(answer: bytes) -> bool:
 
 
 MODEL = CLIENT_MODEL
+"""Folder with the user's final model, in the folder of a run."""
 
 
 def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:

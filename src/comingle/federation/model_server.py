@@ -259,7 +259,8 @@ def model_of_all_users(store: ClientStore) -> Model:
 def personal_model(store: ClientStore, model: Model, name: str) -> PersonalModel:
     """Return the current model of a user, with a copy of its tensors, to serve it while training goes on.
 
-    With ``evaluation.guard`` it is of the kind that was the best at the last validation.
+    With ``evaluation.guard`` there are several models: that of the run's method, one that the user has trained alone,
+    and the shared one. The result is the one that was the best on the user's validation data.
 
     Args:
         store: What the client has of the run: the user's data, model and progress.

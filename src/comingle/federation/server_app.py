@@ -101,6 +101,7 @@ of a minute to start a run.
 """
 
 _COUNT_GROWTH = 1.5
+"""Factor by which the pause between questions for new data grows while the answers stay the same."""
 
 COUNT_TIMEOUT_SECONDS = 30.0
 """How long the server waits for these answers. A client that takes longer has the answer ready at the next question."""

@@ -24,6 +24,7 @@ from comingle.utils.trees import ADAPTOR, ATTENTION, BASE, EXPERT_ROLES, GENERAL
 Stream = Literal["train", "valid"]
 
 ROUTERS = frozenset({ROUTER})
+"""The role of routers, as a set."""
 
 NET_ROLES = frozenset({BASE, ADAPTOR})
 """Roles of nets that can be trained and shared, besides routers."""
@@ -392,7 +393,7 @@ class ClientHook:
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """Specification of what :meth:`report` returns, with which the server checks reports."""
+        """Shape and range of each number that :meth:`report` returns, by name, with which the server checks them."""
         return {}
 
     def shares(self, cohort: Cohort) -> Float[Tensor, "users models"] | None:

@@ -389,6 +389,7 @@ def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most:
 
 
 SHARED = frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER})
+"""Roles that users upload."""
 
 
 def fedamole(

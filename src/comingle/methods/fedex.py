@@ -17,6 +17,7 @@ from comingle.utils.seeds import generator
 from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 LORA = frozenset({ATTENTION, GENERALIST})
+"""Roles of the LoRA that users train and share."""
 
 
 def fedex_lora(*, residual_rank: CountOrNone = 0) -> Method:

@@ -55,6 +55,7 @@ def mixtures_by_tensor(mixtures: Float[Tensor, "users *layers clusters"], names:
 
 
 TRAINED = frozenset({BASE, ADAPTOR})
+"""Roles of nets that users train: a base and adaptors."""
 
 SHARED = TRAINED | {BASE_STATISTICS}
 """Roles of a mixture that are shared; the adaptors' own running statistics are local (FLoRAL App. F.2)."""

@@ -8,7 +8,10 @@ from comingle.methods.settings import Count
 from comingle.utils.trees import ATTENTION, GENERALIST, STATISTICS
 
 _LOCAL = Placement(generalists=0, specialists=2, routed=True)
+"""Two routed experts in each MLP that stay with their user."""
+
 _SHARED = Placement(generalists=2, routed=True, shared=frozenset({ATTENTION, GENERALIST}))
+"""Two routed experts in each MLP that users share, together with attention."""
 
 
 def local_moe() -> Method:

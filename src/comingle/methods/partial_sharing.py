@@ -9,7 +9,10 @@ from comingle.methods.server import Mean
 from comingle.utils.trees import ATTENTION, BASE, EXPERT_ROLES, GENERALIST, ROUTER, STATISTICS
 
 A = frozenset({f"{ATTENTION}.a", f"{GENERALIST}.a"})
+"""LoRA factors on the input side."""
+
 B = frozenset({f"{ATTENTION}.b", f"{GENERALIST}.b"})
+"""LoRA factors on the output side."""
 
 
 def ffa_lora() -> Method:

@@ -73,6 +73,8 @@ response from the loss; ``tools`` of the first message are those of the whole co
 """
 
 ASSISTANT = "assistant"
+"""Role of the model's responses in a conversation."""
+
 ROLES = ("system", "user", ASSISTANT, "tool")
 
 PLAIN_TEMPLATE = (
@@ -796,7 +798,7 @@ def _start_of(token: LocatedToken) -> int:
 
 
 def _stop_of(token: LocatedToken) -> int:
-    """Return the character offset of a token's end."""
+    """Return where a token ends in its text, as a number of characters from the start."""
     return token[2]
 
 

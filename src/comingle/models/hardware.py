@@ -15,7 +15,10 @@ import torch
 from comingle.utils.errors import BaseModelError, RecipeError
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
+"""Number formats of ``runtime.dtype``, by name."""
+
 ATTENTIONS = ("eager", "sdpa")
+"""Implementations of attention in transformers that can be chosen."""
 
 
 def without_compiling() -> AbstractContextManager[object]:

@@ -287,6 +287,7 @@ class Exported:
 
 
 CONVERSATIONS = "conversations"
+"""Kind of data of models that answer messages; those of other kinds continue texts."""
 
 
 def chat_template_of(base: Base, model_info: ModelInfo | None) -> ChatTemplate | None:

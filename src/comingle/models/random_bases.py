@@ -13,6 +13,7 @@ from comingle.utils.errors import BaseModelError, did_you_mean
 
 EOS, BOS, PAD = 256, 257, 258  # ids below are the byte values themselves
 NUM_TOKENS = 259
+"""Size of the vocabulary of random bases: 256 bytes and three special tokens."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
@@ -49,6 +50,8 @@ def _byte_characters() -> list[str]:
 
 
 RANDOM_BASE_PREFIX = "random:"
+"""Prefix of the names of bases with random weights, for tests and cost estimates."""
+
 # Divisor of every head's width: some families rotate a quarter of it, and rotations need pairs.
 _HEAD_DIM_STEP = 8
 MAX_LAYERS = 1000

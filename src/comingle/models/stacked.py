@@ -249,9 +249,10 @@ def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
 
 
 def _adapted_slots(model: FloralModel) -> list[Slot]:
-    """Return the :class:`Slot` (name, shape, role, initial value) of each tensor of a net with adaptors.
+    """Return a description of each tensor of a net with adaptors: name, shape, role and initial value.
 
-    Tensors have the role "base", "adaptor", "router" or "statistics" (running means and variances of norms).
+    The role says what a method may do with the tensor: "base", "adaptor", "router" or "statistics" (running means and
+    variances of norms).
     """
     initialiser_by_name = initialisers(model)  # of adaptors and routers
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -17,6 +17,7 @@ from comingle.utils.records import plural, write_json, write_text
 from comingle.utils.terminal import literal_text, printable
 
 VIEWS = {"server": "the server, from uploads", "users": "other users, from what is published"}
+"""Who observes a run in an audit, with what they observe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -557,6 +558,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 FILES = ("audit.json", "audit.md")
+"""Files that an audit writes."""
 
 
 def check_targets(folder: Path, *, force: bool) -> None:

@@ -144,6 +144,7 @@ def _mean_result_by_user(entries: Sequence[Entry]) -> dict[str, float]:
 
 
 MOST_TICKS = 5
+"""Largest number of labelled ticks on an axis."""
 
 
 def scores_figure(entry: Entry) -> Figure:

@@ -9,8 +9,10 @@ METHODS_FOR_NETS = ("fedavg", "floral")
 """The same for data of samples, whose users train nets."""
 
 SEEDS = (0, 1, 2)
+"""Seeds of a comparison by default."""
 
 ROUNDS = 5
+"""Rounds of the runs of a comparison by default."""
 
 
 def shortened(rounds: int) -> dict[str, object]:

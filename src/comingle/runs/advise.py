@@ -167,6 +167,7 @@ PAIRS_UP_TO = 5
 OTHERS_UP_TO = 12
 """Above this number of users no smaller groups train, which would take too many runs."""
 LOCAL = "local"
+"""Method with which others are compared: each user trains alone."""
 
 ByMethod = dict[str, dict[int, dict[str, Any]]]
 """Metrics of each run, by method and seed."""

@@ -40,6 +40,7 @@ from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
 
 WHERE = "continue_from.run"
+"""Key with which messages about the earlier run begin."""
 
 MAX_EARLIER_RUNS = 12
 """Number of earlier runs whose data is replayed and scored, so that a run takes no longer after a hundred others."""

@@ -40,6 +40,8 @@ FEW_ROUNDS = 100
 PAUSE_SECONDS = 5.0
 
 LOADING = "loading the base model and the users' data"
+"""Operation before the first round, as progress shows it."""
+
 _LOADING_NET = "loading the net and the users' data"
 
 

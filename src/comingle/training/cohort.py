@@ -492,10 +492,10 @@ class Cohort(CohortTensors):
             yield positions, [self.owners[position] for position in positions]
 
     def _train_sweep(self, owners: Sequence[int]) -> TrainSweep:
-        """Return a sweep over the training data of some trainers, which computes losses of models on it.
+        """Return an object that computes the losses of models on all training data of some users.
 
         Args:
-            owners: Numbers of the trainers.
+            owners: Numbers of the users.
         """
         return TrainSweep(
             self.steps.batch_source, owners, self.round_number, self.steps.pass_size, self.state.rows.device

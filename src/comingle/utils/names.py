@@ -45,6 +45,7 @@ def name_problem(names: Iterable[str]) -> str | None:
 
 
 HUB_PREFIX = "hub:"
+"""Prefix of the names of data sets on the Hugging Face hub."""
 
 DEMO_PREFIX = "demo:"
 """Prefix of a user of ``comingle demo``."""

@@ -177,6 +177,7 @@ def check_same_inputs(run: object, digests_of_run: Mapping[str, str], digests_he
 
 
 RUNS = "runs"
+"""Folder with the run folders of an experiment."""
 
 Waiting = Callable[[str], AbstractContextManager[Any]]
 """Context manager that shows what is being waited for."""

@@ -821,6 +821,7 @@ A10, PRINTED, SHARING = "Theorem A.10, steps 3 / (μ (t + s))", "Theorem A.10 as
 
 
 NUM_CLUSTERS = 2
+"""Number of clusters of clients in the random problems."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,8 @@ def load_app(path: str) -> Any:
 
 
 LOOPBACK = "127.0.0.1"
+"""Address that only programs on this machine can reach."""
+
 LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
 
 _FIRST_WAIT_SECONDS, _LAST_WAIT_SECONDS = 1.0, 20.0

@@ -29,6 +29,8 @@ from comingle.utils.errors import RecipeError, is_number
 from comingle.utils.trees import CLIENT_ROUTER, Init
 
 CONVS = (nn.Conv1d, nn.Conv2d)
+"""Convolutions that can be adapted."""
+
 ADAPTABLE = "Linear, Conv1D (GPT-2), Conv1d, Conv2d, BatchNorm, InstanceNorm, LayerNorm and GroupNorm with gamma"
 
 

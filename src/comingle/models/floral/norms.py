@@ -22,7 +22,10 @@ from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Init
 
 PLAIN_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
+"""Norms that can be adapted, without batch norms."""
+
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+"""Batch norms that can be adapted."""
 
 
 class AdaptedNorm(AdaptedLayer):

@@ -558,7 +558,7 @@ class StoreThread:
         return self._pool.submit(work, *args, **kwargs)
 
     def write(self, file: RecordFile, record_numbers: Sequence[int], records: np.ndarray) -> None:
-        """Write records after all that was submitted before.
+        """Let the thread write users' tensors to a file, after all reads and writes that were submitted before.
 
         Args:
             file: File to write to.
