@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from tests.serving.test_serving_sources import answer
 from transformers import AutoModelForCausalLM
 
 from comingle.models.loading import adapter_folder
 from comingle.runs import api
+from comingle.serving.access import Limits
+from comingle.serving.models import Source, open_pool
 from comingle.utils.errors import BaseModelError
 from exporting import check_same
 from hub import OWNER, Hub
@@ -220,6 +224,17 @@ def test_a_pushed_model_is_a_base_of_the_next_run(comingle: Any, hub: Hub, run: 
 
 
 @pytest.mark.slow
+def test_an_adapter_that_hf_has_downloaded_is_served(comingle: Any, hub: Hub, run: Path, tmp_path: Path) -> None:
+    """By ``hf download OWNER/NAME --local-dir letters`` and ``comingle serve RUN letters``."""
+    comingle("export", run, "--user", "bob", "--push", "letters", "--format", "peft")
+    program, folder = Path(sys.executable).with_name("hf"), tmp_path / "letters"
+    command = [str(program), "download", f"{OWNER}/letters", "--local-dir", str(folder)]
+    subprocess.run(command, capture_output=True, check=True)
+    pool = open_pool([Source.of(str(run)), Source.of(str(folder))], Limits(rows=2))
+    assert answer(pool, ("letters", "A cat")) == [api.load(run).user("bob").generate("A cat", max_new_tokens=6)]
+
+
+@pytest.mark.slow
 def test_processes_of_their_own_push_and_open(hub: Hub, run: Path) -> None:
     """By the variables HF_ENDPOINT and HF_TOKEN alone; the second process never imports comingle."""
     source = Path(__file__).parents[2] / "src"
@@ -245,8 +260,6 @@ def test_processes_of_their_own_push_and_open(hub: Hub, run: Path) -> None:
         text=True,
         check=True,
     )
-    import torch
-
     bob = api.load(run).user("bob")
     ids = torch.tensor([bob.model.base.tokenizer("A cat sat")["input_ids"]])
     torch.testing.assert_close(torch.tensor(json.loads(opened.stdout)), bob.logits(ids), rtol=0, atol=1e-4)
