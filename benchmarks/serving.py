@@ -72,7 +72,7 @@ FURTHER = 32
 """Users that are added to measure the memory of each."""
 
 
-def make_models(base: str, method: str, users: int, dtype: str) -> dict[str, PersonalModel]:
+def make_models(base: str, method: str, users: int, dtype: str, rank: int = 8) -> dict[str, PersonalModel]:
     """Return the models of users whose adapters are perturbed, as if trained.
 
     Args:
@@ -80,12 +80,14 @@ def make_models(base: str, method: str, users: int, dtype: str) -> dict[str, Per
         method: Name of the method.
         users: Number of users.
         dtype: Type of the base.
+        rank: LoRA rank.
     """
     names = [f"user {i}" for i in range(users)]
     recipe = parse_recipe(
         {
             "base": base,
             "method": method,
+            "adapters": {"rank": rank},
             "data": {"users": dict.fromkeys(names, "made")},
             "runtime": {"dtype": dtype, "device": "cpu", "compile": False},
         }
@@ -260,7 +262,9 @@ def serve_requests(engine: Engine, names: Sequence[str], new: int, clock: Any) -
 
 def measure_many(args: argparse.Namespace, clock: Any) -> dict[str, Any]:
     """Return the throughput with adapters on disk, by number of users."""
-    models = make_models(args.base, args.method, 2, args.dtype)
+    models = make_models(args.base, args.method, 2, args.dtype, args.rank)
+    if not args.no_native:
+        expert_mlp.enable(cache_folder() / "native")
     reorder_weights(next(iter(models.values())).model.base.model)
     draw = random.Random(0)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -309,6 +313,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--alone", choices=["exported", "adapted"], default="exported")
     parser.add_argument("--no-native", action="store_true", help="without compiled code, as runtime.compile: false")
+    parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--many", type=int, nargs="+", help="numbers of users whose adapters are on disk")
     parser.add_argument("--cache-users", type=int, default=16, help="adapters in memory with --many")
     parser.add_argument("--requests", type=int, default=64, help="requests of each measurement with --many")
@@ -319,7 +324,7 @@ def main() -> None:
     if args.many:
         print(json.dumps({"benchmark": "serving", **vars(args), **measure_many(args, clock)}))
         return
-    models = make_models(args.base, args.method, args.users, args.dtype)
+    models = make_models(args.base, args.method, args.users, args.dtype, args.rank)
     if not args.no_native:
         expert_mlp.enable(cache_folder() / "native")
     user_bytes = round(bytes_per_user(models))  # first of all: later there is memory that others have left

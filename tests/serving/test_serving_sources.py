@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from tests.serving.test_serving_api import serving
 
 import comingle as library
 from comingle.models.generation import encode_prompt, read_sampling
+from comingle.models.personal import PersonalModel
 from comingle.serving.access import Keys, Limits
 from comingle.serving.api import ModelLoader, make_app
 from comingle.serving.engine import Piece, Request
-from comingle.serving.models import EnginePool, Source, UserModels, names_of, open_pool
+from comingle.serving.models import EnginePool, Source, StoredModels, UserModels, names_of, open_pool
 from comingle.utils.errors import ComingleError, DataError, RunError
 
 OPERATOR = "operator-0123456789"
@@ -294,3 +297,40 @@ def test_engines_share_the_memory_for_adapters(folder: Path) -> None:
     assert limits == [3_000_000, 3_000_000]
     pool.remove(source)
     assert pool.engine_of("ann").row_adapters.user_tensors.max_bytes == 6_000_000
+
+
+def test_a_request_that_waits_for_its_adapters_ends_when_they_are_unloaded(folder: Path) -> None:
+    source, release = Source.of(str(folder / "comigs")), threading.Event()
+    pool = open_pool([source], Limits(rows=2))
+    opened = source.open(pool.base)
+
+    def read(name: str) -> PersonalModel:
+        assert name == "ann" or release.wait(30)
+        return opened.models[name]
+
+    pool.add(source, replace(opened, models=StoredModels(["ann", "bob", "cem"], read)))
+    pieces: dict[str, list[Piece]] = {"ann": [], "bob": []}
+    for name, told in pieces.items():
+        sampling = read_sampling(max_new_tokens=8)
+        pool.waiting.append(Request(name=name, prompt=[1, 2], sampling=sampling, on_piece=told.append))
+        pool.step()
+    assert [request.name for request in pool.engine_of("bob").waiting] == ["bob"]
+    pool.remove(source)
+    while pool.busy:
+        pool.step()
+    release.set()
+    assert pieces["ann"][-1].finish == "length"  # completed by the model that is gone
+    assert "unloaded" in str(pieces["bob"][-1].error)
+    assert not pool.num_adapter_bytes
+
+
+def test_metrics_say_how_much_of_the_adapters_is_in_memory(folder: Path, server: tuple[str, ModelLoader]) -> None:
+    address, loader = server
+    completion(address, "bob", "one")
+    size = sum(t.nbytes for t in loader.pool.engine_of("bob").models["bob"].tensors.values())
+    (line,) = [
+        line
+        for line in httpx.get(f"{address}/metrics").text.splitlines()
+        if line.startswith("comingle:adapter_cache_bytes{")
+    ]
+    assert float(line.split()[-1]) == 2 * size  # the first user's, whose shapes are those of all, and bob's

@@ -462,6 +462,7 @@ class Metrics:
         num_running: Callable[[], int],
         num_waiting: Callable[[], int],
         num_prefix_bytes: Callable[[], int] = lambda: 0,
+        num_adapter_bytes: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Create metrics that are all zero.
@@ -471,6 +472,7 @@ class Metrics:
             num_running: Returns the number of texts that are being generated.
             num_waiting: Returns the number of texts that wait for a row.
             num_prefix_bytes: Returns the size of the cache of prompts' prefixes.
+            num_adapter_bytes: Returns the size of the adapters in memory that may be evicted.
             clock: Returns a time in seconds.
 
         Raises:
@@ -494,6 +496,11 @@ class Metrics:
         gauge("vllm:num_requests_running", "Texts that are being generated.", num_running)
         gauge("vllm:num_requests_waiting", "Texts that wait for a row of the batch.", num_waiting)
         gauge("comingle:prefix_cache_bytes", "Size of the keys and values of prompts' prefixes.", num_prefix_bytes)
+        gauge(
+            "comingle:adapter_cache_bytes",
+            "Size of users' adapters in memory, besides those of rows.",
+            num_adapter_bytes,
+        )
         self.prefix_queries = counter(
             "vllm:prefix_cache_queries", "Tokens of prompts that were looked up in the cache."
         )

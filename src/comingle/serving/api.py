@@ -131,6 +131,7 @@ def _metrics_of(worker: Worker, base: str) -> Metrics | None:
             num_running=lambda: worker.engine.num_running,  # the engine may be replaced
             num_waiting=lambda: worker.num_waiting,
             num_prefix_bytes=lambda: worker.engine.num_prefix_bytes,
+            num_adapter_bytes=lambda: worker.engine.num_adapter_bytes,
         )
     except ImportError:
         return None

@@ -460,6 +460,11 @@ class Engine:
         """Size of the cache of prompts' prefixes."""
         return self.prefixes.num_bytes
 
+    @property
+    def num_adapter_bytes(self) -> int:
+        """Size of the adapters in memory that may be evicted, besides those of rows."""
+        return self.row_adapters.user_tensors.num_bytes
+
     def release(self) -> None:
         """Free the memory of keys and values; only without active texts."""
         self.cache = RowCache(self.cache.max_rows)

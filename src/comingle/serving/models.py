@@ -352,7 +352,14 @@ class Source:
 
     @property
     def run_folder(self) -> Path:
-        """The folder of the run, which changes when a client of a federation has taken part in a newer one."""
+        """The folder of the run, which changes when a client of a federation has taken part in a newer one.
+
+        Raises:
+            RunError: There is no such folder, or it has several runs.
+        """
+        if not self.path.is_dir():
+            allowed = "a run, a user's state folder of a federation, or a PEFT adapter"
+            raise RunError(f"{self.path}: no such folder; allowed: {allowed}")
         return find_run(self.path, self.method)
 
     @property
@@ -597,6 +604,11 @@ class EnginePool:
     def num_prefix_bytes(self) -> int:
         """Size of the caches of prompts' prefixes."""
         return sum(engine.num_prefix_bytes for engine in self._all_engines)
+
+    @property
+    def num_adapter_bytes(self) -> int:
+        """Size of the adapters in memory that may be evicted, besides those of rows."""
+        return sum(engine.num_adapter_bytes for engine in self._all_engines)
 
     @property
     def busy(self) -> bool:
