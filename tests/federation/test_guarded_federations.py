@@ -18,6 +18,7 @@ from tests.federation.tiny import assert_equal, one_base, said, tensors_of, tiny
 
 from comingle.config import parse_recipe
 from comingle.federation.client import Client
+from comingle.federation.conditions import DeviceConditions
 from comingle.federation.messages import unpack_answer, unpack_task
 from comingle.federation.model_server import model_of_all_users, personal_model
 from comingle.federation.run_folder import run_federation
@@ -289,6 +290,51 @@ def test_noise_is_not_in_the_local_model(tmp_path: Path) -> None:
     together = api.run(content, out=tmp_path / "together")
     federated(content, tmp_path / "apart")
     assert assert_same_guard(together, tmp_path / "apart") == {LOCAL}
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedavg+"])
+def test_a_federation_that_ends_early(name: str, tmp_path: Path) -> None:
+    """Its privacy budget is that of two rounds of three."""
+    privacy = {"mechanism": "central", "noise_multiplier": 8.0, "epsilon": 0.7, "noise": "reproducible"}
+    changes = {f"privacy__{key}": value for key, value in privacy.items()}
+    content = guarded(tmp_path / "texts", name, evaluation__model="exchanged", **changes)
+    together = api.run(content, out=tmp_path / "together")
+    federated(content, tmp_path / "apart")
+    assert together.metrics["rounds"] == 2
+    assert_same_guard(together, tmp_path / "apart")
+
+
+def test_masks_hide_uploads_and_nothing_is_masked_alone(tmp_path: Path) -> None:
+    changes = {"privacy__mechanism": "none", "privacy__secure_aggregation": {"bits": 24}}
+    content = guarded(tmp_path / "texts", **changes)
+    together = api.run(content, out=tmp_path / "together")
+    federated(content, tmp_path / "apart")
+    assert_same_guard(together, tmp_path / "apart")
+
+
+class Counting(DeviceConditions):
+    """Counts the announced and the taken steps of tasks."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.announced = self.taken = 0
+
+    def begin_task(self, steps: int, upload_bytes: int, deadline: float) -> None:
+        self.announced += steps
+        super().begin_task(steps, upload_bytes, deadline)
+
+    def end_step(self) -> None:
+        self.taken += 1
+        super().end_step()
+
+
+def test_a_device_knows_how_many_steps_it_will_take(tmp_path: Path) -> None:
+    plan, nodes = nodes_of(parse_recipe(guarded(tmp_path / "texts")), tmp_path / "apart")
+    counts = {name: Counting() for name in nodes}
+    clients = {name: Client(node.folder, node.own, conditions=counts[name]) for name, node in nodes.items()}
+    run_federation(plan, Direct(clients), tmp_path / "apart" / "server")
+    steps = plan.recipe.training.rounds * plan.recipe.training.most_local_steps
+    assert [(each.announced, each.taken) for each in counts.values()] == [(2 * steps, 2 * steps)] * 3
 
 
 def test_a_user_trains_alone_in_the_rounds_in_which_it_takes_part(tmp_path: Path) -> None:

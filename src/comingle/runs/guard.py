@@ -146,6 +146,7 @@ def train_local(
         resume: Whether to resume from the newest checkpoint in the folder.
     """
     clients, done, rounds = local.clients, 0, federation.clients.rounds_done
+    clients.stopped_after = federation.clients.stopped_after
     target = None if folder is None else folder / LOCAL
     if target is not None and resume and list_checkpoints(target):
         done = local.restore(target, recipe.fingerprint).round
