@@ -14,7 +14,7 @@ from tests.commands import comingle as comingle
 from tests.federation.direct import Direct, federated, nodes_of
 from tests.federation.test_continued_federations import continued, of_users
 from tests.federation.test_continuous_federations import ANN, BOB, Federation, Restarting
-from tests.federation.tiny import assert_equal, one_base, said, tensors_of, tiny
+from tests.federation.tiny import assert_equal, one_base, said, tasks_of, tensors_of, tiny
 
 from comingle.config import parse_recipe
 from comingle.federation.client import Client
@@ -25,6 +25,7 @@ from comingle.federation.run_folder import run_federation
 from comingle.runs import api
 from comingle.runs.guard import LOCAL, PERSONAL, SHARED
 from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints
 from comingle.utils.records import SERVED, read_choices, read_metrics
 
 HARD = {"training__rounds": 4, "training__local_steps": 6, "training__experts__learning_rate": 0.15}
@@ -267,6 +268,19 @@ def test_a_client_has_its_user_in_memory(guard: str | None, tmp_path: Path) -> N
         assert dict(opened.user(name).tensors)
 
 
+def test_reverted_states_are_deleted(tmp_path: Path) -> None:
+    _, channel = federated(guarded(tmp_path / "texts", evaluation__model="exchanged"), tmp_path / "apart")
+    for name, node in channel.nodes.items():
+        store = node._store
+        assert store is not None
+        for serial in (store.serial, store.serial - 2):
+            store.revert_to(serial)
+            for folder in (LOCAL, SHARED):
+                assert list_checkpoints(store.folder / folder)[-1].name == list_checkpoints(store.folder)[-1].name
+                assert len(list_checkpoints(store.folder / folder)) <= len(list_checkpoints(store.folder)) + 1
+            assert read_choices(run_of(tmp_path / "apart", name))[-1]["task"] <= serial
+
+
 def test_a_lost_state_is_one_line(tmp_path: Path) -> None:
     _, channel = federated(guarded(tmp_path / "texts"), tmp_path / "apart")
     node = channel.nodes[ANN]
@@ -365,6 +379,20 @@ def test_local_models_continue(moments: bool, tmp_path: Path) -> None:
         assert (entry["since"], entry["since_round"]) == (earlier, first["since_round"])
     else:
         assert entry["since"] == run_of(tmp_path / "apart", ann).name
+
+
+def test_a_download_of_the_earlier_run_is_no_shared_model(tmp_path: Path) -> None:
+    """A new user gets it before the first round, and nothing is aggregated in a single round."""
+    content = guarded(tmp_path / "texts", training__rounds=1)
+    ann, bob, cem = content["data"]["users"]
+    before, after = of_users(content, ann, bob), of_users(content, cem, ann)
+    api.run({**before, "training": {**before["training"], "rounds": 2}}, out=tmp_path / "together")
+    federated({**before, "training": {**before["training"], "rounds": 2}}, tmp_path / "apart")
+    together = api.run({**after, "continue_from": str(tmp_path / "together")}, out=tmp_path / "together later")
+    _, channel = continued(after, tmp_path / "apart", tmp_path / "later")
+    assert any("receive" in task.todo for task in tasks_of(channel, cem))
+    assert_same_guard(together, tmp_path / "apart")
+    assert list(served_by(tmp_path / "apart", cem)["candidates"]) == [PERSONAL, LOCAL]
 
 
 def test_local_models_begin_anew_after_a_federation_without_a_guard(tmp_path: Path) -> None:
