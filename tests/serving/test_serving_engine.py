@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from comingle.methods import REGISTRY
 from comingle.models import decoding
 from comingle.models.generation import added_text, encode_prompt, padded_attention, read_sampling
-from comingle.models.kernels import expert_mlp
+from comingle.models.kernels import cpu, expert_mlp
 from comingle.models.loading import load_base
 from comingle.serving import rows
 from comingle.serving.engine import Detokenizer, Engine, Piece, Request
@@ -162,6 +162,43 @@ def test_a_native_step_has_the_logits_of_pytorch(
         assert max(errors) < 1e-5
     else:  # PyTorch rounds each activation, native code only weights and what is cached
         assert statistics.median(errors) < 5e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedavg", "stacking"])
+def test_native_attention_reads_whole_prompts_and_native_rows_outlast_parts_of_others(
+    people: Any, method: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = people(method)
+    expected = [mine[name].generate(LONG * 3, max_new_tokens=20) for name in ("ann", "bob")]
+    request.getfixturevalue("native")
+    engine, num_calls, num_made = Engine(mine, rows=3, prompt_tokens=80), 0, 0
+    attention, make_native = cpu.causal_attention, engine._make_native
+
+    def count_call(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return attention(*args)
+
+    def count_made(texts: int) -> Any:
+        nonlocal num_made
+        num_made += 1
+        return make_native(texts)
+
+    monkeypatch.setattr(cpu, "causal_attention", count_call)
+    monkeypatch.setattr(engine, "_make_native", count_made)
+    asked = Asked(engine)
+    first = asked.ask("ann", LONG * 3, max_new_tokens=20)
+    engine.step()
+    assert num_calls == engine.network.config.num_hidden_layers
+    second = asked.ask("bob", LONG * 3, max_new_tokens=20)
+    num_before = num_made
+    while engine.reading is not None or not num_before < num_made:
+        engine.step()
+    assert len(asked.pieces[first]) > 4
+    assert num_made == num_before + 1  # when the other text joined
+    asked.finish()
+    assert [asked.text(number) for number in (first, second)] == expected
 
 
 @pytest.mark.slow

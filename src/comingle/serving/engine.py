@@ -212,7 +212,7 @@ PROMPT_TOKENS_ELSEWHERE = 2048
 IDLE_PROMPT_TOKENS = 512
 """Smallest number of prompt tokens that a step may read while no text is being generated."""
 
-NATIVE_PROMPT_TOKENS = 256
+NATIVE_PROMPT_TOKENS = 64
 """Largest number of prompt tokens, with padding, of a native pass; PyTorch is faster with more."""
 
 Finish = Literal["stop", "length"]
@@ -337,6 +337,7 @@ class Engine:
         self._takes_position_ids = "position_ids" in forward_arguments
         self._all_rows_bound = False  # whether the network uses the adapters of all active rows
         self._native: decoding.NativeNetwork | None = None  # None if native code does not support the network
+        self._rows_changed = True  # whether rows were added or freed since `_native` was made
 
     # ------------------------------------------------------------ asked from outside
 
@@ -446,7 +447,7 @@ class Engine:
         rows = self.active if self.reading is None else [*self.active, self.reading]
         for request in [*(row.request for row in rows), *self.waiting]:
             request.on_piece(Piece(text="", error=error))
-        self.active, self.reading, self._all_rows_bound = [], None, False
+        self.active, self.reading, self._all_rows_bound, self._rows_changed = [], None, False, True
         self.waiting.clear()
         self.cache = RowCache(self.cache.max_rows)
 
@@ -595,6 +596,7 @@ class Engine:
         """
         first_new_row = len(self.active)
         self.active += rows
+        self._rows_changed = True
         for row_index, row in enumerate(rows, start=first_new_row):
             self.row_adapters.set(row_index, row.request.name)
         self.row_adapters.bind(slice(first_new_row, len(self.active)))
@@ -642,6 +644,7 @@ class Engine:
         new_row = len(self.active)
         self.row_adapters.move(reading_row, new_row)
         self.active.append(row)
+        self._rows_changed = True
         self.cache.join(row.prompt_cache, [len(prompt)])
         self._keep_prefix(row, row.prompt_cache, 0)
         row.prompt_cache = DynamicCache()
@@ -666,10 +669,14 @@ class Engine:
 
     def _decode(self) -> None:
         """Generate a token for every row, in one forward pass."""
-        if not self._all_rows_bound:  # rows were added or freed since the adapters were bound
+        # Native code keeps the addresses of its rows' adapters, whichever rows were bound since.
+        needs_binding = self._rows_changed or self._native is None
+        if needs_binding and not self._all_rows_bound:
             self.row_adapters.bind(slice(0, len(self.active)))
             self._all_rows_bound = True
+        if self._rows_changed:
             self._native = self._make_native(len(self.active))
+            self._rows_changed = False
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
         position_ids = self.cache.lengths().unsqueeze(1)  # (rows, 1): one new token per row
         if self._native is not None:
@@ -782,4 +789,4 @@ class Engine:
             self.row_adapters.move(last, row_index)
         self.active[row_index] = self.active[last]
         self.active.pop()
-        self._all_rows_bound = False  # the next step makes the network use the adapters of the remaining rows
+        self._rows_changed, self._all_rows_bound = True, False  # the next step uses the adapters of the remaining rows

@@ -27,13 +27,14 @@ from comingle.models.adapted import AdaptedModel
 from comingle.models.base import Base
 from comingle.models.ensembles import EnsembleModel, mix_forward
 from comingle.models.floral.model import FloralModel
-from comingle.models.kernels import expert_mlp
+from comingle.models.kernels import cpu, expert_mlp
 from comingle.models.kernels.expert_mlp import RowsLinear
 from comingle.models.lora import OUT, LoraLinear
 from comingle.models.model import share_weights
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.stacked import MixedLanguageModel
+from comingle.utils.files import cache_folder
 from comingle.utils.trees import CLIENT_ROUTER, Tree, lora_pairs
 
 CAPACITY_STEP = 256
@@ -708,7 +709,8 @@ ROWS_BY_MODEL: dict[type, type[Rows]] = {
 def rows_of(models: Mapping[str, PersonalModel], max_rows: int, cache_bytes: int | None = None) -> Rows:
     """Return the copies of users' adapters, one per row of a batch, for the kind of model that the users have.
 
-    The network's output layer is replaced by one that is faster for batches of few rows.
+    The network's output layer is replaced by one that is faster for batches of few rows, and its attention by native
+    code if that is in use.
 
     Args:
         models: Model by user, all of one run.
@@ -718,6 +720,10 @@ def rows_of(models: Mapping[str, PersonalModel], max_rows: int, cache_bytes: int
     any_model = next(iter(models.values())).model  # all models of a run are of one class
     rows_class = ROWS_BY_MODEL[type(any_model)]
     rows = rows_class(models, max_rows, cache_bytes)
+    base = any_model.base
+    may_use_kernels = expert_mlp.is_enabled() and expert_mlp.fits(base.device, base.dtype) and base.attention == "auto"
+    if may_use_kernels and cpu.enable(cache_folder() / "native"):
+        cpu.use_attention(rows.network)  # for prompts that are read whole
     head = rows.network.get_output_embeddings()
     if type(head) is nn.Linear:
         rows.network.set_output_embeddings(RowsLinear(head))
