@@ -200,18 +200,20 @@ def test_runs_and_newcomers_start_from_an_adapter_of_the_hub(
 ) -> None:
     """The first has bob's score before its first round; a name that is not there is one line."""
     comingle("export", run, "--user", "bob", "--push", "bob", "--format", "peft")
+    recipe = run.parent / "project" / "tiny.yaml"
     settings = ("--set", f"adapters.start={OWNER}/bob", "--set", "method=pretrained")
-    assert comingle("run", run.parent / "project" / "tiny.yaml", *settings, "--out", tmp_path / "again").code == 0
+    assert comingle("run", recipe, *settings, "--out", tmp_path / "again").code == 0
     (again, bob) = (api.load(folder).metrics["users"]["bob"]["test_perplexity"] for folder in (tmp_path / "again", run))
     assert again == pytest.approx(bob, rel=1e-4)
-    for command in (
-        ("run", run.parent / "project" / "tiny.yaml", "--set", f"adapters.start={OWNER}/absent"),
-        ("join", run, "--name", "dan", "--data", __file__, "--adapter", f"{OWNER}/absent"),
+    for command, said in (
+        (("run", recipe, "--set", f"adapters.start={OWNER}/absent"), "the hub answers 404: "),
+        (("join", run, "--name", "dan", "--data", __file__, "--adapter", f"{OWNER}/bob"), "fedit shares all LoRAs; "),
     ):
         answer = comingle(*command, "--out", tmp_path / "none")
         assert (answer.code, answer.err.count("\n")) == (2, 1)
-        assert answer.err.startswith("comingle: adapters.start")
-        assert "the hub answers 404: " in answer.err
+        assert answer.err.startswith("comingle: ")
+        assert "adapters.start: got " in answer.err
+        assert said in answer.err
         assert not (tmp_path / "none").exists()
 
 
