@@ -79,6 +79,7 @@ class Residual(nn.Module):
     by_sample = is_relu_of_sum = True
 
     def __init__(self, body: nn.Module, shortcut: nn.Module):
+        """Add the output of a shortcut to that of a body."""
         super().__init__()
         self.body, self.shortcut = body, shortcut
 

@@ -59,6 +59,7 @@ class NumberedNames(IndexedNames):
     """
 
     def __init__(self, prefix: str, count: int):
+        """Name ``count`` users by a prefix and their number, without storing the names."""
         self.prefix, self.size = prefix, count
 
     def __len__(self) -> int:
@@ -442,6 +443,7 @@ class UserNumbers:
     """
 
     def __init__(self, names: Sequence[str]):
+        """Look up numbers in a sequence of names."""
         self._names = names
 
     def __call__(self, names: Sequence[str]) -> list[int]:

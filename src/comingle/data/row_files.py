@@ -53,6 +53,7 @@ class BadRowsError(DataError):
     """
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()):
+        """Store the problems of single rows beside the message."""
         super().__init__(message)
         self.problems = problems
 

@@ -106,6 +106,7 @@ class ListedDocuments(DocumentLists):
     """Lists of documents in memory."""
 
     def __init__(self) -> None:
+        """Create an empty sequence, in memory."""
         self._lists: list[Sequence[str]] = []
 
     def add(self, documents: Sequence[str]) -> None:
@@ -208,6 +209,7 @@ class ListedRows(Rows):
     """Store of rows in memory."""
 
     def __init__(self) -> None:
+        """Create an empty store of rows, in memory."""
         self.users: dict[str, Any] = {}
         """Rows of each user by split, such as ``{"ada": {"train": [...]}}``."""
 
@@ -458,6 +460,7 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
     """Base model whose tokenizer encodes the data, if there is one; may be loaded on first access."""
 
     def __init__(self, data: DataSection, seed: int, *, skips: bool = False):
+        """Create a reader, which reads nothing yet; arguments are described at the class."""
         super().__init__(skips=skips)
         self.data, self.seed = data, seed
 

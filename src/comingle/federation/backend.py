@@ -495,6 +495,7 @@ class NetworkBackend(Backend[ClientReports]):
 
     @property
     def _names(self) -> Sequence[str]:
+        """Names of all users of the run."""
         return self.session.public.users
 
     @property

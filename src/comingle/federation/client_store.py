@@ -140,6 +140,7 @@ class Sessions:
 
     @property
     def _path(self) -> Path:
+        """File with the state of the last secure sum."""
         return self.folder / SECURE
 
     def _read(self) -> dict[str, Any]:
@@ -468,6 +469,7 @@ class ClientStore:
         return self.folder / "answers" / f"{serial:06d}-{hashlib.sha256(task).hexdigest()[:16]}.bin"
 
     def _answer_files(self) -> Iterator[Path]:
+        """Return the files with answers that were sent to the server, to be sent again if it asks."""
         return (self.folder / "answers").glob("*.bin")
 
 
@@ -574,6 +576,7 @@ def _task_number(checkpoint: Path) -> int:
 
 
 def _task_number_of_answer(answer_file: Path) -> int:
+    """Return the number of the task that a stored answer belongs to, from the name of its file."""
     return int(answer_file.name.partition("-")[0])
 
 
@@ -805,10 +808,13 @@ class FixedRun:
 
 
 def read_fixed_run(folder: Path) -> FixedRun | None:
-    """Return a run of a continuous federation; None for a run of any other one.
+    """Return what a client has recorded about a run of a continuous federation, in which runs follow one another.
+
+    The record (``fixed.json``) has the copy of the user's data that the run trains on, the earlier run that it
+    continues, and the amount of data that was trained on. The result is None for runs of other federations.
 
     Args:
-        folder: Folder of the run.
+        folder: Folder of the run on the client.
 
     Raises:
         RunError: The file is damaged.

@@ -278,6 +278,7 @@ class UploadCounter:
             raise RunError(f"{self._path}: damaged; delete it to count from 0 again") from None
 
     def _today(self) -> str:
+        """Return today's date, as the uploads of a day are limited."""
         return self._clock().date().isoformat()
 
 

@@ -336,9 +336,11 @@ class ContinuousServer:
         return (*names, *_deleted_names(self._folder))[:MAX_EARLIER_RUNS]
 
     def _run_folder(self, number: int) -> Path:
+        """Return the folder of a run, named by its number."""
         return self._folder / f"{number:04d}"
 
     def _plan_file(self, number: int) -> Path:
+        """Return the file with the recipe and participants of a run, named by its number."""
         return self._folder / f"{number:04d}.yaml"
 
 
@@ -346,6 +348,7 @@ class _WarningHandler(logging.Handler):
     """Shows warnings to the operator, except those that are also events."""
 
     def __init__(self, say: Callable[[str], None]):
+        """Pass warnings to a function that shows them to the operator."""
         super().__init__(logging.WARNING)
         self._say = say
 

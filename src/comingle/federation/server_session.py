@@ -390,7 +390,12 @@ class ServerSession:
         client.version = self.first_version  # so that it gets the newest download
 
     def _note(self, name: str, what: str) -> None:
-        """Log that a client's results differ in meaning from the others', for example because it has lost its state."""
+        """Log a fact about a client that readers of its results should know, such as that it has lost its state.
+
+        Args:
+            name: Name of the user.
+            what: The fact, which follows the user's name in the log.
+        """
         logger.warning("user %r: %s", name, what)
         self.observe({"event": "noted", "user": name, "what": what})
 

@@ -55,6 +55,7 @@ class FoldedCache(Cache):
     """
 
     def __init__(self, cache: Cache, users: int, components: int) -> None:
+        """Wrap a cache with a row per text; arguments are described at the class."""
         super().__init__(layers=cache.layers)
         self.cache, self.users, self.components = cache, users, components
 
@@ -159,10 +160,10 @@ class EnsembleModel(Model):
         Args:
             ranks: LoRA rank of each user; :attr:`ranks` by default.
         """
-        mask_of_component = self.inner.mask(ranks)
-        mask_by_slot = mask_of_component.split([slot.size for slot in self.inner.layout.slots], 1)
-        # A slot of this model holds the tensors of all components, one after another, which have the same mask.
-        masks = [mask.repeat(1, self.mixture.clusters) for mask in mask_by_slot]
+        mask_of_component = self.inner.mask(ranks)  # of one of the models that a user mixes
+        mask_by_tensor = mask_of_component.split([tensor.size for tensor in self.inner.layout.slots], 1)
+        # In this model a tensor has the entries of all components, one after another, which have the same mask.
+        masks = [mask.repeat(1, self.mixture.clusters) for mask in mask_by_tensor]
         users = len(mask_of_component)
         router_mask = mask_of_component.new_ones(users, self.mixture.num_logits)
         return torch.cat([*masks, router_mask], 1)

@@ -684,6 +684,7 @@ class _SampleToken:
     """A logits processor that draws one token with a generator of its own."""
 
     def __init__(self, generator: torch.Generator):
+        """Draw tokens with a generator of random numbers."""
         self.generator = generator
 
     def __call__(self, tokens: Int[Tensor, "1 n"], scores: Float[Tensor, "1 vocab"]) -> Float[Tensor, "1 vocab"]:

@@ -321,6 +321,7 @@ class Account(ABC):
     """Whether neighbouring data sets differ in a user's data being replaced, rather than added or removed."""
 
     def __post_init__(self) -> None:
+        """Start with no upload of any user, unless counts are given."""
         self.counts = self.counts if len(self.counts) else torch.zeros(len(self.users), dtype=torch.int64)
 
     @classmethod

@@ -64,6 +64,7 @@ class Advice:
         return sum(len(gains_by_user) for gains_by_user in all_gains)
 
     def __str__(self) -> str:
+        """Return the advice in a few sentences."""
         return paragraph(self)
 
     def records(self) -> list[dict[str, Any]]:

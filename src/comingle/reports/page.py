@@ -491,6 +491,7 @@ class FigureMarkup:
     """
 
     def __init__(self, variables: dict[str, str]):
+        """Convert figures with the names of CSS variables for their colours."""
         self._variables = variables
         self._num_figures = 0  # makes the ids of each figure unique
 

@@ -265,6 +265,7 @@ class Bars:
     """Reporter with a bar that advances with the local steps of cohorts."""
 
     def __init__(self, progress: Progress):
+        """Show bars in a progress display of rich."""
         self._progress = progress
 
     @contextmanager
@@ -360,10 +361,12 @@ class Lines:
         self._thread = threading.Thread(target=self._print_long_operations, name="comingle-progress", daemon=True)
 
     def __enter__(self) -> Lines:
+        """Start the thread that prints long operations."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the thread."""
         self._ended.set()
         self._thread.join()
 

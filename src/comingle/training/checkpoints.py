@@ -723,9 +723,11 @@ def _shape_in_file(name: str, t: Tensor, rows: int) -> tuple[int, ...]:
 def _fill_state(layout: Layout, like: State, tensors: dict[str, Tensor]) -> State:
     """Return the users' state from the tensors of a checkpoint; the reverse of :func:`named_tensors`.
 
+    The parameters of a user are one tensor each in a checkpoint, and one row in the state.
+
     Args:
-        layout: Layout of the parameters.
-        like: State whose ``best`` has the names of the best round's tensors.
+        layout: Names and shapes of the parameters, in the order in which a row holds them.
+        like: A state like the result, whose ``best`` has the names of the tensors of the best round.
         tensors: The users' tensors by name, such as "user/mlp.a" (a parameter), "best/rows" or "iterations".
     """
     parameters = [tensors[_PARAMETER_PREFIX + slot.name] for slot in layout.slots]

@@ -216,7 +216,12 @@ class UsersAndTrainers:
         return [row % len(self.trainers) for row in rows]
 
     def name(self, row: int) -> str:
-        """Return the name of the trainer who owns a row of the state, which holds the parameters of one model."""
+        """Return the name of the user to whom a model belongs, or "everyone" for a model of all users.
+
+        Args:
+            row: Number of the model: the row of its parameters in the state. If users train several copies, all first
+                copies come first.
+        """
         return self.names[row % len(self.trainers)]
 
     @cached_property
@@ -244,7 +249,7 @@ class UsersAndTrainers:
 
     @property
     def scored_trainers(self) -> Sequence[int]:
-        """Numbers of the trainers of the models that are evaluated."""
+        """Numbers of the users whose models are evaluated, or 0 if one model is trained on all users' data."""
         return [0] if self.method.placement.pooled else self.scored
 
 

@@ -589,7 +589,7 @@ class Steps:
 
     @cached_property
     def pass_size(self) -> PassSize:
-        """Number of users and sequences in one pass."""
+        """Largest number of users, and of sequences or samples of each, in one forward and backward pass."""
         return self.batch_source.pass_size(self.model.device, self.model.layout.columns)
 
     @property
@@ -721,6 +721,7 @@ class Steps:
         # In the state of all users the first copies of all models come first, so their rows have the smallest numbers.
         positions_of_first_copies = [position for position, row in enumerate(cohort.rows) if row < self.trainers]
         has_further_copies = len(positions_of_first_copies) < len(cohort.rows)  # all their gradients are plain
+        # Names of the tensors that get gradients without noise.
         plain_names = private.plain_names(phase, self.model.layout, everything=has_further_copies)
         plain = None
         if plain_names:

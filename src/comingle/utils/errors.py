@@ -43,6 +43,7 @@ class RecipeError(ComingleError):
     """
 
     def __init__(self, *problems: str) -> None:
+        """Join several problems to one message."""
         super().__init__("; ".join(problems))
         self.problems = problems
 

@@ -125,6 +125,7 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         self._registered[name] = offered
 
     def _name_taken(self, name: str, owner: str) -> PluginError:
+        """Return the error for a name that is registered already."""
         return PluginError(f"{self._group}: {name!r} is taken by {owner}; register it under another name")
 
     @contextmanager

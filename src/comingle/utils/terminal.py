@@ -40,6 +40,7 @@ class Terminal(Console):
     """Console that prints markup, names of emoji and control characters literally."""
 
     def __init__(self, **options: Any):
+        """Create a console that prints text as it is, without markup and emoji codes."""
         super().__init__(markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:

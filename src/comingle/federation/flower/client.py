@@ -182,6 +182,7 @@ class FleetClient:
         return self._handle
 
     def _refuse(self, reason: str) -> None:
+        """Record why this client cannot take part, so that it is not restarted."""
         self.refusal = f"refused: {reason}"
 
     def _exchange(self) -> None:

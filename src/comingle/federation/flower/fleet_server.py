@@ -692,24 +692,31 @@ class _InProcessRuntime:
     """The part of Flower's Runtime API that a grid needs, as function calls, under Flower's names."""
 
     def __init__(self, state: LinkState, task: Task) -> None:
+        """Connect the app with the server's state in this process."""
         self._state, self._task = state, task
 
     def GetNodes(self, request: Any) -> Any:
+        """Return the connected clients; called by Flower's grid."""
         return runtime_handlers.get_nodes(request, self._state, self._task)
 
     def PushMessages(self, request: Any) -> Any:
+        """Store messages for clients; called by Flower's grid."""
         return runtime_handlers.push_messages(request, self._state, self._task)
 
     def PullMessages(self, request: Any) -> Any:
+        """Return replies of clients; called by Flower's grid."""
         return runtime_handlers.pull_messages(request, self._state, self._task)
 
     def PushObject(self, request: Any) -> Any:
+        """Store a part of a message's content; called by Flower's grid."""
         return runtime_handlers.push_object(request, self._state, self._task)
 
     def PullObject(self, request: Any) -> Any:
+        """Return a part of a reply's content; called by Flower's grid."""
         return runtime_handlers.pull_object(request, self._state, self._task)
 
     def ConfirmMessageReceived(self, request: Any) -> Any:
+        """Delete a reply that was read; called by Flower's grid."""
         return runtime_handlers.confirm_message_received(request, self._state, self._task)
 
     def close(self) -> None:
@@ -817,6 +824,7 @@ class KeyFolder:
     """
 
     def __init__(self, state: LinkState, folder: Path) -> None:
+        """Watch a folder with public keys of clients, none of which is registered yet."""
         self._state, self._folder = state, folder
         self._read_at = -math.inf  # on the monotonic clock
 

@@ -396,5 +396,6 @@ class StatusWriter:
         self._write(BROKEN, line)
 
     def _write(self, state: str, line: str = "") -> None:
+        """Write the state of the app, and a line for the operator, to the run folder."""
         status = AppStatus(process=self._process, state=state, line=line)
         write_text(self._folder / STATE, json.dumps(asdict(status)))

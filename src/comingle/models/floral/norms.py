@@ -82,6 +82,7 @@ class AdaptedNorm(AdaptedLayer):
         return Pairs(offsets=tuple(self.offset(prefix, name) for name in self._adaptor_names()))
 
     def _adaptor_names(self) -> list[str]:
+        """Return the names of the parameters that are added to gamma and, if there is one, to beta."""
         return ["weight"] if self.bias is None else ["weight", "bias"]
 
     def merge_into_base(self, shares: Float[Tensor, " clusters"]) -> nn.Module:

@@ -265,6 +265,7 @@ class Sharded(InProcess):
     shards: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Note whether this process is the first one, which logs and writes results."""
         self.is_first_process = self.ranks.is_first_process
 
     def merge_users(self, work: Callable[[], JsonMapping]) -> JsonObject:

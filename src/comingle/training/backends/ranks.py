@@ -54,6 +54,7 @@ class Ranks:
     """
 
     def __init__(self, place: Place, launcher_store: Store):
+        """Create the connection with the other processes of a run, which the launcher has started."""
         self.place, self._launcher_store = place, launcher_store
         self.rank, self.size, self.is_first_process = place.rank, place.size, place.is_first_process
 
