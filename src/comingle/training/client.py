@@ -216,7 +216,7 @@ class UsersAndTrainers:
         return [row % len(self.trainers) for row in rows]
 
     def name(self, row: int) -> str:
-        """Return the name of the user to whom a model belongs, or "everyone" for a model of all users.
+        """Return the name of the user that a model belongs to, or "everyone" for a model of all users.
 
         Args:
             row: Number of the model: the row of its parameters in the state. If users train several copies, all first

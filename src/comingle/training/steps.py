@@ -716,7 +716,7 @@ class Steps:
             step: Local step within the round.
             repeat: Repeat of the phase within the step.
         """
-        private = self.private
+        private = self.private  # adds noise to gradients (DP-SGD)
         assert private is not None
         # In the state of all users the first copies of all models come first, so their rows have the smallest numbers.
         positions_of_first_copies = [position for position, row in enumerate(cohort.rows) if row < self.trainers]
