@@ -334,3 +334,21 @@ def test_metrics_say_how_much_of_the_adapters_is_in_memory(folder: Path, server:
         if line.startswith("comingle:adapter_cache_bytes{")
     ]
     assert float(line.split()[-1]) == 2 * size  # the first user's, whose shapes are those of all, and bob's
+
+
+def test_a_state_folder_with_two_federations_keeps_its_model_and_says_so_once(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(folder / "joined", state / "run-1" / "model")
+    pool = open_pool([Source.of(str(state))], Limits(rows=1))
+    app = make_app(pool, Keys(pool.models, None), Limits())
+    loader = ModelLoader(pool, app.state.service, None)
+    shutil.copytree(folder / "joined", state / "run-2" / "model")
+    try:
+        assert [loader.reload_changed() for _ in range(3)] == [0, 0, 0]
+        assert caplog.text.count("has models of 2 federations") == 1
+        shutil.rmtree(state / "run-1")
+        assert loader.reload_changed() == 1
+    finally:
+        app.state.service.worker.close()

@@ -598,6 +598,7 @@ class ModelLoader:
         self.pool, self.service, self._operator_key = pool, service, operator_key
         self._lock = threading.Lock()  # one source is opened at a time
         self._versions = {source: source.version for source in pool.sources}
+        self._problems: dict[Source, str] = {}  # why newer models could not be loaded, which is logged once
         self._stopped = threading.Event()
 
     def add_to(self, app: FastAPI) -> None:
@@ -673,12 +674,15 @@ class ModelLoader:
                     continue
                 self._versions[source] = newest
                 names = self._load(source, replaces=True)
+                self._problems.pop(source, None)
                 logger.info("%s: newer models answer now", source.path)
                 num_reloaded += 1
                 if self.service.metrics is not None:
                     self.service.metrics.model_updates.inc(len(names))
             except (ComingleError, OSError, Overloaded) as error:
-                logger.warning("%s: the models stay as they were: %s", source.path, error)
+                if self._problems.get(source) != str(error):
+                    self._problems[source] = str(error)
+                    logger.warning("%s: the models stay as they were: %s", source.path, error)
         return num_reloaded
 
     def watch(self, seconds: float) -> None:
