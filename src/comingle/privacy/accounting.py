@@ -342,7 +342,10 @@ class Account(ABC):
 
     @property
     def neighbours(self) -> str:
-        """Difference of neighbouring data sets, such as "user absent"; releases for different ones do not compose."""
+        """Change of the data against which epsilon protects, such as "user absent" (all data of a user).
+
+        Epsilons against different changes cannot be added up.
+        """
         return f"{self.privacy.protects} {'replaced' if self.replaces else 'absent'}"
 
     @property
@@ -514,7 +517,10 @@ class UploadAccount(Account):
 
     @property
     def neighbours(self) -> str:
-        """Difference of neighbouring data sets; a user of a sample of fixed size is replaced."""
+        """Change of the data against which epsilon protects, such as "user absent" (all data of a user).
+
+        If each round draws a fixed number of users, a user can only be replaced by another one.
+        """
         if self.sampled and self.release.sample:
             return f"{self.privacy.protects} replaced"
         return super().neighbours
@@ -638,7 +644,7 @@ class StepAccount(UploadAccount):
 
     @property
     def neighbours(self) -> str:
-        """Difference of neighbouring data sets: an example of a user is absent."""
+        """Change of the data against which epsilon protects: an example of a user is absent."""
         return f"{self.privacy.protects} absent"
 
     @property

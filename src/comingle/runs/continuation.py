@@ -96,6 +96,7 @@ def read_earlier_data(
         except ComingleError as error:
             log("continue_from: the data of %s is not there (%s)", folder, error)
             continue
+        # Of the users who are in both runs: data that neither the new run nor a later one has.
         train_users: dict[str, AnyUser] = {}
         test_splits: dict[str, AnySplit] = {}
         changed: list[str] = []

@@ -102,7 +102,7 @@ class QuantileTracker:
         self.close = tracker.close
 
     def __call__(self, event: Event) -> None:
-        """Record one event."""
+        """Record one event of the run, with quantiles over users in place of each user's values."""
         self._tracker(to_quantiles(event))
 
 

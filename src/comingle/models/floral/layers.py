@@ -262,7 +262,7 @@ class Mixture:
     value: Tensor | None = None
 
     def __deepcopy__(self, memo: Mapping[int, object]) -> Mixture:
-        """Return an empty holder, as the value belongs to the original model's forward pass."""
+        """Return an object without a mixture for a copied model: the mixture belongs to the original's current pass."""
         return Mixture()
 
 

@@ -508,9 +508,10 @@ class OnDisk(State):
 
     @property
     def _description(self) -> dict[str, Any]:
-        """Number of rows of the whole run, and name, shape and dtype of each tensor that is stored for a row.
+        """Facts about the files with users' tensors, which must be the same when a run is resumed.
 
-        A checkpoint stores it, too, and must have the same one when a run is resumed.
+        They are the number of rows (models of users) in the whole run, and name, shape and dtype of each tensor of a
+        row, by group: "params", or "moments" of optimizers.
         """
         description: dict[str, Any] = {"rows": self._shard.total_rows}
         for group in self._groups:
