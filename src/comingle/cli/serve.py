@@ -60,6 +60,9 @@ PrefixMemory = Annotated[
 ]
 DEFAULT_PREFIX_MEMORY = Limits.prefix_bytes >> 20
 Method = Annotated[str | None, typer.Option("--method", help="Use this method's run of a comparison.")]
+Weights = Annotated[
+    str | None, typer.Option("--weights", metavar="8bit", help="Pack the base's weights: faster on a CPU, less memory.")
+]
 
 
 def serve(
@@ -91,6 +94,7 @@ def serve(
             "--operator-key", metavar="FILE", help="Load and unload models over HTTP with this key; made if missing."
         ),
     ] = None,
+    weights: Weights = None,
 ) -> None:
     """Serve all users' models over one base as an OpenAI-compatible API, with a chat page at /."""
     require_serving_packages("serve")
@@ -120,23 +124,26 @@ def serve(
             prompt_tokens=prompt_tokens,
             prefix_bytes=prefix_memory << 20,
         )
-        pool = _load_pool(sources, limits, megabytes=adapter_memory)
+        pool = _load_pool(sources, limits, megabytes=adapter_memory, weights=weights)
         serve_models(pool, sock, keys=keys, limits=limits, ready=print_addresses, operator_key=secret)
 
 
-def _load_pool(sources: Sequence[Source], limits: Limits, *, megabytes: int | None = None) -> EnginePool:
+def _load_pool(
+    sources: Sequence[Source], limits: Limits, *, megabytes: int | None = None, weights: str | None = None
+) -> EnginePool:
     """Load the base and all models of several sources, and show that they are being loaded.
 
     Args:
         sources: The sources.
         limits: Limits of the server.
         megabytes: Size of the adapters in memory in MB; None for the default.
+        weights: "8bit" to pack the base's weights; None as in the run.
     """
     from comingle.cli.options import status
     from comingle.serving.models import open_pool
 
     with status("loading the base model and all adapters"):
-        return open_pool(sources, limits, megabytes=megabytes)
+        return open_pool(sources, limits, megabytes=megabytes, weights=weights)
 
 
 def live(
@@ -187,18 +194,19 @@ def live(
         serve_live(trainer, sock, keys=keys, limits=limits, ready=print_addresses)
 
 
-def load_all_models(run: Path, method: str | None) -> UserModels:
+def load_all_models(run: Path, method: str | None, weights: str | None = None) -> UserModels:
     """Load the base and all users' models of a run, and show that they are being loaded.
 
     Args:
         run: Folder of a run, or of a comparison of several methods.
         method: The method whose run is loaded if ``run`` is a comparison; None if there is only one.
+        weights: "8bit" to pack the base's weights; None as in the run.
     """
     from comingle.cli.options import status
     from comingle.serving.models import open_models
 
     with status("loading the base model and all adapters"):
-        return open_models(run, method)
+        return open_models(run, method, weights)
 
 
 def print_addresses(url: str) -> None:
@@ -261,10 +269,11 @@ def chat(
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Continue texts, even with a chat template.")] = False,
     web: Annotated[bool, typer.Option("--web", help="Open the page of `comingle serve` in a browser.")] = False,
+    weights: Weights = None,
 ) -> None:
     """Chat with a user's model: it answers if it was trained on conversations, and continues texts otherwise."""
     if web:
-        _show_page(run, method)
+        _show_page(run, method, weights)
         return
     from comingle.serving.answers import Chat
     from comingle.serving.engine import Engine
@@ -274,7 +283,7 @@ def chat(
     folder = find_run(run, method)
     names = users_in(folder)
     user = names[0] if user is None else require_user(user, names)
-    loaded = load_all_models(run, method)
+    loaded = load_all_models(run, method, weights)
     # The base, which is the same for all users.
     pretrained = replace(without_adapters(loaded.models[user]), name=PRETRAINED)
     engine = Engine(loaded.models, rows=1, cache_bytes=loaded.cache_bytes())  # one answer at a time
@@ -538,12 +547,13 @@ def _read_texts(read_line: Callable[..., str]) -> Iterator[str]:
             yield text
 
 
-def _show_page(run: Path, method: str | None) -> None:
+def _show_page(run: Path, method: str | None, weights: str | None) -> None:
     """Serve a run's models on a free port of this machine until Ctrl-C, and open the chat page in a browser.
 
     Args:
         run: Folder of a run, or of a comparison of several methods.
         method: The method whose run is served if ``run`` is a comparison; None if there is only one.
+        weights: "8bit" to pack the base's weights; None as in the run.
     """
     require_serving_packages("chat --web")
     import webbrowser
@@ -558,5 +568,5 @@ def _show_page(run: Path, method: str | None) -> None:
 
     with listen("127.0.0.1", 0) as sock:  # port 0: the system selects a free one
         limits = Limits()
-        pool = _load_pool([Source(path=run, method=method)], limits)
+        pool = _load_pool([Source(path=run, method=method)], limits, weights=weights)
         serve_models(pool, sock, keys=None, limits=limits, ready=open_page)  # only programs here can connect

@@ -17,15 +17,16 @@ from transformers.cache_utils import DynamicCache
 
 from comingle.models.injection import RoutedMLP
 from comingle.models.kernels import expert_mlp
-from comingle.models.kernels.expert_mlp import MOST_ROWS, Factors, LinearStruct, Weights
+from comingle.models.kernels.expert_mlp import MOST_ROWS, Factors, LinearStruct
 from comingle.models.lora import LoraLinear, base_weight
 from comingle.models.pretrained import PreTrainedModel
+from comingle.models.quantised import QuantisedLinear
 
 MODEL_TYPES = ("llama", "mistral", "qwen2")
 """Model types of transformers whose layers native passes compute."""
 
-Linear = tuple[Weights, Factors | None]
-"""Weight and bias of a linear, and its LoRA of each text, of shapes ``(texts, [experts,] rank, width)``."""
+Linear = tuple[nn.Module, Factors | None]
+"""A linear of the base, and its LoRA of each text, of shapes ``(texts, [experts,] rank, width)``."""
 
 
 class KeyValueStores(Protocol):
@@ -79,12 +80,11 @@ class NativeNetwork:
         model: Any = network.model
         config: Any = network.config
         self._embed, self._rotary = model.embed_tokens, model.rotary_emb
-        self._head: Tensor = base_weight(network.lm_head)[0]
         self._kept_alive: list[Tensor] = []
         """Tensors that the native code reads by address."""
         first_mlp = _mlp(model.layers[0])
         attention = model.layers[0].self_attn
-        dtype = self._head.dtype
+        self._dtype: torch.dtype = self._embed.weight.dtype
         self._layers = (_Layer * len(model.layers))()
         self._call = _Decode(
             layers=len(model.layers),
@@ -96,14 +96,14 @@ class NativeNetwork:
             experts=first_mlp.num_experts,
             top_k=first_mlp.top_k,
             act=expert_mlp.ACTIVATION_CODES[expert_mlp.ACTIVATIONS[config.hidden_act]],
-            bf16=dtype == torch.bfloat16,
+            bf16=self._dtype == torch.bfloat16,
             epsilon=config.rms_norm_eps,
             attention_scale=attention.scaling,
             scale=_scales(network).pop(),
             layer=self._layers,
             norm=model.norm.weight.data_ptr(),
         )
-        self._fill(self._call.head_layer, (base_weight(network.lm_head), None))
+        self._fill(self._call.head_layer, (network.lm_head, None))
         self._call.present = self._address(_present(first_mlp, texts).to(torch.uint8))
         for struct, layer in zip(self._layers, model.layers, strict=True):
             mlp = _mlp(layer)
@@ -117,13 +117,18 @@ class NativeNetwork:
                 struct.router = self._address(mlp.router.float())
 
     def _fill(self, struct: LinearStruct, linear: Linear) -> None:
-        """Write the addresses of a linear and its LoRA, in the number format of the weight, into a C struct."""
-        weights, factors = linear
+        """Write the addresses of a linear and its LoRA, in the base's number format, into a C struct."""
+        module, factors = linear
         if factors is not None:
             a, b = factors
-            dtype = weights[0].dtype
-            factors = a.to(dtype), b.to(dtype)
-        self._kept_alive += expert_mlp.fill_linear_struct(struct, weights, factors)
+            factors = a.to(self._dtype), b.to(self._dtype)
+        if not isinstance(module, QuantisedLinear):
+            self._kept_alive += expert_mlp.fill_linear_struct(struct, base_weight(module), factors)
+            return
+        struct.weight, struct.scales = module.packed.data_ptr(), module.scales.data_ptr()
+        struct.bias = None if module.bias is None else module.bias.data_ptr()
+        struct.d_out, struct.d_in = module.out_features, module.in_features
+        self._kept_alive += expert_mlp.fill_factors(struct, factors)
 
     def _address(self, t: Tensor) -> int:
         """Return the address of a contiguous copy of a tensor, which is kept."""
@@ -180,7 +185,7 @@ class NativeNetwork:
         call = self._call
         cached = cache.get_seq_length()
         shape = (texts, call.groups, cached + n, call.head)
-        keys, values = (torch.empty(shape, dtype=self._head.dtype) for _ in range(2))
+        keys, values = (torch.empty(shape, dtype=self._dtype) for _ in range(2))
         if cached:
             layers: list[Any] = cache.layers
             keys[:, :, :cached], values[:, :, :cached] = layers[layer].keys, layers[layer].values
@@ -214,7 +219,7 @@ class NativeNetwork:
         x = self._embed(ids).float().contiguous()
         cos, sin = (t.contiguous() for t in self._rotary(x, positions))  # (texts, n, head)
         first_positions = torch.tensor(starts)
-        logits = x.new_empty(texts, len(self._head)) if predicts else None
+        logits = x.new_empty(texts, call.head_layer.d_out) if predicts else None
         for struct, (keys, values) in zip(self._layers, stores, strict=True):
             struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
         call.x, call.cos, call.sin = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
@@ -251,7 +256,7 @@ class _Mlp:
             self.linears = {name: _linear(module.get_submodule(f"{name}_proj")) for name in ("gate", "up", "down")}
             return
         modules = {**dict(module.first.items()), "down": module.last}
-        self.linears = {name: (base_weight(linear), module.factors[name]) for name, linear in modules.items()}
+        self.linears = {name: (linear, module.factors[name]) for name, linear in modules.items()}
         self.num_experts, self.top_k = module.router.present.shape[1], module.router.top_k
         self.present, self.router = module.router.present, module.router.weight
 
@@ -266,10 +271,10 @@ def _present(mlp: _Mlp, texts: int) -> Tensor:
 
 
 def _linear(module: nn.Module) -> Linear:
-    """Return weight and bias of a linear, and the LoRAs of the texts if it has any."""
+    """Return a linear of the base, and the LoRAs of the texts if it has any."""
     if isinstance(module, LoraLinear):
-        return base_weight(module.linear), module.factors
-    return base_weight(module), None
+        return module.linear, module.factors
+    return module, None
 
 
 def _scales(network: nn.Module) -> set[float]:
@@ -293,16 +298,22 @@ def supports(network: PreTrainedModel) -> bool:
     if len(_scales(network)) > 1 or not all(_supports_mlp(layer.mlp) for layer in layers):
         return False
     linears = [network.lm_head, *(m for layer in layers for m in layer.modules() if isinstance(m, nn.Linear))]
-    weights = [base_weight(linear)[0] for linear in linears]
-    head = weights[0]
-    if network.model.embed_tokens.weight.dtype != head.dtype or network.model.norm.weight.dtype != head.dtype:
-        return False
-    return all(
-        type(linear) in (nn.Linear, expert_mlp.RowsLinear)
-        and expert_mlp.fits(weight.device, weight.dtype)
-        and expert_mlp.fits_weight(weight, head)
-        for linear, weight in zip(linears, weights, strict=True)
-    )
+    embedding, norm = network.model.embed_tokens.weight, network.model.norm.weight
+    return embedding.dtype == norm.dtype and all(_supports_linear(linear, embedding) for linear in linears)
+
+
+def _supports_linear(linear: nn.Linear, embedding: Tensor) -> bool:
+    """Return whether native passes support a linear: packed, or with a weight in the base's number format.
+
+    Args:
+        linear: The linear.
+        embedding: The weight of the base's embedding.
+    """
+    if isinstance(linear, QuantisedLinear):
+        return linear.is_packed and expert_mlp.fits(linear.packed.device, embedding.dtype)
+    weight = linear.weight
+    is_plain = type(linear) in (nn.Linear, expert_mlp.RowsLinear)
+    return is_plain and expert_mlp.fits(weight.device, weight.dtype) and expert_mlp.fits_weight(weight, embedding)
 
 
 _ACTIVATIONS = {name for name, act in expert_mlp.ACTIVATIONS.items() if act in expert_mlp.ACTIVATION_CODES}

@@ -45,6 +45,7 @@ from comingle.models.lora import (
     init_zero,
     lora_scale,
     low_rank,
+    multiplies_packed,
     residual_slots,
     weight_shape,
 )
@@ -102,6 +103,8 @@ class RoutedMLP(nn.Module):
         tokens = x.reshape(users, -1, x.shape[-1])
         if self.mix == "linear":
             return self._mix_linears(tokens, self.router(tokens)).view(x.shape)
+        if multiplies_packed(self.last, x):
+            return self._mix_packed(tokens).view(x.shape)
         if self._generation_kernel_supports(x, users):
             return self._mix_in_generation(tokens).view(x.shape)
         backend = expert_mlp.backend_for(tokens, self.act, rank)
@@ -137,6 +140,24 @@ class RoutedMLP(nn.Module):
         last = (base_weight(self.last), factors["down"])
         gates = self.router(x)
         return expert_mlp.experts(self.act, self.scale, x, gates, first, last)
+
+    def _mix_packed(self, x: Tokens) -> Tokens:
+        """Return ``sum_j p_j MLP_j(x)`` with a base whose weights are packed, without gradients.
+
+        Args:
+            x: The MLP's input.
+        """
+        gates = self.router(x)
+        products, loras = [], []
+        for name, linear in self.first.items():
+            a, b = (factor.to(x.dtype) for factor in self.factors[name])
+            products.append(cast(Any, linear).multiply(x, fine=False))
+            z = self.scale * torch.matmul(x.unsqueeze(1), a.mT)  # (users, experts, n, rank)
+            loras.append(torch.matmul(z, b))
+        h, _slopes, mixed = expert_mlp.activate(self.act, products, loras, gates, False)
+        a, b = (factor.to(x.dtype) for factor in self.factors["down"])
+        z = self.scale * gates.mT.unsqueeze(-1).to(x.dtype) * torch.matmul(h, a.mT)
+        return cast(Any, self.last).multiply(mixed, fine=False) + torch.matmul(z, b).sum(1)
 
     def _mix_outputs(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
         """Return ``sum_j p_j MLP_j(x)``, computed with PyTorch.

@@ -493,7 +493,7 @@ def load_base(
     dtype: str = "auto",
     device: str = "auto",
     attention: str = "auto",
-    quantise: Literal["none", "8bit", "4bit"] = "none",
+    quantise: Literal["none"] | Bits = "none",
     seed: int = 0,
 ) -> Base:
     """Load the model called `name` and freeze it.
@@ -503,7 +503,7 @@ def load_base(
         dtype: A key of :data:`~comingle.models.hardware.DTYPES`, or "auto".
         device: A device of torch, or "auto".
         attention: Implementation of attention in transformers, or "auto".
-        quantise: Bits per weight of the decoder layers' linears (:mod:`comingle.models.quantised`).
+        quantise: Format of the weights of the decoder layers' linears (:mod:`comingle.models.quantised`).
         seed: Seed of the weights of a ``random:`` base; other bases ignore it.
 
     Raises:

@@ -58,6 +58,16 @@ def weight_shape(linear: nn.Module) -> torch.Size:
     return weight.shape
 
 
+def multiplies_packed(linear: nn.Module, x: Tensor) -> bool:
+    """Return whether ``linear(x)`` is a product with packed weights, without unpacking them.
+
+    Args:
+        linear: A linear of the base.
+        x: Its input.
+    """
+    return getattr(linear, "is_packed", False) and expert_mlp.can_multiply_packed(x)
+
+
 def contiguous_transpose(x: Float[Tensor, "batch n rank"]) -> Float[Tensor, "batch rank n"]:
     """Return the transpose as a contiguous copy, which speeds up products of a thin matrix with a tall one."""
     return x.mT.contiguous()
@@ -145,6 +155,8 @@ class LoraLinear(nn.Module):
         """Return ``W x + b + s B_u (A_u x)`` with the LoRA of each row's user u; rows of ``x`` are ordered by user."""
         a, b = (factor.to(x.dtype) for factor in self.factors)
         users, d_in = a.shape[0], x.shape[-1]
+        if multiplies_packed(self.linear, x):
+            return self.linear(x) + low_rank(x.reshape(users, -1, d_in), a, b, self.scale).view(*x.shape[:-1], -1)
         weight, bias = base_weight(self.linear)
         if expert_mlp.fits_rows(x, users) and expert_mlp.fits_weight(weight, x):  # generation on a CPU
             return expert_mlp.linear((weight, bias), x, (a, b), self.scale)

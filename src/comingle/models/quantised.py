@@ -5,6 +5,9 @@ NF4 with one scale per 64 weights (QLoRA, Dettmers et al. 2023, arXiv:2305.14314
 package bitsandbytes. Weights are unpacked for each product in the forward and the backward pass and freed afterwards;
 products are computed in the base's dtype, and gradients flow through them to the adapters. Embeddings, norms, biases
 and the head are not quantised.
+
+To generate text there is a third format, :data:`INTEGERS`: native code multiplies its weights without unpacking them,
+and the head has it too.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from comingle.models.kernels import cpu
+from comingle.models.kernels import cpu, expert_mlp
 from comingle.models.layouts import decoder_layers, linear_names
 from comingle.models.lora import base_weight
 
-Bits = Literal["8bit", "4bit"]
+Bits = Literal["8bit", "4bit", "integers"]
+"""Formats of weights: those of recipes, and ``"integers"`` to generate text."""
+PACKED: Bits = "integers"
+"""The format to generate text, :data:`INTEGERS`."""
 
 
 def _dynamic_values() -> list[float]:
@@ -127,11 +133,88 @@ class Code:
         return weights[:num_weights].view(shape)
 
 
+    def empty(self, shape: torch.Size, device: torch.device) -> tuple[UInt8[Tensor, " bytes"], Float[Tensor, " scales"]]:
+        """Return bytes and scales of undefined values for a weight of a shape."""
+        num_weights = shape.numel()
+        packed = torch.empty(self.num_bytes(num_weights), dtype=torch.uint8, device=device)
+        return packed, torch.empty(self.num_scales(num_weights), device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class Integers:
+    """Integers from -127 to 127, with a scale for ``span`` consecutive inputs of an output, as in llama.cpp's Q8_0.
+
+    Scales are bfloat16. Weights of ``group`` outputs are interleaved, four inputs of each at a time, and their scales
+    too: dot-product instructions of processors read them in this order (``mixture_packed.h``). Shapes are padded.
+    """
+
+    span: int = 32
+    group: int = 16
+    _rows_at_once: int = 1024
+
+    def pack(self, weight: Float[Tensor, "d_out d_in"]) -> tuple[UInt8[Tensor, " bytes"], Float[Tensor, " scales"]]:
+        """Quantise a weight, some rows at a time; return the bytes and the scales."""
+        packed, scales = self.empty(weight.shape, weight.device)
+        levels, all_scales = packed.view(torch.int8).view(*self._interleaved(weight.shape)), scales.view(-1, self.group)
+        for start in range(0, len(weight), self._rows_at_once):
+            rows = weight[start : start + self._rows_at_once].detach().float()
+            padding = (0, -rows.shape[1] % self.span, 0, -len(rows) % self.group)
+            blocks = nn.functional.pad(rows, padding).unflatten(1, (-1, self.span))
+            # Slightly more than the largest magnitude / 127, as bfloat16 may round down.
+            rounded = (blocks.abs().amax(2) / 127 * (1 + 2**-8)).bfloat16()
+            divisors = rounded.float().where(rounded > 0, 1.0)
+            whole = (blocks / divisors.unsqueeze(2)).round().clamp(-127, 127).to(torch.int8)
+            groups = slice(start // self.group, (start + len(blocks)) // self.group)
+            levels[groups] = whole.view(-1, self.group, blocks.shape[1] * self.span // 4, 4).transpose(1, 2)
+            spans = blocks.shape[1]
+            all_scales[groups.start * spans : groups.stop * spans] = (
+                rounded.view(-1, self.group, spans).transpose(1, 2).reshape(-1, self.group)
+            )
+        return packed, scales
+
+    def unpack(
+        self, packed: UInt8[Tensor, " bytes"], scales: Float[Tensor, " scales"], shape: torch.Size, dtype: torch.dtype
+    ) -> Float[Tensor, "d_out d_in"]:
+        """Return a packed weight as a new tensor.
+
+        Args:
+            packed: The bytes, from :meth:`pack`.
+            scales: The blocks' scales.
+            shape: Shape of the weight.
+            dtype: Number format of the result.
+        """
+        groups, fours, group, _four = self._interleaved(shape)
+        levels = packed.view(torch.int8).view(groups, fours, group, 4).transpose(1, 2).reshape(groups, group, -1)
+        factors = scales.view(groups, -1, group).transpose(1, 2).float()  # (groups, group, blocks)
+        weights = levels.unflatten(2, (-1, self.span)) * factors.unsqueeze(3)
+        return weights.reshape(groups * group, -1)[: shape[0], : shape[1]].to(dtype).contiguous()
+
+    def empty(self, shape: torch.Size, device: torch.device) -> tuple[UInt8[Tensor, " bytes"], Float[Tensor, " scales"]]:
+        """Return bytes and scales of undefined values for a weight of a shape."""
+        num_bytes = math.prod(self._interleaved(shape))
+        packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return packed, torch.empty(num_bytes // self.span, dtype=torch.bfloat16, device=device)
+
+    def _interleaved(self, shape: torch.Size) -> tuple[int, int, int, int]:
+        """Return the shape of the bytes: ``(groups, fours, group, 4)``."""
+        d_out, d_in = shape
+        return math.ceil(d_out / self.group), math.ceil(d_in / self.span) * self.span // 4, self.group, 4
+
+
 CODES: dict[Bits, Code] = {
     "8bit": Code(torch.tensor(_dynamic_values()), block=256, per_byte=1),
     "4bit": Code(torch.tensor(_NF4_VALUES), block=64, per_byte=2),
 }
 """The formats, by their names in recipes."""
+
+INTEGERS = Integers()
+"""The format to generate text."""
+
+
+def code_of(bits: Bits) -> Code | Integers:
+    """Return a format of weights by its name."""
+    return INTEGERS if bits == PACKED else CODES[bits]
+
 
 _layer_by_storage: dict[int, tuple[Any, QuantisedLinear]] = {}
 """Layer of each live unpacked weight, by the weight's storage."""
@@ -151,17 +234,21 @@ class QuantisedLinear(nn.Linear):
         Args:
             shape: Shape of the weight, ``(d_out, d_in)``.
             bias: The bias, which is not packed.
-            bits: Format of the weight, a key of :data:`CODES`.
+            bits: Format of the weight.
             dtype: Number format of the unpacked weight.
             device: Device of the buffers.
         """
         nn.Module.__init__(self)  # not nn.Linear's, which would allocate the weight
         self.out_features, self.in_features = shape
-        self.code, self.dtype, self.bias = CODES[bits], dtype, bias
-        num_weights = shape.numel()
-        num_bytes, num_scales = self.code.num_bytes(num_weights), self.code.num_scales(num_weights)
-        self.register_buffer("packed", torch.empty(num_bytes, dtype=torch.uint8, device=device))
-        self.register_buffer("scales", torch.empty(num_scales, device=device))
+        self.code, self.dtype, self.bias = code_of(bits), dtype, bias
+        packed, scales = self.code.empty(shape, device)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales", scales)
+
+    @property
+    def is_packed(self) -> bool:
+        """True if native code can multiply the weight without unpacking it."""
+        return isinstance(self.code, Integers)
 
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:  # type: ignore[override]
@@ -179,6 +266,20 @@ class QuantisedLinear(nn.Linear):
         _layer_by_storage[key] = (weakref.ref(storage, unregister), self)
         return unpacked
 
+    def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        """Return ``W x + b``: without unpacking the weight if its format and native code allow, and no gradient does."""
+        return self.multiply(input, fine=True)
+
+    def multiply(self, x: Float[Tensor, "*batch d_in"], *, fine: bool) -> Float[Tensor, "*batch d_out"]:
+        """Return :meth:`forward`, with inputs rounded to 15 bits if ``fine``, else to 8, where the weight stays packed.
+
+        Attention and the head need 15 bits: with 8 they add as much to the loss as the rounding of all weights.
+        """
+        if self.is_packed and expert_mlp.can_multiply_packed(x):
+            shape = torch.Size([self.out_features, self.in_features])
+            return expert_mlp.packed_linear(self.packed, self.scales, self.bias, shape, x, fine=fine)
+        return super().forward(x)
+
     def unpack(self) -> Float[Tensor, "d_out d_in"]:
         """Return the weight as a new tensor in the base's dtype."""
         shape = torch.Size([self.out_features, self.in_features])
@@ -194,12 +295,21 @@ def quantise(model: nn.Module, bits: Bits, device: torch.device) -> None:
         device: Device on which the weights are packed, and stay.
     """
 
-    def quantise_linear(weight: Tensor, bias: nn.Parameter | None) -> QuantisedLinear:
-        linear = QuantisedLinear(weight.shape, bias, bits, weight.dtype, device)
-        linear.packed, linear.scales = CODES[bits].pack(weight.to(device))
-        return linear
+    replace_linears(model, lambda weight, bias: quantise_linear(weight, bias, bits, device))
 
-    replace_linears(model, quantise_linear)
+
+def quantise_linear(weight: Tensor, bias: nn.Parameter | None, bits: Bits, device: torch.device) -> QuantisedLinear:
+    """Return a linear layer with a packed copy of a weight.
+
+    Args:
+        weight: The weight, ``(d_out, d_in)``.
+        bias: The bias, which is shared.
+        bits: Format of the packed weight.
+        device: Device on which the weight is packed, and stays.
+    """
+    linear = QuantisedLinear(weight.shape, bias, bits, weight.dtype, device)
+    linear.packed, linear.scales = linear.code.pack(weight.to(device))
+    return linear
 
 
 def quantise_shapes(model: nn.Module, bits: Bits, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from comingle.methods.user_files import check_origin
 from comingle.models.base import Base
 from comingle.models.folders import digest_tokenizer
 from comingle.models.hardware import torch_defaults
+from comingle.models.quantised import PACKED
 from comingle.runs.continuation import check_earlier_run
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import (
@@ -329,7 +330,9 @@ def load_on_demand(folder: Path, base: Base | None = None) -> tuple[Run, bool]:
     given = NOTHING
     if base is not None and not is_server(folder):
         recipe, inputs = load_recipe(folder), read_inputs(folder)
-        is_same = inputs.base == base.digest and (recipe.quantise == "none") == (not base.quantised)
+        quantised = "" if recipe.quantise == "none" else recipe.quantise
+        is_served_packed = base.quantised == PACKED and recipe.quantise != "4bit"
+        is_same = inputs.base == base.digest and (base.quantised == quantised or is_served_packed)
         if not is_same:
             raise RunError(f"{folder}: got a run on the base {recipe.base!r}; allowed here: runs on {base.name!r}")
         given = replace(NOTHING, loaded_bases={base_key(recipe): base})

@@ -131,7 +131,7 @@ class Given:
             RecipeError: The base's context is shorter than the recipe's windows, or a passed base is to be quantised.
         """
         self.check_base(recipe)
-        settings = _base_settings(recipe)
+        settings = base_settings(recipe)
         if self.language_model is not None:
             if recipe.quantise != "none":
                 raise RecipeError(f"quantise: got {recipe.quantise!r} for a base that a program passed; allowed: none")
@@ -158,7 +158,7 @@ class Given:
         return self.loaded_bases[key]
 
 
-def _base_settings(recipe: Recipe) -> dict[str, str]:
+def base_settings(recipe: Recipe) -> dict[str, str]:
     """Return the options of :func:`load_base` that a recipe sets for any base."""
     runtime = recipe.runtime
     return {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
@@ -166,7 +166,7 @@ def _base_settings(recipe: Recipe) -> dict[str, str]:
 
 def base_key(recipe: Recipe) -> tuple[str, ...]:
     """Return the key of a recipe's base in :attr:`Given.loaded_bases`."""
-    return (recipe.base, recipe.quantise, *_base_settings(recipe).values())
+    return (recipe.base, recipe.quantise, *base_settings(recipe).values())
 
 
 NOTHING = Given()

@@ -37,6 +37,7 @@ from comingle.models.hardware import without_compiling
 from comingle.models.kernels.expert_mlp import MOST_ROWS
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedTokenizerBase
+from comingle.models.quantised import QuantisedLinear
 from comingle.models.routing import Routing
 from comingle.serving.rows import (
     BLOCK_TOKENS,
@@ -213,7 +214,7 @@ IDLE_PROMPT_TOKENS = 512
 """Smallest number of prompt tokens that a step may read while no text is being generated."""
 
 NATIVE_PROMPT_TOKENS = 64
-"""Largest number of prompt tokens, with padding, of a native pass; PyTorch is faster with more."""
+"""Largest number of prompt tokens, with padding, of a native pass; with more PyTorch is faster unless weights are packed."""
 
 Finish = Literal["stop", "length"]
 
@@ -701,7 +702,9 @@ class Engine:
             positions: Positions of ``ids`` in their prompts.
             cache: Keys and values of earlier tokens, to which those of ``ids`` are appended.
         """
-        native = self._make_native(len(ids)) if ids.numel() <= NATIVE_PROMPT_TOKENS else None
+        is_packed = isinstance(self.network.get_output_embeddings(), QuantisedLinear)
+        is_short = ids.numel() <= NATIVE_PROMPT_TOKENS
+        native = self._make_native(len(ids)) if is_short or is_packed else None
         if native is None:
             return self._forward(ids, mask, positions, cache)
         num_padding = (~mask).sum(1)

@@ -14,13 +14,15 @@ from comingle.config import Recipe, load_recipe
 from comingle.models.adapted import AdaptedModel
 from comingle.models.base import Base
 from comingle.models.folders import digest_folder
-from comingle.models.hardware import free_bytes
+from comingle.models.hardware import free_bytes, resolve_device
 from comingle.models.kernels import expert_mlp
 from comingle.models.loading import ALIASES, load_base
 from comingle.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft, weight_shape
 from comingle.models.personal import PersonalModel
+from comingle.models.quantised import PACKED
 from comingle.models.routing import Routing
 from comingle.runs.api import load_on_demand
+from comingle.runs.given import base_settings
 from comingle.serving.access import ApiError, Limits
 from comingle.serving.engine import Engine, Piece, Request
 from comingle.serving.rows import LoraModel, reorder_weights
@@ -177,20 +179,21 @@ class UserModels:
         return next(iter(self.models.values())).model.base
 
 
-def open_models(run: Path, method: str | None = None) -> UserModels:
+def open_models(run: Path, method: str | None = None, weights: str | None = None) -> UserModels:
     """Open the users' models of a finished run; they stay on disk if each can be read from there.
 
     Args:
         run: The folder of the run, or of a comparison.
         method: Method of the run in a comparison; None if the comparison has only one method.
+        weights: "8bit" to pack the base's weights; None to pack only those of a run with ``quantise: 8bit``.
 
     Raises:
-        RunError: There is no finished run, or there are several and ``method`` is None.
+        RunError: There is no finished run, or there are several and ``method`` is None, or weights cannot be packed.
         DataError: The models generate no text.
         BaseModelError: The base is missing or has changed.
     """
     run_folder = find_run(run, method)
-    opened = _open_run(run_folder, None)
+    opened = _open_run(run_folder, _packed_base(run_folder, weights))
     _prepare_base(opened.base, may_compile=load_recipe(run_folder).runtime.compile is not False)
     return opened
 
@@ -226,6 +229,40 @@ def _open_run(run_folder: Path, base: Base | None) -> UserModels:
     return opened
 
 
+WEIGHTS = "8bit"
+"""Value of ``--weights`` and of ``quantise`` with which the base's weights are packed."""
+
+
+def _packed_base(run_folder: Path, weights: str | None) -> Base | None:
+    """Return the base of a run with packed weights, if the operator or the run asks for 8 bits; else None.
+
+    Args:
+        run_folder: The run folder.
+        weights: "8bit", or None for the weights of the run.
+
+    Raises:
+        RunError: The operator asks for packed weights, and they are not supported here.
+    """
+    if weights not in (None, WEIGHTS):
+        raise RunError(f"--weights: got {weights!r}; allowed: {WEIGHTS}")
+    if weights is None and not (run_folder / "recipe.yaml").is_file():
+        return None  # the caller raises the error when it reads the folder
+    recipe = load_recipe(run_folder)
+    if weights is None and recipe.quantise != WEIGHTS:
+        return None
+    runtime = recipe.runtime
+    is_packable = kind_of(recipe).needs_base and recipe.quantise in ("none", WEIGHTS)
+    may_compile = resolve_device(runtime.device).type == "cpu" and runtime.compile is not False
+    if is_packable and may_compile and expert_mlp.enable(cache_folder() / "native"):
+        return load_base(recipe.base, quantise=PACKED, **base_settings(recipe))
+    if weights is None:
+        return None
+    raise RunError(
+        f"--weights: got {weights} for {run_folder}; allowed: on a CPU with a C++ compiler, for runs of a language model "
+        "without quantise: 4bit and without runtime.compile: false. Omit --weights"
+    )
+
+
 def _has_equal_users(model: AdaptedModel) -> bool:
     """Return whether all users of a model have the same experts, rank and scale."""
     by_user = (model.adapters.present, model.ranks, model.scales)
@@ -240,7 +277,7 @@ def _prepare_base(base: Base, *, may_compile: bool) -> None:
         may_compile: Whether to use C++ kernels. They take seconds to compile, which is too long for a small base.
     """
     is_large = base.model.num_parameters() >= MIN_COMPILED_PARAMETERS
-    if may_compile and is_large and expert_mlp.fits(base.device, base.dtype):
+    if may_compile and (is_large or base.quantised == PACKED) and expert_mlp.fits(base.device, base.dtype):
         expert_mlp.enable(cache_folder() / "native")
     reorder_weights(base.model)  # column-major, which is faster for a few texts at a time
 
@@ -652,20 +689,26 @@ class EnginePool:
             engine.fail_all(error)
 
 
-def open_pool(sources: Sequence[Source], limits: Limits, *, megabytes: int | None = None) -> EnginePool:
+def open_pool(
+    sources: Sequence[Source], limits: Limits, *, megabytes: int | None = None, weights: str | None = None
+) -> EnginePool:
     """Open the models of several sources on one base.
 
     Args:
         sources: The sources; the first one decides which base it is.
         limits: Limits of the server.
         megabytes: Size of the adapters in memory in MB; None for the default.
+        weights: As in :func:`open_models`, for the first source if that is a run.
 
     Raises:
         ComingleError: A source cannot be opened or has another base, or two have a model of the same name.
     """
     pool = EnginePool(limits, cache_bytes=None if megabytes is None else megabytes * 10**6)
     for source in sources:
-        opened = source.open(pool.base)
+        base = pool.base
+        if base is None and not source.is_adapter:
+            base = _packed_base(source.run_folder, weights)
+        opened = source.open(base)
         if pool.base is None:
             recipe = None if source.is_adapter else load_recipe(source.run_folder)
             _prepare_base(opened.base, may_compile=recipe is None or recipe.runtime.compile is not False)

@@ -33,6 +33,7 @@ from comingle.models.lora import OUT, LoraLinear
 from comingle.models.model import share_weights
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedModel
+from comingle.models.quantised import PACKED, quantise_linear
 from comingle.models.stacked import MixedLanguageModel
 from comingle.utils.files import cache_folder
 from comingle.utils.trees import CLIENT_ROUTER, Tree, lora_pairs
@@ -726,8 +727,15 @@ def rows_of(models: Mapping[str, PersonalModel], max_rows: int, cache_bytes: int
         cpu.use_attention(rows.network)  # for prompts that are read whole
     head = rows.network.get_output_embeddings()
     if type(head) is nn.Linear:
-        rows.network.set_output_embeddings(RowsLinear(head))
+        rows.network.set_output_embeddings(_fast_head(head, is_packed=any_model.base.quantised == PACKED))
     return rows
+
+
+def _fast_head(head: nn.Linear, *, is_packed: bool) -> nn.Linear:
+    """Return an output layer that is faster than ``head`` for few rows, and packed if the base's weights are."""
+    if is_packed:
+        return quantise_linear(head.weight, cast(Any, head.bias), PACKED, head.weight.device)
+    return RowsLinear(head)
 
 
 def reorder_weights(network: PreTrainedModel) -> None:

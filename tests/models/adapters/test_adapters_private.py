@@ -42,7 +42,7 @@ def quick(tmp_path: Path, umask: None, monkeypatch: pytest.MonkeyPatch) -> None:
     source, library, script = tmp_path / "stub.cpp", tmp_path / "stub.so", tmp_path / "quick"
     source.write_text(
         'extern "C" { bool mixture_forward(void*) { return 1; } bool mixture_backward(void*) { return 1; } '
-        "void rows_forward(void*) {} void decode_step(void*) {} }"
+        "void rows_forward(void*) {} void decode_step(void*) {} void packed_forward(void*) {} }"
     )
     subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     script.write_text(f'#!/bin/sh\nfor last; do :; done\ncp {library} "$last"\n')

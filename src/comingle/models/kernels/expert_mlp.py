@@ -484,7 +484,8 @@ def _load(cache: Path) -> ctypes.CDLL | None:
         return None
     for function in (library.mixture_forward, library.mixture_backward):
         function.argtypes, function.restype = [ctypes.POINTER(_Mixture)], ctypes.c_bool
-    library.rows_forward.restype = library.decode_step.restype = None
+    for function in (library.rows_forward, library.decode_step, library.packed_forward):
+        function.restype = None
     return library
 
 
@@ -648,6 +649,7 @@ class LinearStruct(ctypes.Structure):
     _fields_ = (
         *[(n, ctypes.c_void_p) for n in ("weight", "bias", "a", "b")],
         *[(n, ctypes.c_int64) for n in ("d_in", "d_out", "ranks", "turned")],
+        ("scales", ctypes.c_void_p),
     )
 
 
@@ -775,6 +777,19 @@ def fill_linear_struct(struct: LinearStruct, weights: Weights, factors: Factors 
     struct.d_out, struct.d_in = weight.shape
     is_transposed = not weight.is_contiguous()  # stored as (d_in, d_out)
     struct.turned = is_transposed
+    return fill_factors(struct, factors)
+
+
+def fill_factors(struct: LinearStruct, factors: Factors | None) -> list[Tensor]:
+    """Write addresses and sizes of a linear layer's factors into a C struct.
+
+    Args:
+        struct: The struct, of which other fields are not changed.
+        factors: A and B of each user; None for no adapter.
+
+    Returns:
+        Contiguous factors, which the caller must keep alive until the native call has returned.
+    """
     if factors is None:
         return []
     a, b = (factor.contiguous() for factor in factors)
@@ -801,6 +816,56 @@ def _run_rows(call: _Rows, x: Tensor, y: Tensor, num_users: int) -> None:
     native = library()
     assert native is not None
     native.rows_forward(ctypes.byref(call))
+
+
+class _PackedProduct(ctypes.Structure):
+    """``struct PackedProduct`` of mixture_packed.h."""
+
+    _fields_ = (
+        ("linear", LinearStruct),
+        *[(n, ctypes.c_int64) for n in ("n", "fine", "threads")],
+        *[(n, ctypes.c_void_p) for n in ("x", "y")],
+    )
+
+
+def can_multiply_packed(x: Tensor) -> bool:
+    """Return whether native code is in use and can multiply packed weights with ``x``: on a CPU, without gradients."""
+    return is_enabled() and fits(x.device, x.dtype) and x.numel() > 0 and not torch.is_grad_enabled()
+
+
+def packed_linear(
+    packed: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    shape: torch.Size,
+    x: Float[Tensor, "*batch d_in"],
+    *,
+    fine: bool,
+) -> Float[Tensor, "*batch d_out"]:
+    """Return ``W x + b`` for packed weights; the inputs of each token are rounded, too.
+
+    Args:
+        packed: Integers of the weight (:class:`comingle.models.quantised.Integers`).
+        scales: Their scales.
+        bias: The bias.
+        shape: Shape of the weight, ``(d_out, d_in)``.
+        x: The inputs.
+        fine: Round inputs to 15 bits instead of 8.
+    """
+    d_out, d_in = shape
+    inputs = x.float().contiguous()
+    y = inputs.new_empty(*x.shape[:-1], d_out)
+    call = _PackedProduct(
+        n=x.shape[:-1].numel(), fine=fine, threads=torch.get_num_threads(), x=inputs.data_ptr(), y=y.data_ptr()
+    )
+    call.linear.weight, call.linear.scales = packed.data_ptr(), scales.data_ptr()
+    call.linear.d_out, call.linear.d_in = d_out, d_in
+    wide_bias = None if bias is None else bias.float().contiguous()
+    call.linear.bias = None if wide_bias is None else wide_bias.data_ptr()
+    native = library()
+    assert native is not None
+    native.packed_forward(ctypes.byref(call))
+    return y.to(x.dtype)
 
 
 class RowsLinear(nn.Linear):

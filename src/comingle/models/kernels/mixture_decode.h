@@ -18,7 +18,7 @@
 #include <cmath>
 #include <thread>
 
-#include "mixture_rows.h"
+#include "mixture_packed.h"
 
 extern "C" {
 // Weights of the norms have `width` entries; `router` is (texts, experts, width) or null for equal gates; keys and values
@@ -155,21 +155,41 @@ struct DecodeStep {
         });
     }
 
+    // Input of products. Packed weights read it rounded, which every thread does for all rows.
+    struct Read {
+        const float* x;
+        bool fine;
+        Input rounded;
+    };
+    void round(Read& in, const float* x, const RowsLinear& reader, int64_t count, bool fine) const {
+        in.x = x, in.fine = fine;
+        for (int64_t r = 0; reader.scales && r < count; ++r) in.rounded.fill(r, x + r * reader.d_in, reader.d_in, fine);
+    }
+
+    // Some outputs of W in + b for the rows of `some`.
+    void product(const Step<S>& some, const RowsLinear& l, const Read& in, int64_t column, int64_t columns, float* base) const {
+        if (!l.scales) return some.chunk(l, in.x, column, columns, base);
+        packed_product(l, in.rounded, in.fine, 0, some.m.rows, column, columns, base, base + some.m.rows * CHUNK);
+        if (l.bias) some.add_bias(l, column, columns, base);
+    }
+
     // Calls `use(r, column, count, v)` with vectors of W in + b + B z, for all rows and the columns of one chunk.
     template <class Use>
-    void chunk(const RowsLinear& l, const float* in, const float* z, int64_t number, float* base, Use use) const {
-        const int64_t column = number * CHUNK, columns = std::min(CHUNK, l.d_out - column);
-        rows.chunk(l, in, column, columns, base);
+    void chunk(const RowsLinear& l, const Read& in, const float* z, int64_t number, float* base, Use use) const {
+        const int64_t column = number * outputs(l), columns = std::min(outputs(l), l.d_out - column);
+        product(rows, l, in, column, columns, base);
         for (int64_t r = 0; r < m.rows; ++r)
             for (int64_t c = 0; c < columns; c += LANES) {
                 const V v = load(base + r * CHUNK + c);
                 use(r, column + c, columns - c, rows.lora(l, z, r, 0, l.ranks, column + c, columns - c, v));
             }
     }
-    static int64_t chunks(const RowsLinear& l) { return (l.d_out + CHUNK - 1) / CHUNK; }
+    // Outputs of a chunk. Packed weights take less time, so smaller chunks share them out evenly.
+    static int64_t outputs(const RowsLinear& l) { return l.scales ? CHUNK / 2 : CHUNK; }
+    static int64_t chunks(const RowsLinear& l) { return (l.d_out + outputs(l) - 1) / outputs(l); }
 
     // Adds the output of a layer to the residual stream.
-    void add_output(const RowsLinear& l, const float* in, float* base) const {
+    void add_output(const RowsLinear& l, const Read& in, float* base) const {
         team.each(chunks(l), [&](int64_t number) {
             chunk(l, in, z + 0, number, base, [&](int64_t r, int64_t column, int64_t count, V v) {
                 float* to = x + r * m.width + column;
@@ -178,9 +198,9 @@ struct DecodeStep {
         });
     }
 
-    void project(const DecodeLayer& l, const float* in, float* base) const {
+    void project(const DecodeLayer& l, const Read& in, float* base) const {
         const RowsLinear* const layers[] = {&l.q, &l.k, &l.v};
-        thin(layers, in, 1);
+        thin(layers, in.x, 1);
         const int64_t width = (m.heads + 2 * m.groups) * m.head;
         team.each(chunks(l.q) + chunks(l.k) + chunks(l.v), [&](int64_t number) {
             int64_t to = 0, ranks = 0;
@@ -282,15 +302,15 @@ struct DecodeStep {
     }
 
     template <class Act>
-    void experts(const DecodeLayer& l, const float* in, float* base, float* p) const {
-        choose_gates(l, in, p);
+    void experts(const DecodeLayer& l, Read& in, float* base, float* p) const {
+        choose_gates(l, in.x, p);
         const RowsLinear* const layers[] = {&l.gate, &l.up};
-        thin(layers, in, 1);
+        thin(layers, in.x, 1);
         const int64_t size = m.rows * CHUNK;
         team.each(chunks(l.gate), [&](int64_t number) {
-            const int64_t column = number * CHUNK, columns = std::min(CHUNK, m.hidden - column);
-            rows.chunk(l.gate, in, column, columns, base);
-            rows.chunk(l.up, in, column, columns, base + size);
+            const int64_t column = number * outputs(l.gate), columns = std::min(outputs(l.gate), m.hidden - column);
+            product(rows, l.gate, in, column, columns, base);
+            product(rows, l.up, in, column, columns, base + size);
             for (int64_t r = 0; r < m.rows; ++r)
                 for (int64_t c = 0; c < columns; c += LANES) {
                     const int64_t count = columns - c;
@@ -314,17 +334,19 @@ struct DecodeStep {
             const int64_t rank = l.down.ranks / m.experts;
             team.each(m.rows * l.down.ranks, [&](int64_t i) { *(z + i) *= p[i / rank]; });
         }
-        add_output(l.down, mixed + 0, base);
+        round(in, mixed + 0, l.down, m.rows, false);
+        add_output(l.down, in, base);
     }
 
     // The logits after each text's last token.
-    void predict(float* in, float* base) const {
+    void predict(float* normed, Read& in, float* base) const {
         const RowsLinear& l = m.head_layer;
-        norm(m.norm, in);
-        for (int64_t t = 0; t < texts; ++t) std::copy_n(in + ((t + 1) * m.share - 1) * m.width, m.width, in + t * m.width);
+        norm(m.norm, normed);
+        for (int64_t t = 0; t < texts; ++t) std::copy_n(normed + ((t + 1) * m.share - 1) * m.width, m.width, normed + t * m.width);
+        round(in, normed, l, texts, true);
         team.each(chunks(l), [&](int64_t number) {
-            const int64_t column = number * CHUNK, columns = std::min(CHUNK, l.d_out - column);
-            last_rows.chunk(l, (const float*)in, column, columns, base);
+            const int64_t column = number * outputs(l), columns = std::min(outputs(l), l.d_out - column);
+            product(last_rows, l, in, column, columns, base);
             for (int64_t t = 0; t < texts; ++t) std::copy_n(base + t * CHUNK, columns, m.logits + t * l.d_out + column);
         });
     }
@@ -334,20 +356,24 @@ struct DecodeStep {
 #pragma omp parallel num_threads(m.threads)
         {
             team.meet();
-            Buffer<float> in(m.rows * m.width), base(2 * m.rows * CHUNK), scores(m.stop + m.share + CHUNK), p(m.rows * m.experts);
+            Buffer<float> normed(m.rows * m.width), base(2 * m.rows * CHUNK), scores(m.stop + m.share + CHUNK), p(m.rows * m.experts);
+            Read in{nullptr, false, Input(m.rows, std::max({m.width, m.heads * m.head, m.hidden}))};
             for (int64_t i = 0; i < m.layers; ++i) {
                 const DecodeLayer& l = m.layer[i];
-                norm(l.attention_norm, in + 0);
-                project(l, in + 0, base + 0);
+                norm(l.attention_norm, normed + 0);
+                round(in, normed + 0, l.q, m.rows, true);
+                project(l, in, base + 0);
                 cache(l);
                 attend(l, scores + 0);
                 const RowsLinear* const out[] = {&l.o};
                 thin(out, attended + 0, 1);
-                add_output(l.o, attended + 0, base + 0);
-                norm(l.mlp_norm, in + 0);
-                experts<Act>(l, in + 0, base + 0, p + 0);
+                round(in, attended + 0, l.o, m.rows, true);
+                add_output(l.o, in, base + 0);
+                norm(l.mlp_norm, normed + 0);
+                round(in, normed + 0, l.gate, m.rows, false);
+                experts<Act>(l, in, base + 0, p + 0);
             }
-            if (m.logits) predict(in + 0, base + 0);
+            if (m.logits) predict(normed + 0, in, base + 0);
         }
     }
 

@@ -13,10 +13,11 @@
 
 extern "C" {
 // A linear layer with its LoRA: weight (d_out, d_in), stored as (d_in, d_out) if `turned`; a (rows / share, ranks,
-// d_in); b (rows / share, ranks, d_out); ranks may be 0.
+// d_in); b (rows / share, ranks, d_out); ranks may be 0. Packed weights (mixture_packed.h) have `scales`.
 struct RowsLinear {
     const void *weight, *bias, *a, *b;
     int64_t d_in, d_out, ranks, turned;
+    const uint16_t* scales;
 };
 
 // A single linear layer is in `last`. For experts, `first` has the layers that read x; ranks is experts * rank.
@@ -131,7 +132,10 @@ struct Step {
                 dots_of_rows<OUTPUTS>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
             for (; o < columns; ++o) dots_of_rows<1>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
         }
-        if (!l.bias) return;
+        if (l.bias) add_bias(l, column, columns, out);
+    }
+
+    void add_bias(const RowsLinear& l, int64_t column, int64_t columns, float* out) const {
         for (int64_t r = 0; r < m.rows; ++r)
             for (int64_t c = 0; c < columns; ++c) out[r * CHUNK + c] += widen(((const S*)l.bias)[column + c]);
     }
