@@ -604,7 +604,8 @@ def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> Non
     x = torch.linspace(-1, 1, tokens * width, dtype=dtype, device=device).view(1, tokens, width)
     expected, got = original(x), mlp(x)
     error = (got - expected).double().norm() / expected.double().norm()
-    tolerance = 0.05 if dtype in SHORT else 1e-4  # far above rounding errors; SHORT are the 16-bit dtypes
+    # Far above rounding errors; SHORT are the 16-bit dtypes, and packed weights are multiplied with rounded inputs.
+    tolerance = 0.05 if dtype in SHORT or multiplies_packed(mlp.last, x) else 1e-4
     if error > tolerance:
         raise BaseModelError(
             f"{family}: its MLP does more than act, gate, up and down (with adapters at zero the output differs by "

@@ -132,8 +132,9 @@ class Code:
         weights = (blocks * scales[:, None]).to(dtype).flatten()
         return weights[:num_weights].view(shape)
 
-
-    def empty(self, shape: torch.Size, device: torch.device) -> tuple[UInt8[Tensor, " bytes"], Float[Tensor, " scales"]]:
+    def empty(
+        self, shape: torch.Size, device: torch.device
+    ) -> tuple[UInt8[Tensor, " bytes"], Float[Tensor, " scales"]]:
         """Return bytes and scales of undefined values for a weight of a shape."""
         num_weights = shape.numel()
         packed = torch.empty(self.num_bytes(num_weights), dtype=torch.uint8, device=device)
@@ -144,7 +145,7 @@ class Code:
 class Integers:
     """Integers from -127 to 127, with a scale for ``span`` consecutive inputs of an output, as in llama.cpp's Q8_0.
 
-    Scales are bfloat16. Weights of ``group`` outputs are interleaved, four inputs of each at a time, and their scales
+    Weights of ``group`` outputs are interleaved, four inputs of each at a time, and their scales
     too: dot-product instructions of processors read them in this order (``mixture_packed.h``). Shapes are padded.
     """
 
@@ -160,15 +161,14 @@ class Integers:
             rows = weight[start : start + self._rows_at_once].detach().float()
             padding = (0, -rows.shape[1] % self.span, 0, -len(rows) % self.group)
             blocks = nn.functional.pad(rows, padding).unflatten(1, (-1, self.span))
-            # Slightly more than the largest magnitude / 127, as bfloat16 may round down.
-            rounded = (blocks.abs().amax(2) / 127 * (1 + 2**-8)).bfloat16()
-            divisors = rounded.float().where(rounded > 0, 1.0)
+            of_blocks = blocks.abs().amax(2) / 127
+            divisors = of_blocks.where(of_blocks > 0, 1.0)
             whole = (blocks / divisors.unsqueeze(2)).round().clamp(-127, 127).to(torch.int8)
             groups = slice(start // self.group, (start + len(blocks)) // self.group)
             levels[groups] = whole.view(-1, self.group, blocks.shape[1] * self.span // 4, 4).transpose(1, 2)
             spans = blocks.shape[1]
             all_scales[groups.start * spans : groups.stop * spans] = (
-                rounded.view(-1, self.group, spans).transpose(1, 2).reshape(-1, self.group)
+                of_blocks.view(-1, self.group, spans).transpose(1, 2).reshape(-1, self.group)
             )
         return packed, scales
 
@@ -185,15 +185,17 @@ class Integers:
         """
         groups, fours, group, _four = self._interleaved(shape)
         levels = packed.view(torch.int8).view(groups, fours, group, 4).transpose(1, 2).reshape(groups, group, -1)
-        factors = scales.view(groups, -1, group).transpose(1, 2).float()  # (groups, group, blocks)
+        factors = scales.view(groups, -1, group).transpose(1, 2)  # (groups, group, blocks)
         weights = levels.unflatten(2, (-1, self.span)) * factors.unsqueeze(3)
         return weights.reshape(groups * group, -1)[: shape[0], : shape[1]].to(dtype).contiguous()
 
-    def empty(self, shape: torch.Size, device: torch.device) -> tuple[UInt8[Tensor, " bytes"], Float[Tensor, " scales"]]:
+    def empty(
+        self, shape: torch.Size, device: torch.device
+    ) -> tuple[UInt8[Tensor, " bytes"], Float[Tensor, " scales"]]:
         """Return bytes and scales of undefined values for a weight of a shape."""
         num_bytes = math.prod(self._interleaved(shape))
         packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return packed, torch.empty(num_bytes // self.span, dtype=torch.bfloat16, device=device)
+        return packed, torch.empty(num_bytes // self.span, device=device)
 
     def _interleaved(self, shape: torch.Size) -> tuple[int, int, int, int]:
         """Return the shape of the bytes: ``(groups, fours, group, 4)``."""
@@ -267,11 +269,11 @@ class QuantisedLinear(nn.Linear):
         return unpacked
 
     def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        """Return ``W x + b``: without unpacking the weight if its format and native code allow, and no gradient does."""
+        """Return ``W x + b``; the weight stays packed if its format and native code allow it, without gradients."""
         return self.multiply(input, fine=True)
 
     def multiply(self, x: Float[Tensor, "*batch d_in"], *, fine: bool) -> Float[Tensor, "*batch d_out"]:
-        """Return :meth:`forward`, with inputs rounded to 15 bits if ``fine``, else to 8, where the weight stays packed.
+        """Return :meth:`forward`, with inputs rounded to 15 bits if ``fine``, else to 8, if the weight stays packed.
 
         Attention and the head need 15 bits: with 8 they add as much to the loss as the rounding of all weights.
         """

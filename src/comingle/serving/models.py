@@ -258,8 +258,8 @@ def _packed_base(run_folder: Path, weights: str | None) -> Base | None:
     if weights is None:
         return None
     raise RunError(
-        f"--weights: got {weights} for {run_folder}; allowed: on a CPU with a C++ compiler, for runs of a language model "
-        "without quantise: 4bit and without runtime.compile: false. Omit --weights"
+        f"--weights: got {weights} for {run_folder}; allowed: on a CPU with a C++ compiler, for runs of language "
+        "models without quantise: 4bit and without runtime.compile: false. Omit --weights"
     )
 
 

@@ -1,6 +1,6 @@
 // Products with packed 8-bit weights.
 //
-// 32 consecutive inputs of an output share a scale, which is a bfloat16; weights are integers from -127 to 127. The
+// 32 consecutive inputs of an output share a scale in float32; weights are integers from -127 to 127. The
 // inputs of a product are rounded alike, per token, with scales t_b = max |x| / 127. Products of integers are exact:
 //
 //     y_o = sum_b s_ob t_b sum_{i in b} w_oi x_i
@@ -166,7 +166,7 @@ struct Levels {
 
 // out(r, o) = w(o) . x(r) for R tokens from `token` on and 16 G outputs.
 template <int R, int G>
-void packed_dots(const Levels& x, int64_t token, const int8_t* w, const uint16_t* scales, int64_t blocks, float* out) {
+void packed_dots(const Levels& x, int64_t token, const int8_t* w, const float* scales, int64_t blocks, float* out) {
     V sums[R][G][PARTS] = {};
     for (int64_t b = 0; b < blocks; ++b) {
         I whole[R][G][PARTS];
@@ -207,7 +207,7 @@ inline void packed_chunk(const RowsLinear& l, const Levels& x, int64_t first, in
     for (int64_t g = 0; g * GROUP < columns;) {
         const int64_t left = (columns + GROUP - 1) / GROUP - g, start = column / GROUP + g;
         const int8_t* w = (const int8_t*)l.weight + start * blocks * SPAN * GROUP;
-        const uint16_t* scales = l.scales + start * blocks * GROUP;
+        const float* scales = l.scales + start * blocks * GROUP;
         float* to = out + g * GROUP;
         int64_t t = 0, done = 1;
         if (left >= 4 && count < 4) {

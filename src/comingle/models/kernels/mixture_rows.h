@@ -17,7 +17,7 @@ extern "C" {
 struct RowsLinear {
     const void *weight, *bias, *a, *b;
     int64_t d_in, d_out, ranks, turned;
-    const uint16_t* scales;
+    const float* scales;
 };
 
 // A single linear layer is in `last`. For experts, `first` has the layers that read x; ranks is experts * rank.
