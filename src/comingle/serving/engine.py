@@ -214,7 +214,7 @@ IDLE_PROMPT_TOKENS = 512
 """Smallest number of prompt tokens that a step may read while no text is being generated."""
 
 NATIVE_PROMPT_TOKENS = 64
-"""Largest number of prompt tokens, with padding, of a native pass; with more PyTorch is faster unless weights are packed."""
+"""Largest number of prompt tokens, with padding, of a native pass; PyTorch is faster with more, unless packed."""
 
 Finish = Literal["stop", "length"]
 
