@@ -254,7 +254,8 @@ def _packed_base(run_folder: Path, weights: str | None) -> Base | None:
     is_packable = kind_of(recipe).needs_base and recipe.quantise in ("none", WEIGHTS)
     may_compile = resolve_device(runtime.device).type == "cpu" and runtime.compile is not False
     if is_packable and may_compile and expert_mlp.enable(cache_folder() / "native"):
-        return load_base(recipe.base, quantise=PACKED, **base_settings(recipe))
+        settings: dict[str, Any] = {**base_settings(recipe)}
+        return load_base(recipe.base, quantise=PACKED, **settings)
     if weights is None:
         return None
     raise RunError(
