@@ -72,7 +72,7 @@ class Team {
             return;
         }
         for (int64_t spins = 0; phase.load(std::memory_order_acquire) == now; ++spins)
-            if (spins > 20000)  // some ten microseconds: another process has this processor
+            if (spins > 1000)  // some ten microseconds: a thread of the team has lost its processor
                 std::this_thread::yield();
             else
                 relax();
