@@ -226,14 +226,14 @@ def test_a_pushed_model_is_a_base_of_the_next_run(comingle: Any, hub: Hub, run: 
 
 
 @pytest.mark.slow
-def test_an_adapter_that_hf_has_downloaded_is_served(comingle: Any, hub: Hub, run: Path, tmp_path: Path) -> None:
-    """By ``hf download OWNER/NAME --local-dir letters`` and ``comingle serve RUN letters``."""
+def test_an_adapter_on_the_hub_is_served(comingle: Any, hub: Hub, run: Path) -> None:
+    """By ``comingle serve RUN hub:OWNER/NAME``."""
     comingle("export", run, "--user", "bob", "--push", "letters", "--format", "peft")
-    program, folder = Path(sys.executable).with_name("hf"), tmp_path / "letters"
-    command = [str(program), "download", f"{OWNER}/letters", "--local-dir", str(folder)]
-    subprocess.run(command, capture_output=True, check=True)
-    pool = open_pool([Source.of(str(run)), Source.of(str(folder))], Limits(rows=2))
+    pool = open_pool([Source.of(str(run)), Source.of(f"hub:{OWNER}/letters")], Limits(rows=2))
     assert answer(pool, ("letters", "A cat")) == [api.load(run).user("bob").generate("A cat", max_new_tokens=6)]
+    assert Source.of(f"mine=hub:{OWNER}/letters").names() == ["mine"]
+    with pytest.raises(BaseModelError, match="nobody/nothing"):
+        Source.of("hub:nobody/nothing")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from comingle.models.base import Base
 from comingle.models.folders import digest_folder
 from comingle.models.hardware import free_bytes, resolve_device
 from comingle.models.kernels import expert_mlp
-from comingle.models.loading import ALIASES, load_base
+from comingle.models.loading import ALIASES, adapter_folder, load_base
 from comingle.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft, weight_shape
 from comingle.models.personal import PersonalModel
 from comingle.models.quantised import PACKED
@@ -30,6 +30,7 @@ from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import DataError, RunError, did_you_mean, list_names, require_user
 from comingle.utils.files import cache_folder, list_checkpoints
 from comingle.utils.inputs import read_inputs
+from comingle.utils.names import HUB_PREFIX
 from comingle.utils.records import expand_home, read_metrics
 from comingle.utils.trees import Tree
 
@@ -377,10 +378,17 @@ class Source:
 
     @classmethod
     def of(cls, text: str, method: str | None = None) -> Source:
-        """Return the source of an argument ``PATH`` or ``NAME=PATH``."""
-        name, equals, path = text.partition("=")
-        if not equals or Path(text).exists():
-            return cls(path=Path(text), method=method)
+        """Return the source of an argument ``PATH`` or ``NAME=PATH``; ``hub:OWNER/NAME`` is a PEFT adapter on the hub.
+
+        Raises:
+            BaseModelError: The hub cannot be reached, or has no such adapter.
+        """
+        before, equals, after = text.partition("=")
+        name, path = (before, after) if equals and not Path(text).exists() else (None, text)
+        if path.startswith(HUB_PREFIX):
+            on_hub = path.removeprefix(HUB_PREFIX)
+            _owner, _slash, adapter_name = on_hub.rpartition("/")
+            return cls(path=adapter_folder(on_hub, "serve"), name=name or adapter_name, method=method)
         return cls(path=Path(path), name=name, method=method)
 
     @property
