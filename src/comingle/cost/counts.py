@@ -545,7 +545,7 @@ class _MeasuredFlops:
     """
 
     def __init__(self, rehearsal: Rehearsal):
-        """Measure a forward pass, a step of each phase, and a sweep over all training data.
+        """Measure a forward pass, a step of each phase, and a sweep, by numbers of batches and samples.
 
         Args:
             rehearsal: The run's federation, on fake tensors (shapes without values).
@@ -556,8 +556,8 @@ class _MeasuredFlops:
         self.step_by_phase: dict[Phase, LinearFlops] = {}
         for phase in (*self.clients.phases, *self.clients.method.client.before):
             self.step_by_phase[phase] = measure_flops(partial(self._step, phase))
-        # Users of some methods compute losses on all training data (a sweep): those of a mixture's components, or those
-        # of each model that they may choose.
+        # In a sweep a user computes losses on all training data, with every component of a mixture or with every model
+        # of the server that it may choose, which is a forward pass each. Other methods have none.
         method = self.clients.method
         if method.client.sweeps and method.placement.mixture is not None:
             self.sweep = measure_flops(self._sweep)

@@ -678,11 +678,13 @@ def _delete_logs(folder: Path) -> None:
 
 
 def _certificate(removal: ServerRemoval, runs: Sequence[Path]) -> JsonObject:
-    """Return the certificate of a removal from some of its runs, before anything is changed.
+    """Return the certificate of a user's removal from the runs of one server: what is deleted and trained again.
+
+    It is written before anything is changed.
 
     Args:
-        removal: What has to be deleted or trained again.
-        runs: Runs of one server.
+        removal: The removal, which may concern the runs of several servers.
+        runs: Those of its runs that belong to the server, the earliest first.
     """
     deleted_files = replace(removal, runs=tuple(runs)).files
     certificate: JsonObject = {

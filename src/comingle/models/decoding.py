@@ -303,11 +303,11 @@ def supports(network: PreTrainedModel) -> bool:
 
 
 def _supports_linear(linear: nn.Linear, embedding: Tensor) -> bool:
-    """Return whether native passes support a linear: packed, or with a weight in the base's number format.
+    """Return whether native code can compute a linear: a packed one, or a plain one in the base's number format.
 
     Args:
-        linear: The linear.
-        embedding: The weight of the base's embedding.
+        linear: A linear of the base.
+        embedding: Weight of the base's embedding, which has that number format.
     """
     if isinstance(linear, QuantisedLinear):
         return linear.is_packed and expert_mlp.fits(linear.packed.device, embedding.dtype)

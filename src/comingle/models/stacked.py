@@ -681,11 +681,12 @@ def stack(
 ) -> StackedModel:
     """Stack copies of a net over users.
 
-    All users start from the values of the given nets; with several nets and no mixture, from the first.
+    All users start from the values of the given nets.
 
     Args:
-        nets: One net, which is a :class:`FloralModel` for a mixture of adaptors; or several with different initial
-            values: one per cluster for a mixture of whole models, or the server's initial models without a mixture.
+        nets: Without a mixture, a net from which all users start; further nets are only further initial models of the
+            server. For a mixture of adaptors, a :class:`FloralModel`. For a mixture of whole models, a net for each
+            cluster, with initial values of its own.
         name: Name of the model.
         users: Number of users.
         mixture: How components are mixed; None if each user has a single net.

@@ -1158,7 +1158,11 @@ def latex(
 
 
 def _latex_tabulars(table: ComparisonTable) -> list[str]:
-    """Return one tabular with results and costs of each method, or with several seeds one of results, one of costs."""
+    """Return LaTeX tabulars with a row for each method: results and costs in one, or in two with several seeds.
+
+    Args:
+        table: The comparison of methods.
+    """
     rows = table["methods"]
     measure = measure_of(rows[0])
     num_seeds = [len(row["seeds"]) for row in rows]

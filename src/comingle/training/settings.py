@@ -81,7 +81,7 @@ class RunPlan:
 
     @property
     def users_per_step(self) -> int | None:
-        """Number of users in one pass; None to fit the number of tokens of a pass."""
+        """Number of users computed together in a pass; None to take as many as the default tokens of a pass allow."""
         return None if self.runtime.users_per_step == AUTO else self.runtime.users_per_step
 
     @property

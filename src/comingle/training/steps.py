@@ -814,17 +814,18 @@ class Steps:
         noise: Float[Tensor, "users *layers clusters"] | None = None,
         names: Collection[str] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return mean losses ``(users,)``, and the gradients that a phase computes, by tensor name.
+        """Return mean losses ``(users,)``, and gradients by tensor name.
 
-        Gradients have the dtype of the parameters (at least float32). If they come from a single backward pass and no
-        client hook changes them, they may have that of the model, such as bfloat16.
+        Gradients have the dtype of the parameters, at least float32. Exception: gradients of a single backward pass
+        that no client hook changes may have the dtype of the model, such as bfloat16.
 
         Args:
-            cohort: The cohort; running statistics of its nets are updated.
-            drawn: A batch of each user, as drawn.
-            phase: The phase. It computes gradients of the tensors that it trains, and of those in ``phase.leaves``.
+            cohort: The users' parameters; running statistics of their nets are updated.
+            drawn: A batch of each user, as the batch source has returned it.
+            phase: Kind of the local step: which tensors it trains, and on which data. Gradients are those of these
+                tensors and of those in ``phase.leaves``.
             noise: Noise that is added to router logits.
-            names: Names of the tensors to differentiate; all if None.
+            names: Names of the only tensors to differentiate; None for all of the phase.
         """
         if self.model.dtype != torch.float16:
             return self._forward_backward(cohort, drawn, phase, noise, names)

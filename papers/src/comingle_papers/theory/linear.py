@@ -211,9 +211,10 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
 
 
 def _shares_at_outputs(problem: LinearProblem, expert_outputs: Shares, logits: Shares, outputs: Vector) -> Shares:
-    """Return the best shares of each sample if its mixed output is t: ``softmax(b - l'(t) a / mu)``.
+    """Return the shares of each sample that minimise the objective, given its mixed output t.
 
-    l' is the derivative of the loss. :func:`best_shares` searches the t that these shares give.
+    They are ``softmax(b - l'(t) a / mu)`` with the derivative l' of the loss. Since t depends on the shares itself,
+    :func:`best_shares` searches the t at which mixing with these shares gives t again.
 
     Args:
         problem: The samples, the loss, and the weight ``coupling`` (mu).

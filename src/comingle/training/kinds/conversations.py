@@ -130,12 +130,17 @@ class AnswerBatchSource(PassBatchSource):
         return self._windows(trainers, "train", indices.long(), full_width=True)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
-        """Yield all training conversations of each trainer, in order."""
+        """Yield token windows of all training conversations of each trainer, a batch at a time, in stored order.
+
+        Args:
+            trainers: Indices of the users who train (a single index if one model is trained on all users' data).
+            round_number: Not used, as the order is the same in every round.
+        """
         for numbers in self.all_numbers(trainers):
             yield self._windows(trainers, "train", numbers)
 
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int64[Tensor, "users batch window"]]:
-        """Yield all validation conversations of each trainer, in order."""
+        """Yield token windows of all validation conversations of each trainer, a batch at a time, in stored order."""
         for numbers in self.all_numbers(trainers, "valid"):
             yield self._windows(trainers, "valid", numbers)
 
