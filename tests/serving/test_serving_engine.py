@@ -463,6 +463,25 @@ def test_pretrained_is_the_base_whatever_the_method(people: Any, method: str) ->
         assert (ann.logits(ids).log_softmax(-1) - expected).abs().max() > 1e-2
 
 
+def test_native_passes_outlast_other_native_code(people: Any, tmp_path: Path) -> None:
+    """As in a process that serves while a training run begins, which disables and enables the kernels for training."""
+    mine = people()
+    expert_mlp.disable()
+    if not decoding.enable(tmp_path / "native"):
+        pytest.skip("no C++ compiler that makes the native code")
+    try:
+        asked = Asked(engine := Engine(mine, rows=3))
+        asked.ask("ann", "one two three", max_new_tokens=5)
+        engine.step()
+        assert engine._make_native(1) is not None
+        decoding.disable()  # the step that is in use goes on
+        asked.finish()
+        assert engine._make_native(1) is None
+    finally:
+        decoding.disable()
+    assert asked.text(0) == mine["ann"].generate("one two three", max_new_tokens=5)
+
+
 def test_a_row_that_cannot_go_on_ends_alone(people: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = people()
     asked = Asked(engine := Engine(mine, rows=3))

@@ -60,7 +60,7 @@ def answer(pool: EnginePool, *asked: tuple[str, str]) -> list[str]:
         request = Request(
             name=name, prompt=prompt, sampling=read_sampling(max_new_tokens=6), on_piece=on_piece, continues=True
         )
-        pool.raise_unless_valid(request)
+        pool.engine_of(request.name).raise_unless_valid(request)
         pool.waiting.append(request)
     while pool.busy:
         pool.step()

@@ -172,8 +172,10 @@ class ModelServer:
         """
         from comingle.models.hardware import return_freed_memory
         from comingle.serving.api import make_app
-        from comingle.serving.models import answers_messages
+        from comingle.serving.models import answers_messages, enable_native_passes
 
+        if store.recipe.runtime.compile is not False:
+            enable_native_passes(personal.model.base)
         engine = _make_engine({personal.name: personal})
         without_keys = Keys(engine.models, keys=None)  # API keys are not required
         answers = answers_messages(store.recipe, personal.model.base)

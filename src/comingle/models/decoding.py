@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,31 @@ MODEL_TYPES = ("llama", "mistral", "qwen2")
 
 Linear = tuple[nn.Module, Factors | None]
 """A linear of the base, and its LoRA of each text, of shapes ``(texts, [experts,] rank, width)``."""
+
+
+_library: ctypes.CDLL | None = None  # None unless `enable` was called
+
+
+def enable(cache: Path) -> bool:
+    """Use native passes from now on, also while training disables other native code; return whether this succeeded.
+
+    Args:
+        cache: Folder of compiled libraries; the code is compiled if it is not there.
+    """
+    global _library
+    _library = expert_mlp.load(cache)
+    return _library is not None
+
+
+def disable() -> None:
+    """Use native passes only while the kernels of :mod:`comingle.models.kernels.expert_mlp` are enabled."""
+    global _library
+    _library = None
+
+
+def _library_in_use() -> ctypes.CDLL | None:
+    """Return the native library; None if it is not in use."""
+    return _library or expert_mlp.library()
 
 
 class KeyValueStores(Protocol):
@@ -77,6 +103,9 @@ class NativeNetwork:
             network: A network that :func:`supports` accepts.
             texts: Number of texts, each with adapters of its own.
         """
+        library = _library_in_use()
+        assert library is not None
+        self._library = library  # the kernels of `expert_mlp` may be disabled meanwhile, as when a training run begins
         model: Any = network.model
         config: Any = network.config
         self._embed, self._rotary = model.embed_tokens, model.rotary_emb
@@ -226,9 +255,7 @@ class NativeNetwork:
         call.starts, call.stop, call.capacity = first_positions.data_ptr(), stop, stores[0][0].shape[2]
         call.rows, call.share, call.threads = texts * n, n, torch.get_num_threads()
         call.logits = None if logits is None else logits.data_ptr()
-        native = expert_mlp.library()
-        assert native is not None
-        native.decode_step(ctypes.byref(call))
+        self._library.decode_step(ctypes.byref(call))
         return logits
 
 
@@ -290,7 +317,7 @@ def supports(network: PreTrainedModel) -> bool:
     computes other networks.
     """
     config: Any = network.config
-    if not expert_mlp.is_enabled() or config.model_type not in MODEL_TYPES or config.hidden_act not in _ACTIVATIONS:
+    if _library_in_use() is None or config.model_type not in MODEL_TYPES or config.hidden_act not in _ACTIVATIONS:
         return False
     layers: Sequence[Any] = network.model.layers
     if any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in layers):

@@ -393,7 +393,8 @@ class Service:
         self._refuse_too_long(engine, len(prompt) + len(text), num_new_tokens=0, param="text")
         self._take_tokens(parsed.model, len(prompt) + len(text))
         try:
-            routing_future = self.worker.call(lambda: self.engine.route(parsed.model, prompt, list(text)))
+            engine = self._engine_of(parsed.model)
+            routing_future = self.worker.call(lambda: engine.route(parsed.model, prompt, list(text)))
             routing = await asyncio.wrap_future(routing_future)
         except Overloaded as error:
             raise ApiError(503, str(error), code="overloaded", retry_after=1) from None
@@ -496,7 +497,8 @@ class Service:
             if isinstance(error, Overloaded):
                 raise ApiError(503, str(error), code="overloaded", retry_after=1) from None
             raise ApiError(400, str(error)) from None
-        end_tokens = self.engine.ends(piece_queue.requests[0])  # the same for all texts of the answer
+        first_request = piece_queue.requests[0]
+        end_tokens = self._engine_of(first_request.name).ends(first_request)  # the same for all texts of the answer
         if parsed.stream:
             events = stream(piece_queue, answer, end_tokens, includes_usage=parsed.includes_usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

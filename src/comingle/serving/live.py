@@ -49,7 +49,7 @@ from comingle.runs.session import build, check_and_set_up, prepare
 from comingle.serving.access import UVICORN_OPTIONS, ApiError, Keys, Limits, WatchedKeys, url_of
 from comingle.serving.api import GracefulServer, Service, make_app
 from comingle.serving.engine import Engine
-from comingle.serving.models import answers_messages
+from comingle.serving.models import answers_messages, enable_native_passes
 from comingle.serving.schemas import model_not_found
 from comingle.training.events import Event
 from comingle.utils.errors import ComingleError, DataError, RecipeError
@@ -951,6 +951,8 @@ def serve_live(
     def engine_of(models: Mapping[str, PersonalModel]) -> Engine:
         return Engine(models, rows=limits.rows, prompt_tokens=limits.prompt_tokens, prefix_bytes=limits.prefix_bytes)
 
+    if trainer.recipe.runtime.compile is not False:
+        enable_native_passes(trainer.base)
     engine = engine_of(trainer.models)
     access = Keys(engine.models, keys=None) if keys is None else WatchedKeys(keys)
     app = make_app(engine, access, limits, answers=answers_messages(trainer.recipe, trainer.base))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from comingle.config import Recipe, load_recipe
+from comingle.models import decoding
 from comingle.models.adapted import AdaptedModel
 from comingle.models.base import Base
 from comingle.models.folders import digest_folder
@@ -20,7 +21,6 @@ from comingle.models.loading import ALIASES, adapter_folder, load_base
 from comingle.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_peft, weight_shape
 from comingle.models.personal import PersonalModel
 from comingle.models.quantised import PACKED
-from comingle.models.routing import Routing
 from comingle.runs.api import load_on_demand
 from comingle.runs.given import base_settings
 from comingle.serving.access import ApiError, Limits
@@ -278,10 +278,21 @@ def _prepare_base(base: Base, *, may_compile: bool) -> None:
         base: The base, whose weights are reordered in place.
         may_compile: Whether to use C++ kernels. They take seconds to compile, which is too long for a small base.
     """
-    is_large = base.model.num_parameters() >= MIN_COMPILED_PARAMETERS
-    if may_compile and (is_large or base.quantised == PACKED) and expert_mlp.fits(base.device, base.dtype):
+    if may_compile and enable_native_passes(base):
         expert_mlp.enable(cache_folder() / "native")
     reorder_weights(base.model)  # column-major, which is faster for a few texts at a time
+
+
+def enable_native_passes(base: Base) -> bool:
+    """Generate text with native passes from now on, if the base is large or packed; return whether this succeeded.
+
+    Args:
+        base: The base of all texts.
+    """
+    is_large = base.model.num_parameters() >= MIN_COMPILED_PARAMETERS
+    if not (is_large or base.quantised == PACKED) or not expert_mlp.fits(base.device, base.dtype):
+        return False
+    return decoding.enable(cache_folder() / "native")
 
 
 # ------------------------------------------------------------ adapters of other tools
@@ -532,7 +543,7 @@ class EnginePool:
         """Return whether a model answers messages rather than continues a text."""
         return self._answers.get(name, False)
 
-    def check_names(self, source: Source, opened: UserModels) -> None:
+    def _check_names(self, source: Source, opened: UserModels) -> None:
         """Raise an error if another source has one of the names.
 
         Args:
@@ -556,7 +567,7 @@ class EnginePool:
         Raises:
             RunError: Another source has a model of this name.
         """
-        self.check_names(source, opened)
+        self._check_names(source, opened)
         if source in self._opened:
             self.remove(source)
         engine = self._engines.get(opened.batch_key)
@@ -613,24 +624,6 @@ class EnginePool:
         return self._engines[self._key_of[name]]
 
     # ------------------------------------------------------------ what an engine does
-
-    def raise_unless_valid(self, request: Request) -> None:
-        """Raise an error if a request cannot be answered; see :meth:`Engine.raise_unless_valid`."""
-        self.engine_of(request.name).raise_unless_valid(request)
-
-    def ends(self, request: Request) -> tuple[int, ...]:
-        """Return the tokens that end the answer to a request."""
-        return self.engine_of(request.name).ends(request)
-
-    def route(self, name: str, prompt: list[int], text: list[int]) -> Routing:
-        """Return how a user's model routes each token of a text; see :meth:`Engine.route`.
-
-        Args:
-            name: The user.
-            prompt: Tokens before the text.
-            text: Tokens of the text.
-        """
-        return self.engine_of(name).route(name, prompt, text)
 
     @property
     def _all_engines(self) -> list[Engine]:

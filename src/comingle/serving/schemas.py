@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing, suppress
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import Request as Http
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -20,7 +20,9 @@ from comingle.models.generation import Sampling
 from comingle.serving.access import ApiError, Metrics, TextTimer
 from comingle.serving.answers import DONE, Answer, Choice, event
 from comingle.serving.engine import Engine, Piece, Request
-from comingle.serving.models import EnginePool
+
+if TYPE_CHECKING:
+    from comingle.serving.models import EnginePool
 
 Result = TypeVar("Result")
 
@@ -486,7 +488,7 @@ class Worker:
             DataError: A request cannot be answered.
         """
         for request in requests:
-            self.engine.raise_unless_valid(request)
+            self.engine.engine_of(request.name).raise_unless_valid(request)
         with self._changed:
             num_waiting = self.num_waiting
             max_queued = self.max_waiting + self.engine.num_free_rows

@@ -408,11 +408,21 @@ def enable(cache: Path) -> bool:
     Args:
         cache: Folder of compiled libraries; the code is compiled if it is not there.
     """
-    global _library, _loaded
+    global _library
+    _library = load(cache)
+    return _library is not None
+
+
+def load(cache: Path) -> ctypes.CDLL | None:
+    """Load the native library once, without using it for mixtures; None if it cannot be compiled.
+
+    Args:
+        cache: Folder of compiled libraries; the code is compiled if it is not there.
+    """
+    global _loaded
     if _loaded is None:
         _loaded = _load(cache)
-    _library = _loaded
-    return _library is not None
+    return _loaded
 
 
 def disable() -> None:
