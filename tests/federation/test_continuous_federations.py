@@ -437,6 +437,7 @@ def test_only_the_last_run_of_a_federation_ends_the_client(tmp_path: Path) -> No
     assert ended
 
 
+@pytest.mark.slow
 def test_old_runs_are_deleted_and_who_returns_is_still_known(comingle: Callable[..., Any], tmp_path: Path) -> None:
     """Bob was in the first run only, which is deleted when he returns: his text of then is not new."""
     federation = Federation(tmp_path, ANN, BOB)

@@ -67,7 +67,7 @@ def assert_same_guard(together: api.Run, apart: Path) -> set[str]:
     return {entry["model"] for entry in together.metrics["served"].values()}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", ["local", "exchanged"])
 @pytest.mark.parametrize("name", ["comigs-1g1s", "fdlora", "fedavg+", "ifca", "stacking", "pcl", "fedmerge", "hetlora"])
 def test_it_is_the_guard_of_one_process(name: str, model: str, tmp_path: Path) -> None:
@@ -193,6 +193,7 @@ class Undone(Direct):
         yield from super().exchange(requests, timeout=timeout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Forgetful, Undone])
 def test_a_client_that_is_killed_or_reverts_ends_with_the_same(
     kind: type[Direct], pair: tuple[api.Run, Path, Direct], tmp_path: Path
@@ -211,6 +212,7 @@ class Crash(Exception):
     """Stands for the end of a process."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["the guard's state", "all states"])
 def test_a_crash_between_two_files_of_a_task(after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task is carried out again from the state before, or is complete."""
@@ -290,6 +292,7 @@ def test_a_lost_state_is_one_line(tmp_path: Path) -> None:
         Client(node.folder, node.own)._open(run.name.removeprefix("run-"))
 
 
+@pytest.mark.slow
 def test_the_best_round_is_compared(tmp_path: Path) -> None:
     content = guarded(tmp_path / "texts", "fedavg", **{**HARD, "training__rounds": 6}, evaluation__select="best")
     together = api.run(content, out=tmp_path / "together")
@@ -297,6 +300,7 @@ def test_the_best_round_is_compared(tmp_path: Path) -> None:
     assert_same_guard(together, tmp_path / "apart")
 
 
+@pytest.mark.slow
 def test_noise_is_not_in_the_local_model(tmp_path: Path) -> None:
     privacy = {"mechanism": "example", "noise_multiplier": 1.0, "noise": "reproducible", "accountant": "rdp"}
     changes = {f"privacy__{key}": value for key, value in privacy.items()}
@@ -306,6 +310,7 @@ def test_noise_is_not_in_the_local_model(tmp_path: Path) -> None:
     assert assert_same_guard(together, tmp_path / "apart") == {LOCAL}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "fedavg+"])
 def test_a_federation_that_ends_early(name: str, tmp_path: Path) -> None:
     """Its privacy budget is that of two rounds of three."""
@@ -318,6 +323,7 @@ def test_a_federation_that_ends_early(name: str, tmp_path: Path) -> None:
     assert_same_guard(together, tmp_path / "apart")
 
 
+@pytest.mark.slow
 def test_masks_hide_uploads_and_nothing_is_masked_alone(tmp_path: Path) -> None:
     changes = {"privacy__mechanism": "none", "privacy__secure_aggregation": {"bits": 24}}
     content = guarded(tmp_path / "texts", **changes)
@@ -359,6 +365,7 @@ def test_a_user_trains_alone_in_the_rounds_in_which_it_takes_part(tmp_path: Path
     assert_same_guard(together, tmp_path / "apart")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", [False, True])
 def test_local_models_continue(moments: bool, tmp_path: Path) -> None:
     """One user is new; what is served stays so since the earlier run, if it is of the same kind."""
@@ -395,6 +402,7 @@ def test_a_download_of_the_earlier_run_is_no_shared_model(tmp_path: Path) -> Non
     assert list(served_by(tmp_path / "apart", cem)["candidates"]) == [PERSONAL, LOCAL]
 
 
+@pytest.mark.slow
 def test_local_models_begin_anew_after_a_federation_without_a_guard(tmp_path: Path) -> None:
     content = guarded(tmp_path / "texts")
     plain = guarded(tmp_path / "texts", evaluation__guard=None)
@@ -405,6 +413,7 @@ def test_local_models_begin_anew_after_a_federation_without_a_guard(tmp_path: Pa
     assert_same_guard(together, tmp_path / "apart")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [False, True])
 def test_runs_with_arriving_text(restarts: bool, tmp_path: Path) -> None:
     """In a continuous federation; the models of the user without new text are as before, but for the shared one."""

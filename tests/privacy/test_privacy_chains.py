@@ -74,7 +74,7 @@ def spent(done: Run) -> dict[str, float]:
     return dict(privacy.get("users") or dict.fromkeys(done.metrics["users"], privacy["epsilon"]))
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_users_who_took_part_in_fewer_runs_have_spent_less(tmp_path: Path, accountant: str) -> None:
     """Ben is absent from the second run and his account is still there in the third; dan is new in the second."""
     run(recipe(tmp_path, "ann", "bob", accountant=accountant), tmp_path / "1")

@@ -463,6 +463,7 @@ def test_pretrained_is_the_base_whatever_the_method(people: Any, method: str) ->
         assert (ann.logits(ids).log_softmax(-1) - expected).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_native_passes_outlast_other_native_code(people: Any, tmp_path: Path) -> None:
     """As in a process that serves while a training run begins, which disables and enables the kernels for training."""
     mine = people()

@@ -133,14 +133,14 @@ def test_neither_users_nor_their_texts_are_in_the_metrics(address: str, people: 
 def test_a_base_in_a_folder_of_a_user_is_not_named(
     people: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "ada"
+    folder = tmp_path / "ada-lovelace"
     folder.mkdir()
     engine = Engine(people(), rows=1)
     monkeypatch.setitem(vars(next(iter(engine.models.values())).model.base), "name", str(folder))  # it is frozen
     with serving(make_app(engine, Keys(people(), None), Limits())) as address:
         text = httpx.get(f"{address}/metrics").text
     assert 'model_name="local"' in text
-    assert "ada" not in text
+    assert "lovelace" not in text
 
 
 def test_health_needs_no_key_and_ends_with_the_engine(people: Any) -> None:

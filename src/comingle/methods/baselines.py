@@ -79,9 +79,8 @@ def fedavg_plus() -> Method:
     """FedAvg+: FedAvg, after which each user fine-tunes the global model on its own data.
 
     Source: FedAvg+ in FedEM (Marfoq et al. 2021, arXiv:2108.10252), section 4, after Jiang et al. 2019.
-    Shared: attention, 2 averaged LoRA experts per MLP; a whole net, with running statistics of its norm layers.  Local:
-    the fine-tuned copy.
-    Frozen: a language model's base.
+    Shared: attention, 2 averaged LoRA experts per MLP; a whole net, with running statistics of its norm layers.
+    Local: the fine-tuned copy.  Frozen: a language model's base.
     Client: as for FedAvg.  Before each evaluation and after the last round, a user fine-tunes a copy of the global
     model by one more local round, on other random batches.  Server: mean over users.
     Differs from the paper: no difference is known.  ``evaluation.model`` has no effect: the fine-tuned copy is
@@ -97,8 +96,8 @@ def fedprox(*, proximal: NotNegative = 0.01) -> Method:
     theta is the user's model, theta_t the downloaded one.
 
     Source: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv:1812.06127, Algorithm 2, eq. 2.
-    Shared: attention, 2 averaged LoRA experts per MLP; a whole net, with running statistics of its norm layers.  Local:
-    nothing.  Frozen: a language model's base.
+    Shared: attention, 2 averaged LoRA experts per MLP; a whole net, with running statistics of its norm layers.
+    Local: nothing.  Frozen: a language model's base.
     Client: local steps on training data, with the proximal term.  Server: mean over users.
     Differs from the paper: all users take the same number of local steps, where the paper's users may stop early
     (gamma).  Means are weighted by ``training.weighting``; the paper draws users by their share of the data and weighs
