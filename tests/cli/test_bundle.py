@@ -520,6 +520,7 @@ def test_another_python_and_machine_and_an_existing_folder_are_refused(unpacked:
     assert f"got {platform.system()} {platform.machine()}" in install(unpacked).stderr
 
 
+@pytest.mark.slow
 def test_a_failed_installation_leaves_no_environment(unpacked: Path) -> None:
     """All digests match; the made-up wheels cannot be installed."""
     done = install(unpacked)

@@ -242,6 +242,7 @@ class TestServices:
             say=said.append,
         )
 
+    @pytest.mark.slow
     def test_it_is_started_again_later_and_later(self, tmp_path: Path) -> None:
         said: list[str] = []
         service = self.service(tmp_path, "print('no such thing'); raise SystemExit(3)", said)

@@ -207,6 +207,7 @@ run(out=sys.argv[1], observers=[kill], **{"checkpoints.every": 1})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("round_number", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_killed_run_is_resumed(tmp_path: Path, round_number: int) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(round_number)]
