@@ -80,7 +80,7 @@ def test_a_folder_without_a_card_is_no_export(bob: Any, tmp_path: Path) -> None:
             bob.export(tmp_path / "bob", force=True)
 
 
-@pytest.mark.parametrize("format", ["transformers", "peft", "gguf", "merged-approximately"])
+@pytest.mark.parametrize("format", ["transformers", "peft", "gguf", "gguf-adapter", "merged-approximately"])
 @pytest.mark.sampled(1)
 def test_an_export_lists_its_files_and_is_replaced(federate: Any, tmp_path: Path, format: str) -> None:
     ann = trained(federate, "fedit", base="random:llama?layers=1").user("ann")

@@ -291,6 +291,7 @@ FILE_LIST = "comingle_export.json"
 _KNOWN_FILES = {
     *(CARD, FILE_LIST, "config.json", "generation_config.json", "adapter_config.json"),
     *("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "model.gguf"),
+    *("adapter.gguf", "Modelfile"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
 }
