@@ -133,11 +133,9 @@ KILLED: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("what", KILLED)
-def test_what_is_killed_comes_back_and_nothing_is_lost(what: str, tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, "comigs-1g1s")
-    api.run(recipe, out=tmp_path / "together")
-    killed: list[Any] = []
+def federate_and_kill(recipe: Any, tmp_path: Path, what: str) -> None:
+    """A federation in ``apart``, one of whose processes is killed after the first round."""
+    killed: list[int] = []
 
     def kill() -> None:
         for process in of_folder(tmp_path, *KILLED[what])[:1] or of_names(KILLED[what]):
@@ -148,6 +146,13 @@ def test_what_is_killed_comes_back_and_nothing_is_lost(what: str, tmp_path: Path
     federate(recipe, tmp_path / "apart", say=print)
     thread.join()
     assert killed
+
+
+@pytest.mark.parametrize("what", KILLED)
+def test_what_is_killed_comes_back_and_nothing_is_lost(what: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "comigs-1g1s")
+    api.run(recipe, out=tmp_path / "together")
+    federate_and_kill(recipe, tmp_path, what)
     assert_equal(tmp_path / "together", tmp_path / "apart")
 
 
@@ -156,17 +161,7 @@ def test_a_client_that_is_killed_serves_what_one_process_does(tmp_path: Path) ->
     recipe = recipe_of(tmp_path, "fedavg").with_changes({"evaluation.guard": "local"})
     together = api.run(recipe, out=tmp_path / "together")
     assert together.local is not None
-    killed: list[int] = []
-
-    def kill() -> None:
-        for process in of_folder(tmp_path, *KILLED["a client"])[:1]:
-            os.kill(process.pid, signal.SIGKILL)
-            killed.append(process.pid)
-
-    thread = after_first_round(tmp_path / "apart", kill)
-    federate(recipe, tmp_path / "apart", say=print)
-    thread.join()
-    assert killed
+    federate_and_kill(recipe, tmp_path, "a client")
     assert_equal(tmp_path / "together", tmp_path / "apart")
     assert not any("served" in path.read_text() for path in (tmp_path / "apart").glob("*.json*"))
     for number, name in enumerate(together.users):

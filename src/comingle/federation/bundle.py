@@ -601,7 +601,7 @@ class _HashedFile:
     """A file whose bytes are added to a SHA-256 digest as they are read or written."""
 
     def __init__(self, file: BufferedIOBase):
-        """Wrap an open file, of which no byte is in the digest yet."""
+        """Wrap an open file and start with an empty digest."""
         import hashlib  # slow to import
 
         self._file, self.digest = file, hashlib.sha256()

@@ -386,13 +386,13 @@ def _start_from_earlier_run(clients: Clients, section: ContinuationSection, stat
 
 
 def _guard_of(folder: Path, public: Public, recipe: Recipe, run_data: RunData, clients: Clients) -> ClientGuard | None:
-    """Return the user's local model before the first task; None without ``evaluation.guard``.
+    """Create the guard of a user before the first task, if the recipe has ``evaluation.guard``; else return None.
 
     Args:
         folder: Folder of the run.
         public: What all users may know of the federation, such as its recipe and their names.
         recipe: The user's recipe.
-        run_data: The data of the run, of which that of the user is here.
+        run_data: The base model and the user's data.
         clients: The client group of the user.
     """
     if not is_guarded(clients.plan.evaluation, clients.method):

@@ -111,7 +111,7 @@ class NativeNetwork:
         self._embed, self._rotary = model.embed_tokens, model.rotary_emb
         self._kept_alive: list[Tensor] = []
         """Tensors that the native code reads by address."""
-        first_mlp = _mlp(model.layers[0])
+        first_mlp = _Mlp(model.layers[0].mlp)
         attention = model.layers[0].self_attn
         self._dtype: torch.dtype = self._embed.weight.dtype
         self._layers = (_Layer * len(model.layers))()
@@ -133,9 +133,10 @@ class NativeNetwork:
             norm=model.norm.weight.data_ptr(),
         )
         self._fill(self._call.head_layer, (network.lm_head, None))
-        self._call.present = self._address(_present(first_mlp, texts).to(torch.uint8))
+        present = torch.ones(texts, 1) if first_mlp.present is None else first_mlp.present
+        self._call.present = self._address(present.to(torch.uint8))
         for struct, layer in zip(self._layers, model.layers, strict=True):
-            mlp = _mlp(layer)
+            mlp = _Mlp(layer.mlp)
             struct.attention_norm = layer.input_layernorm.weight.data_ptr()
             struct.mlp_norm = layer.post_attention_layernorm.weight.data_ptr()
             for name in ("q", "k", "v", "o"):
@@ -204,8 +205,12 @@ class NativeNetwork:
             part = slice(start, min(start + most, n))
             is_last = part.stop == n
             logits = self._run(ids[:, part], positions[:, part], stores, starts, cached + start, predicts=is_last)
+        layers: list[Any] = cache.layers
         for i, (keys, values) in enumerate(stores):
-            cache.update(keys[:, :, cached:], values[:, :, cached:], i)
+            if cached:
+                layers[i].keys, layers[i].values = keys, values  # with the cached ones
+            else:
+                cache.update(keys, values, i)  # creates the layer
         assert logits is not None
         return logits
 
@@ -286,15 +291,6 @@ class _Mlp:
         self.linears = {name: (linear, module.factors[name]) for name, linear in modules.items()}
         self.num_experts, self.top_k = module.router.present.shape[1], module.router.top_k
         self.present, self.router = module.router.present, module.router.weight
-
-
-def _mlp(layer: nn.Module) -> _Mlp:
-    return _Mlp(layer.get_submodule("mlp"))
-
-
-def _present(mlp: _Mlp, texts: int) -> Tensor:
-    """Return which experts each text has, ``(texts, experts)``."""
-    return torch.ones(texts, 1) if mlp.present is None else mlp.present
 
 
 def _linear(module: nn.Module) -> Linear:

@@ -150,7 +150,8 @@ class Service:
         when_idle: Callable[[], object],
     ) -> None:
         """Start a worker for the engine; arguments as in :func:`make_app`."""
-        self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
+        self.engine, self.keys, self.limits = engine, keys, limits
+        self.answers: Callable[[str], bool] = answers if callable(answers) else lambda _name: answers
         self.rates = Rates(limits.rate)
         self.quotas = None if limits.tokens_per_day is None else Buckets(limits.tokens_per_day, DAY)
         self.worker = Worker(engine, max_waiting=limits.queue, when_idle=when_idle)
@@ -335,9 +336,7 @@ class Service:
             "object": "model",
             "created": self.started,
             "owned_by": "comingle",
-            "answers": self.answers(name)
-            if callable(self.answers)
-            else self.answers,  # whether it answers messages rather than continues a text
+            "answers": self.answers(name),  # whether it answers messages rather than continues a text
             "routed": self._engine_of(name).routed,  # whether it has routers, whose gates the page can show
         }
 

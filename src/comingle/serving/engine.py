@@ -39,9 +39,9 @@ from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.models.quantised import QuantisedLinear
 from comingle.models.routing import Routing
+from comingle.serving.access import Limits
 from comingle.serving.rows import (
     BLOCK_TOKENS,
-    PREFIX_BYTES,
     PrefixBlock,
     PrefixCache,
     RowCache,
@@ -299,7 +299,7 @@ class Engine:
         rows: int,
         cache_bytes: int | None = None,
         prompt_tokens: int | None = None,
-        prefix_bytes: int = PREFIX_BYTES,
+        prefix_bytes: int = Limits.prefix_bytes,
     ) -> None:
         """Create an engine without requests.
 
@@ -652,7 +652,7 @@ class Engine:
         self._sample_tokens(new_row, logits)
 
     def _keep_prefix(self, row: _Row, cache: DynamicCache, index: int) -> None:
-        """Add the keys and values of a prompt to the cache of prefixes, of which the row needs no part any more.
+        """Add the keys and values of a prompt to the cache of prefixes, and drop the row's own prefix.
 
         Args:
             row: The row.

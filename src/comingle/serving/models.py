@@ -153,12 +153,14 @@ class UserModels:
 
     Args:
         models: Models by user, in memory or :class:`StoredModels`.
+        base: The base, which is the same for all users.
         answers: Whether they answer messages rather than continue a text: they were trained on conversations, or their
             base has a chat template.
         batch_key: Equal for models that can be in one batch.
     """
 
     models: Mapping[str, PersonalModel]
+    base: Base
     answers: bool
     batch_key: object = field(default_factory=object)
 
@@ -173,11 +175,6 @@ class UserModels:
         if megabytes is not None:
             return megabytes * 10**6
         return min(4 * 10**9, free_bytes(self.base.device) // 4)
-
-    @property
-    def base(self) -> Base:
-        """The base, which is the same for all users."""
-        return next(iter(self.models.values())).model.base
 
 
 def open_models(run: Path, method: str | None = None, weights: str | None = None) -> UserModels:
@@ -215,18 +212,18 @@ def _open_run(run_folder: Path, base: Base | None) -> UserModels:
 
     def read(name: str) -> PersonalModel:
         personal = cast(PersonalModel, finished_run.user(name))
-        return (
-            replace(personal, row=0) if has_equal_users else personal
-        )  # the index of any user, of this or another run
+        if has_equal_users:
+            return replace(personal, row=0)  # the index of any user, of this or another run
+        return personal
 
     models: Mapping[str, PersonalModel]
     models = StoredModels(finished_run.users, read) if is_stored else {name: read(name) for name in finished_run.users}
-    opened = UserModels(models=models, answers=False)
-    opened = replace(opened, answers=answers_messages(recipe, opened.base))
+    run_base = cast(Base, cast(Any, model).base)
+    opened = UserModels(models=models, base=run_base, answers=answers_messages(recipe, run_base))
     if has_equal_users:
         slots = tuple((slot.name, slot.shape, slot.roles) for slot in model.layout.slots)
         settings = (recipe.method.model_dump_json(), recipe.adapters.model_dump_json())
-        return replace(opened, batch_key=(slots, settings, opened.base.adds_bos))
+        return replace(opened, batch_key=(slots, settings, run_base.adds_bos))
     return opened
 
 
@@ -338,7 +335,7 @@ def _open_adapter(folder: Path, name: str, base: Base) -> UserModels:
 
     shapes = tuple((key, tuple(t.shape)) for key, t in read(name).tensors.items())
     answers = bool(getattr(base.tokenizer, "chat_template", None))
-    return UserModels(models=StoredModels([name], read), answers=answers, batch_key=shapes)
+    return UserModels(models=StoredModels([name], read), base=base, answers=answers, batch_key=shapes)
 
 
 def _adapter_config(folder: Path) -> dict[str, Any]:

@@ -223,8 +223,6 @@ class RowCache(Cache):
 
 BLOCK_TOKENS = 32
 """Number of tokens of a block of :class:`PrefixCache`."""
-PREFIX_BYTES = 256 << 20
-"""Default size of a :class:`PrefixCache`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -248,10 +246,10 @@ class PrefixBlock:
 
 
 class PrefixCache:
-    """Keys and values of the first tokens of prompts, for later prompts of the same user that begin alike.
+    """Cache of the keys and values of the first tokens of prompts, for later prompts of the user that begin alike.
 
     Keys and values depend on the adapters. So no prefix is shared between users, and a prefix is dropped when the
-    user's model is replaced. Prefixes consist of whole blocks, of which the least recently used are evicted.
+    user's model is replaced. Prefixes consist of whole blocks; the least recently used blocks are evicted.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -378,7 +376,7 @@ class AdapterCache(MutableMapping[str, Tree]):
         Args:
             names: All users.
             read: Returns a user's adapters, from disk for example.
-            max_bytes: Largest size of the adapters in memory, of which at least one user's stay; None for no limit.
+            max_bytes: Largest size of the adapters in memory; those of one user always stay. None for no limit.
         """
         self.names, self.max_bytes, self._read = names, max_bytes, read
         self.num_bytes = 0

@@ -153,7 +153,7 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
 
     @property
     def rule_result(self) -> RuleResult | None:
-        """How much each upload of the last round counted in a robust aggregation rule; None without such a rule."""
+        """Result of the robust aggregation rule in the last round; None without such a rule."""
         for mechanism in self:
             if mechanism.rule_result is not None:
                 return mechanism.rule_result

@@ -166,7 +166,7 @@ class Layout:
         return int(self.mask(roles).sum())
 
     def named_roles(self, roles: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Return for each tensor the names of its roles, by which servers select tensors.
+        """Return the names of each tensor's roles, which servers use to select tensors.
 
         A role, such as "attention", says to which part of a model a tensor belongs. It has up to three names:
         "attention", "attention.a" for one factor of a LoRA, and "attention.body" for one part of the model. For

@@ -358,7 +358,7 @@ class LimitedLinkState(InMemoryLinkState):
         return ""
 
     def _registered_children(self, object_id: str, default: list[str]) -> list[str]:
-        """Return the ids of the parts of which an object consists, as announced before; ``default`` if it was not.
+        """Return the announced ids of an object's parts, or ``default`` if the object was not announced.
 
         Flower sends a message as a tree of objects.
 
@@ -824,7 +824,7 @@ class KeyFolder:
     """
 
     def __init__(self, state: LinkState, folder: Path) -> None:
-        """Watch a folder with public keys of clients, none of which is registered yet."""
+        """Watch a folder with public keys of clients, and register none of them yet."""
         self._state, self._folder = state, folder
         self._read_at = -math.inf  # on the monotonic clock
 

@@ -794,7 +794,7 @@ def fill_factors(struct: LinearStruct, factors: Factors | None) -> list[Tensor]:
     """Write addresses and sizes of a linear layer's factors into a C struct.
 
     Args:
-        struct: The struct, of which other fields are not changed.
+        struct: The struct; its other fields are not changed.
         factors: A and B of each user; None for no adapter.
 
     Returns:
