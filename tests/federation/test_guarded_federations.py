@@ -146,8 +146,8 @@ def test_show_status_and_report_say_what_the_user_is_served(
         assert difference in page
 
 
-def test_nothing_of_the_guard_leaves_a_client(tmp_path: Path) -> None:
-    """Messages, reports and shared tensors are those of a federation without a guard, which writes no further file."""
+def test_nothing_of_the_guard_leaves_a_client(comingle: Any, tmp_path: Path) -> None:
+    """Messages, reports and shared tensors are those of a federation without a guard, whose clients write one model."""
     texts, recorded = tmp_path / "texts", {}
     for guard in ("local", None):
         content = guarded(texts, "ditto", evaluation__guard=guard, **HARD)
@@ -169,7 +169,9 @@ def test_nothing_of_the_guard_leaves_a_client(tmp_path: Path) -> None:
         assert_equal(tensors_of(with_guard.nodes[name]), tensors_of(without.nodes[name]))
         run = run_of(tmp_path / "None", name)
         assert not {LOCAL, SHARED, SERVED} & {path.name for path in run.rglob("*")}
-        assert not (run / "model" / "events.jsonl").exists()
+        report = tmp_path / f"{name}.html"
+        comingle("report", run / "model", "--no-tokens", "--out", report)
+        assert "perplexity" in report.read_text()
 
 
 class Forgetful(Direct):

@@ -629,7 +629,7 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
     if store.guard is not None:
         _save_guard(store, store.guard, federation, recipe, folder, metrics, progress)
-        _write_events(folder, federation.clients, scores, metrics)
+    _write_events(folder, clients, scores, metrics)
     write_json(folder / "metrics.json", metrics)
     return folder
 
@@ -667,7 +667,7 @@ def _save_guard(
 
 
 def _write_events(folder: Path, clients: Clients, scores: Sequence[AnyScore], metrics: JsonObject) -> None:
-    """Write the events that a report needs: start, final evaluation, what is served, and end.
+    """Write the events that a report needs: start, final evaluation, what is served with a guard, and end.
 
     Args:
         folder: Folder of the user's final model.
@@ -687,7 +687,8 @@ def _write_events(folder: Path, clients: Clients, scores: Sequence[AnyScore], me
     try:
         log(start_event(clients.plan, clients.model.name, users))
         log(evaluation)
-        log({"event": "served", "round": done, "users": metrics["served"]})
+        if "served" in metrics:
+            log({"event": "served", "round": done, "users": metrics["served"]})
         log(end_event(metrics))
     finally:
         log.close()
