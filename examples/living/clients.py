@@ -347,7 +347,6 @@ def print_answers(month: Month) -> int:
 def main() -> None:
     """Run the month, and train alone and at once; print the answers and the table."""
     parser = argument_parser(__doc__)
-    parser.set_defaults(rounds=6, steps=10)  # as many steps as in month.py, and half of the messages
     parser.add_argument("--keep", type=Path, help="New folder for all files, which are deleted otherwise.")
     arguments = parser.parse_args()
     began = time.monotonic()
