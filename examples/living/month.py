@@ -226,6 +226,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=5, help="Local steps in a round.")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="Constant learning rate of the experts.")
     parser.add_argument("--method", default="comigs-1g1s")
+    parser.add_argument("--guard", action="store_true", help="Serve each user the best of several models.")
     return parser
 
 
@@ -242,7 +243,11 @@ def recipe_of(arguments: argparse.Namespace) -> dict:
             "context": 64,
             "experts": experts,
         },
-        "evaluation": {"first": False, "every": arguments.rounds},
+        "evaluation": {
+            "first": False,
+            "every": arguments.rounds,
+            "guard": "local" if arguments.guard else None,
+        },
     }
 
 

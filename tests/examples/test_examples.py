@@ -162,7 +162,7 @@ def test_a_month_of_client_processes(tmp_path: Path) -> None:
     pytest.importorskip("flwr")
     folder, month = tmp_path / "empty", tmp_path / "month"
     folder.mkdir()
-    options = ("--documents", "30", "--rounds", "2", "--steps", "3", "--keep", str(month))
+    options = ("--documents", "30", "--rounds", "2", "--steps", "3", "--guard", "--keep", str(month))
     told = printed("living/clients.py", folder, *options, seconds=1800)
     assert_month_is_scored(told)
     starting, staying = ["unittest", "asyncio", "email"], ["unittest", "email", "multiprocessing"]
@@ -191,4 +191,8 @@ def test_a_month_of_client_processes(tmp_path: Path) -> None:
     (of_user,) = certificates_of(state)
     assert len(of_user["copies"]) > 3
     assert of_user["not_deleted"] == []
+    for user in staying:
+        models = list((month / "clients" / user / "state").glob("run-*/model"))
+        assert len(models) == 2
+        assert all(set(read_metrics(model)["served"][user]["candidates"]) >= {"personal", "local"} for model in models)
     assert not [path.name for path in month.glob("*.log") if "Traceback" in path.read_text()]
