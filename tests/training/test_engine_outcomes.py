@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 import comingle
+from comingle.cli import app
+from comingle.config import load_recipe
 from comingle.config.settings import PrivacySection
 from comingle.methods import make
 from comingle.privacy.mechanisms import Central, Local
@@ -36,11 +39,11 @@ def net(*shape: Any) -> torch.nn.Module:
     return layer
 
 
-def run(out: Path | None = None, **changes: Any) -> Any:
+def run(out: Path | None = None, *, base: Any = net, **changes: Any) -> Any:
     training = {"rounds": 3, "batch_size": 8, "experts": {"name": "sgd", "learning_rate": 0.01}}
     recipe = {"training": training, "data": {"loss": "mse"}, "evaluation": {"model": "exchanged"}}
     users = {name: samples(seed) for seed, name in enumerate("abc")}
-    return comingle.run({**recipe}, users=users, base=net, out=out, **{"method": "fedavg", **changes})
+    return comingle.run({**recipe}, users=users, base=base, out=out, **{"method": "fedavg", **changes})
 
 
 def shown(metrics: dict[str, Any]) -> str:
@@ -128,6 +131,57 @@ def test_mixtures_that_stay_uniform_say_so() -> None:
     assert re.search(r"^mixtures .*\b2 components .*0\.5\b", warning)
     assert "warnings" not in run(**floral, **fast).metrics
     assert "warnings" not in run(**{**floral, "method": {"name": "local-adaptor"}}).metrics
+
+
+def test_merging_weights_that_stay_uniform_say_so() -> None:
+    def warnings_of(**settings: Any) -> list[str]:
+        method = {"name": "fedmerge", "models": 2, **settings}
+        made = run(method=method, base=lambda *_: torch.nn.Linear(3, 1))  # models with different initial weights
+        return made.metrics.get("warnings", [])
+
+    (warning,) = warnings_of(weight_step=1e-4)
+    assert re.search(r"^mixtures have stayed uniform: .*\b2 components .*method.weight_step", warning)
+    assert not warnings_of(weight_step=0.3)
+    assert not warnings_of(weight_step=0.0)  # frozen weights are uniform on purpose
+    assert not warnings_of(softmax=False, weight_step=0.3)
+
+
+@pytest.mark.parametrize(
+    ("scores", "is_uniform"),
+    [
+        ({"ada": [[0.52, 0.48], [0.5, 0.5]], "ben": [[0.45, 0.55], [0.5, 0.5]]}, True),
+        ({"ada": [[0.52, 0.48], [0.5, 0.5]], "ben": [[0.45, 0.55], [0.2, 0.8]]}, False),
+        ({"ada": [[0.35, 0.33, 0.32]], "ben": [[1.0]]}, True),  # Ben has a single expert, hence no router
+        ({"ben": [[1.0]]}, False),
+        ({}, False),
+    ],
+)
+def test_mean_gates_that_are_uniform_are_said(scores: dict[str, list[list[float]]], is_uniform: bool) -> None:
+    events: list[Any] = [{"event": "evaluation", "round": done, "expert_scores": scores} for done in (1, 2)]
+    found = list(_warn_of_mixtures(make("comigs-1g1s"), Evaluations(events)))
+    assert [warning[:27] for warning in found] == ["routers have stayed uniform"] * is_uniform
+    assert not _warn_of_mixtures(make("fedavg"), Evaluations(events))  # has no trained router
+
+
+@pytest.mark.slow
+def test_token_routers_that_stay_uniform_say_so(tmp_path: Path, write_recipe: Any) -> None:
+    def warnings_of(learning_rate: float) -> list[str]:
+        changes = {
+            "method": {"name": "comigs-1g1s", "router_every": 1, "router_steps": 4},
+            "training.router.learning_rate": learning_rate,
+            "training.balance_weight": 0.0,
+            "training.rounds": 4,
+        }
+        recipe = load_recipe(write_recipe(tmp_path / str(learning_rate))).with_changes(changes)
+        return comingle.run(recipe, out=tmp_path / f"run-{learning_rate}").metrics.get("warnings", [])
+
+    (warning,) = [line for line in warnings_of(1e-9) if "uniform" in line]
+    assert warning.startswith("routers have stayed uniform")
+    assert not [line for line in warnings_of(1.0) if "uniform" in line]
+    out = tmp_path / "report.html"
+    answer = CliRunner().invoke(app, ["report", str(tmp_path / "run-1e-09"), "--out", str(out)])
+    assert answer.exit_code == 0, answer.output
+    assert "routers have stayed uniform" in out.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

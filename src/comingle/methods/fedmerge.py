@@ -315,6 +315,11 @@ class Merge(Server):
         """Number of models on the server."""
         return self.models
 
+    @property
+    def merging_setting(self) -> str:
+        """Name of the setting that sizes steps on merging weights; empty if these are frozen."""
+        return "method.weight_step" if self.weight_step else ""
+
     def start(self, setup: ServerSetup) -> Tree:
         """Return the initial models, and the users' merging weights or, with ``softmax``, the logits of these.
 

@@ -133,6 +133,11 @@ class Server:
         """Number of models with different initial values that the server starts with."""
         return 1
 
+    @property
+    def merging_setting(self) -> str:
+        """Name of the setting that sizes steps on users' merging weights; empty if the server learns none."""
+        return ""
+
     def exchanges(self, done: int) -> bool:
         """Return whether there is an exchange after round ``done`` (from 1)."""
         rounds_since_first_exchange = done - self.exchange_from

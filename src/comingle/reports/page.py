@@ -330,6 +330,7 @@ def notices(entries: Sequence[Entry]) -> list[str]:
             sample = describe_sample(run.metrics)  # empty if all users were evaluated
             if sample:
                 sentences.append(f"{name}: {sample}.")
+            sentences += [f"{name}: {warning}." for warning in run.metrics.get("warnings", ())]
         untrained_roles = (entry.first.metrics or {}).get("untrained")
         if untrained_roles:
             roles = " and ".join(untrained_roles)

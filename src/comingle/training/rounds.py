@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from comingle.config.settings import protects_examples
 from comingle.methods.base import ROUTERS, Method
@@ -31,6 +31,9 @@ logger = logging.getLogger("comingle")
 
 _UNIFORM = 0.98
 """Mean entropy of mixtures, relative to ln C, from which they count as uniform; weights 0.58, 0.42 for C = 2."""
+
+_ROUNDING = 1e-3
+"""Distance from 1 up to which weights count as shares of a mixture; events have them rounded."""
 
 _NEAR_CHANCE = 0.01
 """Relative distance to ln C, with C classes, up to which a loss counts as that of chance."""
@@ -204,13 +207,18 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
         method: Method of the run.
         evaluations: First and last evaluation events of the run; the last one has the mixture weights of each user.
     """
-    # Weights are trained by gradients, or computed from a sweep over the training data.
-    is_learned = bool(ROUTERS & method.client.trained) or method.client.sweeps
-    has_two_evaluations = evaluations.last is not None and evaluations.last is not evaluations.first
-    if not is_learned or evaluations.last is None or not has_two_evaluations:
+    last = evaluations.last
+    if last is None or last is evaluations.first:  # nothing has been trained between two evaluations
         return ()
-    mixtures: list[list[float]] = list(evaluations.last.get("mixtures", {}).values())  # one per user
-    if not mixtures:
+    routers_are_trained = bool(ROUTERS & method.client.trained)
+    if routers_are_trained and last.get("expert_scores"):
+        return _warn_of_gates(last["expert_scores"])
+    # Weights are trained by gradients, or computed from a sweep over the training data.
+    setting = "training.router.learning_rate" if routers_are_trained or method.client.sweeps else ""
+    setting = method.server.merging_setting or setting
+    mixtures: list[list[float]] = list(last.get("mixtures", {}).values())  # one per user
+    are_shares = all(min(weights) >= 0 and abs(sum(weights) - 1) < _ROUNDING for weights in mixtures)
+    if not setting or not mixtures or not are_shares:  # merging weights without softmax are no shares
         return ()
     num_components = len(mixtures[0])
     if num_components == 1:
@@ -225,19 +233,42 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
     if common_component is not None:
         return (
             f"every user gives all its weight to the same of {num_components} components, number {common_component}, "
-            "so the users share one model. Fewer clusters or a lower training.router.learning_rate may help; if the "
-            "users are alike, use fedavg",
+            f"so the users share one model. Fewer components or a lower {setting} may help; if the users are alike, "
+            "use fedavg",
         )
-    entropies = [-sum(w * math.log(w) for w in weights if w > 0) for weights in mixtures]
-    mean_entropy = sum(entropies) / len(entropies)
-    entropy_of_uniform = math.log(num_components)
-    if mean_entropy < _UNIFORM * entropy_of_uniform:
+    if _mean_uniformity(mixtures) < _UNIFORM:
         return ()
     return (
         f"mixtures have stayed uniform: users weight each of the {num_components} components by about "
-        f"{1 / num_components:.3g}, nearly as at the start, so no user has a mixture of its own. A higher "
-        "training.router.learning_rate or more rounds may help",
+        f"{1 / num_components:.3g}, nearly as at the start, so no user has a mixture of its own. A higher {setting} or "
+        "more rounds may help",
     )
+
+
+def _warn_of_gates(scores_by_user: Mapping[str, Sequence[Sequence[float]]]) -> Sequence[str]:
+    """Return a warning if the mean gates of all users are uniform in all layers; else nothing.
+
+    Args:
+        scores_by_user: Mean gate of each expert over the test tokens, ``(layers, experts)`` of each user.
+    """
+    layers = [gates for scores in scores_by_user.values() for gates in scores if len(gates) > 1]
+    if not layers or min(_mean_uniformity([gates]) for gates in layers) < _UNIFORM:
+        return ()
+    return (
+        "routers have stayed uniform: in every layer each user's experts have nearly equal gates on average over the "
+        "test tokens. A higher training.router.learning_rate, more rounds or, where routers train in phases of their "
+        "own, more method.router_steps may help",
+    )
+
+
+def _mean_uniformity(mixtures: Sequence[Sequence[float]]) -> float:
+    """Return the mean entropy of mixtures relative to ln C, which is 1 for equal weights.
+
+    Args:
+        mixtures: Weights of each mixture, at least two and none negative.
+    """
+    uniformities = [-sum(w * math.log(w) for w in weights if w > 0) / math.log(len(weights)) for weights in mixtures]
+    return sum(uniformities) / len(uniformities)
 
 
 def _common_component(mixtures: Sequence[Sequence[float]]) -> int | None:
