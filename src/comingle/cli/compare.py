@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +24,7 @@ from comingle.cli.options import (
     method_settings,
     out_option,
     read_recipe,
+    shorten,
 )
 from comingle.runs import SEEDS
 from comingle.utils.errors import ComingleError, RecipeError, RunError
@@ -58,6 +61,14 @@ def compare(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Run N runs in parallel, each in its own process.")] = 1,
+    tune: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tune",
+            metavar="KEY=V1,V2,...",
+            help="Train each method with each value on the first seed, and pick by validation loss.",
+        ),
+    ] = None,
     sets: Sets = None,
     out: Out = None,
     resume: Resume = False,
@@ -69,7 +80,7 @@ def compare(
 
     The recipe's method settings apply to its own method; others have their defaults. --set method.KEY=VALUE applies to
     every method that has KEY. A method can be given several times with different settings, for example
-    fedprox:proximal=0.01,fedprox:proximal=0.1.
+    fedprox:proximal=0.01,fedprox:proximal=0.1. --tune can be given several times: then all combinations are tried.
     """
     loaded_recipe = read_recipe(recipe, sets)
     labels = split_names(methods)  # such as "fedprox:proximal=0.1"
@@ -87,6 +98,7 @@ def compare(
         jobs=jobs,
         against=against,
         for_all=for_all,
+        tune=parse_tune(tune or []),
     )
 
 
@@ -103,6 +115,7 @@ def compare_methods(
     jobs: int = 1,
     against: str | None = None,
     for_all: Mapping[str, object] = MappingProxyType({}),
+    tune: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> Run | None:
     """Run every method with every seed, each in its own run folder, and print and write the comparison.
 
@@ -118,6 +131,7 @@ def compare_methods(
         jobs: Number of parallel runs; with more than 1, each runs in its own process.
         against: Value of ``--against``, such as "local" or "local,fedavg"; None for the default baseline.
         for_all: Settings such as ``{"proximal": 0.1}``, for every method that has a setting of this name.
+        tune: Candidate values by recipe key, of which each method gets those with the lowest validation loss.
 
     Returns:
         The last run; None if it failed, or if it ran in another process.
@@ -125,22 +139,36 @@ def compare_methods(
     Raises:
         RunError: Some runs failed. It is raised after all others have finished and the table is written.
     """
+    from comingle.cli.training import warn_overlaps
     from comingle.reports.tables import render_with_verdicts
-    from comingle.runs.compare import check_baseline, folders_of, recipes_of, write_table
+    from comingle.runs.compare import check_baseline, folders_of, recipes_of, run_recipes, tune_recipes, write_table
+    from comingle.runs.progress import reporting
     from comingle.utils.terminal import literal_text
 
     recipes = recipes_of(recipe, methods, seeds, for_all)  # by method's label and seed
     check_baseline(recipes, folder, against)
-    if jobs > 1:
-        outcomes = _run_in_parallel(recipes, folder, jobs, resume=resume, force=force, quiet=quiet)
-    else:
-        outcomes = _run_in_sequence(recipes, folder, resume=resume, force=force, quiet=quiet)
     last_outcome = None
     failures: dict[Key, ComingleError] = {}
-    for key, outcome in outcomes:  # an outcome is a run, an error, or the metrics of a run in another process
-        if isinstance(outcome, ComingleError):
-            failures[key] = outcome
-        last_outcome = outcome
+    with reporting(quiet=quiet or jobs > 1) as reporter:  # bars of several processes would overwrite each other
+        say = reporter.say
+        options = {"resume": resume, "force": force, "on_data": warn_overlaps}
+        run_all = partial(run_recipes, reporter=reporter, **options)
+        if jobs > 1:
+            run_all = partial(_run_in_parallel, jobs=jobs, quiet=quiet, **options)
+            say = partial(_print_progress, quiet=quiet)
+        outcomes: Iterator[tuple[Key, Run | dict[str, Any] | ComingleError]]
+        if tune:
+            tuned = tune_recipes(recipes, tune, folder, run_all, resume=resume, force=force, say=say)
+            recipes = tuned.recipes
+            remaining = {key: recipe for key, recipe in recipes.items() if key not in tuned.ended}
+            validated = partial(run_all, remaining, folder, all_recipes=recipes, validates=True)
+            outcomes = chain(tuned.ended.items(), validated() if remaining else ())
+        else:
+            outcomes = run_all(recipes, folder)
+        for key, outcome in outcomes:  # an outcome is a run, an error, or the metrics of a run in another process
+            if isinstance(outcome, ComingleError):
+                failures[key] = outcome
+            last_outcome = outcome
 
     folder_by_key = folders_of(recipes, folder)
     failed_folders = [folder_by_key[key] for key in failures]
@@ -165,51 +193,21 @@ def _failures_text(failures: Mapping[Key, ComingleError], num_runs: int) -> str:
     return f"{len(failures)} of {num_runs} runs failed and are not in the table: {causes}"
 
 
-def _run_in_sequence(
-    recipes: Mapping[Key, Recipe], folder: Path, *, resume: bool, force: bool, quiet: bool
-) -> Iterator[tuple[Key, Run | ComingleError]]:
-    """Run one recipe after another in this process, and show progress.
-
-    Yield pairs such as ``(("fedavg", 0), run)`` as runs end: method and seed, and the run or the error that ended it.
-
-    Args:
-        recipes: Recipes by method and seed.
-        folder: Folder of the comparison.
-        resume: Resume interrupted runs.
-        force: Replace existing runs.
-        quiet: Do not print progress.
-    """
-    from comingle.cli.training import warn_overlaps
-    from comingle.runs.compare import run_recipes
-    from comingle.runs.progress import reporting
-
-    with reporting(quiet=quiet) as reporter:
-        yield from run_recipes(recipes, folder, reporter, resume=resume, force=force, on_data=warn_overlaps)
-
-
-def _run_in_parallel(
-    recipes: Mapping[Key, Recipe], folder: Path, jobs: int, *, resume: bool, force: bool, quiet: bool
-) -> Iterator[Ended]:
-    """Run recipes in parallel processes, and print a line for each run as it ends.
+def _run_in_parallel(recipes: Mapping[Key, Recipe], folder: Path, *, quiet: bool, **options: Any) -> Iterator[Ended]:
+    """Run recipes in parallel processes, and print a line for each run, except candidates, as it ends.
 
     Yield the method and seed of each run, in the order in which they end, with its metrics or, if it failed, its error.
 
     Args:
         recipes: Recipes by method and seed.
         folder: Folder of the comparison.
-        jobs: Largest number of runs at a time.
-        resume: Resume interrupted runs.
-        force: Replace existing runs.
         quiet: Print nothing.
+        options: Options of :func:`comingle.runs.compare.run_recipes_in_processes`.
     """
-    from comingle.cli.training import warn_overlaps
     from comingle.runs.compare import run_recipes_in_processes
     from comingle.utils.records import measure_of, number
-    from comingle.utils.terminal import errors, literal_text
 
-    outcomes = run_recipes_in_processes(
-        recipes, folder, jobs=jobs, resume=resume, force=force, quiet=quiet, on_data=warn_overlaps
-    )
+    outcomes = run_recipes_in_processes(recipes, folder, quiet=quiet, **options)
     for num_ended, (key, outcome) in enumerate(outcomes, start=1):
         if isinstance(outcome, ComingleError):
             result = f"failed: {outcome}"
@@ -217,11 +215,41 @@ def _run_in_parallel(
             measure = measure_of(outcome)
             score = number(outcome[f"mean_test_{measure}"], measure)
             result = f"test {measure} {score} · {outcome['wall_seconds']:.0f} s"
-        if not quiet:
-            method, seed = key
-            line = f"{num_ended} of {len(recipes)} runs ended · {method}, seed {seed} · {result}"
-            errors.print(literal_text(line), soft_wrap=True, highlight=False)
+        method, seed = key
+        line = f"{num_ended} of {len(recipes)} runs ended · {method}, seed {seed} · {result}"
+        _print_progress(line, quiet=quiet or options.get("are_candidates", False))
         yield key, outcome
+
+
+def _print_progress(line: str, *, quiet: bool) -> None:
+    """Print a line on standard error, unless ``quiet``."""
+    from comingle.utils.terminal import errors, literal_text
+
+    if not quiet:
+        errors.print(literal_text(line), soft_wrap=True, highlight=False)
+
+
+_COMMA_OUTSIDE_BRACKETS = r",(?![^\[]*\])"  # no closing bracket follows before an opening one
+
+
+def parse_tune(texts: Sequence[str]) -> dict[str, list[object]]:
+    """Convert values of ``--tune``: "training.experts.learning_rate=1e-3,3e-3" to the key and its list of values.
+
+    Raises:
+        RecipeError: A text is not of the form KEY=V1,V2, a key occurs twice, or a value is not YAML.
+    """
+    from comingle.config.files import read_text
+
+    tune: dict[str, list[object]] = {}
+    for text in texts:
+        key, equals, values = (part.strip() for part in text.partition("="))
+        if not key or not equals or not values or key in tune:
+            raise RecipeError(
+                f"--tune {shorten(text)!r}: give KEY=V1,V2,..., each key once, for example "
+                "training.experts.learning_rate=1e-3,3e-3,1e-2"
+            )
+        tune[key] = [read_text(value, f"--tune {key}") for value in re.split(_COMMA_OUTSIDE_BRACKETS, values)]
+    return tune
 
 
 def split_names(text: str) -> list[str]:
@@ -230,8 +258,7 @@ def split_names(text: str) -> list[str]:
     Raises:
         RecipeError: There are no names.
     """
-    comma_outside_brackets = r",(?![^\[]*\])"  # no closing bracket follows before an opening one
-    parts = [part.strip() for part in re.split(comma_outside_brackets, text)]
+    parts = [part.strip() for part in re.split(_COMMA_OUTSIDE_BRACKETS, text)]
     names = list(dict.fromkeys(part for part in parts if part))  # each once
     if not names:
         raise RecipeError("--methods: no method given; `comingle methods` lists them")

@@ -714,6 +714,110 @@ class ComparisonTable(_ComparisonTable, total=False):
     """A comparison as in ``table.json``; older tables have no ``against``."""
 
     against: BaselineComparisonRecord | None
+    tuning: Tuning
+    """Candidates and picked values, if ``compare --tune`` tuned the methods."""
+
+
+TUNING = "tuning"
+"""Folder of the candidates' runs in the folder of a comparison, and stem of the file with the picked values."""
+
+
+class _TriedCandidate(TypedDict):
+    values: JsonObject
+    """Values by recipe key."""
+    mean_valid_loss: float | None
+    """Mean over users; None if the run failed or the loss is not finite."""
+
+
+class TriedCandidate(_TriedCandidate, total=False):
+    """A candidate that has been trained, and its result."""
+
+    error: str
+    """The error with which the run failed."""
+
+
+class TunedMethod(TypedDict):
+    """The picked values of a method, by recipe key, and all of its candidates."""
+
+    picked: JsonObject
+    candidates: list[TriedCandidate]
+
+
+class Tuning(TypedDict):
+    """Result of ``compare --tune``: the seed of the candidates, their values by key, and the methods by label."""
+
+    seed: int
+    keys: dict[str, list[object]]
+    methods: dict[str, TunedMethod]
+
+
+def read_tuning(folder: Path) -> Tuning | None:
+    """Return the content of ``tuning.json`` in the folder of a comparison; None without the file.
+
+    Raises:
+        RunError: The file is damaged.
+    """
+    path = folder / f"{TUNING}.json"
+    try:
+        return cast(Tuning, json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: not readable ({error}); use another --out, or --force") from None
+
+
+def tuned_keys(folder: Path) -> list[str]:
+    """Return the recipe keys that were tuned in the folder of a comparison; empty without tuning."""
+    tuning = read_tuning(folder)
+    return [] if tuning is None else list(tuning["keys"])
+
+
+def edge_notes(tuning: Tuning) -> list[str]:
+    """Return a line for each picked number that is the smallest or largest of its candidates."""
+    notes = []
+    for label, method in tuning["methods"].items():
+        for key, value in method["picked"].items():
+            candidates = [candidate["values"][key] for candidate in method["candidates"]]
+            if _is_at_edge(value, candidates):
+                notes.append(f"{label}: {key}={value} is at the edge of its candidates; try values beyond it")
+    return notes
+
+
+def _is_at_edge(value: object, candidates: Sequence[object]) -> bool:
+    """Return whether a value is the smallest or largest of several numbers; False if some are no numbers."""
+    numbers = [number for number in candidates if isinstance(number, int | float) and not isinstance(number, bool)]
+    return len(numbers) == len(candidates) and value in (min(numbers), max(numbers))
+
+
+def tuning_title(tuning: Tuning) -> str:
+    """Return the title of the table of candidates."""
+    return (
+        f"picked by mean validation loss over users, seed {tuning['seed']}, of candidates with equal budgets (loss of "
+        "each in nats, * picked)"
+    )
+
+
+def tuning_rows(tuning: Tuning) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the table of candidates: for each method what was picked, and each candidate's loss."""
+    headings = {}  # the text of each combination, in the order of the candidates
+    for method in tuning["methods"].values():
+        for candidate in method["candidates"]:
+            headings[_candidate_text(candidate["values"])] = None
+    rows = []
+    for label, method in tuning["methods"].items():
+        cells = dict.fromkeys(headings, "–")
+        for candidate in method["candidates"]:
+            loss = candidate["mean_valid_loss"]
+            text = "failed" if loss is None else f"{loss:.4f}"
+            is_picked = candidate["values"] == method["picked"]
+            cells[_candidate_text(candidate["values"])] = f"{text} *" if is_picked else text
+        rows.append([label, _candidate_text(method["picked"]), *cells.values()])
+    return ["method", "picked", *headings], rows
+
+
+def _candidate_text(values: JsonMapping) -> str:
+    """Return values by key as text, such as "learning_rate=0.003, rank=4"."""
+    return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
 
 
 def _mean_and_std(values: Sequence[float | None]) -> CellSpread:

@@ -35,7 +35,19 @@ from comingle.reports.canvas import (
     styles,
     svg,
 )
-from comingle.reports.comparisons import BETTER, WORSE, BaselineComparison, heading, notes, verdict_rows
+from comingle.reports.comparisons import (
+    BETTER,
+    WORSE,
+    BaselineComparison,
+    edge_notes,
+    heading,
+    notes,
+    read_tuning,
+    tuned_keys,
+    tuning_rows,
+    tuning_title,
+    verdict_rows,
+)
 from comingle.reports.figures import (
     MAX_PANELS,
     Mixtures,
@@ -360,7 +372,8 @@ def comparability_warnings(entries: Sequence[Entry]) -> list[str]:
             reason = "have different tasks: their numbers"
         warnings.append(f"These runs {reason} may not be comparable.")
 
-    keys = differing_settings(runs)
+    tuned = {key for folder in {run.folder.parent for run in runs} for key in tuned_keys(folder)}
+    keys = [key for key in differing_settings(runs) if key not in tuned]
     if keys:
         warnings.append(
             f"These runs differ in {brief_list(keys, ' and ')}, not only in method and seed: this may be the cause of "
@@ -631,6 +644,7 @@ def render_page(
         channels=_css_channels,  # a function, which the template calls
         results=_results_table(entries, users),
         verdicts=_verdicts_table(baseline_comparison(entries, baseline)),
+        tunings=_tuning_tables(entries),
         max_panels=MAX_PANELS,
         is_population=is_population(users),
         deltas=sorted({run.spent["delta"] for run in all_runs if run.spent}),
@@ -812,6 +826,17 @@ def _verdicts_table(comparison: BaselineComparison | None) -> dict[str, object] 
         "notes": notes(comparison),
         "classes": _CLASS_BY_VERDICT,
     }
+
+
+def _tuning_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
+    """Return what ``compare --tune`` picked in the comparisons of the entries, as tables for the page's template."""
+    tables: list[dict[str, object]] = []
+    for folder in dict.fromkeys(entry.first.folder.parent for entry in entries):
+        tuning = read_tuning(folder)
+        if tuning is not None:
+            head, rows = tuning_rows(tuning)
+            tables.append({"title": tuning_title(tuning), "head": head, "rows": rows, "notes": edge_notes(tuning)})
+    return tables
 
 
 def _curve_figures(entries: Sequence[Entry], converter: FigureMarkup) -> Iterator[tuple[str, Markup]]:

@@ -24,7 +24,11 @@ from comingle.reports.comparisons import (
     ComparisonTable,
     MethodRow,
     compare_runs,
+    edge_notes,
     read_baseline_comparison,
+    read_tuning,
+    tuning_rows,
+    tuning_title,
 )
 from comingle.reports.formatting import (
     FEW,
@@ -813,6 +817,9 @@ def write_comparison(
         labels: Name of the method in the table by run folder, such as "fedprox:mu=0.1"; else that in the run.
     """
     table = compare_runs(runs, baseline, labels)
+    tuning = read_tuning(folder)
+    if tuning is not None:
+        table["tuning"] = tuning
     write_json(folder / "table.json", table)
     write_text(folder / "table.md", markdown(table))
     return table
@@ -919,6 +926,8 @@ def comparison_note(table: ComparisonTable) -> str:
     for row in rows:
         for warning in row.get("warnings", ()):
             notes.append(f"{row['method']}, {warning}")
+    if "tuning" in table:
+        notes += edge_notes(table["tuning"])
     return "; ".join(note for note in notes if note)
 
 
@@ -1005,6 +1014,10 @@ def markdown(table: ComparisonTable) -> str:
     note = comparison_note(table)
     if note:
         lines += ["", note]
+    if "tuning" in table:
+        header, rows = tuning_rows(table["tuning"])
+        lines += ["", f"Table: {tuning_title(table['tuning'])}", "", markdown_line(header), "|" + "---|" * len(header)]
+        lines += [markdown_line(row) for row in rows]
     comparison = read_baseline_comparison(table)
     if comparison:
         lines += ["", *comparisons.markdown(comparison)]
@@ -1022,6 +1035,8 @@ def render_with_verdicts(table: ComparisonTable, *, all_users: bool = False) -> 
     note = comparison_note(table)
     if note:
         yield literal_text(note, "dim")
+    if "tuning" in table:
+        yield _text_table(tuning_title(table["tuning"]), *tuning_rows(table["tuning"]))
     comparison = read_baseline_comparison(table)
     if comparison:
         yield literal_text("")
@@ -1144,6 +1159,12 @@ def latex(
     if all_users and not users_with_column(rows[0]["users"]):
         label = latex_label(name, "users")
         environments.append(table_environment(f"every user: {title}", [_latex_user_tabular(table)], "", label=label))
+    if "tuning" in table:
+        header, tuned_rows = tuning_rows(table["tuning"])
+        escaped_rows = [[escape_latex(cell) for cell in row] for row in tuned_rows]
+        tabulars = [tabular([escape_latex(cell) for cell in header], escaped_rows)]
+        label = latex_label(name, "tuning")
+        environments.append(table_environment(tuning_title(table["tuning"]), tabulars, "", label=label))
     comparison = read_baseline_comparison(table)
     if comparison:
         environments.append(latex_verdicts(comparison, latex_label(name, "verdicts")))

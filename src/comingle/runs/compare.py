@@ -6,16 +6,20 @@ import logging
 import math
 import multiprocessing
 import os
+import shutil
 import signal
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import fmean
 from threading import Thread
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from comingle.config import Recipe
 from comingle.config.files import load_recipe, read_text
@@ -23,25 +27,32 @@ from comingle.config.sections import MethodSection
 from comingle.methods import REGISTRY, make, settings_in_comparison, settings_of
 from comingle.methods.user_files import check_origin
 from comingle.reports.comparisons import (
+    TUNING,
     ComparisonTable,
+    TriedCandidate,
+    Tuning,
     baseline_methods,
     baseline_of,
+    edge_notes,
     folder_name,
     methods_in_table,
+    read_tuning,
     require_same_users,
+    tuned_keys,
 )
+from comingle.reports.formatting import format_duration
 from comingle.reports.tables import write_comparison
 from comingle.runs.folders import check_folder, first_difference, with_bos_of_run
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.progress import Reporter, loading, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import prepare, require_specialists, run_in
-from comingle.training.client import Clients
+from comingle.training.client import Clients, finetuned
 from comingle.training.events import Observer
 from comingle.training.kinds.base import RunData, check_recipe
-from comingle.utils.errors import ComingleError, RecipeError, RunError, list_names
+from comingle.utils.errors import ComingleError, RecipeError, RunError, did_you_mean, list_names
 from comingle.utils.inputs import check_base, check_users, read_inputs, recorded_date
-from comingle.utils.records import read_metrics
+from comingle.utils.records import read_metrics, write_json
 from comingle.utils.terminal import errors
 
 _log = logging.getLogger("comingle")
@@ -336,7 +347,7 @@ class _ComparableRuns:
     def __init__(self, finished: Mapping[Path, str]):
         """Start with the finished runs of this command; :meth:`add` adds runs of earlier commands, if comparable.
 
-        Runs are comparable if their recipes differ only in method and seed, and they have the same users.
+        Runs are comparable if their recipes differ only in method, seed and tuned keys, and they have the same users.
 
         Args:
             finished: Labels of these runs, by run folder.
@@ -363,8 +374,11 @@ class _ComparableRuns:
             raise RunError("it has not finished; run its method with --resume to add it")
         recipe = load_recipe(path)
         users = read_metrics(path)["users"]
-        # All recipes of a comparison differ only in method and seed, so comparing with one of them suffices.
-        difference = first_difference(recipe, self.recipes[self._first], ignored=_KEYS_OF_ONE_RUN)
+        # All recipes of a comparison differ only in method, seed and tuned keys, so comparing with one suffices.
+        first_recipe = self.recipes[self._first]
+        tuned = {key: value_at(first_recipe, key) for key in tuned_keys(path.parent) if not key.startswith("method.")}
+        untuned = recipe.with_changes(tuned) if tuned else recipe
+        difference = first_difference(untuned, first_recipe, ignored=_KEYS_OF_ONE_RUN)
         if difference:
             raise RunError(f"its recipe differs from that of {self._first.name}: {difference}")
         if set(users) != self._users:
@@ -515,6 +529,8 @@ def run_recipes(
     given: Given = NOTHING,
     on_data: Callable[[RunData], None] = lambda run_data: None,
     all_recipes: Mapping[Key, Recipe] | None = None,
+    validates: bool = False,
+    are_candidates: bool = False,
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
     """Run recipes one after another; yield each run, or the error that stopped it, such as a divergence.
 
@@ -529,6 +545,9 @@ def run_recipes(
         given: Objects that a program passes instead of names and paths in the recipe.
         on_data: Called with the data of the first seed before the first run.
         all_recipes: All runs of the comparison, if ``recipes`` are only some of them.
+        validates: Whether users need validation data even if no method does.
+        are_candidates: Whether the runs are candidates of :func:`tune_recipes`; their metrics then also have the mean
+            validation loss.
 
     Raises:
         ComingleError: A folder, the base or the data cannot be used, or one seed skips other users than another seed.
@@ -537,7 +556,7 @@ def run_recipes(
         all_recipes = recipes
     # If one method needs validation data, users without it are skipped for all methods, so all have the same users.
     methods = [make(recipe.method.name, **recipe.method.settings) for recipe in all_recipes.values()]
-    validates = any(method.client.needs_validation for method in methods)
+    validates = validates or any(method.client.needs_validation for method in methods)
     folders: dict[Key, Path] = {}
     if folder is not None:
         folders = folders_of(recipes, folder)
@@ -549,10 +568,15 @@ def run_recipes(
     first_run = next(iter(recipes), None)
     for key, run_data in _data_of_runs(recipes, reporter, validates=validates, given=given):
         if key == first_run:
+            if are_candidates and not any(len(user.valid) for user in run_data.users):
+                raise RecipeError(
+                    "--tune: picks by validation loss, but no user has validation data; allowed: a valid split"
+                )
             on_data(run_data)
         method_label, seed = key
         run_number = list(all_recipes).index(key) + 1
-        title = f"run {run_number} of {len(all_recipes)} · {method_label}, seed {seed}"
+        noun = "candidate" if are_candidates else "run"
+        title = f"{noun} {run_number} of {len(all_recipes)} · {method_label}, seed {seed}"
 
         # The default value keeps this run's `title` in the function when the loop goes on to the next run.
         def make_observers(clients: Clients, title: str = title) -> list[Observer]:
@@ -567,6 +591,8 @@ def run_recipes(
                 force=force,
                 observers=make_observers,
             )
+            if are_candidates:
+                result.metrics[_VALID_LOSS] = _mean_valid_loss(result)
         except ComingleError as error:
             result = error
         yield key, result
@@ -657,6 +683,9 @@ def run_recipes_in_processes(
     force: bool = False,
     quiet: bool = False,
     on_data: Callable[[RunData], None] = lambda run_data: None,
+    all_recipes: Mapping[Key, Recipe] | None = None,
+    validates: bool = False,
+    are_candidates: bool = False,
 ) -> Iterator[Ended]:
     """Run recipes in several processes; yield the metrics or the error of each run, in the order in which they end.
 
@@ -672,6 +701,9 @@ def run_recipes_in_processes(
         quiet: Whether to print no progress.
         on_data: Called with the data of the first seed before the first run, in the process of this run; it must
             pickle.
+        all_recipes: As in :func:`run_recipes`.
+        validates: As in :func:`run_recipes`.
+        are_candidates: As in :func:`run_recipes`.
 
     Raises:
         ComingleError: There is a problem that concerns all runs, such as data that cannot be read.
@@ -688,6 +720,8 @@ def run_recipes_in_processes(
         force=force,
         quiet=hides_progress,
         on_data=on_data,
+        validates=validates,
+        are_candidates=are_candidates,
     )
     groups = split_by_seed(list(recipes), jobs)
     yield from in_processes(groups, run_group, jobs=jobs, label=_group_name)
@@ -747,3 +781,347 @@ def _run_group(
                 yield key, result
             else:
                 yield key, result.metrics
+
+
+# -------------------------------------------------------------------- tuning
+
+_VALID_LOSS = "mean_valid_loss"
+"""Key of the metrics of candidates, in memory only: the mean validation loss over users."""
+
+_UNTUNED_KEYS = (
+    "rounds",
+    "local_steps",
+    "local_epochs",
+    "batch_size",
+    "max_seconds_per_round",
+    "context",
+    "participation",
+)
+"""Keys of ``training`` with which candidates would differ in budget, or in the text that they are validated on."""
+
+
+def _mean_valid_loss(run: Run) -> float | None:
+    """Return the mean over users of the validation loss of a run's final models; None if it is not finite."""
+    clients = run.federation.clients
+    with finetuned(clients):  # if the method fine-tunes models for evaluation only
+        mean = fmean(clients.validate().values())
+    return mean if math.isfinite(mean) else None
+
+
+def value_at(recipe: Recipe, dotted_key: str) -> Any:
+    """Return the value of a key such as "training.rounds"; None if the recipe does not have it."""
+    value: Any = recipe.model_dump(mode="json")
+    if dotted_key.startswith("method."):
+        key = dotted_key.removeprefix("method.")
+        return (settings_of(recipe.method.name) | recipe.method.settings).get(key)
+    for name in dotted_key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+class Candidate(NamedTuple):
+    """A combination of candidate values for a method, and the recipe with them."""
+
+    values: dict[str, Any]
+    recipe: Recipe
+
+
+def candidates_of(recipes: Mapping[Key, Recipe], tune: Mapping[str, Sequence[Any]]) -> dict[str, list[Candidate]]:
+    """Return the candidates of each method with the first seed, by label: all combinations of the values.
+
+    Methods that train nothing, or have none of the keys, have no candidates.
+
+    Args:
+        recipes: The runs of the comparison, by label of the method and seed.
+        tune: Candidate values by recipe key, such as ``{"training.experts.learning_rate": [1e-3, 3e-3]}``. A key
+            ``method.KEY`` is for every method that has this setting.
+
+    Raises:
+        RecipeError: A key is unknown or would change the budget, a value is wrong or given twice, a key has fewer than
+            two values, or users have no validation data that is not trained on.
+    """
+    for key, values in tune.items():
+        _check_tuned_key(key, values, recipes)
+    first_seed = next(seed for _label, seed in recipes)
+    candidates: dict[str, list[Candidate]] = {}
+    for (label, seed), recipe in recipes.items():
+        if seed != first_seed or not make(recipe.method.name, **recipe.method.settings).trains:
+            continue
+        known_keys = settings_of(recipe.method.name)
+        keys = [key for key in tune if not key.startswith("method.") or key.removeprefix("method.") in known_keys]
+        if not keys:
+            continue
+        _check_validation(recipe)
+        candidates[label] = []
+        for values in product(*(tune[key] for key in keys)):
+            changed = recipe.with_changes(dict(zip(keys, values, strict=True)), where="--tune")
+            check_recipe(changed)
+            candidate = Candidate({key: value_at(changed, key) for key in keys}, changed)
+            if candidate.values in [other.values for other in candidates[label]]:
+                raise RecipeError(f"--tune: got {_values_text(candidate.values)} twice; give each value once")
+            candidates[label].append(candidate)
+    if not candidates:
+        raise RecipeError(
+            f"--tune: no method of {list_names(dict.fromkeys(label for label, _seed in recipes))} trains; leave it out"
+        )
+    return candidates
+
+
+def _check_tuned_key(key: str, values: Sequence[Any], recipes: Mapping[Key, Recipe]) -> None:
+    """Check that a key may be tuned and has two candidates or more; its existence is checked later.
+
+    Args:
+        key: A recipe key, such as "training.experts.learning_rate".
+        values: Its candidate values.
+        recipes: The runs of the comparison, by label of the method and seed.
+
+    Raises:
+        RecipeError: It may not be tuned, no method has it, a variant sets it, or there are fewer than two values.
+    """
+    section, _dot, name = key.partition(".")
+    allowed = f"training.KEY, but not {', '.join(_UNTUNED_KEYS)}; adapters.KEY; floral.KEY; method.KEY"
+    changes_budget = section == "training" and name in _UNTUNED_KEYS
+    if changes_budget or section not in ("training", "adapters", "floral", "method") or not name:
+        raise RecipeError(f"--tune {key}: candidates have equal data and budgets; allowed: {allowed}")
+    if len(values) < 2:
+        raise RecipeError(f"--tune {key}: got {len(values)} value; allowed: 2 or more, separated by commas")
+    if section != "method":
+        return
+    known_keys = list(dict.fromkeys(known for recipe in recipes.values() for known in settings_of(recipe.method.name)))
+    if name not in known_keys:
+        known = ", ".join(known_keys) or "no settings"
+        raise RecipeError(
+            f"--tune {key}: no setting of these methods.{did_you_mean(name, known_keys)} Allowed: {known}"
+        )
+    for label, _seed in recipes:
+        if name in parse_method(label):
+            raise RecipeError(f"--tune {key}: {label!r} sets it; leave out one of them")
+
+
+def _check_validation(recipe: Recipe) -> None:
+    """Check that a run can be picked by its validation loss.
+
+    Raises:
+        RecipeError: It trains on the validation data.
+    """
+    try:
+        check_recipe(recipe.with_changes({"evaluation.select": "best"}))
+    except RecipeError as error:
+        raise RecipeError(f"--tune: picks by validation loss, for which {error}") from None
+
+
+def _values_text(values: Mapping[str, Any]) -> str:
+    """Return candidate values as text, such as "learning_rate=0.003"; whole keys if their ends are equal."""
+    names = [key.rpartition(".")[2] for key in values]
+    if len(set(names)) < len(names):
+        names = list(values)
+    return ":".join(f"{name}={_compact(value)}" for name, value in zip(names, values.values(), strict=True))
+
+
+class RunAll(Protocol):
+    """A function that runs recipes in a folder, and yields the run, its metrics or its error for each."""
+
+    def __call__(
+        self, recipes: Mapping[Key, Recipe], folder: Path | None, *, validates: bool, are_candidates: bool
+    ) -> Iterable[tuple[Key, Run | dict[str, Any] | ComingleError]]:
+        """Run the recipes; the options are those of :func:`run_recipes`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The result of :func:`tune_recipes`."""
+
+    recipes: dict[Key, Recipe]
+    """All runs of the comparison, with the picked values. Methods whose candidates all failed have the first seed."""
+    ended: dict[Key, dict[str, Any] | ComingleError]
+    """Metrics of the runs with the picked values that need not be trained again, or the error of all candidates."""
+    record: Tuning
+    """Candidates and picked values."""
+
+
+def tune_recipes(
+    recipes: Mapping[Key, Recipe],
+    tune: Mapping[str, Sequence[Any]],
+    folder: Path | None,
+    run_all: RunAll,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Tuned:
+    """Train every candidate of every method with the first seed, and pick by mean validation loss over users.
+
+    Runs of candidates are in ``folder / "tuning"``. The picked one becomes the method's run with the first seed.
+
+    Args:
+        recipes: The runs of the comparison, by label of the method and seed.
+        tune: Candidate values by recipe key.
+        folder: The folder of the comparison; None writes nothing.
+        run_all: Runs recipes.
+        resume: Whether to resume candidates that have started, and keep values that have been picked.
+        force: Whether to replace existing run folders.
+        say: Prints a line of progress.
+
+    Raises:
+        ComingleError: As :func:`candidates_of`; or the folder has a comparison that is neither resumed nor replaced, or
+            was tuned otherwise.
+    """
+    candidates = candidates_of(recipes, tune)
+    first_seed = next(seed for _label, seed in recipes)
+    record: Tuning = {"seed": first_seed, "keys": {key: list(values) for key, values in tune.items()}, "methods": {}}
+    for key in tune:  # as the recipe reads them: "1e-3" is 0.001
+        in_recipes = [candidate.values for of_method in candidates.values() for candidate in of_method]
+        values_of_key = [values[key] for values in in_recipes if key in values]
+        record["keys"][key] = [value for i, value in enumerate(values_of_key) if value not in values_of_key[:i]]
+    if folder is not None:
+        record["methods"] = _earlier_picks(recipes, record, folder, candidates, resume=resume, force=force)
+
+    keys_of_candidates: dict[Key, tuple[str, int]] = {}  # label and number of each candidate to run
+    to_run: dict[Key, Recipe] = {}
+    for label, candidates_of_method in candidates.items():
+        if label in record["methods"]:
+            continue
+        for number, candidate in enumerate(candidates_of_method):
+            key = (f"{label}:{_values_text(candidate.values)}", first_seed)
+            keys_of_candidates[key] = (label, number)
+            to_run[key] = candidate.recipe
+    num_after = sum(key not in candidates or seed != first_seed for key, seed in recipes)
+    outcomes: dict[str, dict[int, dict[str, Any] | ComingleError]] = {}
+    started = time.perf_counter()
+    candidates_folder = None if folder is None else folder / TUNING
+    ended_runs = run_all(to_run, candidates_folder, validates=True, are_candidates=True) if to_run else ()
+    for num_ended, (key, outcome) in enumerate(ended_runs, start=1):
+        label, number = keys_of_candidates[key]
+        outcomes.setdefault(label, {})[number] = outcome.metrics if isinstance(outcome, Run) else outcome
+        num_left = len(to_run) - num_ended + num_after
+        time_left = (time.perf_counter() - started) / num_ended * num_left
+        line = f"{num_ended} of {len(to_run)} candidates ended · {key[0]}, seed {key[1]} · {_outcome_text(outcome)}"
+        say(f"{line} · about {format_duration(time_left)} left, with the {num_after} runs that follow")
+
+    tuned, ended = dict(recipes), dict[Key, dict[str, Any] | ComingleError]()
+    for label, outcomes_of_method in outcomes.items():
+        picked = _add_pick(record, label, candidates[label], outcomes_of_method)
+        if picked is None:
+            first_error = next(error for error in outcomes_of_method.values() if isinstance(error, ComingleError))
+            ended[label, first_seed] = RunError(f"no candidate of --tune has a finite loss: {first_error}")
+            tuned = {key: recipe for key, recipe in tuned.items() if key[0] != label or key[1] == first_seed}
+            continue
+        metrics = outcomes_of_method[picked]
+        assert isinstance(metrics, dict)
+        ended[label, first_seed] = {key: value for key, value in metrics.items() if key != _VALID_LOSS}
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / f"{TUNING}.json", record)
+    for label, method in record["methods"].items():
+        picked_values = method["picked"]
+        for label_of_run, seed in recipes:
+            if label_of_run == label and picked_values is not None:
+                tuned[label, seed] = recipes[label, seed].with_changes(picked_values, where="--tune")
+        if folder is not None and picked_values is not None and (label, first_seed) in recipes:
+            _move_picked(folder, label, picked_values, first_seed, force=force)
+    for note in edge_notes(record):
+        if any(note.startswith(f"{label}: ") for label in outcomes):  # not again what an earlier command picked
+            _log.warning("--tune: %s", note)
+    return Tuned(recipes=tuned, ended=ended, record=record)
+
+
+def _outcome_text(outcome: Run | dict[str, Any] | ComingleError) -> str:
+    """Return the validation loss of a candidate, or why it failed, as text."""
+    if isinstance(outcome, ComingleError):
+        return f"failed: {outcome}"
+    loss = (outcome.metrics if isinstance(outcome, Run) else outcome)[_VALID_LOSS]
+    return "validation loss not finite" if loss is None else f"validation loss {loss:.4f}"
+
+
+def _add_pick(
+    record: Tuning,
+    label: str,
+    candidates: Sequence[Candidate],
+    outcomes: Mapping[int, dict[str, Any] | ComingleError],
+) -> int | None:
+    """Add a method to the record; return the number of the candidate with the lowest loss, None if all failed.
+
+    Args:
+        record: The record of the tuning.
+        label: The method's label.
+        candidates: Its candidates.
+        outcomes: Metrics or error of each candidate, by number.
+    """
+    tried: list[TriedCandidate] = []
+    losses: dict[int, float] = {}
+    for number, candidate in enumerate(candidates):
+        outcome = outcomes[number]
+        loss = None if isinstance(outcome, ComingleError) else outcome[_VALID_LOSS]
+        entry: TriedCandidate = {"values": candidate.values, "mean_valid_loss": loss}
+        if isinstance(outcome, ComingleError):
+            entry["error"] = str(outcome)
+        if loss is not None:
+            losses[number] = loss
+        tried.append(entry)
+    picked = min(losses, key=lambda number: losses[number], default=None)  # the first of equal ones
+    if picked is not None:
+        record["methods"][label] = {"picked": candidates[picked].values, "candidates": tried}
+    return picked
+
+
+def _earlier_picks(
+    recipes: Mapping[Key, Recipe],
+    record: Tuning,
+    folder: Path,
+    candidates: Collection[str],
+    *,
+    resume: bool,
+    force: bool,
+) -> dict[str, Any]:
+    """Return the methods of a resumed comparison that have been tuned; check that its folder may be written to.
+
+    Args:
+        recipes: The runs of the comparison, by label of the method and seed.
+        record: Candidates and seed of this command.
+        folder: The folder of the comparison.
+        candidates: Labels of the methods that have candidates.
+        resume: Whether to resume the comparison.
+        force: Whether to replace its runs.
+
+    Raises:
+        RunError: The folder has a comparison that is neither resumed nor replaced, or was tuned otherwise.
+    """
+    earlier = read_tuning(folder)
+    file = folder / f"{TUNING}.json"
+    if not resume:
+        if earlier is not None and not force:
+            raise RunError(
+                f"{file}: exists; --resume continues the comparison, --force replaces it, --out names another"
+            )
+        check_folders(recipes, folders_of(recipes, folder), resume=False, force=force)
+        return {}
+    if earlier is not None:
+        for name in ("seed", "keys"):
+            if earlier[name] != record[name]:
+                raise RunError(f"{file}: --tune: {name} were {earlier[name]} and are {record[name]}; use another --out")
+    tuned = {} if earlier is None else dict(earlier["methods"])
+    for key, run_folder in folders_of(recipes, folder).items():
+        if key[0] in candidates and key[0] not in tuned and (run_folder / "recipe.yaml").exists():
+            raise RunError(f"{run_folder}: exists and was not tuned; use another --out")
+    return tuned
+
+
+def _move_picked(folder: Path, label: str, values: Mapping[str, Any], seed: int, *, force: bool) -> None:
+    """Move the run of the picked candidate to the method's folder, unless it is there already.
+
+    Args:
+        folder: The folder of the comparison.
+        label: The method's label.
+        values: The picked values.
+        seed: The first seed.
+        force: Whether to replace the folder.
+    """
+    source = folder / TUNING / f"{folder_name(f'{label}:{_values_text(values)}')}-seed{seed}"
+    target = folder / f"{folder_name(label)}-seed{seed}"
+    if not source.exists():
+        return
+    if target.exists() and force:
+        shutil.rmtree(target)
+    if not target.exists():
+        source.rename(target)

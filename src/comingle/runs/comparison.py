@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +14,12 @@ from comingle.models.hardware import torch_defaults
 from comingle.reports.advice import Advice
 from comingle.reports.comparisons import (
     ComparisonTable,
+    Tuning,
     baseline_methods,
     baseline_of,
     compare_metrics,
     compare_with_baseline,
+    read_tuning,
     require_same_users,
     users_of,
     with_baseline,
@@ -24,7 +28,7 @@ from comingle.reports.formatting import html_of
 from comingle.reports.tables import latex, render_with_verdicts
 from comingle.runs import ROUNDS, SEEDS, shortened
 from comingle.runs.advise import advise_runs
-from comingle.runs.compare import check_baseline, labels_of, recipes_of, run_recipes, write_table
+from comingle.runs.compare import check_baseline, labels_of, recipes_of, run_recipes, tune_recipes, write_table
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, recipe_with, registered_methods
 from comingle.runs.progress import reporting
 from comingle.runs.results import Run, records_of, table_of
@@ -45,6 +49,8 @@ class Comparison:
     metrics: Mapping[tuple[str, int], dict[str, Any]]
     baseline: str | None = None
     """The ``against`` of :func:`comingle.compare`: the method, or several, with which tables compare the others."""
+    tuning: Tuning | None = None
+    """Candidates and picked values, if ``tune`` is given or an earlier call with the same folder tuned methods."""
 
     def __repr__(self) -> str:
         """Return the number of runs and a line with the mean results of each method."""
@@ -63,7 +69,10 @@ class Comparison:
     def _table(self) -> ComparisonTable:
         """Return the table of all runs, compared with the baseline."""
         runs = [(method, metrics) for (method, _seed), metrics in self.metrics.items()]
-        return compare_metrics(runs, self.baseline)
+        table = compare_metrics(runs, self.baseline)
+        if self.tuning is not None:
+            table["tuning"] = self.tuning
+        return table
 
     def means(self) -> list[dict[str, Any]]:
         """Return one record per run: ``method``, ``seed`` and the mean test result over users."""
@@ -163,6 +172,7 @@ def compare(
     loss: Loss | None = None,
     out: str | Path | None = None,
     against: str | None = None,
+    tune: Mapping[str, Sequence[object]] | None = None,
     resume: bool = False,
     force: bool = False,
     progress: bool = False,
@@ -185,6 +195,9 @@ def compare(
         loss: As in :func:`run`.
         out: The folder of the comparison; None writes nothing.
         against: The baseline in the tables. None: ``local``, or the first method.
+        tune: Candidate values by recipe key, such as ``{"training.experts.learning_rate": [1e-3, 3e-3, 1e-2]}``. Each
+            method is trained with each of them and the first seed, and all seeds with those of the lowest mean
+            validation loss; :attr:`Comparison.tuning` has the losses.
         resume: Whether to resume the runs in ``out``.
         force: Whether to replace the runs in ``out``.
         progress: As in :func:`run`.
@@ -203,9 +216,20 @@ def compare(
         full_recipe = recipe_with(recipe, given, base=base, method=None, changes=changes)
         recipes = recipes_of(full_recipe, named_methods, list(seeds))
         check_baseline(recipes, folder, against)
-        runs = run_recipes(recipes, folder, reporter, resume=resume, force=force, given=given)
+        run_all = partial(run_recipes, reporter=reporter, resume=resume, force=force, given=given)
+        tuning = None
+        if tune:
+            tuned = tune_recipes(recipes, tune, folder, run_all, resume=resume, force=force, say=reporter.say)
+            recipes, tuning = tuned.recipes, tuned.record
+            remaining = {key: recipe for key, recipe in recipes.items() if key not in tuned.ended}
+            runs = run_all(remaining, folder, all_recipes=recipes, validates=True) if remaining else ()
+            results = dict(chain(tuned.ended.items(), runs))
+            runs = [(key, results[key]) for key in recipes]  # in the order of the methods
+        else:
+            runs = run_all(recipes, folder)
         metrics_by_run = {key: _metrics_or_raise(result) for key, result in runs}
     if folder is not None:
+        tuning = read_tuning(folder)
         _table, label_by_folder = write_table(folder, labels_of(recipes, folder), against)
         for run_folder, label in label_by_folder.items():
             metrics = read_metrics(run_folder)
@@ -216,14 +240,14 @@ def compare(
         # `against` may name a method of an earlier call whose runs could not be added.
         if not labels.issuperset(baseline_methods(against)):
             baseline = None  # the default baseline
-    return Comparison(folder=folder, metrics=metrics_by_run, baseline=baseline)
+    return Comparison(folder=folder, metrics=metrics_by_run, baseline=baseline, tuning=tuning)
 
 
-def _metrics_or_raise(result: Run | ComingleError) -> dict[str, Any]:
+def _metrics_or_raise(result: Run | dict[str, Any] | ComingleError) -> dict[str, Any]:
     """Return a run's metrics, or raise the error that stopped the run."""
     if isinstance(result, ComingleError):
         raise result
-    return result.metrics
+    return result.metrics if isinstance(result, Run) else result
 
 
 @torch_defaults()
