@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,7 +32,7 @@ from comingle.federation.files import change_participants
 from comingle.federation.model_server import ModelServer, model_of_all_users, personal_model
 from comingle.federation.run_folder import run_federation
 from comingle.models.generation import read_sampling
-from comingle.serving.access import listen
+from comingle.serving.access import NICENESS, listen, prefer_answers
 from comingle.serving.engine import Engine, Piece, Request
 from comingle.utils.errors import RunError
 
@@ -106,6 +109,23 @@ def test_serving_changes_nothing_in_training(tmp_path: Path, shared_base: None) 
     plain = served_federation(content, tmp_path / "plain", None)
     for name in plain.nodes:
         assert_equal(tensors_of(served.nodes[name]), tensors_of(plain.nodes[name]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
+def test_answers_have_priority_over_training(tmp_path: Path, shared_base: None) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def train() -> int:
+        prefer_answers()
+        served_federation(tiny(tmp_path, "fedavg", training__rounds=1), tmp_path / "served", server)
+        return niceness()
+
+    with model_server([]) as server, ThreadPoolExecutor(1) as executor:
+        of_training = executor.submit(train).result()
+        assert server._app is not None
+        assert server._app.state.service.worker.call(niceness).result() == niceness()
+        assert of_training == niceness() + NICENESS
 
 
 def test_requests_before_the_first_model_are_refused_with_status_503(tmp_path: Path) -> None:

@@ -93,7 +93,9 @@ def take_part(
 
 @contextmanager
 def _serve_models(port: int, say: Callable[[str], None]) -> Iterator[ModelServer]:
-    """Serve the models of this process's users in the context. Call it before torch is imported.
+    """Serve the models of this process's users in the context, and train with lower priority from now on.
+
+    Call it before torch is imported.
 
     Args:
         port: Port on this machine.
@@ -102,8 +104,10 @@ def _serve_models(port: int, say: Callable[[str], None]) -> Iterator[ModelServer
     # Without a limit, oneDNN caches the code of matrix products for each length of a text: 1 MB per generated token.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     from comingle.federation.model_server import ModelServer
+    from comingle.serving.access import prefer_answers
 
     model_server = ModelServer(port, say)
+    prefer_answers()
     try:
         yield model_server
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
@@ -67,6 +68,8 @@ class ModelServer:
         self.url = url_of(self._socket)
         """Address of the chat page."""
         self._server = LightServer(uvicorn.Config(self._respond, interface="asgi3", lifespan="off", **UVICORN_OPTIONS))
+        self._starter = ThreadPoolExecutor(1, "model server")  # starts threads with the priority of this one
+        self._starter.submit(threading.get_native_id).result()
         arguments = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=arguments, name="model server", daemon=True)
         self._thread.start()
@@ -97,7 +100,8 @@ class ModelServer:
         else:
             self._end_app()
             served = RunModels(store)
-            self._app, self._served = self._make_app(store, served.add(store, name)), served
+            self._app = self._starter.submit(self._make_app, store, served.add(store, name)).result()
+            self._served = served
             self._say(f"{self.url}  chat page · {self.url}/v1  OpenAI-compatible API")
 
     def _publish_newer(self, personal: PersonalModel) -> None:
@@ -161,6 +165,7 @@ class ModelServer:
         self._thread.join()
         self._socket.close()
         self._end_app()
+        self._starter.shutdown()
 
     @staticmethod
     def _make_app(store: ClientStore, personal: PersonalModel) -> FastAPI:

@@ -46,7 +46,7 @@ from comingle.runs.continuation import check_endless, users_without_budget
 from comingle.runs.given import NOTHING
 from comingle.runs.results import Run
 from comingle.runs.session import build, check_and_set_up, prepare
-from comingle.serving.access import UVICORN_OPTIONS, ApiError, Keys, Limits, WatchedKeys, url_of
+from comingle.serving.access import UVICORN_OPTIONS, ApiError, Keys, Limits, WatchedKeys, prefer_answers, url_of
 from comingle.serving.api import GracefulServer, Service, make_app
 from comingle.serving.engine import Engine
 from comingle.serving.models import answers_messages, enable_native_passes
@@ -65,9 +65,6 @@ CHECK_SECONDS = 0.5
 
 MAX_NAME_BYTES = 200
 """Largest length of a user's name in file names."""
-
-NICENESS = 10
-"""Niceness of the threads that train; on a busy processor they get a tenth of the time of those that answer."""
 
 MAX_FILE_BYTES = 50_000_000
 """Largest size of an uploaded file."""
@@ -414,9 +411,7 @@ class LiveTrainer:
 
     def _train_forever(self) -> None:
         """Run what is planned, and plan a run whenever one is due, until the process ends."""
-        # Threads of the operators that this thread calls inherit its priority, so answers come first.
-        with suppress(AttributeError, OSError):  # not on Windows
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        prefer_answers()
         while not self._stopping.is_set():
             number = self._last_planned()
             try:
