@@ -15,6 +15,7 @@ same table as that of ``month.py`` is printed.
 
 import http.client
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -24,9 +25,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 import yaml
@@ -54,6 +56,8 @@ WAIT_SECONDS = 600
 """Longest wait for a run or a client."""
 PAUSE_SECONDS = 0.5
 """Time between an answer and the next request to the same model."""
+IDLE_SECONDS = 20
+"""Time in which answers are timed after the last run, when nothing is trained."""
 
 
 def file_name(user: str) -> str:
@@ -61,8 +65,18 @@ def file_name(user: str) -> str:
     return quote(user, safe=" ")
 
 
+class Answer(NamedTuple):
+    """An answer of a served model, and when it was requested."""
+
+    began: float
+    """Time of the request, by a monotonic clock."""
+    seconds: float
+    """Time until the answer was complete."""
+    text: str
+
+
 class Requester(threading.Thread):
-    """Requests short answers of a served model, one after another, until it is stopped."""
+    """Requests the most probable short answer of a served model, one after another, until it is stopped."""
 
     def __init__(self, name: str, port: int) -> None:
         """Start the thread.
@@ -73,8 +87,7 @@ class Requester(threading.Thread):
         """
         super().__init__(daemon=True)
         self.url, self.user = f"http://{HOST}:{port}/v1/completions", name
-        self.seconds: list[float] = []
-        """Duration of each answer."""
+        self.answers: list[Answer] = []
         self.failures: list[str] = []
         """Failed requests since the first answer; before it, the client starts and waits for the server."""
         self._stopped = threading.Event()
@@ -82,20 +95,20 @@ class Requester(threading.Thread):
 
     def run(self) -> None:
         """Request answers."""
-        body = {"model": self.user, "prompt": "The first thing is", "max_tokens": 8}
+        body = {"model": self.user, "prompt": "The first thing is", "max_tokens": 8, "temperature": 0}
         request = urllib.request.Request(self.url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         while not self._stopped.wait(PAUSE_SECONDS):
             began = time.monotonic()
             try:
                 with urllib.request.urlopen(request, timeout=60) as response:
-                    json.load(response)["choices"][0]["text"]
+                    text = json.load(response)["choices"][0]["text"]
             except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
-                if self.seconds:
+                if self.answers:
                     self.failures.append(f"{type(error).__name__}: {error}")
                 if isinstance(error, urllib.error.HTTPError):
                     error.close()
             else:
-                self.seconds.append(time.monotonic() - began)
+                self.answers.append(Answer(began, time.monotonic() - began, text))
 
     def stop(self) -> None:
         """Wait for the answer in progress, and request no other."""
@@ -118,6 +131,8 @@ class Month:
         self.runs = folder / "runs"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.requesters: dict[str, Requester] = {}
+        self.last_part = (math.inf, math.inf)
+        """Times, by a monotonic clock, when the last part of the text arrived, and when its run had ended."""
         self._base = recipe["base"]
         self._plan, self._keys = folder / "federation.yaml", folder / "keys"
         when = {"users": len(files), "new_tokens": 200}  # when there is new text of all users
@@ -314,6 +329,7 @@ def run_month(month: Month, present: list[list[str]], rounds: int) -> tuple[Scor
                 runs = 1
         for name in newcomers:
             month.add_text(name, part)
+        arrived = time.monotonic()
         if part == 0:
             month.start_server()
         for name in newcomers:
@@ -325,23 +341,47 @@ def run_month(month: Month, present: list[list[str]], rounds: int) -> tuple[Scor
                 month.add_text(name, part)
         runs += 1
         month.wait_for_run(runs, names)
+        month.last_part = arrived, time.monotonic()
         when_new |= month.scores(runs, names, [part])
         earlier = names
+    time.sleep(IDLE_SECONDS)
     return month.scores(runs, earlier, list(range(PARTS))), when_new
 
 
 def print_answers(month: Month) -> int:
     """Print how many answers each user got and how long they took; return the number of failed requests."""
     for name, requester in month.requesters.items():
-        seconds = sorted(requester.seconds)
+        seconds = sorted(answer.seconds for answer in requester.answers)
         print(
             f"{name}: {len(seconds)} answers, {len(requester.failures)} failed; "
-            f"median {statistics.median(seconds):.2f} s, 95% within {seconds[int(0.95 * (len(seconds) - 1))]:.2f} s, "
+            f"median {statistics.median(seconds):.2f} s, 95% within {percentile(seconds):.2f} s, "
             f"all within {seconds[-1]:.2f} s"
         )
         for failure in requester.failures[:3]:
             print(f"  {failure}")
+        print_last_part(month, requester.answers)
     return sum(len(requester.failures) for requester in month.requesters.values())
+
+
+def print_last_part(month: Month, answers: Sequence[Answer]) -> None:
+    """Print how long a user's answers took while the last part was trained and afterwards, and when they changed."""
+    arrived, ended = month.last_part
+    before = [answer.text for answer in answers if answer.began < arrived]
+    training = [answer for answer in answers if arrived <= answer.began < ended]
+    idle = [answer for answer in answers if answer.began >= ended]
+    if not (before and training and idle):  # the user has left
+        return
+    p95, idle_p95 = (percentile([answer.seconds for answer in some]) for some in (training, idle))
+    changed = (answer.began + answer.seconds - arrived for answer in training + idle if answer.text != before[-1])
+    print(
+        f"  last part: 95% within {p95:.3f} s while it was trained, {idle_p95:.3f} s afterwards "
+        f"(ratio {p95 / idle_p95:.2f}); first other answer {next(changed, math.nan):.1f} s after the text"
+    )
+
+
+def percentile(seconds: Sequence[float]) -> float:
+    """Return the time within which 95% of some answers were complete."""
+    return sorted(seconds)[int(0.95 * (len(seconds) - 1))]
 
 
 def main() -> None:
