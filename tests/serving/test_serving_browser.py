@@ -61,10 +61,15 @@ def say(browser: Any, text: str, answers: int) -> None:
     wait(browser, lambda: len(every(browser, ".turn.theirs")) == answers)
 
 
-def begin(browser: Any, address: str) -> None:
-    """Opens the page and gives the keys, unless a test before has: the tab keeps them."""
+def load(browser: Any, address: str) -> None:
+    """Opens the page and waits for the models, or for the refusal without a key."""
     browser.get(address)
     wait(browser, lambda: find(browser, "#send").is_enabled() or "key" in find(browser, "#status").text)
+
+
+def begin(browser: Any, address: str) -> None:
+    """Opens the page and gives the keys, unless a test before has: the tab keeps them."""
+    load(browser, address)
     if not find(browser, "#send").is_enabled():
         find(browser, "#keys").send_keys("\n".join(KEYS.values()))
         find(browser, "#open").click()
@@ -143,8 +148,7 @@ def test_a_visit(browser: Any, address: str, people: Any) -> None:
 
 
 def test_a_wrong_key_and_a_server_that_refuses(browser: Any, address: str) -> None:
-    browser.get(address)
-    wait(browser, lambda: find(browser, "#keys"))
+    load(browser, address)
     browser.execute_script("document.querySelector('#keys').value = 'wrong'")
     browser.execute_script("document.querySelector('#locked').open = true")
     find(browser, "#open").click()
@@ -159,8 +163,7 @@ def test_a_wrong_key_and_a_server_that_refuses(browser: Any, address: str) -> No
 
 
 def test_an_answer_can_be_stopped(browser: Any, address: str) -> None:
-    browser.get(address)
-    wait(browser, lambda: find(browser, "#send").is_enabled())
+    begin(browser, address)
     browser.execute_script(
         "document.querySelector('#length').value = 900; document.querySelector('#temperature').value = 0"
     )
