@@ -372,10 +372,11 @@ def print_last_part(month: Month, answers: Sequence[Answer]) -> None:
     if not (before and training and idle):  # the user has left
         return
     p95, idle_p95 = (percentile([answer.seconds for answer in some]) for some in (training, idle))
-    changed = (answer.began + answer.seconds - arrived for answer in training + idle if answer.text != before[-1])
+    others = [answer for answer in training + idle if answer.text != before[-1]]
+    change = f"first other answer {others[0].began - arrived:.1f} s after the text" if others else "the same answer"
     print(
         f"  last part: 95% within {p95:.3f} s while it was trained, {idle_p95:.3f} s afterwards "
-        f"(ratio {p95 / idle_p95:.2f}); first other answer {next(changed, math.nan):.1f} s after the text"
+        f"(ratio {p95 / idle_p95:.2f}); {change}"
     )
 
 

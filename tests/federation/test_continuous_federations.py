@@ -175,6 +175,25 @@ def test_a_run_waits_for_enough_text_of_enough_users_and_some_time(tmp_path: Pat
     assert federation.trained(2) == {ANN, BOB}
 
 
+def test_a_file_that_is_changed_while_clients_are_asked_is_that_of_the_next_run(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, ANN, BOB)
+    assert federation.run_due()
+
+    class Changing(Direct):
+        def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+            content = yaml.safe_load(federation.file.read_text())
+            content["training"]["rounds"] = 3
+            federation.file.write_text(yaml.safe_dump(content))
+            yield from super().exchange(requests, timeout=timeout)
+
+    federation.write(ANN)
+    federation.channel = Changing(federation.nodes)
+    server = federation.open()
+    assert not server.plan_next()
+    assert server.plan_next()
+    assert load_plan(federation.out / "0002.yaml").recipe.training.rounds == 3
+
+
 def test_text_that_was_too_little_adds_up(tmp_path: Path) -> None:
     """The user was present in a run in which it did not train; its text of that time is still new."""
     federation = Federation(tmp_path, ANN, BOB, when={"new_tokens": 3000})

@@ -214,10 +214,11 @@ class ContinuousServer:
         """
         number = self.last_planned + 1
         try:
-            plan = without_users_who_left(self._load(), self._folder)
+            content = self._load()
+            plan = without_users_who_left(content, self._folder)
             changes = self._changes(plan, number)  # of the recipe, for this run
-            if changes is None:
-                return False  # not due
+            if changes is None or self._load() != content:
+                return False  # not due, or the file was changed while the clients were asked
             plan = replace(plan, recipe=plan.recipe.with_changes(changes))
         except RecipeError as error:
             if number == 1:
