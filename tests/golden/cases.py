@@ -32,6 +32,7 @@ def takes_ranks(name: str) -> bool:
 SMALL: dict[str, dict[str, Any]] = {
     "ifca": {"models": 2},
     "fedmerge": {"models": 3},
+    "fedlease": {"max_experts": 2},
     "fedmerge-fixed": {"models": 4, "chosen": 2},
     "fedem": {"models": 2},
     "momentum-clustering": {"clusters": 2, "quantile": 0.5},

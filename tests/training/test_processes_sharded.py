@@ -199,6 +199,7 @@ CASES = {
     "fedalt": {"method": "fedalt"},
     "fedamole": {"method": "fedamole"},
     "feddpa": {"method": "feddpa"},
+    "fedlease": {"method": "{name: fedlease, max_experts: 2}"},
     "alone": {"method": "local"},
 }
 

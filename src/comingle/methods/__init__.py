@@ -259,6 +259,7 @@ _METHODS = {
     "fedamole": "comingle.methods.fedamole:fedamole",
     "fedbn": "comingle.methods.partial_sharing:fedbn",
     "feddpa": "comingle.methods.dual_lora:feddpa",
+    "fedlease": "comingle.methods.clustered:fedlease",
     "fedex-lora": "comingle.methods.fedex:fedex_lora",
     "fedper": "comingle.methods.partial_sharing:fedper",
     "fedprox": "comingle.methods.baselines:fedprox",

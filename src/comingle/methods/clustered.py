@@ -1,21 +1,24 @@
-"""Clusters and mixtures of whole models: IFCA and FedEM."""
+"""Clusters of users and mixtures of whole models: IFCA, FedEM and FedLEASE."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.methods.base import MODEL, Client, ClientHook, Cohort, Method, Phase, Placement, joint
+from comingle.methods.fedamole import EXPERTS, set_expert_means
 from comingle.methods.fedmerge import mix, server_models_in, state_from_models
-from comingle.methods.server import Mean, Received, Reported, ServerSetup
-from comingle.methods.settings import Models
-from comingle.models.routers import ClientMixture
+from comingle.methods.server import MODEL_PREFIX, NEVER, Mean, Received, Reported, Server, ServerSetup, model_of
+from comingle.methods.settings import Count, Models, Range
+from comingle.models.routers import ClientMixture, Router, init_router
+from comingle.utils.errors import DivergenceError
 from comingle.utils.seeds import generator
-from comingle.utils.trees import ADAPTOR, STATISTICS, Tree
+from comingle.utils.trees import ADAPTOR, ATTENTION, GENERALIST, ROUTER, SPECIALIST, STATISTICS, Init, Tree
 
 
 def ifca(*, models: Models = 5) -> Method:
@@ -188,3 +191,351 @@ class DivideSamples(ClientHook):
             cohort: Users who are trained in one batch, with their tensors and state.
         """
         cohort.divide_samples()
+
+
+# ---------------------------------------------------------------- clusters of LoRA
+
+
+def unit_factors(uploads: Tree) -> Float[Tensor, "users columns"]:
+    """Return each user's LoRA factors B as vectors of length 1, in the order of their names; zeros stay zeros.
+
+    Args:
+        uploads: Uploaded tensors; names of factors B end in ".b".
+    """
+    factors = [uploads[name].flatten(1).double() for name in sorted(uploads) if name.endswith(".b")]
+    smallest = torch.finfo(torch.float64).tiny  # avoids a division by 0
+    return torch.cat([factor / factor.norm(dim=1, keepdim=True).clamp(min=smallest) for factor in factors], 1)
+
+
+def cosine_distances(
+    units: Float[Tensor, "users columns"], others: Float[Tensor, "others columns"], num_layers: int
+) -> Float[Tensor, "users others"]:
+    """Return the distance of each user to each other one, ``1/L sum_l (1 - cos(B_i^l, B_j^l))`` over L adapted layers.
+
+    For a row of ``others`` that is a mean over users it is the mean distance to these users.
+
+    Source: FedLEASE (Wang et al. 2025, arXiv:2509.15087), its distance d(i, j).
+
+    Args:
+        units: The users' factors B as unit vectors (:func:`unit_factors`).
+        others: The other users', or means of them.
+        num_layers: Number L of adapted linear layers.
+    """
+    return 1 - units @ others.T / num_layers
+
+
+Merges = list[tuple[int, int]]
+"""Tree of n users: pairs of nodes that are merged, closest first. Nodes from n on are the results of earlier merges."""
+
+
+def agglomerate(distances: Float[Tensor, "users users"]) -> Merges:
+    """Return the tree of agglomerative clustering with average linkage.
+
+    The two closest clusters merge, until one is left. Their distance is the mean distance of their users.
+
+    Args:
+        distances: Symmetric distances; the diagonal is ignored.
+    """
+    from scipy.cluster.hierarchy import linkage
+
+    if len(distances) == 1:
+        return []
+    above_diagonal = torch.triu_indices(*distances.shape, offset=1)
+    condensed = distances.cpu()[above_diagonal[0], above_diagonal[1]]
+    steps = linkage(condensed.clamp(min=0).numpy(), method="average")
+    return [(int(one), int(other)) for one, other, _distance, _size in steps]
+
+
+def cut(merges: Merges, clusters: int) -> Int[Tensor, " users"]:
+    """Return each user's cluster after all but the last merges of a tree, numbered by the clusters' first users.
+
+    Args:
+        merges: The tree.
+        clusters: Number of clusters, from 1 to the number of users.
+    """
+    num_users = len(merges) + 1
+    members = {user: [user] for user in range(num_users)}
+    for step, (one, other) in enumerate(merges[: num_users - clusters]):
+        members[num_users + step] = members.pop(one) + members.pop(other)
+    labels = torch.zeros(num_users, dtype=torch.int64)
+    for label, users in enumerate(sorted(members.values(), key=min)):
+        labels[users] = label
+    return labels
+
+
+def silhouette(distances: Float[Tensor, "users users"], labels: Int[Tensor, " users"]) -> float:
+    """Return the mean silhouette of clusters, ``mean_i (b_i - a_i) / max(a_i, b_i)`` (Rousseeuw 1987).
+
+    a_i is user i's mean distance to the other users of its cluster, b_i the smallest mean distance to the users of
+    another cluster. A user that is alone in its cluster counts as 0.
+
+    Args:
+        distances: Distances of users, with zeros on the diagonal.
+        labels: Cluster of each user; there are at least two clusters.
+    """
+    in_cluster = torch.nn.functional.one_hot(labels).to(distances)  # (users, clusters)
+    sizes = in_cluster.sum(0)
+    sums = distances @ in_cluster
+    a = (sums * in_cluster).sum(1) / (sizes[labels] - 1).clamp(min=1)
+    b = (sums / sizes).masked_fill(in_cluster.bool(), torch.inf).min(1).values
+    scores = ((b - a) / torch.maximum(a, b)).nan_to_num(0.0)  # 0 / 0 for users at the same point
+    return float(scores.masked_fill(sizes[labels] == 1, 0.0).mean())
+
+
+def best_clusters(distances: Float[Tensor, "users users"], most: int) -> Int[Tensor, " users"]:
+    """Return the clusters of 2 to ``most`` with the largest silhouette; of equal ones the fewest.
+
+    A silhouette says nothing of as many clusters as users, so that 1 or 2 users are one cluster.
+
+    Args:
+        distances: Distances of users, with zeros on the diagonal.
+        most: Largest number of clusters.
+    """
+    num_users = len(distances)
+    merges = agglomerate(distances)
+    candidates = [cut(merges, clusters) for clusters in range(2, min(most, num_users - 1) + 1)]
+    if not candidates:
+        return cut(merges, 1)
+    return max(candidates, key=lambda labels: silhouette(distances, labels))
+
+
+# ---------------------------------------------------------------- FedLEASE
+
+
+OWN_CLUSTER, NUM_CLUSTERS, CENTRES = "cluster", "clusters", "centres"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterExperts(Server):
+    """Server of FedLEASE: clusters users by their first uploads, and keeps an expert and a router for each cluster.
+
+    Its state has the model of users without a cluster and
+    - ``experts.NAME (max_experts, *shape)``: of each tensor the means of each cluster, zeros where there is none,
+    - ``cluster (users,)``: each user's cluster, or ``max_experts`` as long as it has none,
+    - ``clusters``: the number of clusters, 0 until they are made,
+    - ``centres (max_experts, columns)``: the means of each cluster's first factors B as unit vectors.
+    """
+
+    max_experts: int
+    fixed: bool = False
+    kind = "stack"
+    by_user = frozenset({OWN_CLUSTER})
+    one_rank = True
+    first_download = True
+    keeps_adapters = False
+
+    def start(self, setup: ServerSetup) -> Tree:
+        """Return the initial state: users have their own LoRA, none of the others, and no cluster.
+
+        Args:
+            setup: Initial models, and the users' names.
+        """
+        kept: Tree = {}
+        num_columns = 0
+        for name, t in setup.models.items():
+            own = t[0, :1] if _is_of_experts(t[0]) else t[0]
+            kept[MODEL_PREFIX + name] = own.clone()
+            kept[EXPERTS + name] = own.new_zeros(self.max_experts, *own.shape)
+            num_columns += own.numel() if name.endswith(".b") else 0
+        some_tensor = next(iter(kept.values()))
+        kept[OWN_CLUSTER] = torch.full((len(setup.users),), self.max_experts)
+        kept[NUM_CLUSTERS] = torch.tensor(0)
+        kept[CENTRES] = torch.zeros(self.max_experts, num_columns, dtype=torch.float64, device=some_tensor.device)
+        return kept
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """Average each expert over the participants of its cluster; give a cluster to participants that have none.
+
+        In the first exchange the clusters are made, and an expert starts as the mean of its users' LoRA. Later a new
+        participant joins the cluster whose users were closest on average, and counts from its next upload on.
+
+        Args:
+            kept: State of the server, changed in place.
+            received: The uploads: a LoRA and a router of each participant.
+
+        Raises:
+            DivergenceError: A factor B is not finite.
+        """
+        users = list(received.users)
+        units = unit_factors(received.tensors)
+        clusters = kept[OWN_CLUSTER][users]
+        is_first = not kept[NUM_CLUSTERS]
+        if is_first:
+            clusters = self._make_clusters(kept, units, _num_layers(received.tensors)).to(clusters)
+        if is_first or not self.fixed:
+            for name, t in received.tensors.items():
+                set_expert_means(kept[EXPERTS + name], t.unsqueeze(1), clusters.unsqueeze(1), received.weights)
+        num_clusters = int(kept[NUM_CLUSTERS])
+        distances = cosine_distances(units, kept[CENTRES][:num_clusters], _num_layers(received.tensors))
+        has_none = clusters == self.max_experts
+        kept[OWN_CLUSTER][users] = torch.where(has_none, distances.argmin(1).to(clusters), clusters)
+
+    def _make_clusters(
+        self, kept: Tree, units: Float[Tensor, "users columns"], num_layers: int
+    ) -> Int[Tensor, " users"]:
+        """Return the participants' clusters, and store their number and centres.
+
+        Args:
+            kept: State of the server, changed in place.
+            units: The participants' factors B as unit vectors.
+            num_layers: Number of adapted linear layers.
+        """
+        require_finite(units, "fedlease")
+        distances = cosine_distances(units, units, num_layers).fill_diagonal_(0)
+        clusters = best_clusters(distances, self.max_experts).to(units.device)
+        in_cluster = torch.nn.functional.one_hot(clusters).to(units)
+        means = in_cluster.T @ units / in_cluster.sum(0).unsqueeze(1)
+        kept[CENTRES][: len(means)] = means.to(kept[CENTRES])
+        kept[NUM_CLUSTERS].fill_(len(means))
+        return clusters
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """Return each user's expert and router, and then the other clusters' experts, with zeros for missing ones.
+
+        Args:
+            kept: State of the server.
+            users: Indices of the users.
+
+        Returns:
+            Tensors by name, ``(users, 1, *shape)``: each user gets one model.
+        """
+        clusters = kept[OWN_CLUSTER][list(users)]
+        order = self._order_of_experts(clusters.device)[clusters]  # (users, max_experts)
+        sent = {}
+        for name, initial in model_of(kept).items():
+            # The two last rows are for users without a cluster: the initial model, and an expert that is missing.
+            pool = torch.cat([kept[EXPERTS + name], initial.unsqueeze(0), torch.zeros_like(initial).unsqueeze(0)])
+            # (users, max_experts, rank, width) in MLPs, (users, rows, width) in attention and routers
+            by_user = pool[order].flatten(1, 2) if _is_of_experts(initial) else pool[clusters]
+            sent[name] = by_user.unsqueeze(1)  # one model for each user
+        return sent
+
+    def _order_of_experts(self, device: torch.device) -> Int[Tensor, "clusters max_experts"]:
+        """Return for each cluster the indices of its own expert and then of the others; last for users without one."""
+        most = self.max_experts
+        rows = [[own, *(other for other in range(most) if other != own)] for own in range(most)]
+        rows.append([most, *[most + 1] * (most - 1)])
+        return torch.tensor(rows, device=device)
+
+    def settled(self) -> ClusterExperts:
+        """Return a copy of the server for users who join after the run has ended: its experts do not change.
+
+        A new user exchanges once: it uploads its LoRA and downloads the experts, with that of the closest cluster as
+        its own.
+        """
+        return replace(self, fixed=True, exchange_every=NEVER)
+
+
+def _is_of_experts(t: Tensor) -> bool:
+    """Return whether one user's tensor is a LoRA factor of an MLP, ``(experts, rank, width)``."""
+    return t.dim() == 3
+
+
+def _num_layers(uploads: Tree) -> int:
+    """Return the number of adapted linear layers: of LoRA factors B."""
+    return sum(name.endswith(".b") for name in uploads)
+
+
+def require_finite(factors: Tensor, method: str) -> None:
+    """Raise an error unless the factors B by which a server clusters users are finite.
+
+    Args:
+        factors: The users' factors.
+        method: Name of the method, for the message.
+
+    Raises:
+        DivergenceError: A number is not finite.
+    """
+    if num_nonfinite := int((~factors.isfinite()).sum()):
+        raise DivergenceError(
+            f"method {method}: {num_nonfinite} of {factors.numel()} numbers in the users' LoRA factors B are not "
+            "finite; try a smaller training.experts.learning_rate"
+        )
+
+
+def fedlease(*, max_experts: Annotated[int, Range(least=2, most=999)] = 4, warmup_rounds: Count = 1) -> Method:
+    """FedLEASE: users are clustered by their LoRA, train their cluster's expert and route to those of all clusters.
+
+    Source: Wang et al. 2025, "Adaptive LoRA Experts Allocation and Selection for Federated Fine-Tuning", NeurIPS 2025,
+    arXiv:2509.15087, and its public code (lei-wang-link/FedLEASE).
+    Shared: 1 LoRA expert per MLP, attention and routers, each within a cluster.  Local: nothing.  Frozen: the base, and
+    the other clusters' experts, which come from the server.
+    Client: in the first ``warmup_rounds`` rounds local steps on the user's own LoRA, without exchange.  Then local
+    steps that train the expert of its cluster and the router together, the router with its own settings.  With M
+    clusters a router has 2M - 1 outputs: M for the user's own expert and one for each other.  A token's weights are the
+    softmax over the M largest, so that its own expert always takes part, with 0 to M - 1 others.
+    Server: after the warm-up, agglomerative clustering with the distance ``1/L sum_l (1 - cos(B_i^l, B_j^l))`` over L
+    layers, for the number of clusters from 2 to ``max_experts`` with the largest silhouette.  Experts start as the
+    means of their clusters' LoRA; then an expert and its router become means over the cluster's participants.
+    Differs from the paper: there is one router for each MLP, which mixes its outputs, where the paper has one for each
+    linear; with ``adapters: {mix: linear}`` it mixes in each linear.  Attention has the LoRA of the user's cluster.
+    Means are weighted by ``training.weighting``.  Users who miss the first exchange start from the initial LoRA and
+    join the closest cluster with their first upload, which is in no mean; so do users who join later.  With fewer than
+    three participants in the first exchange there is one cluster.  A download has ``max_experts`` experts, with zeros
+    for missing ones.  ``adapters.top_k`` and the balancing penalty are ignored.  We had the public code and summaries
+    of the paper, not its text: average linkage, the softmax over the chosen outputs and ``max_experts`` are the code's,
+    whose warm-up has 5 rounds.
+
+    Args:
+        max_experts: Largest number of clusters, each with an expert.
+        warmup_rounds: Rounds in which users train their own LoRA before they are clustered.
+    """
+    own = frozenset({ATTENTION, GENERALIST, ROUTER})
+    return Method(
+        name="fedlease",
+        placement=Placement(
+            specialists=max_experts - 1,
+            routed=True,
+            gating=AdaptiveGating(),
+            shared=own,
+            received=own | {SPECIALIST},
+        ),
+        client=Client(phases=(Phase(roles=own, optimizer="both"),)),
+        server=ClusterExperts(max_experts=max_experts, exchange_from=warmup_rounds),
+    )
+
+
+@dataclass(frozen=True)
+class AdaptiveGating:
+    """Gating of FedLEASE: of 2M - 1 outputs for M experts, the M largest count, and M outputs are for the first expert.
+
+    So a token uses its user's own expert, which is the first one, and 0 to M - 1 others.
+    """
+
+    def __str__(self) -> str:
+        """Return how experts are weighted, to complete an error message "its experts are ..."."""
+        return "weighted by an adaptive number of outputs"
+
+    def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
+        """Return the number of rows of an MLP's router tensor ``(rows, width)``, and its initialiser.
+
+        Args:
+            experts: Largest number of experts, M: there are M rows for the first one, then one for each other.
+            rank: LoRA rank, not used.
+            width: Width of the router's input, not used.
+        """
+        return 2 * experts - 1, init_router
+
+    def __call__(
+        self, router: Router, products: Float[Tensor, "users n rows"], x: Float[Tensor, "users n width"]
+    ) -> Float[Tensor, "users n experts"]:
+        """Return the experts' weights for each token: the softmax over its user's M largest outputs.
+
+        M is the number of the user's experts; one whose LoRA factor A is zero is missing. The rows of the first expert
+        beyond its M-th do not count.
+
+        Args:
+            router: The router, with the A factors of all experts as ``keys``.
+            products: Products of the router's rows with x.
+            x: Inputs of the MLP for n tokens of each user.
+        """
+        is_present = router.keys.flatten(2).any(-1)  # (users, experts)
+        most = is_present.shape[1]
+        is_within = torch.arange(most, device=products.device) < is_present.sum(1, keepdim=True)  # the first M of most
+        exists = torch.cat([is_within, is_present[:, 1:]], 1).unsqueeze(1)  # (users, 1, rows)
+        logits = products.masked_fill(~exists, -torch.inf)
+        largest = logits.topk(most, dim=-1).indices
+        picks = torch.zeros_like(logits, dtype=torch.bool)
+        picks = picks.scatter(-1, largest, is_within.unsqueeze(1).expand(largest.shape))
+        weights = logits.masked_fill(~picks, -torch.inf).softmax(-1)
+        return torch.cat([weights[..., :most].sum(-1, keepdim=True), weights[..., most:]], -1)
