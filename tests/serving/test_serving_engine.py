@@ -134,6 +134,32 @@ NATIVE = [
 ]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_native_step_has_the_same_logits_with_any_number_of_threads(
+    people: Any, dtype: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = people("comigs-1g1s", base="random:llama", dtype=dtype)
+    request.getfixturevalue("native")
+    asked, compared = Asked(Engine(mine, rows=5)), list[bool]()
+    native_decode = decoding.NativeNetwork.decode
+
+    def compare(step: Any, ids: Any, positions: Any, cache: Any) -> torch.Tensor:
+        logits = native_decode(step, ids, positions, cache)
+        before = torch.get_num_threads()
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            compared.append(torch.equal(native_decode(step, ids, positions, cache), logits))
+        torch.set_num_threads(before)
+        return logits
+
+    monkeypatch.setattr(decoding.NativeNetwork, "decode", compare)
+    for name in mine:
+        asked.ask(name, TEXTS[0], max_new_tokens=3)
+    asked.finish()
+    assert len(compared) > 3
+    assert all(compared)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("method", "base"), NATIVE)

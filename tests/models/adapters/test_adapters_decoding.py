@@ -105,19 +105,25 @@ def test_a_mixture(
     close(got, expected.detach(), dtype)
 
 
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_row_is_what_it_is_alone(library: Path, turned: bool) -> None:
-    """Bit for bit, in whatever company and with however many threads."""
-    x, a, b = drawn(7, 1, 50).float(), drawn(7, 4, 50).float(), drawn(7, 4, 90).float()
-    weights = (drawn(50, 90).float().t() if turned else drawn(90, 50).float(), None)
+def test_a_row_is_what_it_is_alone(library: Path, turned: bool, dtype: torch.dtype) -> None:
+    """Bit for bit, in whatever company and with however many threads; and close to float64."""
+    rows = 23  # whole blocks of every size and a row
+    x, a, b = drawn(rows, 1, 50), drawn(rows, 4, 50), drawn(rows, 4, 91)
+    weight = drawn(50, 91).t() if turned else drawn(91, 50)
+    expected = torch.einsum("oi,rti->rto", weight, x) + 0.5 * torch.einsum("rko,rki,rti->rto", b, a, x)
+    x, a, b, weights = x.to(dtype), a.to(dtype), b.to(dtype), (weight.to(dtype), None)
     with torch.no_grad():
         together = expert_mlp.linear(weights, x, (a, b), 0.5)
-        for row in range(7):
-            one = slice(row, row + 1)
-            assert torch.equal(expert_mlp.linear(weights, x[one], (a[one], b[one]), 0.5), together[one])
+        for count in range(1, rows):
+            some = slice(rows - count, rows)
+            assert torch.equal(expert_mlp.linear(weights, x[some], (a[some], b[some]), 0.5), together[some])
         torch.set_num_threads(3)
         assert torch.equal(expert_mlp.linear(weights, x, (a, b), 0.5), together)
         torch.set_num_threads(1)
+    for row in range(rows):
+        close(together[row], expected[row], dtype)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)

@@ -9,7 +9,8 @@
 //
 // A pass is a single parallel region. Its phases are separated by barriers that spin, since a phase takes only some
 // microseconds, and threads that sleep in between would take longer to wake up. Activations are float32; weights,
-// factors and the cache have the model's number format.
+// factors and the cache have the model's number format. Products with bfloat16 weights read their input in bfloat16 where
+// the processor has instructions for it.
 #pragma once
 
 #include <omp.h>
@@ -17,6 +18,8 @@
 #include <atomic>
 #include <cmath>
 #include <thread>
+#include <type_traits>
+#include <vector>
 
 #include "mixture_packed.h"
 
@@ -48,12 +51,19 @@ struct Decode {
 
 namespace {
 
-// Threads that share the tasks of one phase after another.
+// Threads that share the tasks of one phase after another. Each begins with consecutive tasks, since weights that follow
+// are prefetched, and then takes what others have left.
 class Team {
+    struct alignas(64) Share {
+        std::atomic<int64_t> taken{0};
+    };
+    std::vector<Share> shares;
     int64_t size = 1;
-    std::atomic<int64_t> next{0}, arrived{0}, phase{0};
+    std::atomic<int64_t> arrived{0}, phase{0};
 
    public:
+    explicit Team(int64_t most) : shares(most) {}
+
     // To be called by all threads of a parallel region.
     void meet() {
 #pragma omp single
@@ -63,10 +73,13 @@ class Team {
     // Calls `task(i)` for i < count, each by one thread, and waits until all are done.
     template <class Task>
     void each(int64_t count, Task task) {
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
+        for (int64_t i = 0, first = omp_get_thread_num(); i < size; ++i) {
+            const int64_t of = (first + i) % size, from = of * count / size, end = (of + 1) * count / size;
+            for (int64_t t; (t = from + shares[of].taken.fetch_add(1, std::memory_order_relaxed)) < end;) task(t);
+        }
         const int64_t now = phase.load(std::memory_order_relaxed);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-            next.store(0, std::memory_order_relaxed);
+            for (Share& share : shares) share.taken.store(0, std::memory_order_relaxed);
             arrived.store(0, std::memory_order_relaxed);
             phase.store(now + 1, std::memory_order_release);
             return;
@@ -90,6 +103,11 @@ class Team {
 
 template <class S>
 struct DecodeStep {
+#ifdef ROWS_DOTS
+    static constexpr bool DOTS = std::is_same_v<S, uint16_t>;
+#else
+    static constexpr bool DOTS = false;
+#endif
     const Decode& m;
     const int64_t texts;
     const Rows shape, last_shape;  // only `rows` and `share`, which the functions of Step read
@@ -101,7 +119,8 @@ struct DecodeStep {
         : m(m), texts(m.rows / m.share), shape(shape_of(m.rows, m.share)), last_shape(shape_of(texts, 1)), rows{shape},
           last_rows{last_shape}, x(m.rows * m.width), qkv(m.rows * (m.heads + 2 * m.groups) * m.head),
           attended(m.rows * m.heads * m.head), z(m.rows * most_ranks()), logits(m.rows * m.experts),
-          gates(m.rows * m.experts), h(m.rows * m.experts * m.hidden), mixed(m.rows * m.hidden) {
+          gates(m.rows * m.experts), h(m.rows * m.experts * m.hidden), mixed(m.rows * m.hidden),
+          team(m.threads) {
         std::copy_n(m.x, m.rows * m.width, x + 0);
     }
 
@@ -155,19 +174,24 @@ struct DecodeStep {
         });
     }
 
-    // Input of products. Packed weights read it rounded, which every thread does for all rows.
+    // Input of products. Packed weights read it rounded, dot products of bfloat16 as bfloat16; every thread rounds all rows.
     struct Read {
         const float* x;
         bool fine;
         Input rounded;
+        Buffer<uint16_t> narrow;
     };
     void round(Read& in, const float* x, const RowsLinear& reader, int64_t count, bool fine) const {
         in.x = x, in.fine = fine;
         for (int64_t r = 0; reader.scales && r < count; ++r) in.rounded.fill(r, x + r * reader.d_in, reader.d_in, fine);
+        const int64_t size = count * reader.d_in;
+        for (int64_t i = 0; DOTS && !reader.scales && i < size; i += LANES)
+            store_upto(in.narrow + i, load_upto(x + i, size - i), size - i);
     }
 
     // Some outputs of W in + b for the rows of `some`.
     void product(const Step<S>& some, const RowsLinear& l, const Read& in, int64_t column, int64_t columns, float* base) const {
+        if (!l.scales && DOTS) return some.chunk(l, in.narrow + 0, column, columns, base);
         if (!l.scales) return some.chunk(l, in.x, column, columns, base);
         packed_product(l, in.rounded, in.fine, 0, some.m.rows, column, columns, base, base + some.m.rows * CHUNK);
         if (l.bias) some.add_bias(l, column, columns, base);
@@ -184,8 +208,8 @@ struct DecodeStep {
                 use(r, column + c, columns - c, rows.lora(l, z, r, 0, l.ranks, column + c, columns - c, v));
             }
     }
-    // Outputs of a chunk. Packed weights take less time, so smaller chunks share them out evenly.
-    static int64_t outputs(const RowsLinear& l) { return l.scales ? CHUNK / 2 : CHUNK; }
+    // Outputs of a chunk: few, so that threads get equal shares.
+    static int64_t outputs(const RowsLinear& l) { return l.turned ? CHUNK : CHUNK / 2; }
     static int64_t chunks(const RowsLinear& l) { return (l.d_out + outputs(l) - 1) / outputs(l); }
 
     // Adds the output of a layer to the residual stream.
@@ -357,7 +381,8 @@ struct DecodeStep {
         {
             team.meet();
             Buffer<float> normed(m.rows * m.width), base(2 * m.rows * CHUNK), scores(m.stop + m.share + CHUNK), p(m.rows * m.experts);
-            Read in{nullptr, false, Input(m.rows, std::max({m.width, m.heads * m.head, m.hidden}))};
+            const int64_t widest = std::max({m.width, m.heads * m.head, m.hidden});
+            Read in{nullptr, false, Input(m.rows, widest), Buffer<uint16_t>(m.rows * widest)};
             for (int64_t i = 0; i < m.layers; ++i) {
                 const DecodeLayer& l = m.layer[i];
                 norm(l.attention_norm, normed + 0);

@@ -34,8 +34,11 @@ struct Rows {
 namespace {
 
 constexpr int64_t CHUNK = 64;
-// Rows and outputs whose sums fit into registers; outputs of a single row, enough to hide the latency of additions.
-constexpr int BLOCK = REGISTERS == 32 ? 3 : 4, OUTPUTS = REGISTERS == 32 ? 8 : 2, ALONE = 8;
+// Outputs of a few rows that are computed side by side, enough to hide the latency of additions.
+constexpr int ALONE = 8;
+// How far ahead weights are prefetched, in bytes. Reading several outputs' weights side by side, processors do not
+// recognise that all of them lie in one piece of memory, and read it at half the speed.
+constexpr int64_t AHEAD = 8192;
 
 template <int N>
 struct Floats {
@@ -53,32 +56,83 @@ float add_up(typename Floats<N>::type v) {
     }
 }
 
-// out(r, o) = x(r, :) . w(o, :) for R rows and O outputs; rows of `out` have stride CHUNK.
-template <int R, int O, class X, class S>
+template <int BYTES>
+void prefetch(const char* from) {
+#pragma GCC unroll 16
+    for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
+// out(r, o) = x(r, :) . w(o, :) for R rows and O outputs; rows of `out` have stride CHUNK. If `Ahead`, as many bytes of
+// later weights are prefetched.
+template <int R, int O, bool Ahead = false, class X, class S>
 void dots(const X* x, const S* w, int64_t width, float* out) {
     V sums[R][O] = {};
     auto add = [&](auto left, auto right) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
             for (int o = 0; o < O; ++o) sums[r][o] += left(r) * right(o);
     };
     int64_t k = 0;
-    for (; k + LANES <= width; k += LANES)
+    for (; k + LANES <= width; k += LANES) {
+        if (Ahead) prefetch<O * LANES * sizeof(S)>((const char*)(w + O * k) + AHEAD);
         add([&](int r) { return load(x + r * width + k); }, [&](int o) { return load(w + o * width + k); });
+    }
     if (k < width)
         add([&](int r) { return load_upto(x + r * width + k, width - k); },
             [&](int o) { return load_upto(w + o * width + k, width - k); });
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
         for (int o = 0; o < O; ++o) out[r * CHUNK + o] = add_up(sums[r][o]);
 }
 
-template <int O, class X, class S>
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define ROWS_DOTS 1
+
+// The same for inputs in bfloat16, with dot-product instructions: two products per lane.
+template <int R, int O, bool Ahead = false>
+void dots(const uint16_t* x, const uint16_t* w, int64_t width, float* out) {
+    constexpr int64_t PAIRS = 2 * LANES;
+    V sums[R][O] = {};
+    auto add = [&](auto read, int64_t k) {
+        __m512bh left[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) left[r] = (__m512bh)read(x + r * width + k);
+#pragma GCC unroll 8
+        for (int o = 0; o < O; ++o) {
+            const __m512bh right = (__m512bh)read(w + o * width + k);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sums[r][o] = (V)_mm512_dpbf16_ps((__m512)sums[r][o], left[r], right);
+        }
+    };
+    int64_t k = 0;
+    for (; k + PAIRS <= width; k += PAIRS) {
+        if (Ahead) prefetch<O * PAIRS * 2>((const char*)(w + O * k) + AHEAD);
+        add([](const uint16_t* from) { return _mm512_loadu_si512(from); }, k);
+    }
+    if (k < width) {
+        const __mmask32 some = (1u << (width - k)) - 1;
+        add([some](const uint16_t* from) { return _mm512_maskz_loadu_epi16(some, from); }, k);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int o = 0; o < O; ++o) out[r * CHUNK + o] = add_up(sums[r][o]);
+}
+#endif
+
+// The same for any number of rows, R at a time and at last fewer.
+template <int R, int O, bool Ahead, class X, class S>
 void dots_of_rows(const X* x, int64_t rows, const S* w, int64_t width, float* out) {
     int64_t r = 0;
-    for (; r + BLOCK <= rows; r += BLOCK) dots<BLOCK, O>(x + r * width, w, width, out + r * CHUNK);
-    for (; r + 2 <= rows; r += 2) dots<2, O>(x + r * width, w, width, out + r * CHUNK);
-    for (; r < rows; ++r) dots<1, O>(x + r * width, w, width, out + r * CHUNK);
+    if (Ahead && R <= rows) dots<R, O, true>(x, w, width, out), r = R;
+    for (; r + R <= rows; r += R) dots<R, O>(x + r * width, w, width, out + r * CHUNK);
+    if constexpr (R > 1)
+        if (r < rows) {
+            if (r == 0) return dots_of_rows<R / 2, O, Ahead>(x, rows, w, width, out);
+            dots_of_rows<R / 2, O, false>(x + r * width, rows - r, w, width, out + r * CHUNK);
+        }
 }
 
 // The same with `w` transposed: CHUNK contiguous outputs, and inputs with stride `stride`.
@@ -124,15 +178,24 @@ struct Step {
             turned(l, x, column, columns, out);
         else {
             const S* w = (const S*)l.weight + column * l.d_in;
-            int64_t o = 0;
-            if (m.rows < BLOCK)
-                for (; o + ALONE <= columns; o += ALONE)
-                    dots_of_rows<ALONE>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
-            for (; o + OUTPUTS <= columns; o += OUTPUTS)
-                dots_of_rows<OUTPUTS>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
-            for (; o < columns; ++o) dots_of_rows<1>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
+            constexpr int MOST = SUMS_AT_ONCE / ALONE;  // rows whose sums fit into registers
+            if (m.rows <= MOST)
+                outputs<ALONE>(x, w, l.d_in, columns, out);
+            else if (m.rows <= 2 * MOST)
+                outputs<ALONE / 2>(x, w, l.d_in, columns, out);
+            else
+                outputs<ALONE / 4>(x, w, l.d_in, columns, out);
         }
         if (l.bias) add_bias(l, column, columns, out);
+    }
+
+    // Outputs of all rows, O at a time.
+    template <int O, class X>
+    void outputs(const X* x, const S* w, int64_t width, int64_t columns, float* out) const {
+        int64_t o = 0;
+        for (; o + O <= columns; o += O) dots_of_rows<SUMS_AT_ONCE / O, O, true>(x, m.rows, w + o * width, width, out + o);
+        for (; o < columns; ++o)
+            for (int64_t r = 0; r < m.rows; ++r) dots<1, 1>(x + r * width, w + o * width, width, out + r * CHUNK + o);
     }
 
     void add_bias(const RowsLinear& l, int64_t column, int64_t columns, float* out) const {
@@ -153,6 +216,7 @@ struct Step {
             return;
         }
         int64_t r = 0;
+        constexpr int BLOCK = REGISTERS == 32 ? 3 : 4;
         for (; r + BLOCK <= m.rows; r += BLOCK)
             sums_of_inputs<BLOCK>(x + r * l.d_in, w, l.d_out, l.d_in, out + r * CHUNK);
         for (; r < m.rows; ++r) sums_of_inputs<1>(x + r * l.d_in, w, l.d_out, l.d_in, out + r * CHUNK);
