@@ -28,6 +28,10 @@ EXCHANGED = ("comigs-1g1s", "fdlora", "fedavg", "fedmerge", "floral", "pcl", "sc
 """Methods with which quick tests evaluate what comes of an exchange, too."""
 
 
+def totals(sizes: list[tuple[int, int]]) -> tuple[int, int]:
+    return sum(sent for sent, _ in sizes), sum(received for _, received in sizes)
+
+
 @pytest.mark.parametrize(
     ("name", "evaluated"),
     [
@@ -43,11 +47,14 @@ def test_a_plan_has_the_bytes_that_a_run_counts(name: str, evaluated: str, feder
     federation = made(method, changes={"training.rounds": 3, "evaluation.model": evaluated})
     users = [user.name for user in federation.clients.trainers]
     planned, exchanges = message_bytes(federation, users), count_exchanges(federation)
+    first = message_bytes(federation, users, version=0)
+    assert (first == planned) == (not make(name).placement.once)
     clock = Clock()
     run_rounds(federation, observe=lambda event: None, clock=clock)
     downloads = exchanges + make(name).server.first_download
-    assert clock.upload_bytes == exchanges * sum(sent for sent, _ in planned)
-    assert clock.download_bytes == downloads * sum(received for _, received in planned)
+    (sent, received), (first_sent, first_received) = totals(planned), totals(first)
+    assert clock.upload_bytes == first_sent + (exchanges - 1) * sent
+    assert clock.download_bytes == first_received + (downloads - 1) * received
     assert bool(clock.upload_bytes) == bool(exchanges)
 
 

@@ -16,6 +16,7 @@ from comingle.cost.skeleton import load_skeleton
 from comingle.methods import REGISTRY, make
 from comingle.models.base import Base
 from comingle.utils.errors import ComingleError, RecipeError
+from federations import download_all, play_round
 
 NAMES = ("ann", "bob", "cem")
 
@@ -40,6 +41,9 @@ def planned(recipe: Recipe, names: Sequence[str] = NAMES) -> list[UserCost]:
 def check(costs: list[UserCost], federation: Any) -> None:
     """Every user of the federation is in ``costs`` once, with its counts, and their bytes are those of an exchange."""
     clients = federation.clients
+    if clients.method.placement.once:  # costs are those of later exchanges
+        play_round(federation, 0)
+        download_all(federation)
     parameters, sent = clients.trainable_parameters(), clients.upload_bytes()
     if clients.method.placement.pooled:
         assert [c.trainable_parameters for c in costs] == parameters[:1]

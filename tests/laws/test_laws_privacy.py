@@ -29,7 +29,10 @@ def meant_for_others(method: Method) -> set[str]:
 
 def travels(method: Method, name: str) -> bool:
     """Whether a method's placement says that a tensor of a shared role travels, by the tensor's name."""
-    factors = {f".{part}" for role in method.shared if (part := role.partition(".")[2]) in ("a", "b")} or {".a", ".b"}
+    factors = {f".{part}" for role in method.shared if (part := role.partition(".")[2]) in ("a", "b", "r")} or {
+        ".a",
+        ".b",
+    }
     factors |= {".router"} if ROUTER in method.shared else set()
     last_mlp_stays = f"{GENERALIST}.body" in method.shared  # of a base of one layer
     return name.endswith(tuple(factors)) and not (last_mlp_stays and name.startswith("layers.0.mlp"))
@@ -184,10 +187,12 @@ def test_one_user_alone_makes_sharing_nothing(federate: Any, shared: str, alone:
 
 
 def test_a_method_shares_only_what_it_trains(federate: Any, method: dict[str, Any]) -> None:
+    """Or what it makes once, before users train beside it."""
     federation = federate(method)
+    method_of = federation.clients.method
     trained, shared = (
         federation.clients.model.layout.mask(roles)
-        for roles in (federation.clients.method.client.trained, federation.clients.method.shared)
+        for roles in (method_of.client.trained | method_of.placement.once, method_of.shared)
     )
     assert not (shared & ~trained).any()
     local = {SPECIALIST, ROUTER} - meant_for_others(federation.clients.method)

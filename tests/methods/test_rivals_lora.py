@@ -1,7 +1,8 @@
-"""FedALT, FedEx-LoRA, FLoRA and RoLoRA against loops from their papers, user by user, every ``W + s B A`` whole."""
+"""FedALT, FedEx-LoRA, FLoRA, RoLoRA and Fed-SB against loops from their papers, user by user, ``W + s B A`` whole."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from by_hand import Own, played, rows_of, same
 from torch import Tensor
 
+from comingle.methods.base import Phase
 from comingle.models.personal import changes_of_adapted
 from comingle.training.backends.local import InProcess
 from comingle.utils.errors import RecipeError
 from federations import download_all, exchange, play_round
 from federations import local_round as train
-from naive import Reference, Rules, honest_double
+from naive import FAMILIES, Reference, Rules, honest_double
 
 RATE = 0.5
 USERS = [0, 1, 2]
@@ -230,3 +232,107 @@ def test_sdflora_averages_products_of_what_is_shared_and_keeps_the_rest(tiny: An
                     if ".mlp." in stem:
                         torch.testing.assert_close(found[1], product(owns[user], stem)[1], rtol=1e-9, atol=1e-12)
             owns = got
+
+
+Silver = dict[str, tuple[Tensor, Tensor, Tensor]]
+"""B ``(d_out, rank)``, R ``(rank, rank)`` and A ``(rank, d_in)`` of each linear."""
+
+
+def gradients_of_weights(federation: Any, user: int, number: int) -> Own:
+    """Of the plain base's own weights, ``(d_out, d_in)``, by the name that its LoRA has."""
+    clients, linears = federation.clients, FAMILIES["llama"].linears
+    plain = copy.deepcopy(clients.model.base.model).requires_grad_()
+    windows = clients.batch_source.draw([user], Phase(roles=frozenset(), label="weights"), number, 0, 0)[0].long()
+    weights = {}
+    for stem in stems(rows_of(federation)[0]):
+        path, _, last = stem.rpartition(".")
+        weights[stem] = plain.model.get_submodule(f"{path}.{linears.get(last, last)}").weight
+    logits = plain(input_ids=windows[:, :-1], use_cache=False).logits
+    loss = -logits.log_softmax(-1).gather(-1, windows[:, 1:, None]).mean()
+    return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+
+
+def truncated(change: Tensor, rank: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    left, values, right = torch.linalg.svd(change)
+    assert values[rank] < 0.999 * values[rank - 1]  # else another choice would be as good
+    return left[:, :rank], torch.diag(values[:rank]) / scale, right[:rank]
+
+
+def middle_round(federation: Any, start: Silver, user: int, number: int) -> Silver:
+    """Plain descent on R alone."""
+    clients, middles = federation.clients, {stem: r for stem, (_b, r, _a) in start.items()}
+    for step in range(clients.plan.training.local_steps):
+        windows = clients.batch_source.draw([user], clients.phases[0], number, step, 0)[0].long()
+        leaves = {stem: r.clone().requires_grad_() for stem, r in middles.items()}
+        whole = {}
+        for stem, (b, _r, a) in start.items():
+            experts = (1,) if ".mlp." in stem else ()
+            whole[f"{stem}.a"] = (leaves[stem] @ a).expand(*experts, -1, -1)
+            whole[f"{stem}.b"] = b.mT.expand(*experts, -1, -1)
+        rules = Rules(scale=clients.model.adapters.scale)
+        loss = Reference(clients.model.base.model, "llama", whole, rules).losses(windows)[0].mean()
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+        middles = {stem: r - RATE * g for (stem, r), g in zip(middles.items(), gradients, strict=True)}
+    return {stem: (b, middles[stem], a) for stem, (b, _r, a) in start.items()}
+
+
+def test_fed_sb_trains_and_averages_what_is_between_singular_vectors(tiny: Any) -> None:
+    """The SVD of the first Adam step on whole weights; then of the users' mean change; then means of R alone."""
+    federation = tiny({"name": "fed-sb", "first_rate": 0.01})
+    scale, rank = federation.clients.model.adapters.scale, 2
+    with honest_double():
+        firsts = []
+        for user in USERS:
+            first = {n: -0.01 * g.sign() for n, g in gradients_of_weights(federation, user, 0).items()}
+            start = {stem: truncated(update, rank, scale) for stem, update in first.items()}
+            firsts.append(middle_round(federation, start, user, 0))
+        model = {s: truncated(sum(b @ r @ a for b, r, a in (own[s] for own in firsts)) / 3, rank) for s in firsts[0]}
+        for number, members in enumerate(ROUNDS[1:], 1):
+            uploads = [middle_round(federation, model, user, number) for user in members]
+            model = {s: (b, sum(own[s][1] for own in uploads) / len(members), a) for s, (b, _r, a) in model.items()}
+        found = played(federation, ROUNDS)
+    for own in found:
+        for stem, (b, r, a) in model.items():
+            middle, a_found = own[f"{stem}.r"], own[f"{stem}.a"]
+            change = torch.einsum("...ro,...ri->...oi", own[f"{stem}.b"], middle @ a_found)
+            torch.testing.assert_close(change.squeeze(0), b @ r @ a, rtol=1e-7, atol=1e-10, msg=stem)
+
+
+def test_fed_sb_sends_its_frozen_factors_once(tiny: Any) -> None:
+    """Also to a user who was absent at first; later messages have a matrix of rank by rank for each linear."""
+    federation = tiny("fed-sb")
+    clients = federation.clients
+    sizes = {name: t.numel() for name, t in rows_of(federation)[0].items()}
+    whole, small = set(sizes), {name for name in sizes if name.endswith(".r")}
+    received: list[tuple[list[str], set[str]]] = []
+    receive = clients.receive
+
+    def note(message: Any) -> None:
+        received.append((list(message.users), set(message.tensors)))
+        receive(message)
+
+    clients.receive = note
+    assert set(clients.upload([0, 1], 1, {}).tensors) == whole
+    play_round(federation, 0, [0, 1])
+    assert received == []
+    play_round(federation, 1, [0, 1])
+    assert received == [(["ann", "bob"], whole)]
+    play_round(federation, 2, [0, 2])
+    assert received[1:] == [(["cem"], whole), (["ann"], small)]
+    assert set(clients.upload([0, 2], 3, {}).tensors) == small
+    assert {sizes[name] for name in small} == {2 * 2}
+
+
+def test_fed_sb_starts_again_after_a_first_round_without_uploads(tiny: Any) -> None:
+    """What the server has is not a model until it has aggregated, and users go on sending their own factors."""
+    federation = tiny("fed-sb")
+    federation.server.skip_round(1)
+    play_round(federation, 1)
+    assert federation.server.version == 2
+    found = download_all(federation).clients.model.layout.views(federation.clients.state.rows)
+    for stem in stems(found):
+        a, b, r = (found[f"{stem}.{suffix}"] for suffix in "abr")
+        assert r.any()
+        assert all(torch.equal(factor[0], factor[2]) for factor in (a, b, r))
+        torch.testing.assert_close(a @ a.mT, torch.eye(2, dtype=a.dtype).expand_as(r))
+        torch.testing.assert_close(b @ b.mT, torch.eye(2, dtype=a.dtype).expand_as(r))

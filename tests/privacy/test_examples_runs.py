@@ -363,7 +363,7 @@ def reason(method: str, **settings: Any) -> str:
 ENTANGLED = {
     "centralized", "fedsa-lora", "pcl", "hetlora", "floral", "floral-optimal", "floral-mfl", "local-adaptor",
     "ensemble", "ensemble-optimal", "mfl", "fml", "ifca", "fedem", "stacking", "fedalt", "fedamole", "fedbn",
-    "fedex-lora", "fedper", "flora-stacking", "momentum-clustering", "rolora", "scaffold",
+    "fedex-lora", "fedper", "flora-stacking", "momentum-clustering", "rolora", "scaffold", "fed-sb",
 }  # fmt: skip
 """Methods whose uploads follow from more than noised gradients."""
 

@@ -384,7 +384,7 @@ def reason(method: str, mechanism: str) -> str:
 
 UNBOUNDED = {
     "centralized", "pcl", "hetlora", "floral", "floral-optimal", "floral-mfl", "ensemble", "ensemble-optimal", "mfl",
-    "fml", "ifca", "fedalt", "flora-stacking", "scaffold",
+    "fml", "ifca", "fedalt", "flora-stacking", "scaffold", "fed-sb",
 }  # fmt: skip
 """Methods of which no mechanism of updates covers all that leaves a user."""
 LOCAL_ALONE = {

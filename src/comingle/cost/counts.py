@@ -20,7 +20,7 @@ from comingle.cost.records import Block, Flops, Linear, LinearFlops, UserCost, b
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.injection import RoutedMLP
-from comingle.models.lora import IN, OUT, weight_shape
+from comingle.models.lora import IN, MIDDLE, OUT, weight_shape
 from comingle.protocol.messages import LOSS, Download, Upload
 from comingle.protocol.wire import packed_bytes
 from comingle.training.backends.local import InProcess
@@ -29,7 +29,7 @@ from comingle.training.settings import exchanged_after
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Tree
 
 
-def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int, int]]:
+def message_bytes(federation: InProcess, names: Sequence[str], *, version: int = 1) -> list[tuple[int, int]]:
     """Return the bytes that each user uploads and downloads in one exchange, including messages of a secure sum.
 
     Messages contain the user's name, so sizes depend on it. All sizes are 0 if the federation shares nothing.
@@ -38,6 +38,7 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
         federation: The federation. If all users are alike, it may have fewer users than names. Its last user then
             stands for each further name.
         names: Names of the users.
+        version: Version that the users have downloaded before; 0 for the exchange with tensors that are sent once.
 
     Returns:
         One pair (upload bytes, download bytes) per name.
@@ -50,7 +51,7 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
     for i, name in enumerate(names):
         index = min(i, len(clients.trainers) - 1)
         if index not in messages:
-            messages[index] = upload_of(federation, index), download_of(federation, index, names)
+            messages[index] = upload_of(federation, index, version), download_of(federation, index, names, version)
         upload, download = messages[index]
         (upload_bytes,) = packed_bytes(replace(upload, users=(name,)))
         (download_bytes,) = packed_bytes(replace(download, users=(name,)))
@@ -72,7 +73,7 @@ def mean_bytes(message_sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return round(fmean(upload_bytes)), round(fmean(download_bytes))
 
 
-def upload_of(federation: InProcess, user: int) -> Upload:
+def upload_of(federation: InProcess, user: int, version: int = 1) -> Upload:
     """Return a message of the size that a user uploads in an exchange, to count its bytes.
 
     Its round and training loss are placeholders, since they do not change the size.
@@ -80,12 +81,13 @@ def upload_of(federation: InProcess, user: int) -> Upload:
     Args:
         federation: The users and the server of a run.
         user: The user's index in the federation.
+        version: Version that the user has downloaded; 0 for an upload with tensors that are sent once.
     """
     placeholder_loss = {LOSS: torch.zeros(1)}
-    return federation.clients.upload([user], 1, placeholder_loss, counts=True)
+    return federation.clients.upload([user], 1, placeholder_loss, counts=True, version=version)
 
 
-def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Download:
+def download_of(federation: InProcess, user: int, names: Sequence[str], version: int = 1) -> Download:
     """Return the message that a user downloads after an exchange of all users.
 
     In a peer-to-peer method, which has no server, it contains the uploads of all users, on the meta device.
@@ -94,10 +96,11 @@ def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Downl
         federation: The users and the server of a run.
         user: The user's index in the federation.
         names: Names of all users.
+        version: Version that the user has downloaded before; 0 for a download with tensors that are sent once.
     """
     clients, server = federation.clients, federation.server
     if not clients.method.server.peer_to_peer:
-        return server.download([clients.trainers[user].name])
+        return server.download([clients.trainers[user].name], once=version < 1)
     tensors = {}
     for name, uploaded in upload_of(federation, user).tensors.items():
         without_data = uploaded.to("meta")  # (1 sender, *shape)
@@ -358,13 +361,14 @@ class Shape:
         a, b = f"{name}.a", f"{name}.b"
         # Some methods add a frozen low-rank product to the weight (a residual). One of its factors is multiplied
         # together with A, the other together with B.
+        middle = self.entries.get(f"{name}.{MIDDLE}", 0)  # multiplied after A
         residual_in = self.entries.get(f"{name}.{IN}", 0)
         residual_out = self.entries.get(f"{name}.{OUT}", 0)
         return Linear(
             weight=num_weights(module),
-            a=self.entries[a] + residual_in,
+            a=self.entries[a] + middle + residual_in,
             b=self.entries[b] + residual_out,
-            trains_a=a in trained,
+            trains_a=a in trained or f"{name}.{MIDDLE}" in trained,
             trains_b=b in trained,
         )
 

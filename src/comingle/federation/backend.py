@@ -159,6 +159,7 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
             session.context.method,
             user=name,
             number=number,
+            version=server.version,
             rank=session.largest_rank(name),
             weighted=server.weighted,
             adaptive=server.mechanisms.adaptive,

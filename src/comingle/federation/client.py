@@ -1159,6 +1159,7 @@ class TaskRunner:
             users=self.store.public.users,
             rounds=clients.plan.training.rounds,
             rank=int(clients.model.ranks.max()),
+            version=min(clients.state.versions.tolist()),
         )
         clients.receive(download)
         if self.guard is not None:

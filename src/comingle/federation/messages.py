@@ -455,6 +455,7 @@ def check_upload(
     user: str,
     number: int,
     rank: int,
+    version: int = 0,
     weighted: bool = False,
     adaptive: bool = False,
     most_data: int = _MOST_DATA,
@@ -471,6 +472,7 @@ def check_upload(
         user: Name of the user.
         number: The round, from 1.
         rank: Largest LoRA rank that the user may have.
+        version: Version of the server that the user has downloaded, 0 for none.
         weighted: Whether the upload reports the user's amount of data.
         adaptive: Whether the upload reports if its change was within the server's clipping bound.
         most_data: Largest amount of data that the upload may report.
@@ -486,7 +488,7 @@ def check_upload(
     declared_rank = int(upload.ranks[0])  # an upload is of a single user
     _check_rank("upload", declared_rank, rank)
     # Tensors of an upload are (1, *shape), without the axis of models that downloads have.
-    _check_tensors("upload", upload.tensors, layout, method.shared, leading=0, rank=declared_rank)
+    _check_tensors("upload", upload.tensors, layout, method.uploaded(version), leading=0, rank=declared_rank)
     _check_sizes(upload.tensors)
     required = _required_reports(
         method, layout, weighted=weighted, adaptive=adaptive, most_data=most_data, most_steps=most_steps
@@ -495,7 +497,15 @@ def check_upload(
 
 
 def check_download(
-    download: Download, layout: Layout, method: Method, *, user: str, users: tuple[str, ...], rounds: int, rank: int
+    download: Download,
+    layout: Layout,
+    method: Method,
+    *,
+    user: str,
+    users: tuple[str, ...],
+    rounds: int,
+    rank: int,
+    version: int = 0,
 ) -> None:
     """Check that a download is for this user and holds exactly the tensors that the method sends to users.
 
@@ -507,6 +517,7 @@ def check_download(
         users: Names of all users.
         rounds: Number of rounds of the run.
         rank: Largest LoRA rank that the user may have.
+        version: Version of the server that the user has downloaded before, 0 for none.
 
     Raises:
         MessageError: A check fails.
@@ -524,7 +535,7 @@ def check_download(
             raise MessageError(f"download: {CLIP_NORM} is {clip_norm.tolist()}; allowed: a number above 0")
     download = replace(download, tensors=model_tensors)
     # Tensors of a download are (1, models, *shape): one axis more than those of an upload.
-    _check_tensors("download", download.tensors, layout, method.received, leading=1, rank=declared_rank)
+    _check_tensors("download", download.tensors, layout, method.downloaded(version), leading=1, rank=declared_rank)
     possible_senders = users if method.server.peer_to_peer else ()
     _check_models(download, possible_senders, user)
 

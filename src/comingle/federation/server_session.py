@@ -250,7 +250,7 @@ class ServerSession:
         steps, messages = list(todo), list(other_messages)  # messages are in the order of the steps that read them
         if "receive" in steps:
             if self._is_stale(name):
-                messages.insert(0, pack(self.server.download([name])))
+                messages.insert(0, pack(self.server.download([name], once=client.version < 1)))
             else:
                 steps.remove("receive")
         if client.verdict is not None:

@@ -257,6 +257,7 @@ _METHODS = {
     "ditto": "comingle.methods.baselines:ditto",
     "fedalt": "comingle.methods.fedalt:fedalt",
     "fedamole": "comingle.methods.fedamole:fedamole",
+    "fed-sb": "comingle.methods.fedex:fed_sb",
     "fedbn": "comingle.methods.partial_sharing:fedbn",
     "feddpa": "comingle.methods.dual_lora:feddpa",
     "fedlease": "comingle.methods.clustered:fedlease",

@@ -245,6 +245,22 @@ class Cohort(CohortState):
             Tensors ``(users, width)`` by the names of the routers' tensors.
         """
 
+    @property
+    @abstractmethod
+    def scales(self) -> Float[Tensor, " users"]:
+        """LoRA scale of each user, ``alpha / sqrt(rank)``."""
+
+    @abstractmethod
+    def weight_gradients(self, user: int) -> Tree:
+        """Return the gradients of the base's adapted weights on one training batch of a user, without its adapters.
+
+        Args:
+            user: Index of the user in the cohort.
+
+        Returns:
+            Gradients ``(*experts, d_in, d_out)`` of the mean loss by name of the LoRA; empty for a user without data.
+        """
+
     @abstractmethod
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
         """Return the mean validation loss of one user's model, in nats.
@@ -598,6 +614,10 @@ class Placement:
 
     0 is full rank; None is no such change.
     """
+    middle: bool = False
+    """For language models: whether each LoRA has a matrix R between its factors, ``s B R A`` (as in "attention.r")."""
+    once: frozenset[str] = frozenset()
+    """Shared roles that are in a user's messages only until it has downloaded an aggregated model."""
     pooled: bool = False
     """Whether a single model is trained on all users' data: an upper bound that no federation may use."""
     needs: frozenset[str] = field(default_factory=frozenset)
@@ -660,6 +680,14 @@ class Method:
     def received(self) -> frozenset[str]:
         """Roles that a user takes from a download: those that it uploads, unless the placement names others."""
         return self.shared if self.placement.received is None else self.placement.received
+
+    def uploaded(self, version: int) -> frozenset[str]:
+        """Return the roles in an upload of a user who has downloaded ``version`` of the server, 0 for none."""
+        return self.shared if version < 1 else self.shared - self.placement.once
+
+    def downloaded(self, version: int) -> frozenset[str]:
+        """Return the roles in a download of a user who has downloaded ``version`` of the server before, 0 for none."""
+        return self.received if version < 1 else self.received - self.placement.once
 
     @property
     def starts_equal(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Exact aggregation of LoRA products: FedEx-LoRA and FLoRA by stacking."""
+"""Exact aggregation of LoRA products: FedEx-LoRA, FLoRA by stacking and Fed-SB."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from comingle.methods.base import Client, ClientHook, Cohort, Method, Phase, Placement
 from comingle.methods.server import MODEL_PREFIX, Mean, Received
-from comingle.methods.settings import CountOrNone
-from comingle.models.lora import IN, OUT, RESIDUAL, init_a
+from comingle.methods.settings import CountOrNone, Positive
+from comingle.models.lora import IN, MIDDLE, OUT, RESIDUAL, init_a
 from comingle.utils.seeds import generator
 from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
@@ -213,3 +213,117 @@ class Stack(Mean):
         """
         for name, a, b in lora_pairs(received.tensors):
             add_to_residual(kept, name, weighted_factors(a, b, received))
+
+
+FACTORS = frozenset({f"{ATTENTION}.a", f"{ATTENTION}.b", f"{GENERALIST}.a", f"{GENERALIST}.b"})
+"""Roles of the factors A and B."""
+
+MIDDLES = frozenset({f"{ATTENTION}.{MIDDLE}", f"{GENERALIST}.{MIDDLE}"})
+"""Roles of the matrices R between the factors A and B."""
+
+
+def fed_sb(*, first_rate: Positive = 5e-5) -> Method:
+    """Fed-SB: users train and average a small matrix R between frozen factors B and A, which is exact.
+
+    Source: Singhal et al. 2025, "Fed-SB: A Silver Bullet for Extreme Communication Efficiency and Performance in
+    (Private) Federated LoRA Fine-Tuning", arXiv:2502.15436, on LoRA-SB (Ponkshe et al. 2024, arXiv:2411.19557), and
+    their public code.
+    Shared: R of size rank by rank, of attention and of 1 LoRA expert per MLP; in the first exchange also A and B.
+    Local: nothing.  Frozen: the base, and A and B after the first exchange.
+    Client: before its first local steps each user approximates the first update of full fine-tuning by ``D =
+    -first_rate sign(G)``, with the gradient G of each weight on one batch, and sets B, R and A to the largest singular
+    vectors and values of D.  Then local steps on training text train R.
+    Server: in the first exchange an SVD of the mean change ``sum_u p_u B_u R_u A_u``, with aggregation weight p_u,
+    whose factors all users get; after it the mean of R: ``B mean(R) A = mean(B R A)``.
+    Differs from the paper: its code computes one G from samples of all users together, which no server has here.  We
+    had the code, and of the papers only abstracts.  All users have the same LoRA rank.
+
+    Args:
+        first_rate: Learning rate of the first update of full fine-tuning, that of the first step of a warm-up.
+    """
+    shared = FACTORS | MIDDLES
+    return Method(
+        name="fed-sb",
+        placement=Placement(shared=shared, once=FACTORS, middle=True),
+        client=Client(phases=(Phase(roles=MIDDLES),), parts=(FirstUpdate(first_rate),)),
+        server=MiddleMean(),
+    )
+
+
+@dataclass(frozen=True)
+class FirstUpdate(ClientHook):
+    """Client hook of Fed-SB: sets B, R and A from the first update of full fine-tuning."""
+
+    first_rate: float
+    language_only = True
+
+    def begin(self, cohort: Cohort) -> None:
+        """Set B, R and A of users whose factors B are still zero, before the local steps of a round.
+
+        Args:
+            cohort: Users who are trained in one batch, with their tensors, which are changed in place.
+        """
+        has_factors = torch.stack([b.flatten(1).any(1) for _name, _a, b in lora_pairs(cohort.tensors)]).any(0)
+        for user in (~has_factors).nonzero().flatten().tolist():
+            scale = float(cohort.scales[user])
+            for name, gradient in cohort.weight_gradients(user).items():
+                update = first_update(gradient, self.first_rate)
+                rank = cohort.tensors[f"{name}.a"].shape[-2]
+                for suffix, factor in zip(("a", "b", MIDDLE), silver_bullet(update, rank, scale), strict=True):
+                    cohort.tensors[f"{name}.{suffix}"][user] = factor
+
+
+def first_update(gradient: Tensor, rate: float) -> Tensor:
+    """Return the first update of full fine-tuning with Adam, ``-rate sign(gradient)``."""
+    return -rate * gradient.sign()
+
+
+def silver_bullet(
+    update: Float[Tensor, "*experts d_in d_out"], rank: int, scale: float = 1.0
+) -> tuple[
+    Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"], Float[Tensor, "*experts rank rank"]
+]:
+    """Return A, B and R for which ``scale B R A`` is the best approximation of an update of a weight (LoRA-SB).
+
+    With the SVD ``U S V^T`` of the update ``(d_out, d_in)``, truncated to ``rank``: ``B = U``, ``A = V^T`` and
+    ``R = S / scale``.
+
+    Args:
+        update: Updates of the weights, transposed.
+        rank: LoRA rank; rows beyond the smaller of d_in and d_out are zero.
+        scale: LoRA scale.
+    """
+    left, singular_values, right = torch.linalg.svd(update, full_matrices=False)
+    missing = max(0, rank - singular_values.shape[-1])
+    rows = torch.nn.functional.pad(left.mT[..., :rank, :], (0, 0, 0, missing))
+    columns = torch.nn.functional.pad(right[..., :rank, :], (0, 0, 0, missing))
+    middle = torch.nn.functional.pad(singular_values[..., :rank], (0, missing)) / scale
+    return rows, columns, torch.diag_embed(middle)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiddleMean(Mean):
+    """Server of Fed-SB: makes common factors of the users' first changes, then averages the matrices R."""
+
+    kind = "stack"
+    clipped_mean = False
+    knows_starts = False
+    one_rank = True
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """Set R to its mean over users; in the first exchange, A, B and R to an SVD of the mean ``B_u R_u A_u``.
+
+        Args:
+            kept: State of the server: A, B and R of each weight, changed in place.
+            received: The uploads R_u, and in the first exchange A_u and B_u, with aggregation weights.
+        """
+        pairs = list(lora_pairs(received.tensors))
+        if not pairs:
+            super().aggregate(kept, received)
+        for name, a, b in pairs:
+            weights = received.weights.to(a).view(-1, *[1] * (a.dim() - 1))
+            middle = received.tensors[f"{name}.{MIDDLE}"]
+            change = ((middle @ a).mT @ (weights * b)).sum(0)  # (*experts, d_in, d_out)
+            factors = silver_bullet(change, rank=a.shape[-2])
+            for suffix, factor in zip(("a", "b", MIDDLE), factors, strict=True):
+                kept[f"{MODEL_PREFIX}{name}.{suffix}"].copy_(factor)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from comingle.config.settings import values_in
 from comingle.methods.base import ROUTERS, ClientHook, Method, Phase
-from comingle.models.lora import RESIDUAL
+from comingle.models.lora import MIDDLE, RESIDUAL
 from comingle.utils.errors import PluginError, RecipeError, did_you_mean, run_checks
 from comingle.utils.trees import ADAPTOR, ATTENTION, BASE, GENERALIST, ROUTER, SPECIALIST, STATISTICS
 
 ROLES: Mapping[str, tuple[str, ...]] = {
-    ATTENTION: ("a", "b", "body"),
-    GENERALIST: ("a", "b", "body", "head", "norm"),
-    SPECIALIST: ("a", "b", "body", "head", "norm"),
+    ATTENTION: ("a", "b", MIDDLE, "body"),
+    GENERALIST: ("a", "b", MIDDLE, "body", "head", "norm"),
+    SPECIALIST: ("a", "b", MIDDLE, "body", "head", "norm"),
     ROUTER: ("body", "head"),
     RESIDUAL: ("body", "head"),
     BASE: ("body", "head", "norm"),
@@ -64,7 +64,7 @@ def _all_roles(method: Method) -> Iterator[tuple[str, object]]:
     Example: ``("Placement.shared", frozenset({"attention"}))``.
     """
     placement, client = method.placement, method.client
-    for key in ("shared", "received", "needs"):
+    for key in ("shared", "received", "needs", "once"):
         yield f"Placement.{key}", getattr(placement, key)
     for place, phase in _all_phases(method):
         for key in ("roles", "leaves", "without"):

@@ -351,6 +351,7 @@ def adapt(
     gating: Gating | None = None,
     native_code: bool | None = None,
     residual: int | None = None,
+    middle: bool = False,
     checkpointed: bool = False,
 ) -> AdaptedModel:
     """Inject adapters into a copy of ``base`` that shares all its weights; ``base`` itself is unchanged.
@@ -367,6 +368,7 @@ def adapt(
             built once per machine); None: as ``compiled``.
         residual: Rank of a frozen low-rank matrix that the server may add to each adapted weight
             (:mod:`comingle.models.lora`); 0 for full rank, None for no such matrix.
+        middle: Whether each LoRA has a matrix R between its factors, ``W x + s B R A x``.
         checkpointed: Use activation checkpointing: a layer saves only its input and is recomputed in the backward pass.
 
     Raises:
@@ -374,7 +376,7 @@ def adapt(
     """
     head = lm_head(base)
     network = share_weights(base.model)
-    adapters = inject(network, settings, counts, routed=routed, gating=gating, residual=residual)
+    adapters = inject(network, settings, counts, routed=routed, gating=gating, residual=residual, middle=middle)
     expert_mlp.set_fusing(compiled)  # whether torch.compile fuses the functions of expert MLPs
     expert_mlp.disable()  # an earlier model of this process may have enabled the kernels
     wants_kernels = compiled if native_code is None else native_code

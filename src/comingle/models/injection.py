@@ -36,6 +36,7 @@ from comingle.models.kernels import expert_mlp
 from comingle.models.kernels.expert_mlp import SHORT
 from comingle.models.layouts import activation_name, decoder_layers, find_targets
 from comingle.models.lora import (
+    MIDDLE,
     RESIDUAL,
     LoraLinear,
     base_weight,
@@ -857,6 +858,7 @@ def inject(
     routed: bool,
     gating: Gating | None = None,
     residual: int | None = None,
+    middle: bool = False,
 ) -> Adapters:
     """Replace the target modules of every decoder layer of ``model`` by adapters, in place.
 
@@ -867,6 +869,7 @@ def inject(
         routed: Add a router to each MLP, if some user has more than one expert.
         gating: How routers compute gates; None: a softmax over logits.
         residual: Rank of the frozen residual beside each LoRA (:mod:`comingle.models.lora`); None for no residual.
+        middle: Whether each LoRA has a matrix R between its factors, ``W x + s B R A x``.
 
     Returns:
         The modules, and the layout of a user's trainable tensors.
@@ -903,6 +906,8 @@ def inject(
     slots = [*map(_a_slot, lora_targets), *map(_b_slot, lora_targets)]
     if routed and counts.width > 1:
         slots += [_router_slot(name, mlp, counts.width, largest_rank) for name, mlp in experts.items()]
+    if middle:
+        slots += map(_middle_slot, lora_targets)
     if residual is not None:
         slots += _residual_slots(lora_targets, counts.width, residual)
     # The part, "head" or "body", can be named in recipes to share or freeze only some layers.
@@ -1036,6 +1041,15 @@ def _b_slot(target: LoraTarget) -> Slot:
     d_out, _d_in = weight_shape(target.linear)
     shape = (*target.leading, d_out)
     return Slot(name=f"{target.name}.b", shape=shape, roles=target.roles, init=init_zero, factor="b")
+
+
+def _middle_slot(target: LoraTarget) -> Slot:
+    """Return name, shape, roles and initialiser of the matrix R between a linear's LoRA factors, ``(..., rank, rank)``.
+
+    It starts at zero.
+    """
+    shape = (*target.leading, target.leading[-1])
+    return Slot(name=f"{target.name}.{MIDDLE}", shape=shape, roles=target.roles, init=init_zero, factor=MIDDLE)
 
 
 def _router_slot(name: str, mlp: RoutedMLP, experts: int, rank: int) -> Slot:

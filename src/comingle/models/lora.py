@@ -195,10 +195,16 @@ def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> 
     return [*slots_of_i, *slots_of_o]
 
 
+MIDDLE = "r"
+"""Suffix of the name of a LoRA's middle matrix R, as in ``W x + s B R A x``, and of roles that name it."""
+
+
 def factors_of(
     tensors: Tree, name: str, scale: float
 ) -> tuple[Float[Tensor, "users ... rank d_in"], Float[Tensor, "users ... rank d_out"]]:
     """Return the factors A and B of a linear's LoRA; a residual's factors I and O are appended along the rank axis.
+
+    If the LoRA has a middle matrix R, the first factor is ``R A``.
 
     The residual ``O^T I`` is a frozen change of the weight. So ``scale * B^T A`` with the returned factors is the sum
     of the LoRA's change and the residual. I is divided by the scale, because the scale does not apply to residuals.
@@ -209,6 +215,8 @@ def factors_of(
         scale: LoRA scale, by which the caller multiplies the product of the factors.
     """
     a, b = tensors[f"{name}.a"], tensors[f"{name}.b"]
+    if f"{name}.{MIDDLE}" in tensors:
+        a = tensors[f"{name}.{MIDDLE}"] @ a
     has_residual = f"{name}.{IN}" in tensors
     if not has_residual:
         return a, b

@@ -762,6 +762,8 @@ def _why_unprotected(method: Method) -> str:
     roles_not_downloaded = method.shared - method.received
     if roles_not_downloaded:
         return "its users start from their own tensors, not from the download, so changes against it are not bounded"
+    if method.placement.once:
+        return "users upload factors once that they make of their data, not changes against a download"
     if any(hook.resizes for hook in hooks):  # LoRA ranks are pruned by their importance for a user's data
         return "ranks depend on users' data and are visible to all; allowed: prune: false"
     return ""

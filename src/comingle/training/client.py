@@ -647,7 +647,8 @@ class Clients(Users):
                 combined_model = hook.receive(cohort, models, download.senders)  # None if it combines no models
         if combined_model is None:  # no hook combines models, so there is a single model per user
             combined_model = {name: t[:, 0] for name, t in models.items()}  # (users, *shape)
-        assign(cohort.tensors, layout, self.method.received, combined_model)
+        has_once = all(slot.name in tensors for slot in layout.touching(self.method.placement.once).slots)
+        assign(cohort.tensors, layout, self.method.downloaded(0 if has_once else 1), combined_model)
         if cohort.mask is not None:  # a server may send one model to users of different ranks: zero the padding
             cohort.state.rows.mul_(cohort.mask)
         if change_updates(self.mechanisms):  # the change from this download to the next upload is clipped
@@ -682,7 +683,15 @@ class Clients(Users):
         own_indices = [download.senders.index(name) for name in cohort.names]
         return insert_own(models, own_models, own_indices=own_indices)
 
-    def upload(self, users: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
+    def upload(
+        self,
+        users: Sequence[int],
+        round_number: int,
+        losses: Tree,
+        *,
+        counts: bool = False,
+        version: int | None = None,
+    ) -> Upload:
         """Return the upload of some users after their local steps, joined in one message.
 
         Privacy mechanisms may clip the upload and add noise. Each user keeps the rounding errors of an int8 upload and
@@ -693,13 +702,17 @@ class Clients(Users):
             round_number: The round, counted from 1.
             losses: Mean training losses to report, ``{"loss": tensor of (users,)}``; may be empty.
             counts: Whether the upload is made only to count its bytes and is never sent; rounding errors are not kept.
+            version: Version that the users have downloaded, on which the roles in an upload may depend; None for their
+                own.
 
         Returns:
             Copies of the shared tensors ``(users, *shape)``, the method's reports, and ``losses`` if privacy permits.
         """
         state = self.state.without_moments()
         cohort = self.cohort(list(users), round_number, state=state)
-        tensors = restrict(cohort.tensors, self.model.layout, self.method.shared)
+        # The users' own versions are equal if they have trained.
+        downloaded_version = min(cohort.state.versions.tolist()) if version is None else version
+        tensors = restrict(cohort.tensors, self.model.layout, self.method.uploaded(downloaded_version))
         copies = {name: t.clone() for name, t in tensors.items()}
         reports = losses if self.plan.privacy is None else {}  # losses reveal data
         if change_updates(self.mechanisms):
@@ -829,6 +842,21 @@ class Clients(Users):
             message = self.upload(trainers, round_number=1, losses=any_losses, counts=True)
             bytes_by_trainer.update(zip(trainers, packed_bytes(message), strict=True))
         return [bytes_by_trainer[trainer] for trainer in self.trainers_of(self.scored_rows)]
+
+
+def first_downloads(clients: Clients, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the users whose next download has the tensors that are sent once, and all others, by name.
+
+    Args:
+        clients: The users.
+        names: Names of some of them.
+    """
+    if not clients.method.placement.once:
+        return [], list(names)
+    first, later = [], []
+    for name, user in zip(names, clients.numbers(names), strict=True):
+        (first if clients.stale(1, [user]) else later).append(name)
+    return first, later
 
 
 Tick = Callable[[], None]

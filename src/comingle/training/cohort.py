@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comingle.methods.base import Phase
+from comingle.models.lora import MIDDLE
 from comingle.models.routers import Powers
 from comingle.models.scoring import PAD, Gates
 from comingle.training.batch_sources import AnyScore, AnySplit, AnyUser, BatchSource
 from comingle.training.cohort_state import CohortTensors, learning_rate, missing_flag_error
 from comingle.training.settings import PassSize, cohorts
 from comingle.training.steps import Steps, within_memory
-from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign
+from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign, lora_pairs
 
 ParametersOf = Callable[[Sequence[int]], Float[Tensor, "slots columns"]]
 """Maps numbers of models to their parameters, one model per row."""
@@ -460,6 +461,52 @@ class Cohort(CohortTensors):
         num_copies = self.steps.plan.method.placement.copies
         rows = self.state.rows  # first copy 0 of every user, then copy 1 of every user, and so on
         return rows.clone().view(num_copies, -1, rows.shape[1])
+
+    @property
+    def scales(self) -> Float[Tensor, " users"]:
+        """LoRA scale of each user, ``alpha / sqrt(rank)``."""
+        model: Any = self.steps.model  # one with LoRA
+        return model.adapters.scales[self.owners]
+
+    def weight_gradients(self, user: int) -> Tree:
+        """Return the gradients of the base's adapted weights on one training batch of a user, without its adapters.
+
+        A LoRA whose factor A is the identity and whose factor B is zero does not change the model, and the gradient of
+        B is that of the weight, times the LoRA scale.
+
+        Args:
+            user: Position of the user in the cohort.
+
+        Returns:
+            Gradients ``(*experts, d_in, d_out)`` of the mean loss by name of the LoRA; empty for a user without data.
+        """
+        owner, steps = self.owners[user], self.steps
+        if not len(self.trainers[owner].train):
+            return {}
+        tensors = steps.tensors(self.state.rows[[user]])
+        pairs = list(lora_pairs(tensors))
+        rank = max(a.shape[-1] for _name, a, _b in pairs)  # the linears of an MLP have factors of the same rank
+        factors_b: Tree = {}
+        for name, a, b in pairs:
+            tensors.pop(f"{name}.{MIDDLE}", None)
+            identity = torch.eye(rank, a.shape[-1], dtype=a.dtype, device=a.device)
+            tensors[f"{name}.a"] = identity.expand(*a.shape[:-2], -1, -1)
+            zero = b.new_zeros(*b.shape[:-2], rank, b.shape[-1])
+            factors_b[name] = tensors[f"{name}.b"] = zero.requires_grad_()
+        # The label gives the batch a random stream that no phase of training uses.
+        phase = Phase(roles=frozenset(), label="weights")
+        drawn = steps.batch_source.draw([owner], phase, self.round_number, step=0, repeat=0).to(self.state.rows.device)
+        num_losses = steps.batch_source.loss_counts(drawn).sum().clamp(min=1)
+        gradients = {name: torch.zeros_like(b[0]) for name, b in factors_b.items()}
+        for micro_batch in drawn.split(steps.pass_size.sequences, dim=1):
+            batch: Any = steps.batch_source.read("train", [owner], micro_batch)
+            with torch.enable_grad():
+                losses, _penalty = steps.model.losses(tensors, [owner], batch)
+                added = torch.autograd.grad(losses.sum() / num_losses.to(losses), list(factors_b.values()))
+            for name, gradient in zip(factors_b, added, strict=True):
+                gradients[name] += gradient[0]
+        scale = float(self.scales[user])
+        return {name: gradients[name][..., : a.shape[-1], :].to(self.state.rows) / scale for name, a, _b in pairs}
 
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
         """Return the mean validation loss in nats of a user with another model than its own, to choose between models.

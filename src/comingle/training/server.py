@@ -343,11 +343,12 @@ class ServerHalf(ServerState):
             if warning:
                 logger.warning("%s", warning)
 
-    def download(self, users: Sequence[str]) -> Download:
+    def download(self, users: Sequence[str], *, once: bool = True) -> Download:
         """Return what some users download now, joined in one message.
 
         Args:
             users: Names of the users.
+            once: Include the tensors that a user downloads once.
 
         Returns:
             The shared tensors ``(users, models, *shape)``, as a user may download several models; their version (number
@@ -357,6 +358,9 @@ class ServerHalf(ServerState):
         numbers = self.numbers(users)
         senders = self.method.server.senders(self.kept)
         tensors = self.method.server.download(self.kept, numbers)
+        if not once:
+            for slot in self.layout.touching(self.method.placement.once).slots:
+                tensors.pop(slot.name, None)
         for mechanism in self.mechanisms:  # may add a clip norm
             tensors |= mechanism.download(len(numbers))
         return Download(
@@ -391,7 +395,7 @@ class ServerHalf(ServerState):
         if protected is not None:  # None: too few uploads for an aggregation rule, so the model stays unchanged
             method_server.aggregate(self.kept, protected)
         self.ranks[numbers] = upload.ranks
-        self.version = upload.round
+        self._end_round(upload.round, aggregated=protected is not None)
 
     @property
     def needs_only_sums(self) -> bool:
@@ -466,9 +470,14 @@ class ServerHalf(ServerState):
             done: The round, counted from 1.
             received: Numbers of the users whose uploads have arrived and are not used.
         """
-        self.version = done
+        self._end_round(done, aggregated=False)
         for mechanism in self.mechanisms:
             mechanism.skip_round(received)
+
+    def _end_round(self, done: int, *, aggregated: bool) -> None:
+        """Set the version to ``done``; keep 0 if tensors are sent once and no upload with them has been aggregated."""
+        if aggregated or self.version > 0 or not self.method.placement.once:
+            self.version = done
 
     def _make_received(self, numbers: Sequence[int], tensors: Tree, upload: Upload) -> Received:
         """Return uploads with the users' aggregation weights and LoRA scales, as strategies and mechanisms take them.

@@ -51,7 +51,7 @@ from comingle.training.checkpoints import (
     shard_file,
     write_tensors,
 )
-from comingle.training.client import LocalRound
+from comingle.training.client import LocalRound, first_downloads
 from comingle.training.evaluation import data_amounts, evaluation_interval, merged
 from comingle.utils.errors import DivergenceError
 from comingle.utils.files import checksum_line, list_checkpoints
@@ -487,7 +487,8 @@ class Sharded(InProcess):
         if not self.clients.shares:
             return
         stale = self.clients.stale(self.server.version, users)  # those that have older tensors
-        stale_names_by_process = self.ranks.gather(lambda: [self.clients.names[user] for user in stale])
+        stale_names = [self.clients.names[user] for user in stale]
+        stale_names_by_process = self.ranks.gather(lambda: first_downloads(self.clients, stale_names))
         common: Tree = {}  # tensors that are equal for all users; filled in the first process
         header, own_tensors = self.ranks.scatter(lambda: self._split_download(stale_names_by_process, common))
         if not header["any_stale"]:
@@ -511,12 +512,13 @@ class Sharded(InProcess):
         self.ranks.run_in_all(lambda: self.clients.receive(message))
 
     def _split_download(
-        self, stale_names_by_process: Sequence[Sequence[str]], common: Tree
+        self, stale_names_by_process: Sequence[Sequence[Sequence[str]]], common: Tree
     ) -> list[tuple[dict[str, Any], Tree]]:
         """Make the download of all stale users, and split it by process.
 
         Args:
-            stale_names_by_process: Names of the users of each process whose shared tensors are out of date.
+            stale_names_by_process: Names of the users of each process whose shared tensors are out of date, in two
+                lists: without the tensors that a user downloads once, and with them.
             common: Filled with the tensors that are equal for all users, with one row each.
 
         Returns:
@@ -524,11 +526,12 @@ class Sharded(InProcess):
             common. If no process has a stale user, the header is ``{"any_stale": False}``.
         """
         # With peer-to-peer methods the server has a download only for users that have uploaded in this round.
-        names_by_process = [self.server.with_download(names) for names in stale_names_by_process]
+        names_by_process = [self.server.with_download([*first, *later]) for first, later in stale_names_by_process]
         all_names = [name for names in names_by_process for name in names]
         if not all_names:
             return [({"any_stale": False}, {})] * len(names_by_process)
-        message = self.server.download(all_names)
+        needs_once = any(first for first, _later in stale_names_by_process)
+        message = self.server.download(all_names, once=needs_once)
         self.clock.download_bytes += sum(packed_bytes(message))
         for name, t in message.tensors.items():
             if t.stride(0) == 0:  # one tensor, expanded to all users

@@ -41,7 +41,7 @@ from comingle.training.checkpoints import (
     prune_checkpoints,
     save_checkpoint,
 )
-from comingle.training.client import EMPTY_ROUND, Clients, LocalRound, finetuned, finish, settle, train
+from comingle.training.client import EMPTY_ROUND, Clients, LocalRound, finetuned, finish, first_downloads, settle, train
 from comingle.training.evaluation import (
     check_finite,
     data_amounts,
@@ -498,16 +498,20 @@ class InProcess(Backend[Sequence[AnyScore]]):
         stale_names = [self.clients.names[user] for user in stale]
         # With peer-to-peer methods the server has a download only for users that have uploaded in this round.
         names = self.server.with_download(stale_names)
-        for names_of_message in cohorts(names, self.clients.users_per_message):  # several messages, to limit memory
+        first, later = first_downloads(self.clients, names)
+        for names_of_message in cohorts(first, self.clients.users_per_message):  # several messages, to limit memory
             self._send_downloads(names_of_message)
+        for names_of_message in cohorts(later, self.clients.users_per_message):
+            self._send_downloads(names_of_message, once=False)
 
-    def _send_downloads(self, names: Sequence[str]) -> None:
+    def _send_downloads(self, names: Sequence[str], *, once: bool = True) -> None:
         """Send users the server's shared tensors in one message, and count the bytes as if each got its own.
 
         Args:
             names: Names of the users.
+            once: Include the tensors that a user downloads once.
         """
-        message = self.server.download(names)
+        message = self.server.download(names, once=once)
         self.clock.download_bytes += sum(packed_bytes(message))
         if self.serialise:  # pack and unpack each user's message, as over a network
             message = _repack_downloads(message.split())

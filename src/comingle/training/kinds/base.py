@@ -633,6 +633,7 @@ def adapt_base(
         compiled=_should_compile(recipe, base, method, num_tokens),
         native_code=None if native_code == "auto" else native_code,
         residual=placement.residual,
+        middle=placement.middle,
         checkpointed=recipe.runtime.gradient_checkpointing,
     )
     for name in recipe.runtime.gpu:
