@@ -242,3 +242,11 @@ def test_every_shipped_recipe_runs_a_round_on_a_tiny_base(path: Path) -> None:
     done = api.run(recipe)
     assert done.metrics["rounds"] == 1
     assert all(user["test_tokens"] == 59 for user in done.metrics["users"].values())
+
+
+def test_the_routers_automatic_rate_keeps_the_fingerprint_of_older_runs(recipe_file: Path) -> None:
+    """Older versions wrote 0.002, which is still what most methods take."""
+    recipe = load_recipe(recipe_file)
+    assert recipe.training.router.learning_rate == "auto"
+    assert recipe.with_changes({"training.router.learning_rate": 0.002}).fingerprint == recipe.fingerprint
+    assert recipe.with_changes({"training.router.learning_rate": 0.003}).fingerprint != recipe.fingerprint

@@ -107,7 +107,9 @@ class ByHand:
 def test_two_rounds_equal_the_algorithm_written_out(
     federate_nets: Any, settings: dict[str, Any], members: list[int]
 ) -> None:
-    federation = unequal(federate_nets({"name": "fedmerge", "models": MODELS, **settings}, changes=LINEAR))
+    federation = unequal(
+        federate_nets({"name": "fedmerge", "models": MODELS, "weight_step": STEP, **settings}, changes=LINEAR)
+    )
     chosen = {"softmax": True, "models_first": True, "column_normalize": True, "proximal": 0.0, **settings}
     hand = ByHand(federation, column=chosen.pop("column_normalize"), **chosen)
     for number in range(2):

@@ -10,6 +10,7 @@ import torch
 from receiving import downloaded, received, started
 from scipy.optimize import minimize
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 import comingle
 from comingle.methods import make
@@ -331,3 +332,43 @@ def test_only_a_budget_that_was_set_is_warned_about(
     with caplog.at_level(logging.WARNING, logger="comingle"):
         comingle.run(recipe, users=users, base=lambda: torch.nn.Linear(3, 1), method="floral")
     assert sum("exceeds budget 0.01" in line for line in caplog.messages) == said
+
+
+def images_of(user: int, count: int, seed: int) -> TensorDataset:
+    """Noisy pictures of ten random patterns with their numbers, which users with odd numbers count from 1."""
+    draw = torch.Generator().manual_seed(seed)
+    patterns = torch.rand(10, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(10, (count,), generator=draw)
+    pictures = patterns[labels] + torch.randn(count, 1, 12, 12, generator=draw)
+    return TensorDataset(pictures, (labels + user % 2) % 10)
+
+
+@pytest.mark.slow
+def test_default_settings_win_where_users_form_two_clusters() -> None:
+    users: Any = {
+        f"user-{n}": {"train": images_of(n, 40, 2 * n), "test": images_of(n, 200, 2 * n + 1)} for n in range(8)
+    }
+    recipe: Any = {
+        "training": {"rounds": 20, "local_epochs": 2, "batch_size": 10},
+        "evaluation": {"every": 20},
+        "floral": {"budget": 0.25},
+    }
+    accuracy: dict[str, float] = {}
+    for method in ("local", "fedavg", {"name": "floral", "clusters": 2}, "fedmerge"):
+        run = comingle.run(recipe, users=users, base="net:mlp", method=method)
+        accuracy[run.metrics["method"]] = run.metrics["mean_test_accuracy"]
+        assert "warnings" not in run.metrics
+    for name in ("floral", "fedmerge"):
+        assert accuracy[name] > max(accuracy["local"], accuracy["fedavg"]) + 0.02
+
+
+def test_the_routers_default_rate_is_the_methods(federate_nets: Any) -> None:
+    def tensors_of(method: str, **changes: float) -> Tensor:
+        federation = federate_nets({"name": method, "clusters": 2}, changes={"training.router": {}, **changes})
+        local_round(federation, EVERYONE, 0)
+        return federation.clients.state.rows
+
+    key = "training.router.learning_rate"
+    assert torch.equal(tensors_of("floral"), tensors_of("floral", **{key: 0.1}))
+    assert not torch.equal(tensors_of("floral"), tensors_of("floral", **{key: 0.002}))
+    assert torch.equal(tensors_of("ensemble"), tensors_of("ensemble", **{key: 0.002}))

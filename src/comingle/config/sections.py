@@ -15,12 +15,14 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 
 from comingle.config.hints import problems_of
 from comingle.config.settings import (
+    AUTO,
     AdaptersSection,
     AggregationSection,
     CheckpointSection,
     Count,
     DataSection,
     EvaluationSection,
+    OptimizerSection,
     Positive,
     PrivacySection,
     RuntimeSection,
@@ -372,6 +374,8 @@ def _drop_later_keys(content: dict[str, Any]) -> None:
         del training["max_seconds_per_round"]
     if training["normalise_steps"] is False:
         del training["normalise_steps"]
+    if training["router"]["learning_rate"] == AUTO:
+        training["router"]["learning_rate"] = OptimizerSection().learning_rate
 
 
 _RATE_OF_NETS, _RATE_OF_EXPERTS = "training.learning_rate", "training.experts.learning_rate"

@@ -834,8 +834,16 @@ class OptimizerSection(Section):
         return not self.moments and self.clip_norm is None
 
 
+class RouterSection(OptimizerSection):
+    """Optimiser of routers: a constant learning rate by default."""
+
+    learning_rate: Positive | Literal["auto"] = AUTO  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The initial learning rate; ``auto``: 0.002, or the method's own default."""
+    schedule: Literal["cosine", "constant"] = "constant"
+    """Schedule over all local steps of the run, without warm-up."""
+
+
 EXPERTS_OPTIMIZER = OptimizerSection()
-ROUTER_OPTIMIZER = OptimizerSection(schedule="constant")
 
 
 class TrainingSection(Section):
@@ -863,7 +871,7 @@ class TrainingSection(Section):
     """Tokens of a sequence, at most those that the base supports."""
     experts: OptimizerSection = EXPERTS_OPTIMIZER
     """Optimiser of the LoRA, or of nets."""
-    router: OptimizerSection = ROUTER_OPTIMIZER
+    router: RouterSection = RouterSection()
     """Optimiser of the routers."""
     balance_weight: NotNegative = 0.01
     """Weight of the load-balancing penalty."""
@@ -887,14 +895,6 @@ class TrainingSection(Section):
     def largest_batch_size(self) -> int:
         """Largest number of sequences or samples of a user in one step."""
         return max(values_in(self.batch_size))
-
-    @field_validator("router", mode="before")
-    @classmethod
-    def _default_to_constant_rate(cls, router: object) -> object:
-        """Give the router's optimiser a constant learning rate, if the recipe sets keys of it but no schedule."""
-        if not isinstance(router, Mapping):
-            return router
-        return {"schedule": ROUTER_OPTIMIZER.schedule, **router}
 
     @field_validator("participation")
     @classmethod

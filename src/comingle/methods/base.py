@@ -670,6 +670,8 @@ class Method:
     client: Client
     server: Server
     components: str = "model"
+    router_rate: float = 2e-3
+    """Learning rate of routers with ``training.router.learning_rate: auto``."""
 
     @property
     def shared(self) -> frozenset[str]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from comingle.methods.base import ROUTERS, Method, Phase
 from comingle.methods.mixtures import TRAINED, ClusterSteps, Entropic, WarmUp, client_mixture
 from comingle.methods.server import Mean
 from comingle.methods.settings import CountOrNone, Models, NotNegative, Positive
 from comingle.models.routers import ClientMixture
 from comingle.utils.errors import RecipeError
+
+ROUTER_RATE = 0.1
+"""Default learning rate of the router: that of the public code; with 2e-3, 20 rounds leave mixtures uniform."""
 
 
 def floral(
@@ -31,7 +36,7 @@ def floral(
     Shared: the base where it is trained, with its running statistics, and C adapters a layer.  Local: one logit for
     each adapter set, and the running statistics of batch norms' adapters.  Frozen: a language model's base.
     Client: local steps on training data, which train base, adapters and router together, the router with its own
-    learning rate.
+    learning rate (``training.router.learning_rate``, 0.1 by default).
     Server: means over users k, of the base with weights p(k), of adapter set c with weights p(k|c) ~ pi_c p(k) (eq. 2),
     where pi are the mixture weights of user k.
     Differs from the paper: users upload their mixture weights (C numbers), which the server needs for p(k|c).  p(k) is
@@ -88,7 +93,10 @@ def floral(
     else:
         server = Mean(adam_rate=server_adam_rate)
     joint_phase = Phase(roles=TRAINED | ROUTERS, optimizer="both")
-    return client_mixture("floral", mixture, phases=(joint_phase,), parts=hooks, server=server, reports=report_mixture)
+    method = client_mixture(
+        "floral", mixture, phases=(joint_phase,), parts=hooks, server=server, reports=report_mixture
+    )
+    return replace(method, router_rate=ROUTER_RATE)
 
 
 def _check_combinations(

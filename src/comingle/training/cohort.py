@@ -231,7 +231,7 @@ class Cohort(CohortTensors):
     def router_rate(self) -> float:
         """Learning rate of the router in this round."""
         plan = self.steps.plan
-        return learning_rate(plan.training.router, self.round_number, plan.training.rounds)
+        return learning_rate(plan.router, self.round_number, plan.training.rounds)
 
     def reset(self, roles: frozenset[str]) -> None:
         """Reset the tensors of some roles to their values before any training.

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
@@ -19,6 +19,7 @@ from comingle.config.settings import (
     AggregationSection,
     CheckpointSection,
     EvaluationSection,
+    OptimizerSection,
     PrivacySection,
     RuntimeSection,
     TrainingSection,
@@ -83,6 +84,14 @@ class RunPlan:
     def users_per_step(self) -> int | None:
         """Number of users computed together in a pass; None to take as many as the default tokens of a pass allow."""
         return None if self.runtime.users_per_step == AUTO else self.runtime.users_per_step
+
+    @cached_property
+    def router(self) -> OptimizerSection:
+        """Optimiser of routers, with the method's learning rate if ``training.router.learning_rate`` is auto."""
+        settings = self.training.router
+        if settings.learning_rate != AUTO:
+            return settings
+        return settings.model_copy(update={"learning_rate": self.method.router_rate})
 
     @property
     def iterations(self) -> int:

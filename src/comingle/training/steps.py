@@ -793,7 +793,7 @@ class Steps:
         for optimizer, roles in phase.optimizers:
             if optimizer == "router":
                 cohort.state.router_steps += 1
-                settings, step_count = self.plan.training.router, cohort.state.router_steps
+                settings, step_count = self.plan.router, cohort.state.router_steps
             else:
                 # :meth:`take_local_step` raises this count after all phases of the step.
                 settings, step_count = self.plan.training.experts, cohort.state.iterations + 1

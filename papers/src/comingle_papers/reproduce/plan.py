@@ -266,6 +266,10 @@ class RunSelection:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
+_OLDER_SETTINGS = {"weight_step": 0.01}
+"""Settings of methods that older versions had by default and that studies now set; published runs are named without."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """A run: a row and a column of the experiment with one seed."""
@@ -279,8 +283,14 @@ class Cell:
 
     @cached_property
     def computed(self) -> dict[str, Any]:
-        """Settings that determine the result, with ``{data}`` in place of the folder of text and base model."""
-        return with_placeholder(self.recipe.result_content, self.data)
+        """Settings that determine the result, with ``{data}`` in place of the folder of text and base model.
+
+        :data:`_OLDER_SETTINGS` are left out.
+        """
+        computed = with_placeholder(self.recipe.result_content, self.data)
+        method = computed["method"]
+        settings = {key: value for key, value in method["settings"].items() if _OLDER_SETTINGS.get(key) != value}
+        return {**computed, "method": {**method, "settings": settings}}
 
     @cached_property
     def folder(self) -> str:
